@@ -1,0 +1,49 @@
+# Everything runs in .venv, made from the hashed constraints at first use.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: quickstart test test-all lint wheel-check constraints clean
+
+quickstart: $(READY)
+	$(BIN)/ssl-bench quickstart
+
+test: $(READY) lint
+	$(BIN)/pytest -n 2 -m "not slow and not gpu and not browser" --durations=8
+
+test-all: $(READY) lint
+	$(BIN)/pytest -n 2 --durations=8
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+# uv where it is at hand, else installed with pip beside the environment.
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "expected Python >= 3.11, got %d.%d; say make PYTHON=python3.12" % sys.version_info[:2])'
+	@command -v uv >/dev/null || { $(PYTHON) -m venv .venv/uv && .venv/uv/bin/pip install -q uv; }
+	@PATH="$$PATH:$(CURDIR)/.venv/uv/bin"; export PATH; \
+	  test -x $(BIN)/python || uv venv -q --allow-existing --python $(PYTHON) .venv; \
+	  echo "installing the environment into .venv"; \
+	  uv pip install -q -p $(BIN)/python --require-hashes -r constraints.txt && \
+	  uv pip install -q -p $(BIN)/python --no-deps -e .
+	@touch $(READY)
+
+# The wheel alone, in an environment of its own, from another folder.
+wheel-check: $(READY)
+	rm -rf dist/check && mkdir -p dist/check/elsewhere
+	$(BIN)/python -m build -q --wheel --outdir dist/check
+	uv venv -q dist/check/venv --python $(BIN)/python
+	uv pip install -q -p dist/check/venv --require-hashes -r constraints.txt
+	uv pip install -q -p dist/check/venv --no-deps dist/check/*.whl
+	cd dist/check/elsewhere && ../venv/bin/ssl-bench quickstart
+
+constraints:
+	uv pip compile -q --universal --python-version 3.11 --all-extras --generate-hashes --upgrade \
+	  --no-header --no-annotate --no-emit-index-url pyproject.toml -o constraints.txt
+
+clean:
+	rm -rf .venv dist build

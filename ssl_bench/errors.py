@@ -1,0 +1,40 @@
+"""Errors a user can meet: one line each, and the exit code the command ends with."""
+
+
+class SslBenchError(Exception):
+    """Base of everything the command line reports in one line instead of a traceback."""
+
+    exit_code = 1
+
+
+class ConfigurationError(SslBenchError, ValueError):
+    """A wrong task, layer, key or value."""
+
+    exit_code = 2
+
+
+class DataError(SslBenchError, ValueError):
+    """A dataset, image, mask or annotation that cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointError(SslBenchError, ValueError):
+    """A model or checkpoint that cannot be loaded."""
+
+    exit_code = 4
+
+
+class MachineError(SslBenchError, OSError):
+    """The disk, the network or a library of this machine failed."""
+
+    exit_code = 5
+
+
+class Preempted(SslBenchError):
+    """Asked to stop by the scheduler; everything is saved, submit again."""
+
+    exit_code = 75
+
+
+INTERRUPTED = 130

@@ -1,0 +1,28 @@
+"""Shapes are checked while the tests run; real photographs where they are at hand."""
+
+import os
+from pathlib import Path
+
+from jaxtyping import install_import_hook
+
+install_import_hook(["ssl_bench", "pretrain", "probes"], "beartype.beartype")
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data, see tests/README.md."""
+    beside = Path(__file__).parents[2] / "shared" / "data"
+    folder = Path(os.environ.get("SSL_BENCH_TEST_DATA", beside))
+    if not folder.is_dir():
+        pytest.skip(f"no real data in {folder}; set SSL_BENCH_TEST_DATA")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def photos(shared_data: Path) -> Path:
+    return shared_data / "photos"
