@@ -1,0 +1,238 @@
+"""The only gate between encoders and probes: images in [0, 1] in, features of any block out."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.models import Encoder
+
+Facet = Literal["token", "token_normed", "cls", "key", "query", "value"]
+Features = dict[int, dict[Facet, Tensor]]
+
+FACETS: tuple[Facet, ...] = get_args(Facet)
+_QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
+
+
+class FeatureExtractor:
+    """Features of a frozen encoder's blocks, all from one forward pass.
+
+    Args:
+        encoder: Is moved to `device`.
+        layers: Block indices from 0 to depth - 1.
+        facets: "token": patches after the block; "token_normed": the same through the encoder's
+            final norm; "cls": the first token after the block; "key", "query", "value": thirds of
+            the qkv layer's output, heads concatenated.
+        device: As torch names it.
+        dtype: Below float32 the encoder runs under autocast; features are float32 always.
+        pad: Pad right and bottom to a multiple of the patch with zeros, after normalisation, as
+            TokenCut does; without it other sizes are refused.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        *,
+        layers: Sequence[int],
+        facets: Sequence[Facet] = ("token",),
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        pad: bool = False,
+    ) -> None:
+        _check_layers(layers, encoder.depth)
+        _check_facets(facets, encoder)
+        self.encoder = encoder
+        self.layers = tuple(dict.fromkeys(layers))
+        self.facets = tuple(dict.fromkeys(facets))
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.pad = pad
+        self.patch_size, self.dim, self.depth = encoder.patch_size, encoder.dim, encoder.depth
+        self._module = encoder.module.to(self.device)
+        self._mean = torch.tensor(encoder.mean, device=self.device).view(3, 1, 1)
+        self._std = torch.tensor(encoder.std, device=self.device).view(3, 1, 1)
+
+    # Not inference_mode: heads trained on the features need to save them for backward.
+    @torch.no_grad()
+    def __call__(self, images: Float[Tensor, "batch 3 height width"]) -> Features:
+        """Features by layer and facet, float32.
+
+        Args:
+            images: RGB in [0, 1]; normalised here.
+
+        Returns:
+            "batch dim" for "cls", "batch rows cols dim" for all others.
+
+        Raises:
+            ConfigurationError: The patch does not divide height and width, and `pad` is off.
+            CheckpointError: Features are not finite, or the encoder does not compute them.
+        """
+        images = self._prepared(images)
+        grid = (images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size)
+        found: Features = {layer: {} for layer in self.layers}
+        lower = self.dtype != torch.float32
+        with (
+            self._listening(found, grid),
+            torch.autocast(self.device.type, self.dtype, enabled=lower),
+            suppress(_DeepestLayerDone),
+        ):
+            self._module(images)
+        return self._checked(found)
+
+    def _prepared(
+        self, images: Float[Tensor, "batch 3 height width"]
+    ) -> Float[Tensor, "batch 3 padded_height padded_width"]:
+        height, width = images.shape[-2:]
+        images = (images.to(self.device, torch.float32) - self._mean) / self._std
+        if self.pad:
+            return pad_to_patch(images, self.patch_size)
+        if height % self.patch_size or width % self.patch_size:
+            near = [
+                max(1, round(side / self.patch_size)) * self.patch_size for side in (height, width)
+            ]
+            raise ConfigurationError(
+                f"height and width must be multiples of the patch size {self.patch_size}, got "
+                f"{height} x {width}; resize to {near[0]} x {near[1]} or extract with pad=True"
+            )
+        return images
+
+    @contextmanager
+    def _listening(self, found: Features, grid: tuple[int, int]) -> Iterator[None]:
+        """Hooks that fill `found` during a forward pass; gone afterwards, whatever happens."""
+        blocks = self._module.get_submodule("blocks")
+        handles = []
+        try:
+            for layer in self.layers:
+                block = blocks.get_submodule(str(layer))
+                keep = self._keeper(found[layer], grid)
+                handles.append(block.register_forward_hook(keep))
+                if any(facet in _QKV_PARTS for facet in self.facets):
+                    keep_qkv = self._qkv_keeper(found[layer], grid)
+                    qkv = block.get_submodule("attn.qkv")
+                    handles.append(qkv.register_forward_hook(keep_qkv))
+            deepest = blocks.get_submodule(str(max(self.layers)))
+            handles.append(deepest.register_forward_hook(_stop))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Callable:
+        def keep(_block: nn.Module, _inputs: tuple, tokens: Tensor) -> None:
+            if "token" in self.facets:
+                features["token"] = self._patches(tokens, grid)
+            if "token_normed" in self.facets:
+                normed = self._module.get_submodule("norm")(tokens)
+                features["token_normed"] = self._patches(normed, grid)
+            if "cls" in self.facets:
+                features["cls"] = tokens[:, 0].float()
+
+        return keep
+
+    def _qkv_keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Callable:
+        def keep(_qkv: nn.Module, _inputs: tuple, output: Tensor) -> None:
+            for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
+                if facet in self.facets:
+                    # A copy, so that the other two thirds can go.
+                    features[facet] = self._patches(part.contiguous(), grid)
+
+        return keep
+
+    def _patches(
+        self, tokens: Float[Tensor, "batch tokens width"], grid: tuple[int, int]
+    ) -> Float[Tensor, "batch rows cols width"]:
+        return tokens[:, self.encoder.num_prefix_tokens :].unflatten(1, grid).float()
+
+    def _checked(self, found: Features) -> Features:
+        for layer, features in found.items():
+            silent = [facet for facet in self.facets if facet not in features]
+            if silent:
+                raise CheckpointError(
+                    f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
+                    "qkv layer; ask for facet=token"
+                )
+        # Sums, because they are one pass without a copy; and one wait for the device, not many.
+        sums = [value.flatten(1).sum(1) for item in found.values() for value in item.values()]
+        spoilt = (~torch.stack(sums).isfinite()).nonzero()
+        if len(spoilt):
+            index, image = spoilt[0].tolist()
+            raise CheckpointError(
+                f"layer {self.layers[index // len(self.facets)]} of {self.encoder.name} gives "
+                f"features that are not finite for image {image} of the batch; its training "
+                "diverged, or the encoder needs dtype=float32"
+            )
+        return {
+            layer: {facet: features[facet] for facet in self.facets}
+            for layer, features in found.items()
+        }
+
+
+class _DeepestLayerDone(Exception):
+    """Ends the forward pass early."""
+
+
+def _stop(_block: nn.Module, _inputs: tuple, _output: Tensor) -> None:
+    raise _DeepestLayerDone
+
+
+def pad_to_patch(
+    images: Float[Tensor, "*batch 3 height width"], patch_size: int
+) -> Float[Tensor, "*batch 3 padded_height padded_width"]:
+    """Zeros right and bottom, up to the next multiple of the patch."""
+    height, width = images.shape[-2:]
+    return F.pad(images, (0, -width % patch_size, 0, -height % patch_size))
+
+
+def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, ...]:
+    """Block indices from what people type: "11", "-1", "0,5,11", "all", or numbers.
+
+    Negative ones count from the end. The order is kept, what comes twice is dropped.
+
+    Raises:
+        ConfigurationError: Not numbers, or outside the encoder.
+    """
+    if layers == "all":
+        return tuple(range(depth))
+    wanted = _numbers(layers)
+    outside = [layer for layer in wanted if not -depth <= layer < depth]
+    if outside or not wanted:
+        raise ConfigurationError(
+            f"layers must lie in 0..{depth - 1} for this encoder, or -{depth}..-1 from its end, "
+            f"got {', '.join(str(layer) for layer in outside) or 'none'}"
+        )
+    return tuple(dict.fromkeys(layer % depth for layer in wanted))
+
+
+def _numbers(layers: str | int | Sequence[int]) -> list[int]:
+    if isinstance(layers, int):
+        return [layers]
+    parts = layers.split(",") if isinstance(layers, str) else layers
+    try:
+        return [int(part) for part in parts]
+    except ValueError as error:
+        raise ConfigurationError(
+            f"layers must be all, an index, or a list like 0,5,11, got {layers!r}"
+        ) from error
+
+
+def _check_layers(layers: Sequence[int], depth: int) -> None:
+    outside = [layer for layer in layers if not 0 <= layer < depth]
+    if outside or not layers:
+        raise ConfigurationError(
+            f"layers must lie in 0..{depth - 1} for this encoder, got {outside or 'none'}"
+        )
+
+
+def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
+    unknown = [facet for facet in facets if facet not in FACETS]
+    if unknown or not facets:
+        raise ConfigurationError(
+            f"facets must be among {', '.join(FACETS)}, got {', '.join(unknown) or 'none'}"
+        )
+    if "cls" in facets and not encoder.num_prefix_tokens:
+        raise ConfigurationError(f"{encoder.name} has no [CLS] token; ask for facet=token")

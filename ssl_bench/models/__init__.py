@@ -1,0 +1,23 @@
+"""Encoders: our Vision Transformer, its initialisers and checkpoints, and everybody else's."""
+
+from ssl_bench.models.build import build_vit
+from ssl_bench.models.checkpoint import save_encoder
+from ssl_bench.models.config import ViTConfig
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder, encoder_from_vit
+from ssl_bench.models.loading import load_encoder
+from ssl_bench.models.statistics import block_statistics, token_statistics
+from ssl_bench.models.vit import VisionTransformer
+
+__all__ = [
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
+    "Encoder",
+    "ViTConfig",
+    "VisionTransformer",
+    "block_statistics",
+    "build_vit",
+    "encoder_from_vit",
+    "load_encoder",
+    "save_encoder",
+    "token_statistics",
+]

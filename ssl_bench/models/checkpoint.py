@@ -1,0 +1,132 @@
+"""Our checkpoint: one safetensors file that says what it is, and its sha256 beside it."""
+
+import json
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.files import sha256_of, write_atomically, write_text_atomically
+from ssl_bench.models.config import ViTConfig
+from ssl_bench.models.vit import VisionTransformer
+from ssl_bench.models.weights import check_readable, load_weights, read_weights
+
+FORMAT = "ssl-bench"
+_VERSION = "1"
+
+
+def save_encoder(path: Path, model: VisionTransformer, metadata: Mapping[str, str]) -> None:
+    """Write weights, configuration and `metadata`; equal content gives equal bytes.
+
+    A kill at any moment leaves a file that loads: while the weights are replaced, the sha256 file
+    names the old and the new ones.
+
+    Raises:
+        MachineError: The folder cannot be written or the disk is full; older files stay intact.
+    """
+    ours = {"format": FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
+    content = _serialised(model.state_dict(), {**metadata, **ours})
+    line = f"{sha256(content).hexdigest()}  {path.name}\n"
+    sidecar = _sidecar(path)
+    if path.is_file() and sidecar.is_file():
+        write_text_atomically(sidecar, sidecar.read_text() + line)
+    write_atomically(path, lambda file: file.write(content))
+    write_text_atomically(sidecar, line)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a readable safetensors file was written by `save_encoder`."""
+    return read_metadata(path).get("format") == FORMAT
+
+
+def load_checkpoint(path: Path) -> tuple[VisionTransformer, str]:
+    """The model that `save_encoder` wrote and the sha256 of its file.
+
+    Raises:
+        CheckpointError: The file is missing, damaged, or of a later version of this format.
+    """
+    digest = verified_sha256(path)
+    if not _sidecar(path).is_file():
+        raise CheckpointError(
+            f"{_sidecar(path)} is missing, so {path.name} cannot be verified; copy both files, or, "
+            f"if you trust it, run: cd {path.parent} && sha256sum {path.name} > {path.name}.sha256"
+        )
+    metadata = read_metadata(path)
+    if metadata.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{path} has format version {metadata.get('version')}, this program reads {_VERSION}; "
+            "install a newer ssl-bench"
+        )
+    model = VisionTransformer(_config(path, metadata))
+    load_weights(model, read_weights(path), path)
+    return model, digest
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What `save_encoder` wrote beside the weights: format, version, config, step, epoch ...
+
+    Raises:
+        CheckpointError: Not a readable safetensors file.
+    """
+    check_readable(path)
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a readable safetensors file ({error}); it is cut or something else: "
+            "copy or download it again"
+        ) from error
+
+
+def verified_sha256(path: Path) -> str:
+    """The sha256 of a file, compared with the one beside it where there is one.
+
+    Raises:
+        CheckpointError: They differ, or there is no file.
+    """
+    check_readable(path)
+    digest = sha256_of(path)
+    sidecar = _sidecar(path)
+    if not sidecar.is_file():
+        return digest
+    expected = [
+        line.split()[0] for line in sidecar.read_text(errors="replace").splitlines() if line
+    ]
+    if digest not in expected:
+        raise CheckpointError(
+            f"{path} has sha256 {digest[:12]}..., {sidecar.name} says "
+            f"{' or '.join(item[:12] for item in expected) or 'nothing'}...; the file was cut or "
+            "changed: copy or download both again"
+        )
+    return digest
+
+
+def _sidecar(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _config(path: Path, metadata: Mapping[str, str]) -> ViTConfig:
+    try:
+        return ViTConfig.from_dict(json.loads(metadata["config"]))
+    except (KeyError, TypeError, json.JSONDecodeError, ConfigurationError) as error:
+        raise CheckpointError(
+            f"{path} holds a model configuration that cannot be read ({error}); "
+            "it needs the version of ssl-bench that wrote it"
+        ) from error
+
+
+def _serialised(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    content = safetensors.torch.save(tensors, dict(metadata))
+    # The library writes the metadata in random order; sorted, equal weights have equal sha256.
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + size :]

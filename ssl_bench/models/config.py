@@ -1,0 +1,141 @@
+"""The frozen description of an encoder; what a checkpoint stores beside its weights."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.initialisers import initialiser_of
+
+Norm = Literal["layernorm", "none"]
+PositionEmbedding = Literal["learned", "sinusoidal"]
+
+
+@dataclass(frozen=True)
+class ViTConfig:
+    """Architecture and initialisation of a Vision Transformer.
+
+    Args:
+        image_size: Side in pixels for which positions are stored; other sizes resize them.
+        mlp_ratio: Hidden width of the MLP over `dim`.
+        skip_attention: Add the input of the attention sub-block to its output.
+        skip_mlp: Add the input of the MLP sub-block to its output.
+        drop_path: Probability, in [0, 1), to drop a sub-block of the last block for a sample; it
+            rises linearly from 0 at the first block. Needs skips.
+        num_registers: Extra tokens between [CLS] and the patches; they carry no position.
+        position_embedding: "sinusoidal" is fixed, "learned" is trained.
+        init: Name of an initialiser, see `ssl_bench.models.initialisers`.
+        init_options: Its hyperparameters that differ from their defaults; None means the default.
+    """
+
+    image_size: int = 224
+    patch_size: int = 16
+    dim: int = 384
+    depth: int = 12
+    num_heads: int = 6
+    mlp_ratio: float = 4.0
+    skip_attention: bool = True
+    skip_mlp: bool = True
+    norm: Norm = "layernorm"
+    qkv_bias: bool = True
+    drop_path: float = 0.0
+    num_registers: int = 0
+    position_embedding: PositionEmbedding = "learned"
+    init: str = "default"
+    init_options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = {key: value for key, value in self.init_options.items() if value is not None}
+        object.__setattr__(self, "init_options", given)
+        self._check_types()
+        self._check_sizes()
+        self._check_names()
+        initialiser_of(self.init, self.init_options)
+
+    @property
+    def grid_size(self) -> int:
+        """Patches along one side of the stored position embedding."""
+        return self.image_size // self.patch_size
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the MLP's hidden layer."""
+        return round(self.dim * self.mlp_ratio)
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """[CLS] and registers, which come before the patches."""
+        return 1 + self.num_registers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ViTConfig":
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ConfigurationError: A key that no version of this class knows, or a wrong value.
+        """
+        known = [item.name for item in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = ", ".join(get_close_matches(key, known)) or ", ".join(known)
+                raise ConfigurationError(f"model has no key {key!r}; did you mean: {near}?")
+        return cls(**values)
+
+    def _check_types(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.type is int and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ConfigurationError(f"model.{item.name} must be a whole number, got {value!r}")
+            if item.type is bool and not isinstance(value, bool):
+                raise ConfigurationError(f"model.{item.name} must be true or false, got {value!r}")
+            if item.type is float:
+                if not isinstance(value, int | float):
+                    raise ConfigurationError(f"model.{item.name} must be a number, got {value!r}")
+                object.__setattr__(self, item.name, float(value))
+
+    def _check_sizes(self) -> None:
+        for name in ("image_size", "patch_size", "dim", "depth", "num_heads", "mlp_ratio"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(
+                    f"model.{name} must be positive, got {getattr(self, name)}"
+                )
+        if self.num_registers < 0:
+            raise ConfigurationError(
+                f"model.num_registers must be 0 or more, got {self.num_registers}"
+            )
+        _check_divisible("image_size", self.image_size, "patch_size", self.patch_size)
+        _check_divisible("dim", self.dim, "num_heads", self.num_heads)
+        if self.position_embedding == "sinusoidal" and self.dim % 4:
+            raise ConfigurationError(
+                f"model.dim must be a multiple of 4 for sinusoidal positions, got {self.dim}"
+            )
+        if not 0 <= self.drop_path < 1:
+            raise ConfigurationError(f"model.drop_path must lie in [0, 1), got {self.drop_path}")
+
+    def _check_names(self) -> None:
+        for name, kinds in (("norm", Norm), ("position_embedding", PositionEmbedding)):
+            value, known = getattr(self, name), get_args(kinds)
+            if value not in known:
+                raise ConfigurationError(
+                    f"model.{name} must be one of {', '.join(known)}, got {value!r}"
+                )
+        if self.drop_path and not (self.skip_attention and self.skip_mlp):
+            raise ConfigurationError(
+                f"model.drop_path needs both skips, got {self.drop_path} for a skipless encoder; "
+                "set model.drop_path=0"
+            )
+
+
+def _check_divisible(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value % divisor:
+        lower = value - value % divisor
+        near = " or ".join(str(size) for size in (lower, lower + divisor) if size)
+        raise ConfigurationError(
+            f"model.{name} must be a multiple of model.{divisor_name} = {divisor}, got {value}; "
+            f"take {near}"
+        )

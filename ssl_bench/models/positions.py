@@ -1,0 +1,51 @@
+"""Position embeddings: made, and resized to another number of patches."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+_TEMPERATURE = 10_000.0
+# Official DINO adds it to the wanted size so that rounding down cannot lose a row. It also enters
+# the sampling positions, so leaving it out changes every feature.
+_DINO_MARGIN = 0.1
+
+
+def sinusoidal_positions(rows: int, cols: int, dim: int) -> Float[Tensor, "patches {dim}"]:
+    """Sine and cosine of the column, then of the row, each over dim / 4 frequencies.
+
+    Source: Chen et al., "An empirical study of training self-supervised vision transformers",
+    https://arxiv.org/abs/2104.02057.
+    """
+    quarter = dim // 4
+    frequencies = _TEMPERATURE ** (-torch.arange(quarter, dtype=torch.float64) / quarter)
+    row, col = torch.meshgrid(torch.arange(rows), torch.arange(cols), indexing="ij")
+    angles = [axis.reshape(-1, 1) * frequencies for axis in (col, row)]
+    waves = [wave(angle) for angle in angles for wave in (torch.sin, torch.cos)]
+    return torch.cat(waves, dim=1).float()
+
+
+def resize_positions(
+    positions: Float[Tensor, "1 tokens dim"],
+    *,
+    old_size: tuple[int, int],
+    new_size: tuple[int, int],
+) -> Float[Tensor, "1 new_tokens dim"]:
+    """Resize the patch part of a position embedding; what stands before it stays.
+
+    Args:
+        positions: The last rows * cols of `old_size` belong to the patches.
+        old_size: Rows and columns that are stored.
+        new_size: Rows and columns that are wanted.
+
+    Source: `interpolate_pos_encoding` of facebookresearch/dino, vision_transformer.py: bicubic,
+    scale factor (n + .1) / n0, no antialiasing.
+    """
+    if new_size == old_size:
+        return positions
+    num_patches = old_size[0] * old_size[1]
+    prefix, patches = positions[:, :-num_patches], positions[:, -num_patches:]
+    scale = [(new + _DINO_MARGIN) / old for new, old in zip(new_size, old_size, strict=True)]
+    image = patches.unflatten(1, old_size).permute(0, 3, 1, 2)  # 1 dim rows cols
+    resized = F.interpolate(image, scale_factor=scale, mode="bicubic")
+    return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)

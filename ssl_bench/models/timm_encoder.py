@@ -1,0 +1,187 @@
+"""timm's Vision Transformers as encoders, with positions resized as in DINO."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from jaxtyping import Float
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.models.checkpoint import verified_sha256
+from ssl_bench.models.encoder import Encoder, state_dict_sha256
+from ssl_bench.models.hub import downloaded_file, hugging_face_file
+from ssl_bench.models.positions import resize_positions
+from ssl_bench.models.weights import backbone_weights, read_weights
+
+# Eva holds timm's ViTs with rotary positions, DINOv3 among them.
+PlainViT = VisionTransformer | Eva
+
+_RANDOM_SEED = 0
+_SUPPORTED = (
+    "supported are timm's plain Vision Transformers, which take dynamic_img_size and have "
+    "blocks[i].attn.qkv, for example vit_small_patch16_224"
+)
+
+
+class TimmViT(nn.Module):
+    """A Vision Transformer of timm that resizes its positions as DINO does.
+
+    timm's own resampler antialiases and scales without margin, so its features differ at every
+    size but the native one.
+    """
+
+    def __init__(self, model: PlainViT) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def blocks(self) -> nn.Module:
+        return self.model.blocks
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.model.norm
+
+    def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
+        """The pooled output of timm."""
+        patch_embed: Any = self.model.patch_embed
+        patch_size = patch_embed.patch_size[0]
+        size = (images.shape[-2] // patch_size, images.shape[-1] // patch_size)
+        with _resized_positions(self.model, size) as positions:
+            return torch.func.functional_call(self.model, positions, (images,))
+
+
+def load_timm(uri: str) -> Encoder:
+    """Load `timm:NAME`, `timm:NAME.TAG` or `timm:NAME@FILE`.
+
+    Without tag and file the weights are random, always the same, and the name says so.
+
+    Raises:
+        CheckpointError: An unknown or unsupported name, a file that does not fit, no network.
+    """
+    name, _, file = uri.removeprefix("timm:").partition("@")
+    _check_name(name)
+    if file:
+        return _from_file(uri, name, Path(file).expanduser(), label=f"{name}@{Path(file).stem}")
+    if "." in name:
+        return _from_file(uri, name, _published_file(name), label=name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_RANDOM_SEED)
+        model = _create(name, None)
+    return _encoder(model, uri, f"{name} (random)", state_dict_sha256(model), (0, 0))
+
+
+def _from_file(uri: str, name: str, path: Path, *, label: str) -> Encoder:
+    digest = verified_sha256(path)
+    weights, total = backbone_weights(read_weights(path))
+    if not weights:
+        # timm would take "no weights" for "none given" and ask the network.
+        raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
+    with torch.random.fork_rng(devices=[]):
+        model = _create(name, (path, weights))
+    return _encoder(model, uri, label, digest, (len(model.state_dict()), total))
+
+
+def _check_name(name: str) -> None:
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
+        near = get_close_matches(architecture, timm.list_models("*vit*"), n=3)
+        raise CheckpointError(
+            f"timm {timm.__version__} has no model {architecture!r}; "
+            f"did you mean: {', '.join(near) or 'vit_small_patch16_224'}?"
+        )
+    tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
+    if tag and tag not in tags:
+        raise CheckpointError(
+            f"timm {timm.__version__} has no weights {tag!r} for {architecture}; "
+            f"it has: {', '.join(tags) or 'none'}"
+        )
+
+
+def _create(name: str, weights: tuple[Path, dict[str, Tensor]] | None) -> PlainViT:
+    # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
+    # missing keys without a word.
+    loaded = {"state_dict": weights[1], "num_classes": 0, "label_offset": 0} if weights else None
+    try:
+        model = timm.create_model(
+            name,
+            pretrained=weights is not None,
+            pretrained_cfg_overlay=loaded,
+            num_classes=0,
+            dynamic_img_size=True,
+        )
+    except TypeError as error:
+        raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
+    except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
+        reason = " ".join(str(error).split())[:300]
+        file = weights[0] if weights else "its random weights"
+        raise CheckpointError(f"timm:{name} does not fit {file}: {reason}") from error
+    return _check_supported(model, name)
+
+
+def _check_supported(model: nn.Module, name: str) -> PlainViT:
+    if not isinstance(model, PlainViT) or not all(
+        isinstance(block.get_submodule("attn").qkv, nn.Linear) for block in model.blocks
+    ):
+        raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}")
+    rows, cols = model.patch_embed.patch_size
+    if rows != cols:
+        raise CheckpointError(
+            f"timm:{name} has patches of {rows} x {cols} pixels, expected squares; {_SUPPORTED}"
+        )
+    return model
+
+
+def _published_file(name: str) -> Path:
+    published = timm.get_pretrained_cfg(name)
+    if published is not None and published.hf_hub_id:
+        return hugging_face_file(str(published.hf_hub_id))
+    if published is not None and published.url:
+        return downloaded_file(str(published.url))
+    raise CheckpointError(f"timm publishes no weights for {name}; use timm:NAME@FILE")
+
+
+def _encoder(model: PlainViT, uri: str, name: str, sha256: str, keys: tuple[int, int]) -> Encoder:
+    # Any: what timm declares for these is wider than what they are.
+    published: Any = model.pretrained_cfg
+    patch_embed: Any = model.patch_embed
+    attention: Any = model.blocks.get_submodule("0.attn")
+    published.pop("state_dict", None)
+    return Encoder(
+        module=TimmViT(model).eval().requires_grad_(False),
+        name=name,
+        uri=uri,
+        sha256=sha256,
+        patch_size=patch_embed.patch_size[0],
+        depth=len(model.blocks),
+        dim=model.embed_dim,
+        num_heads=attention.num_heads,
+        num_prefix_tokens=model.num_prefix_tokens,
+        native_size=patch_embed.img_size,
+        mean=published["mean"],
+        std=published["std"],
+        loaded_keys=keys[0],
+        total_keys=keys[1],
+    )
+
+
+@contextmanager
+def _resized_positions(model: PlainViT, size: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
+    """Positions for `size` = (rows, cols); meanwhile timm believes that they are its own."""
+    if model.pos_embed is None:
+        yield {}
+        return
+    native = model.patch_embed.grid_size
+    resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
+    model.patch_embed.grid_size = size
+    try:
+        yield {"pos_embed": resized}
+    finally:
+        model.patch_embed.grid_size = native

@@ -1,0 +1,138 @@
+"""The Vision Transformer, with and without skip connections; parameters named as in DINO."""
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.config import ViTConfig
+from ssl_bench.models.positions import resize_positions, sinusoidal_positions
+
+Tokens = Float[Tensor, "batch tokens dim"]
+
+
+class PatchEmbed(nn.Module):
+    """Linear map of every non-overlapping patch."""
+
+    def __init__(self, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Conv2d(3, dim, patch_size, stride=patch_size)
+
+    def forward(
+        self, images: Float[Tensor, "batch 3 height width"]
+    ) -> Float[Tensor, "batch dim rows cols"]:
+        height, width = images.shape[-2:]
+        # The convolution would drop the rest of the image without a word.
+        if height % self.patch_size or width % self.patch_size:
+            raise ConfigurationError(
+                f"image sides must be multiples of the patch size {self.patch_size}, "
+                f"got {height} x {width}; pad or resize the image"
+            )
+        return self.proj(images)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention with logits divided by the square root of the head width."""
+
+    def __init__(self, dim: int, num_heads: int, *, qkv_bias: bool) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tokens) -> Tokens:
+        qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each batch heads tokens head_dim
+        heads = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(heads.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.fc2 = nn.Linear(hidden_dim, dim)
+
+    def forward(self, x: Tokens) -> Tokens:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class Block(nn.Module):
+    """Pre-norm attention, then pre-norm MLP; each adds its input only if its skip is on."""
+
+    def __init__(self, config: ViTConfig, *, drop_path: float) -> None:
+        super().__init__()
+        self.skip_attention, self.skip_mlp = config.skip_attention, config.skip_mlp
+        self.drop_path = drop_path
+        self.norm1 = _norm(config)
+        self.attn = Attention(config.dim, config.num_heads, qkv_bias=config.qkv_bias)
+        self.norm2 = _norm(config)
+        self.mlp = Mlp(config.dim, config.hidden_dim)
+
+    def forward(self, x: Tokens) -> Tokens:
+        x = self._join(x, self.attn(self.norm1(x)), skip=self.skip_attention)
+        return self._join(x, self.mlp(self.norm2(x)), skip=self.skip_mlp)
+
+    def _join(self, x: Tokens, update: Tokens, *, skip: bool) -> Tokens:
+        if not skip:
+            return update
+        if self.training and self.drop_path:
+            kept = torch.rand(len(x), 1, 1, device=x.device) >= self.drop_path
+            update = update * kept / (1 - self.drop_path)
+        return x + update
+
+
+class VisionTransformer(nn.Module):
+    """The encoder of the suite; `build_vit` makes one with initialised weights."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config.patch_size, config.dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, config.dim))
+        if config.num_registers:
+            self.reg_token = nn.Parameter(torch.zeros(1, config.num_registers, config.dim))
+        self.pos_embed = nn.Parameter(
+            torch.zeros(1, 1 + config.grid_size**2, config.dim),
+            requires_grad=config.position_embedding == "learned",
+        )
+        if config.position_embedding == "sinusoidal":
+            waves = sinusoidal_positions(config.grid_size, config.grid_size, config.dim)
+            self.pos_embed.data[0, 1:] = waves
+        step = config.drop_path / max(1, config.depth - 1)
+        self.blocks = nn.ModuleList(
+            Block(config, drop_path=step * layer) for layer in range(config.depth)
+        )
+        self.norm = _norm(config)
+
+    def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
+        """[CLS] after the final norm, for normalised images of any size the patch divides."""
+        return self.forward_features(images)[:, 0]
+
+    def forward_features(self, images: Float[Tensor, "batch 3 height width"]) -> Tokens:
+        """All tokens after the final norm: [CLS], registers, patches row by row."""
+        x = self.embed(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def embed(self, images: Float[Tensor, "batch 3 height width"]) -> Tokens:
+        """The tokens that enter the first block."""
+        patches = self.patch_embed(images)
+        rows, cols = patches.shape[-2:]
+        cls_token = self.cls_token.expand(len(images), -1, -1)
+        x = torch.cat([cls_token, patches.flatten(2).transpose(1, 2)], dim=1)
+        old_size = (self.config.grid_size, self.config.grid_size)
+        x = x + resize_positions(self.pos_embed, old_size=old_size, new_size=(rows, cols))
+        if self.config.num_registers:
+            registers = self.reg_token.expand(len(images), -1, -1)
+            x = torch.cat([x[:, :1], registers, x[:, 1:]], dim=1)
+        return x
+
+
+def _norm(config: ViTConfig) -> nn.Module:
+    return nn.LayerNorm(config.dim, eps=1e-6) if config.norm == "layernorm" else nn.Identity()

@@ -1,0 +1,143 @@
+"""Weights files of any origin, read without running anything they hold."""
+
+import argparse
+import pickle
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError
+
+# Where training scripts keep the model; averaged weights are the better encoder, so they lead.
+_CONTAINERS = (
+    *("teacher", "state_dict_ema", "model_ema"),
+    *("student", "state_dict", "model", "backbone"),
+)
+_PREFIXES = ("module.", "_orig_mod.", "teacher.", "student.", "backbone.")
+_HEADS = ("head.", "head_dist.")
+_NUMPY_SCALAR = np.float64(0).__reduce__()[0]
+# Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
+_HARMLESS = [
+    argparse.Namespace,
+    np.dtype,
+    np.dtypes.Float32DType,
+    np.dtypes.Float64DType,
+    np.dtypes.Int64DType,
+    _NUMPY_SCALAR,
+    (_NUMPY_SCALAR, "numpy.core.multiarray.scalar"),
+]
+
+
+def read_weights(path: Path) -> dict[str, Any]:
+    """What a weights file holds: names to tensors, or containers of them.
+
+    Raises:
+        CheckpointError: Missing, cut, not a weights file, or holding objects that could run code.
+    """
+    check_readable(path)
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        # torch warns about unusual pickles; whether they load is all that matters here.
+        ignoring = warnings.catch_warnings(action="ignore", category=UserWarning)
+        with ignoring, torch.serialization.safe_globals(_HARMLESS):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(_pickle_message(path, str(error))) from error
+    except Exception as error:  # A damaged file makes its reader fail in any way.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} is cut or no weights file ({reason[:120]}); copy or download it again"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise CheckpointError(
+            f"{path} holds a {type(content).__name__}, expected names and tensors; "
+            "save model.state_dict() instead"
+        )
+    return dict(content)
+
+
+def backbone_weights(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
+    """The encoder's weights under plain names, and how many tensors stood in its container.
+
+    The teacher comes before the student; prefixes of wrappers and heads are dropped.
+    """
+    while container := next((c for c in _CONTAINERS if isinstance(content.get(c), Mapping)), None):
+        content = content[container]
+    weights = {name: value for name, value in content.items() if isinstance(value, Tensor)}
+    total = len(weights)
+    while prefix := next((p for p in _PREFIXES if any(n.startswith(p) for n in weights)), None):
+        weights = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+    return {n: w for n, w in weights.items() if not n.startswith(_HEADS)}, total
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Copy `weights` into `model`; every name and shape must fit.
+
+    Raises:
+        CheckpointError: Names the first keys that are missing, unknown or of another shape.
+    """
+    wanted = model.state_dict()
+    wrong = {
+        "missing": [name for name in wanted if name not in weights],
+        "unknown": [name for name in weights if name not in wanted],
+        "of another shape": [
+            f"{name} ({_shape(weights[name])}, expected {_shape(wanted[name])})"
+            for name in wanted
+            if name in weights and weights[name].shape != wanted[name].shape
+        ],
+    }
+    faults = [f"{_first(names)} {kind}" for kind, names in wrong.items() if names]
+    if faults:
+        fitting = len(wanted) - len(wrong["missing"]) - len(wrong["of another shape"])
+        raise CheckpointError(
+            f"{path} does not fit the encoder: {fitting}/{len(wanted)} keys fit; "
+            f"{'; '.join(faults)}; for another architecture use timm:NAME@{path.name}"
+        )
+    model.load_state_dict(dict(weights))
+
+
+def check_readable(path: Path) -> None:
+    """Refuse what cannot be a weights file.
+
+    Raises:
+        CheckpointError: Missing, unreadable, empty, or a web page.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(256).lstrip()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path} ({error.strerror}); give a weights file or a run folder"
+        ) from error
+    if not start:
+        raise CheckpointError(f"{path} is empty; copy or download it again")
+    if start.startswith(b"<"):
+        raise CheckpointError(f"{path} is a web page, not weights; download the file itself")
+
+
+def _pickle_message(path: Path, reason: str) -> str:
+    culprit = re.search(r"GLOBAL (\S+)", reason)
+    if culprit is None:
+        return f"{path} is cut or no weights file; copy or download it again"
+    return (
+        f"{path} holds {culprit[1]}, which could run code, so nothing of it was read; where you "
+        "trust it, load it and save only its tensors with safetensors.torch.save_file"
+    )
+
+
+def _shape(tensor: Tensor) -> str:
+    return " x ".join(str(size) for size in tensor.shape)
+
+
+def _first(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
