@@ -1,0 +1,60 @@
+"""From the numbers that a mask stores to classes."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int16, Integer, UInt8
+
+from ssl_bench.errors import DataError
+
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class LabelMap:
+    """What each stored number of a mask means; any other number is an error.
+
+    Attributes:
+        classes: Stored number, 0 to 255, to class or `IGNORED`.
+        hint: What to do about a number that is not in `classes`.
+    """
+
+    classes: Mapping[int, int]
+    hint: str
+
+    def apply(
+        self, stored: Integer[np.ndarray, "height width"], path: Path
+    ) -> UInt8[np.ndarray, "height width"]:
+        """Turn stored numbers into classes; `path` is the file to name in an error.
+
+        Raises:
+            DataError: a number that has no class.
+        """
+        if stored.dtype != np.uint8 and not ((stored >= 0) & (stored < 256)).all():
+            raise self._stranger(int(stored[(stored < 0) | (stored > 255)][0]), path)
+        classes = self._table[stored]
+        if classes.min() == _UNKNOWN:
+            raise self._stranger(int(stored[classes == _UNKNOWN][0]), path)
+        return classes.astype(np.uint8)
+
+    @cached_property
+    def _table(self) -> Int16[np.ndarray, "256"]:
+        # Wider than uint8, in which "no class" could not be told from a class.
+        table = np.full(256, _UNKNOWN, np.int16)
+        table[list(self.classes)] = list(self.classes.values())
+        return table
+
+    def _stranger(self, value: int, path: Path) -> DataError:
+        return DataError(
+            f"{path} holds label {value}, expected {_as_ranges(self.classes)}; {self.hint}"
+        )
+
+
+def _as_ranges(numbers: Collection[int]) -> str:
+    ordered = enumerate(sorted(numbers))
+    runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,55 @@
+"""Where a dataset lies, and where made files may."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssl_bench.errors import DataError
+
+
+def find_root(
+    root: str | Path | None,
+    *,
+    name: str,
+    inside: Sequence[str],
+    landmarks: Sequence[str],
+    tree: str,
+) -> Path:
+    """The folder of a dataset: the given one, or one of those that may be `inside` it.
+
+    The first is taken that holds at least one of the `landmarks`; `tree` tells the user, on one
+    line, what should be there.
+
+    Raises:
+        DataError: nothing was given, or no candidate holds a landmark.
+    """
+    expected = f"expected {tree}; docs/data.md says where to get it"
+    if root is None:
+        raise DataError(f"{name} needs its folder, --data-root DIR: {expected}")
+    given = Path(root).expanduser()
+    for folder in (given, *(given / part for part in inside)):
+        if any((folder / landmark).is_dir() for landmark in landmarks):
+            return folder
+    problem = "does not hold" if given.is_dir() else "is not a folder with"
+    raise DataError(f"{given} {problem} {name}: {expected}")
+
+
+def first_folder(candidates: Sequence[Path]) -> Path:
+    """The first of several usual places that exists.
+
+    Raises:
+        DataError: none does.
+    """
+    for folder in candidates:
+        if folder.is_dir():
+            return folder
+    names = " or ".join(str(folder) for folder in candidates)
+    raise DataError(f"expected the folder {names}; docs/data.md shows the layout")
+
+
+def cache_folder(configured: str | Path | None) -> Path:
+    """The configured folder, else this program's own below the user's cache (XDG)."""
+    if configured is not None:
+        return Path(configured).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "ssl-bench"

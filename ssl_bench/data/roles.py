@@ -1,0 +1,28 @@
+"""Which dataset can do what."""
+
+import pkgutil
+from dataclasses import is_dataclass
+from importlib import import_module
+from pathlib import Path
+
+from ssl_bench.errors import DataError
+
+_NEEDED = {"segmentation": "masks", "discovery": "boxes", "images": "images"}
+
+
+def lacking(dataset: str, role: str) -> DataError:
+    """The error for a role that a dataset does not have."""
+    return DataError(
+        f"{dataset} has no {_NEEDED[role]}; datasets with {_NEEDED[role]}: "
+        f"{', '.join(datasets_with(role))}"
+    )
+
+
+def datasets_with(role: str) -> list[str]:
+    """Names of this package's datasets that have a role, found by looking at its files."""
+    names = set()
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        for adapter in vars(import_module(f"ssl_bench.data.{module.name}")).values():
+            if is_dataclass(adapter) and role in getattr(adapter, "supports", ()):
+                names.add(adapter().name)  # type: ignore[operator]
+    return sorted(names)

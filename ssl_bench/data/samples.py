@@ -1,0 +1,81 @@
+"""What every dataset gives, whatever its layout on disk."""
+
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float64, UInt8
+
+IGNORED: Final = 255
+"""The class of a pixel that no loss and no score counts."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image with what is known about it.
+
+    Attributes:
+        image_id: Unique within the dataset.
+        image: RGB, 0 to 255.
+        mask: Class of each pixel, `IGNORED` where it does not count.
+        boxes: Ground truth as (x0, y0, x1, y1) in pixels, far edges exclusive.
+    """
+
+    image_id: str
+    image: UInt8[np.ndarray, "height width 3"]
+    mask: UInt8[np.ndarray, "height width"] | None = None
+    boxes: Float64[np.ndarray, "boxes 4"] | None = None
+
+
+@runtime_checkable
+class ImageSet(Protocol):
+    """The images of one split, decoded one at a time."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def split(self) -> str: ...
+
+    @property
+    def class_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def ids(self) -> tuple[str, ...]: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sample: ...
+
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of the ids and of the sizes of the files behind them."""
+        ...
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """One layout on disk. A role it does not have raises `DataError`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def supports(self) -> frozenset[str]:
+        """The roles it has, of "segmentation" (train, val), "discovery" and "images"."""
+        ...
+
+    def train(self) -> ImageSet:
+        """Images with masks to fit a head on."""
+        ...
+
+    def val(self) -> ImageSet:
+        """Images with masks to score a head on."""
+        ...
+
+    def discovery(self) -> ImageSet:
+        """Images with boxes."""
+        ...
+
+    def images(self) -> ImageSet:
+        """Images without anything."""
+        ...

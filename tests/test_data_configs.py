@@ -1,0 +1,44 @@
+"""Every dataset that can be typed is what its class gives by default."""
+
+from pathlib import Path
+
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from ssl_bench.data.ade20k import Ade20k
+from ssl_bench.data.coco20k import Coco20k
+from ssl_bench.data.coco_stuff import CocoStuff
+from ssl_bench.data.folder import ImageFolder
+from ssl_bench.data.roles import datasets_with
+from ssl_bench.data.samples import Dataset
+from ssl_bench.data.toy import Toy
+from ssl_bench.data.voc import Voc
+
+FOLDER = Path(__file__).parents[1] / "configs/dataset"
+DEFAULTS = {
+    "voc2012": Voc("/data"),
+    "voc2007": Voc("/data", year=2007),
+    "ade20k": Ade20k("/data"),
+    "coco_stuff": CocoStuff("/data"),
+    "coco20k": Coco20k("/data"),
+    "folder": ImageFolder("/data"),
+    "toy": Toy(),
+}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_yaml_file_builds_the_default_dataset_of_its_name(path):
+    config = OmegaConf.create({"data": {"root": "/data"}, "dataset": OmegaConf.load(path)})
+
+    dataset = instantiate(config, _convert_="all")["dataset"]
+
+    assert isinstance(dataset, Dataset)
+    assert dataset == DEFAULTS[path.stem]
+    assert dataset.name == path.stem
+
+
+def test_roles_are_found_by_looking_at_the_datasets():
+    assert datasets_with("segmentation") == ["ade20k", "coco_stuff", "toy", "voc2012"]
+    assert datasets_with("discovery") == ["coco20k", "toy", "voc2012"]
+    assert datasets_with("images") == sorted(set(DEFAULTS) - {"voc2007"})
