@@ -1,0 +1,179 @@
+"""Flip, colour jitter, grey, blur, solarize and normalise a whole batch on its device.
+
+Every view has parameters of its own. They stay on the CPU, so that choosing the views which an
+operation applies to never waits for the device.
+
+Source: the operations of torchvision.transforms.v2.functional on float images, batched. Official
+DINO applies PIL's to 8-bit images: the same up to rounding after each operation, except that PIL
+approximates the Gaussian blur by repeated box blurs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int64, UInt8
+from torch import Tensor
+
+from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
+
+Images = Float[Tensor, "views 3 height width"]
+Rows = Int64[Tensor, " rows"]
+
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+_GREY_WEIGHTS = (0.2989, 0.587, 0.114)
+
+
+@dataclass(frozen=True)
+class Looks:
+    """What happens to each view after cropping.
+
+    Attributes:
+        order: Sequence of the four jitters, BRIGHTNESS, CONTRAST, SATURATION and HUE.
+        factors: Their strengths in that numbering; 1 (for hue 0) changes nothing.
+        blur_sigma: In pixels; 0 where the view is not blurred.
+    """
+
+    flip: Bool[Tensor, " views"]
+    jitter: Bool[Tensor, " views"]
+    order: Int64[Tensor, "views 4"]
+    factors: Float32[Tensor, "views 4"]
+    grey: Bool[Tensor, " views"]
+    blur_sigma: Float32[Tensor, " views"]
+    solarize: Bool[Tensor, " views"]
+
+    @classmethod
+    def stack(cls, samples: Sequence["Looks"]) -> "Looks":
+        """From the looks of each image to those of a batch: all first views, all second, ..."""
+        parts = {f.name: [getattr(sample, f.name) for sample in samples] for f in fields(cls)}
+        return cls(**{name: torch.stack(part, 1).flatten(0, 1) for name, part in parts.items()})
+
+    def __getitem__(self, views: slice | Tensor) -> "Looks":
+        return type(self)(**{f.name: getattr(self, f.name)[views] for f in fields(self)})
+
+
+@torch.no_grad()
+def apply_looks(
+    pixels: UInt8[Tensor, "views 3 height width"], looks: Looks, *, solarize_threshold: float
+) -> Images:
+    """Change 8-bit RGB views as `looks` says, and normalise them with ImageNet's statistics.
+
+    Values from `solarize_threshold`, in [0, 1], on are inverted where a view is solarized.
+    """
+    images = pixels.float() / 255
+    change(images, looks.flip, lambda chosen, _: chosen.flip(-1))
+    jitter(images, looks)
+    change(images, looks.grey, lambda chosen, _: greyscale(chosen).expand_as(chosen))
+    change(images, looks.blur_sigma > 0, lambda chosen, rows: blur(chosen, looks.blur_sigma[rows]))
+    change(images, looks.solarize, lambda chosen, _: solarize(chosen, solarize_threshold))
+    statistics = torch.tensor([IMAGENET_MEAN, IMAGENET_STD])
+    mean, std = _beside(images, statistics)[..., None, None]
+    return images.sub_(mean).div_(std)
+
+
+def change(
+    images: Images,
+    wanted: Bool[Tensor, " views"],
+    operation: Callable[[Images, Rows], Images],
+) -> None:
+    """Replace the wanted views by operation(those views, their row numbers), in place."""
+    rows = wanted.nonzero()[:, 0]
+    if len(rows) == len(images):
+        images.copy_(operation(images, rows))
+    elif len(rows):
+        there = _beside(images, rows)
+        images.index_copy_(0, there, operation(images.index_select(0, there), rows))
+
+
+def jitter(images: Images, looks: Looks) -> None:
+    """Apply the four jitters to the views that want them, in place, each in its own order."""
+    for kind in looks.order.unbind(1):
+        factor = looks.factors.gather(1, kind[:, None])[:, 0]
+
+        def tone(
+            chosen: Images, rows: Rows, kind: Tensor = kind, factor: Tensor = factor
+        ) -> Images:
+            return blend(chosen, kind[rows], factor[rows])
+
+        def hue(chosen: Images, rows: Rows, factor: Tensor = factor) -> Images:
+            return shift_hue(chosen, factor[rows])
+
+        change(images, looks.jitter & (kind != HUE), tone)
+        change(images, looks.jitter & (kind == HUE), hue)
+
+
+def blend(
+    images: Images, kind: Int64[Tensor, " views"], factor: Float32[Tensor, " views"]
+) -> Images:
+    """Brightness, contrast or saturation: mix each view with black, its mean grey or its greys."""
+    grey = greyscale(images)
+    mean = grey.mean(dim=(2, 3), keepdim=True)
+    rest = 1 - factor
+    weights = torch.stack([factor, rest * (kind == SATURATION), rest * (kind == CONTRAST)])
+    own, of_grey, of_mean = _beside(images, weights)[..., None, None, None]
+    return (own * images + of_grey * grey + of_mean * mean).clamp_(0, 1)
+
+
+def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
+    """Turn the hue by a share of the colour circle, in [-.5, .5].
+
+    Source: RGB to HSV and back, https://en.wikipedia.org/wiki/HSL_and_HSV.
+    """
+    red, green, blue = images.unbind(1)
+    value, _ = images.max(dim=1)
+    chroma = value - images.amin(dim=1)
+    # Grey pixels have no hue; any divisor does, as their chroma is 0 again on the way back.
+    divisor = torch.where(chroma == 0, 1, chroma)
+    sixth = torch.where(
+        value == red,
+        (green - blue) / divisor,
+        torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
+    )
+    sixth = sixth + 6 * _beside(images, shift)[:, None, None]
+    offsets = _beside(images, torch.tensor([5.0, 3.0, 1.0]))
+    k = (sixth[:, None] + offsets[:, None, None]) % 6
+    lost = torch.minimum(k, 4 - k).clamp_(0, 1)
+    return value[:, None] - chroma[:, None] * lost
+
+
+def greyscale(images: Images) -> Float[Tensor, "views 1 height width"]:
+    """Luma of ITU-R 601-2."""
+    red, green, blue = images.split(1, dim=1)
+    return _GREY_WEIGHTS[0] * red + _GREY_WEIGHTS[1] * green + _GREY_WEIGHTS[2] * blue
+
+
+def blur(images: Images, sigma: Float[Tensor, " views"]) -> Images:
+    """Gaussian blur with a sigma for each view, mirrored at the border.
+
+    Two products with a height x height and a width x width matrix: cheaper on every device than
+    a convolution with a kernel a view.
+    """
+    height, width = images.shape[-2:]
+    sigma = _beside(images, sigma)
+    down, across = _blur_matrix(sigma, height), _blur_matrix(sigma, width)
+    return down[:, None] @ images @ across[:, None].mT
+
+
+def _blur_matrix(sigma: Float[Tensor, " views"], size: int) -> Float[Tensor, "views {size} {size}"]:
+    """Row i holds the weights of every pixel in the blurred pixel i."""
+    i = torch.arange(size, device=sigma.device, dtype=sigma.dtype)[:, None]
+    j = i.T
+    # A pixel is seen directly, and once more in the mirror at each border that it does not lie on.
+    near, far = i + j, 2 * (size - 1) - i - j
+    never = torch.inf
+    distances = torch.stack(
+        [i - j, torch.where(j > 0, near, never), torch.where(j < size - 1, far, never)]
+    )
+    scaled = distances / sigma[:, None, None, None]
+    weights = torch.exp(-0.5 * scaled.square()).sum(dim=1)
+    return weights / weights.sum(dim=2, keepdim=True)
+
+
+def solarize(images: Images, threshold: float) -> Images:
+    """Invert every value from the threshold on."""
+    return torch.where(images >= threshold, 1 - images, images)
+
+
+def _beside(images: Images, values: Tensor) -> Tensor:
+    """Bring small CPU parameters to where the images are, without waiting."""
+    return values.to(images.device, non_blocking=True)

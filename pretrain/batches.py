@@ -1,0 +1,112 @@
+"""Which images a step sees, in crops. A pure function of the step: no worker holds any state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int64, UInt8
+from torch.utils.data import Dataset
+
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import DataError
+
+Image = UInt8[np.ndarray, "_ _ 3"]
+
+# Keeps the streams of one seed apart.
+_ORDER, _SAMPLE, _STEP = range(3)
+
+
+@runtime_checkable
+class Images(Protocol):
+    """RGB images, decoded when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Image: ...
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """The pictures of an image set, without what else is known about them."""
+
+    samples: ImageSet
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int, /) -> Image:
+        return self.samples[index].image
+
+
+def in_memory(images: Images) -> list[Image]:
+    """Decode everything once. Worker processes share the memory."""
+    return [images[index] for index in range(len(images))]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every batch that one process takes in one go.
+
+    Attributes:
+        batch_size: Images in an optimizer step, over all processes and accumulations.
+        num_parts: Accumulated parts a step.
+    """
+
+    batch_size: int
+    num_parts: int = 1
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.batch_size // (self.num_parts * self.num_ranks)
+
+
+@dataclass(frozen=True)
+class Batches(Dataset[Any]):
+    """Part number -> the crops of that part; step s has the parts s * num_parts onwards.
+
+    An image that cannot be read comes back as the `DataError` itself, since an exception would
+    lose its one line on the way out of a worker process.
+    """
+
+    images: Images
+    cut: Callable[[list[Image], list[np.random.Generator]], Any]
+    share: Share
+    seed: int
+
+    def __getitem__(self, part: int) -> Any:
+        keys = self.keys(part)
+        try:
+            images = [self.images[index] for _, index in keys]
+        except DataError as error:
+            return error
+        return self.cut(images, [sample_generator(self.seed, *key) for key in keys])
+
+    def keys(self, part: int) -> list[tuple[int, int]]:
+        """(epoch, index) of every image of a part."""
+        share = self.share
+        step, place = divmod(part, share.num_parts)
+        epoch, batch = divmod(step, len(self.images) // share.batch_size)
+        start = batch * share.batch_size + (place * share.num_ranks + share.rank) * share.size
+        order = epoch_order(len(self.images), self.seed, epoch)
+        return [(epoch, int(index)) for index in order[start : start + share.size]]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
+    """Every image once, shuffled anew each epoch; what fills no whole batch waits for the next."""
+    return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
+
+
+def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """Randomness of one image in one epoch, whatever batch or process it lands in."""
+    return np.random.default_rng((_SAMPLE, seed, epoch, index))
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of PyTorch's own generators for one step of one process."""
+    (state,) = np.random.SeedSequence((_STEP, seed, step, rank)).generate_state(1, np.uint64)
+    return int(state)

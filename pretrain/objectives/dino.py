@@ -1,0 +1,230 @@
+"""DINO: a student that predicts, from crops, what its own moving average says of other crops."""
+
+# torch documents its foreach functions but does not export them to type checkers.
+# pyright: reportPrivateImportUsage=false
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pretrain.multicrop import MultiCrop
+from pretrain.objectives.cross_view import cross_view_loss
+from pretrain.objectives.objective import Views
+from pretrain.schedules import Cosine, Linear, Timeline
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
+
+# Openings counted in epochs take no more than this share of a short run.
+_FREEZE_SHARE, _TEMPERATURE_SHARE = 0.1, 0.3
+# Of the largest possible entropy.
+_COLLAPSE_MARGIN = 0.005
+
+
+@dataclass(frozen=True)
+class Dino:
+    """Hyperparameters of DINO; the defaults are the official ones for ImageNet.
+
+    Attributes:
+        out_dim: Prototypes; 8,192 or fewer suit small data.
+        norm_last_layer: Keep the last layer's weights at norm 1; steadier, a little less accurate.
+        freeze_last_layer_epochs: The last layer waits so long, at most a tenth of the run.
+        teacher_temperature_epochs: Length of the rise, at most three tenths of the run.
+        momentum: Of the teacher at the start; ends at 1. Small batches and short runs differ:
+            .9995 for batch 256 on ImageNet, .99 or less for a few thousand steps.
+
+    Source: https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
+    """
+
+    out_dim: int = 65_536
+    hidden_dim: int = 2_048
+    bottleneck_dim: int = 256
+    norm_last_layer: bool = True
+    freeze_last_layer_epochs: float = 1.0
+    student_temperature: float = 0.1
+    teacher_temperature_start: float = 0.04
+    teacher_temperature: float = 0.07
+    teacher_temperature_epochs: float = 30.0
+    momentum: float = 0.996
+    center_momentum: float = 0.9
+    crops: MultiCrop = field(default_factory=MultiCrop)
+
+    def __post_init__(self) -> None:
+        for name in ("out_dim", "hidden_dim", "bottleneck_dim", "student_temperature"):
+            _require(getattr(self, name) > 0, name, "more than 0", getattr(self, name))
+        for name in ("teacher_temperature_start", "teacher_temperature"):
+            _require(getattr(self, name) > 0, name, "more than 0", getattr(self, name))
+        for name in ("momentum", "center_momentum"):
+            _require(0 <= getattr(self, name) <= 1, name, "in [0, 1]", getattr(self, name))
+
+    def build(self, model: ViTConfig, timeline: Timeline, *, seed: int) -> "DinoLearner":
+        """A student, and a teacher that equals it."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            head = DinoHead(model.dim, self)
+        return DinoLearner(self, DinoNetwork(build_vit(model, seed=seed), head), timeline)
+
+
+class Prototypes(nn.Module):
+    """A linear map whose rows have direction `weight_v` and length `weight_g`."""
+
+    def __init__(self, in_dim: int, out_dim: int, *, trained_length: bool) -> None:
+        super().__init__()
+        self.weight_v = nn.Parameter(nn.Linear(in_dim, out_dim, bias=False).weight.detach())
+        self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=trained_length)
+
+    def forward(self) -> Float[Tensor, "out dim"]:
+        return self.weight_g * F.normalize(self.weight_v, dim=1)
+
+
+class DinoHead(nn.Module):
+    """Three-layer perceptron, then onto the unit sphere, where the prototypes lie."""
+
+    def __init__(self, in_dim: int, options: Dino) -> None:
+        super().__init__()
+        hidden, bottleneck = options.hidden_dim, options.bottleneck_dim
+        self.mlp = nn.Sequential(
+            nn.Linear(in_dim, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, hidden),
+            nn.GELU(),
+            nn.Linear(hidden, bottleneck),
+        )
+        for layer in self.mlp:
+            if isinstance(layer, nn.Linear):
+                nn.init.trunc_normal_(layer.weight, std=0.02)
+                nn.init.zeros_(layer.bias)
+        self.last_layer = Prototypes(
+            bottleneck, options.out_dim, trained_length=not options.norm_last_layer
+        )
+
+    def forward(self, features: Float[Tensor, "images dim"]) -> Float[Tensor, "images bottleneck"]:
+        return F.normalize(self.mlp(features), dim=1)
+
+
+class DinoNetwork(nn.Module):
+    """Encoder and head."""
+
+    def __init__(self, backbone: VisionTransformer, head: DinoHead) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(
+        self, views: Views
+    ) -> tuple[Float[Tensor, "images bottleneck"], Float[Tensor, "out bottleneck"]]:
+        """Embeddings of all views, and the prototypes; one pass through the encoder a size."""
+        features = torch.cat([self.backbone(group) for group in views])
+        return self.head(features), self.head.last_layer()
+
+
+class DinoLearner(nn.Module):
+    """Student, teacher and centre."""
+
+    center: Tensor
+
+    def __init__(self, options: Dino, student: DinoNetwork, timeline: Timeline) -> None:
+        super().__init__()
+        self.options = options
+        self.student = student
+        self.teacher = copy.deepcopy(student).requires_grad_(False).eval()
+        self.register_buffer("center", torch.zeros(options.out_dim))
+        self.momentum = Cosine(options.momentum, 1.0, timeline.total_steps)
+        self.teacher_temperature = Linear(
+            options.teacher_temperature_start,
+            options.teacher_temperature,
+            timeline.opening(options.teacher_temperature_epochs, share=_TEMPERATURE_SHARE),
+        )
+        self.frozen_steps = timeline.opening(options.freeze_last_layer_epochs, share=_FREEZE_SHARE)
+        self._teacher_means: list[Tensor] = []
+
+    @property
+    def encoder(self) -> VisionTransformer:
+        return self.teacher.backbone
+
+    def compilable(self) -> Iterable[nn.Module]:
+        return self.student.backbone, self.teacher.backbone
+
+    def loss(
+        self, network: Callable[..., Any], views: Views, step: int
+    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        """Loss of a part of a batch; `views` holds the large crops, then the small ones."""
+        targets, entropy = self._targets(views[0], self.teacher_temperature(step))
+        embeddings, prototypes = network(views)
+        loss = cross_view_loss(
+            embeddings.float().unflatten(0, (-1, len(views[0]) // 2)),
+            prototypes,
+            targets,
+            temperature=self.options.student_temperature,
+        )
+        report = {
+            "teacher_entropy": entropy,
+            "kl": loss.detach() - entropy,
+            "center_norm": self.center.norm(),
+        }
+        return loss, report
+
+    def hold_gradients(self, step: int) -> None:
+        """Leave the last layer alone in the opening steps."""
+        if step < self.frozen_steps:
+            for parameter in self.student.head.last_layer.parameters():
+                parameter.grad = None
+
+    @torch.no_grad()
+    def follow(self, step: int) -> None:
+        """Move the centre towards the teacher's mean output, and the teacher towards the student.
+
+        The centre changes after all parts of a batch, so that accumulation changes nothing.
+        """
+        mean = torch.stack(self._teacher_means).mean(dim=0)
+        self._teacher_means.clear()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        self.center.lerp_(mean, 1 - self.options.center_momentum)
+        teacher: list[Tensor] = list(self.teacher.parameters())
+        student: list[Tensor] = list(self.student.parameters())
+        torch._foreach_lerp_(teacher, student, 1 - self.momentum(step))
+
+    def values(self, step: int) -> dict[str, float]:
+        return {
+            "momentum": self.momentum(step),
+            "teacher_temperature": self.teacher_temperature(step),
+        }
+
+    def symptom(self, row: Mapping[str, Any]) -> str | None:
+        """Collapse: the teacher names all prototypes, or always the same one, for every image."""
+        ceiling = math.log(self.options.out_dim)
+        loss, entropy = row["loss"] / ceiling, row["teacher_entropy"] / ceiling
+        if min(loss, entropy) < 1 - _COLLAPSE_MARGIN and max(loss, entropy) > _COLLAPSE_MARGIN:
+            return None
+        where = f"ln(out_dim) = {ceiling:.2f}" if loss > 0.5 else "0"
+        return (
+            f"the loss sits at {where}: the teacher says the same of every image; try a lower "
+            "optimizer.lr, objective.momentum=0.99, a smaller objective.out_dim or "
+            "objective.teacher_temperature=0.04"
+        )
+
+    @torch.no_grad()
+    def _targets(
+        self, views: Float[Tensor, "images 3 height width"], temperature: float
+    ) -> tuple[Float[Tensor, "2 batch out"], Float[Tensor, ""]]:
+        """Centred and sharpened output of the teacher, and its mean entropy in nats."""
+        embeddings, prototypes = self.teacher([views])
+        output = F.linear(embeddings, prototypes).float()
+        self._teacher_means.append(output.mean(dim=0))
+        logs = torch.log_softmax((output - self.center) / temperature, dim=-1)
+        targets = logs.exp()
+        entropy = -(targets * logs).sum(dim=-1).mean()
+        return targets.unflatten(0, (2, -1)), entropy
+
+
+def _require(fulfilled: bool, name: str, expected: str, came: Any) -> None:
+    if not fulfilled:
+        raise ConfigurationError(f"objective.{name} must be {expected}, got {came}")

@@ -1,0 +1,84 @@
+"""What an encoder can be trained for, as the trainer sees it: tensors in, loss out."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from pretrain.schedules import Timeline
+from ssl_bench.models import VisionTransformer, ViTConfig
+
+Views = Sequence[Float[Tensor, "_ 3 _ _"]]
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """Everything that changes while training, apart from the optimizer; an `nn.Module`."""
+
+    @property
+    def student(self) -> nn.Module:
+        """The network whose parameters are trained."""
+        ...
+
+    @property
+    def encoder(self) -> VisionTransformer:
+        """The encoder worth keeping."""
+        ...
+
+    def compilable(self) -> Iterable[nn.Module]:
+        """The parts that see static shapes only."""
+        ...
+
+    def loss(
+        self, network: Callable[..., Any], views: Views, step: int
+    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        """Loss of a part of a batch, and what the log should know about it.
+
+        `network` is the student, possibly wrapped for training on several devices.
+        """
+        ...
+
+    def hold_gradients(self, step: int) -> None:
+        """Drop the gradients of what must not change in this step."""
+        ...
+
+    def follow(self, step: int) -> None:
+        """Change what follows the student, after the optimizer has changed the student."""
+        ...
+
+    def values(self, step: int) -> dict[str, float]:
+        """Scheduled values of the step, for the log."""
+        ...
+
+    def symptom(self, row: Mapping[str, Any]) -> str | None:
+        """What is wrong if steps with such a row of the log do not end, and the remedy."""
+        ...
+
+
+@runtime_checkable
+class ViewMaker(Protocol):
+    """From images to the views a learner takes: the part for the CPU, then that for the device."""
+
+    def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]: ...
+
+    def cut(
+        self,
+        images: Iterable[UInt8[np.ndarray, "_ _ 3"]],
+        generators: Iterable[np.random.Generator],
+        sizes: Sequence[int],
+    ) -> Any: ...
+
+    def finish(self, groups: Any, device: torch.device) -> Views: ...
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """Hyperparameters from which a learner is built."""
+
+    @property
+    def crops(self) -> ViewMaker: ...
+
+    def build(self, model: ViTConfig, timeline: Timeline, *, seed: int) -> Learner: ...

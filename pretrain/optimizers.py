@@ -1,0 +1,115 @@
+"""Recipes that build an optimizer, the weight-decay groups, and clipping tensor by tensor."""
+
+# torch documents its foreach functions but does not export them to type checkers.
+# pyright: reportPrivateImportUsage=false
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pretrain.soap import SOAP
+
+__all__ = ["SOAP", "AdamW", "OptimizerRecipe", "Soap", "clip_per_tensor", "parameter_groups"]
+
+
+@runtime_checkable
+class OptimizerRecipe(Protocol):
+    """Hyperparameters from which the trainer builds an optimizer."""
+
+    @property
+    def lr(self) -> float:
+        """Reference learning rate at batch 256; the trainer scales it by batch / 256."""
+        ...
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer: ...
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW of the DINO recipe, one fused kernel per step.
+
+    Args:
+        lr: At batch 256.
+    """
+
+    lr: float = 5e-4
+    betas: Sequence[float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
+        beta1, beta2 = self.betas
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(beta1, beta2), eps=self.eps, fused=True)
+
+
+@dataclass(frozen=True)
+class Soap:
+    """SOAP with its published betas and frequency; see `SOAP` for the fields.
+
+    Args:
+        lr: At batch 256. No rate is published for DINO: AdamW's is the starting point of a sweep
+            over 0.25 to 2 times its value. The optimizer's own default, 3e-3, is for language
+            models.
+    """
+
+    lr: float = 5e-4
+    betas: Sequence[float] = (0.95, 0.95)
+    shampoo_beta: float | None = None
+    eps: float = 1e-8
+    precondition_frequency: int = 10
+    max_precond_dim: int = 10_000
+    stagger: bool = False
+    shard_refreshes: bool = False
+
+    def build(self, groups: list[dict[str, Any]]) -> SOAP:
+        return SOAP(
+            groups,
+            lr=self.lr,
+            betas=self.betas,
+            shampoo_beta=self.shampoo_beta,
+            eps=self.eps,
+            precondition_frequency=self.precondition_frequency,
+            max_precond_dim=self.max_precond_dim,
+            stagger=self.stagger,
+            shard_refreshes=self.shard_refreshes,
+        )
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+) -> list[dict[str, Any]]:
+    """The decayed parameters, then those exempt from weight decay; frozen ones are left out.
+
+    Exempt are biases and vectors. Class token and position embedding are decayed.
+
+    Source: `get_params_groups` of
+    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
+    """
+    decayed, exempt = [], []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            is_exempt = name.endswith(".bias") or parameter.ndim == 1
+            (exempt if is_exempt else decayed).append(parameter)
+    return [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
+
+
+@torch.no_grad()
+def clip_per_tensor(
+    parameters: Iterable[nn.Parameter], max_norm: float
+) -> Float[Tensor, " parameters"]:
+    """Scale each gradient to a norm of at most `max_norm`, on its own and in place.
+
+    Returns:
+        The norms before clipping, of the parameters that have a gradient. Nothing waits for them.
+
+    Source: `clip_gradients` of
+    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = torch.stack(torch._foreach_norm(gradients))
+    coefficients = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, coefficients.unbind())
+    return norms

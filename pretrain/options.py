@@ -1,0 +1,166 @@
+"""Options of a pretraining run, and what of them must not change when it is resumed."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
+
+import torch
+
+from pretrain.schedules import Timeline
+from ssl_bench.data.folder import ImageFolder
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.data.toy import Toy
+from ssl_bench.errors import ConfigurationError
+
+# They change how fast, where and until when a run computes, not what.
+_FREE = (
+    "data.root",
+    "data.in_memory",
+    "train.max_minutes",
+    "train.num_workers",
+    "train.compile",
+    "train.checkpoint_minutes",
+    "train.checkpoint_epochs",
+    "train.non_finite_patience",
+    "train.collapse_patience",
+)
+# Warm-ups are counted in epochs of ImageNet; a short run gives them no more than this share.
+_WARMUP_SHARE = 0.1
+_MOST_WORKERS = 16
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The images to learn from.
+
+    Attributes:
+        root: Folder of images, those in its folders included; the toy scenes without it.
+        image_size: Side of the large crops in pixels, and size the encoder is built for; without
+            it that of the model.
+        in_memory: Decode all images once and keep them, for sets that fit.
+    """
+
+    root: str | None = None
+    image_size: int | None = None
+    in_memory: bool = False
+
+    def open(self) -> ImageSet:
+        """All images.
+
+        Raises:
+            DataError: there are none.
+        """
+        return (Toy() if self.root is None else ImageFolder(self.root)).images()
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How long, how fast and with what care to train; the recipe is DINO's for 300 epochs.
+
+    Attributes:
+        max_steps: Plan this many steps at most; all schedules fit into them.
+        max_minutes: Stop after so long, wherever the schedules are; `resume` goes on.
+        batch_size: Images in an optimizer step, over all devices and accumulations.
+        accumulation: Parts a batch is computed in, to fit into memory.
+        num_workers: Processes that read and crop images; 0 for none. Without a number: one a CPU
+            core beside a GPU, none beside a CPU that computes.
+        warmup_epochs: Of the learning rate, at most a tenth of the run.
+        clip: Largest norm of the gradient of each single tensor; none for no clipping.
+        precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
+        compile: With torch.compile; on CUDA if not said.
+        checkpoint_epochs: Save after every so many epochs, beside the minutes.
+        non_finite_patience: Steps in a row without a finite gradient before the run stops.
+        collapse_patience: Likewise with a collapsed teacher.
+    """
+
+    epochs: int = 300
+    max_steps: int | None = None
+    max_minutes: float | None = None
+    batch_size: int = 1024
+    accumulation: int = 1
+    num_workers: int | None = None
+    seed: int = 0
+    warmup_epochs: float = 10.0
+    final_lr: float = 1e-6
+    weight_decay: float = 0.04
+    final_weight_decay: float = 0.4
+    clip: float | None = 3.0
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    compile: bool | None = None
+    checkpoint_minutes: float = 10.0
+    checkpoint_epochs: int | None = None
+    non_finite_patience: int = 10
+    collapse_patience: int = 500
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "batch_size", "accumulation", "max_steps", "checkpoint_epochs"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"train.{name} must be 1 or more, got {value}")
+        if self.precision not in ("auto", "float32", "bfloat16"):
+            raise ConfigurationError(
+                f"train.precision must be auto, float32 or bfloat16, got {self.precision!r}"
+            )
+        if self.seed < 0:
+            raise ConfigurationError(f"train.seed must be 0 or more, got {self.seed}")
+
+    def timeline(self, num_images: int) -> Timeline:
+        """The planned length of a run over so many images."""
+        if num_images < self.batch_size:
+            raise ConfigurationError(
+                f"train.batch_size must be at most the number of images, {num_images}, "
+                f"got {self.batch_size}"
+            )
+        steps_per_epoch = num_images // self.batch_size
+        total = self.epochs * steps_per_epoch
+        return Timeline(min(total, self.max_steps or total), steps_per_epoch)
+
+    def warmup_steps(self, timeline: Timeline) -> int:
+        return timeline.opening(self.warmup_epochs, share=_WARMUP_SHARE)
+
+    def workers(self, device: torch.device, num_ranks: int) -> int:
+        """Data workers of each process."""
+        if self.num_workers is not None:
+            return self.num_workers
+        if device.type == "cpu":
+            return 0
+        return min(_MOST_WORKERS, max(1, (os.cpu_count() or 1) // num_ranks))
+
+    def autocasts(self, device: torch.device) -> bool:
+        """Whether products are computed in bfloat16."""
+        return self.precision == "bfloat16" or (self.precision == "auto" and device.type == "cuda")
+
+    def compiles(self, device: torch.device) -> bool:
+        return device.type == "cuda" if self.compile is None else self.compile
+
+
+def describe(component: Any) -> Any:
+    """A component as plain types; a dataclass as the call that makes it."""
+    if is_dataclass(component):
+        kind = type(component)
+        target = {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
+        return target | {f.name: describe(getattr(component, f.name)) for f in fields(component)}
+    if isinstance(component, Mapping):
+        return {str(key): describe(value) for key, value in component.items()}
+    if isinstance(component, Sequence) and not isinstance(component, str):
+        return [describe(value) for value in component]
+    return component
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What changed between two descriptions and matters, as "key: old -> new"."""
+    old, new = _flatten(before), _flatten(now)
+    return [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if key not in _FREE and old.get(key) != new.get(key)
+    ]
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat

@@ -1,0 +1,75 @@
+"""Values that change from step to step, as pure functions of the step."""
+
+import math
+from dataclasses import dataclass
+
+from ssl_bench.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The planned length of a run.
+
+    Attributes:
+        total_steps: Optimizer steps; every schedule ends with the last one.
+        steps_per_epoch: Whole batches in the training images.
+    """
+
+    total_steps: int
+    steps_per_epoch: int
+
+    def __post_init__(self) -> None:
+        if self.total_steps < 1 or self.steps_per_epoch < 1:
+            raise ConfigurationError(
+                f"a run needs at least one step, got {self.total_steps} steps of "
+                f"{self.steps_per_epoch} an epoch; see train.epochs and train.max_steps"
+            )
+
+    def epoch(self, step: int) -> int:
+        """Epoch, from 0, that the step belongs to."""
+        return step // self.steps_per_epoch
+
+    def opening(self, epochs: float, *, share: float) -> int:
+        """Steps in the first epochs, but no more than a share of the run, in (0, 1].
+
+        The recipes count their warm-ups in epochs of ImageNet; a short run on few images would
+        otherwise end before they do.
+        """
+        return min(round(epochs * self.steps_per_epoch), math.ceil(share * self.total_steps))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Linear from 0 to `start` over the warm-up, then half a cosine towards `end`.
+
+    Source: `cosine_scheduler` of facebookresearch/dino, utils.py: the last step of the warm-up and
+    the first after it both give `start`; `end` would be reached one step after the last.
+    """
+
+    start: float
+    end: float
+    num_steps: int
+    warmup_steps: int = 0
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.start * step / max(self.warmup_steps - 1, 1)
+        progress = (step - self.warmup_steps) / max(self.num_steps - self.warmup_steps, 1)
+        return self.end + 0.5 * (self.start - self.end) * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Straight from `start` at step 0 to `end` at step `num_steps` - 1, then constant.
+
+    Official DINO climbs in stairs of one epoch; with one epoch a step the two agree.
+    """
+
+    start: float
+    end: float
+    num_steps: int
+
+    def __call__(self, step: int) -> float:
+        if step >= self.num_steps - 1:
+            return self.end
+        return self.start + (self.end - self.start) * step / (self.num_steps - 1)

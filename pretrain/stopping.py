@@ -1,0 +1,63 @@
+"""Signals that ask a run to stop once its step is done and saved."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+
+
+class StopRequest:
+    """Which signal came, if any; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    @property
+    def is_interrupt(self) -> bool:
+        return self.received is signal.SIGINT
+
+    @property
+    def is_preemption(self) -> bool:
+        return self.received is not None and not self.is_interrupt
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.is_interrupt and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number)
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Collect SIGTERM, SIGUSR1 and SIGINT instead of dying of them."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    numbers = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
+    before = {number: signal.signal(number, request.receive) for number in numbers}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave_signals_to_the_parent(worker: int) -> None:
+    """Keep a data worker alive when the whole process group is asked to stop.
+
+    Only the first SIGTERM is passed over: with a second one the parent ends a worker that hangs.
+    """
+    del worker
+    for name in _NAMES:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _obey_the_next)
+
+
+def _obey_the_next(number: int, frame: FrameType | None) -> None:
+    del frame
+    signal.signal(number, signal.SIG_DFL)

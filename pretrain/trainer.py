@@ -1,0 +1,115 @@
+"""One optimizer step as a list of named steps; no files, no clock."""
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pretrain.batches import step_seed
+from pretrain.objectives.objective import Learner, Views
+from pretrain.optimizers import OptimizerRecipe, clip_per_tensor, parameter_groups
+from pretrain.options import TrainOptions
+from pretrain.ranks import Ranks
+from pretrain.schedules import Cosine, Timeline
+
+_REFERENCE_BATCH = 256
+
+
+class Trainer:
+    """A learner, its optimizer, and their schedules."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        recipe: OptimizerRecipe,
+        options: TrainOptions,
+        timeline: Timeline,
+        ranks: Ranks,
+    ) -> None:
+        assert isinstance(learner, nn.Module)
+        self.learner, self.options, self.ranks = learner, options, ranks
+        learner.to(ranks.device)
+        if options.compiles(ranks.device):
+            for module in learner.compilable():
+                module.compile(dynamic=False)
+        self.network = ranks.wrap(learner.student)
+        self.optimizer = recipe.build(parameter_groups(learner.student.named_parameters()))
+        total = timeline.total_steps
+        top = recipe.lr * options.batch_size / _REFERENCE_BATCH
+        self.lr = Cosine(top, options.final_lr, total, options.warmup_steps(timeline))
+        self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
+
+    def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
+        """Learn from one batch, given in as many parts as it is accumulated from.
+
+        Nothing here waits for the device: what is reported are tensors on it.
+        """
+        torch.manual_seed(step_seed(self.options.seed, step, self.ranks.rank))
+        self._set_rates(step)
+        report = self._accumulate(step, parts)
+        report["gradient_norm"] = self._tame_gradients()
+        self.learner.hold_gradients(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.learner.follow(step)
+        return report
+
+    def values(self, step: int) -> dict[str, float]:
+        """Everything that is scheduled, for the log."""
+        rates = {"lr": self.lr(step), "weight_decay": self.weight_decay(step)}
+        return rates | self.learner.values(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        assert isinstance(self.learner, nn.Module)
+        return {"learner": self.learner.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert isinstance(self.learner, nn.Module)
+        self.learner.load_state_dict(state["learner"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _set_rates(self, step: int) -> None:
+        decayed, _ = self.optimizer.param_groups
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr(step)
+        decayed["weight_decay"] = self.weight_decay(step)
+
+    def _accumulate(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
+        """Gradients of the mean loss over all parts; mean of what they report."""
+        reports = []
+        for number, views in enumerate(parts, start=1):
+            with self._averaging(last=number == self.options.accumulation):
+                loss, report = self._loss(step, views)
+                (loss / self.options.accumulation).backward()
+            reports.append({"loss": loss.detach(), **report})
+        return {name: torch.stack([r[name] for r in reports]).mean() for name in reports[0]}
+
+    def _loss(self, step: int, views: Views) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        device = self.ranks.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.options.autocasts(device)):
+            return self.learner.loss(self.network, views, step)
+
+    def _averaging(self, *, last: bool) -> Any:
+        """Average gradients over processes only once, with the last part."""
+        if self.ranks.count == 1 or last:
+            return nullcontext()
+        assert isinstance(self.network, nn.parallel.DistributedDataParallel)
+        return self.network.no_sync()
+
+    def _tame_gradients(self) -> Float[Tensor, ""]:
+        """Clip tensor by tensor; if any value is not finite, let the step learn nothing.
+
+        Returns:
+            The norm over all tensors before.
+        """
+        parameters = list(self.learner.student.parameters())
+        norm = clip_per_tensor(parameters, self.options.clip or math.inf).norm()
+        lost = ~norm.isfinite()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.masked_fill_(lost, 0.0)
+        return norm
