@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real data, see tests/README.md."""
+    """The folder of real data: photos/ in the layouts of VOC, COCO and ADE20K, mnist/, cifar10/."""
     beside = Path(__file__).parents[2] / "shared" / "data"
     folder = Path(os.environ.get("SSL_BENCH_TEST_DATA", beside))
     if not folder.is_dir():

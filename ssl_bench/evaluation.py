@@ -1,0 +1,196 @@
+"""Checkpoint x probe x dataset x layers -> records."""
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from ssl_bench import __version__
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.models import Encoder
+from ssl_bench.progress import show_progress
+from ssl_bench.results import CellKey, Record, ResultStore, source_commit
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """Shows how far an iteration is; gives back the items of `items` unchanged."""
+
+    def __call__(
+        self, items: Iterable[T], description: str, total: int | None = None
+    ) -> Iterable[T]: ...
+
+
+@dataclass(frozen=True)
+class ProbeContext:
+    """Everything a probe needs for one checkpoint and one dataset."""
+
+    encoder: Encoder
+    dataset: Dataset
+    layers: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    artifacts: Path
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of one block, in percent, and how sure it is."""
+
+    layer: int
+    facet: str
+    metric: str
+    value: float
+    ci95: tuple[float, float] | None
+    num_images: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """A question asked of every block of a frozen encoder."""
+
+    task: str
+    protocol: str
+    # What the dataset must support: "segmentation", "discovery" or "images".
+    role: str
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        """Every (layer, facet, metric) that `run` will score."""
+        ...
+
+    def split(self, dataset: Dataset) -> ImageSet:
+        """The images that are scored."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """What changes the number, as plain JSON types."""
+        ...
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score the layers of the context, each as soon as it is known."""
+        ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One probe on one dataset for the asked layers of one encoder."""
+
+    encoder: Encoder
+    dataset: Dataset
+    probe: Probe
+    layers: tuple[int, ...]
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def run(
+        self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool = False
+    ) -> list[Record]:
+        """Compute the cells that the store lacks, each saved as soon as it is known.
+
+        Args:
+            store: Where finished cells are looked up and new ones go.
+            say: Gets one line on what was skipped and what runs.
+            overwrite: Compute finished cells again.
+
+        Returns:
+            The records of all asked cells, old and new.
+        """
+        images = self.probe.split(self.dataset)
+        keys = self._keys(images)
+        pending = {key for key in keys if overwrite or not store.has(key)}
+        layers = tuple(dict.fromkeys(key.layer for key in keys if key in pending))
+        where = f"{self.probe.task} on {images.name} {images.split}, {self.encoder.name}"
+        if len(pending) < len(keys):
+            done = len(keys) - len(pending)
+            say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
+        if pending:
+            say(f"{where}: layers {', '.join(map(str, layers))}, {len(images)} images")
+            self._compute(layers, images, store)
+        return [record for key in keys if (record := store.load(key)) is not None]
+
+    def _compute(self, layers: tuple[int, ...], images: ImageSet, store: ResultStore) -> None:
+        context = ProbeContext(
+            encoder=self.encoder,
+            dataset=self.dataset,
+            layers=layers,
+            device=self.device,
+            dtype=self.dtype,
+            seed=self.seed,
+            artifacts=self.artifacts(store, images),
+            progress=show_progress,
+        )
+        start = time.monotonic()
+        for score in self.probe.run(context):
+            store.save(self._record(score, images, time.monotonic() - start))
+
+    def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
+        """Folder for the pictures and per-image results of this encoder."""
+        model = f"{self.encoder.name}-{self.encoder.sha256[:8]}".replace("/", "_")
+        return store.root / "pictures" / self.probe.task / images.name / model
+
+    def _settings(self) -> dict[str, Any]:
+        return {**self.probe.settings(), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    def _keys(self, images: ImageSet) -> list[CellKey]:
+        fingerprint, settings = images.fingerprint(), self._settings()
+        return [
+            CellKey(
+                task=self.probe.task,
+                dataset=images.name,
+                split=images.split,
+                layer=layer,
+                facet=facet,
+                protocol=self.probe.protocol,
+                metric=metric,
+                checkpoint_sha256=self.encoder.sha256,
+                dataset_fingerprint=fingerprint,
+                seed=self.seed,
+                settings=settings,
+            )
+            for layer, facet, metric in self.probe.cells(self.layers)
+        ]
+
+    def _record(self, score: Score, images: ImageSet, seconds: float) -> Record:
+        return Record(
+            task=self.probe.task,
+            dataset=images.name,
+            split=images.split,
+            layer=score.layer,
+            depth=self.encoder.depth,
+            facet=score.facet,
+            protocol=self.probe.protocol,
+            metric=score.metric,
+            value=score.value,
+            ci95=score.ci95,
+            num_images=score.num_images,
+            model=self.encoder.name,
+            checkpoint_sha256=self.encoder.sha256,
+            dataset_fingerprint=images.fingerprint(),
+            seed=self.seed,
+            settings=self._settings(),
+            version=__version__,
+            git_commit=source_commit(),
+            torch=torch.__version__,
+            device=device_name(self.device),
+            seconds=round(seconds, 3),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            details=score.details,
+        )
+
+
+def device_name(device: torch.device) -> str:
+    """What a record says of the hardware, such as "cuda: NVIDIA H200" or "cpu: x86_64"."""
+    if device.type == "cuda":
+        return f"cuda: {torch.cuda.get_device_name(device)}"
+    return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"

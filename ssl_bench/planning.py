@@ -1,0 +1,105 @@
+"""Which probe runs on which dataset: composed and built in full before anything is computed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from omegaconf import DictConfig
+
+from ssl_bench.composition import build, choices, compose_config, has_key, nearest, require_choice
+from ssl_bench.data.samples import Dataset
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation import Probe
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class PlannedProbe:
+    """A probe and a dataset that fit, built from the configuration."""
+
+    probe: Probe
+    dataset: Dataset
+    seed: int
+    dtype: torch.dtype
+
+
+def plan_probes(
+    tasks: Sequence[str], datasets: Sequence[str], overrides: Sequence[str]
+) -> list[PlannedProbe]:
+    """Pair tasks with the datasets that have what they need.
+
+    An override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key.
+
+    Raises:
+        ConfigurationError: no task or dataset has the key, or a value is wrong.
+        DataError: nothing fits, such as tokencut on a dataset without boxes.
+    """
+    pairs = [(task, dataset) for dataset in datasets for task in tasks]
+    defaults = [compose_config("probing", _base(*pair)) for pair in pairs]
+    for override in overrides:
+        _require_taker(override, pairs, defaults)
+    plan = [
+        _build(_base(*pair), [o for o in overrides if _takes(o, pair[0], default)], pair[0])
+        for pair, default in zip(pairs, defaults, strict=True)
+    ]
+    fitting = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
+    if not fitting:
+        roles = sorted({f"{p.probe.task} needs {p.probe.role}" for p in plan})
+        have = sorted({f"{p.dataset.name} has {sorted(p.dataset.supports)}" for p in plan})
+        raise DataError(f"{'; '.join(roles)}; {'; '.join(have)}; choose another --dataset")
+    return fitting
+
+
+def _base(task: str, dataset: str) -> list[str]:
+    return [f"probe={task}", f"dataset={dataset}"]
+
+
+def _build(base: Sequence[str], overrides: Sequence[str], task: str) -> PlannedProbe:
+    config = compose_config("probing", [*base, *(_protocol_as_group(o, task) for o in overrides)])
+    return PlannedProbe(
+        probe=build(config.probe),
+        dataset=build(config.dataset),
+        seed=config.seed,
+        dtype=DTYPES[require_choice("dtype", config.dtype, list(DTYPES))],
+    )
+
+
+def _key_and_value(override: str) -> tuple[str, str]:
+    key, _, value = override.partition("=")
+    return key, value
+
+
+def _protocols(task: str, default: DictConfig) -> list[str]:
+    return choices(f"probe/{task}_protocol") or [default.probe.protocol]
+
+
+def _protocol_as_group(override: str, task: str) -> str:
+    # Protocols that are presets live in files; for the user they are a value like any other.
+    key, value = _key_and_value(override)
+    is_preset = key == "probe.protocol" and choices(f"probe/{task}_protocol")
+    return f"probe/{task}_protocol={value}" if is_preset else override
+
+
+def _takes(override: str, task: str, default: DictConfig) -> bool:
+    key, value = _key_and_value(override)
+    if key == "probe.protocol":
+        return value in _protocols(task, default)
+    if key.startswith(("probe.", "dataset.")):
+        return has_key(default, key)
+    return True
+
+
+def _require_taker(
+    override: str, pairs: Sequence[tuple[str, str]], defaults: Sequence[DictConfig]
+) -> None:
+    tasks = [task for task, _ in pairs]
+    takers = zip(tasks, defaults, strict=True)
+    if any(_takes(override, task, default) for task, default in takers):
+        return
+    key, value = _key_and_value(override)
+    if key == "probe.protocol":
+        known = {p for t, d in zip(tasks, defaults, strict=True) for p in _protocols(t, d)}
+        raise ConfigurationError(f"unknown protocol {value!r}; {nearest(value, known)}")
+    # Composing with it writes the message with the nearest names.
+    compose_config("probing", [*_base(*pairs[0]), override])

@@ -1,0 +1,13 @@
+"""Progress with rate and time left on a terminal, silence elsewhere."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from tqdm import tqdm
+
+T = TypeVar("T")
+
+
+def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
+    """Give back the items unchanged while a bar on stderr shows rate and time left."""
+    return tqdm(items, desc=description, total=total, disable=None, dynamic_ncols=True, leave=False)

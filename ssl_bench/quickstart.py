@@ -1,0 +1,95 @@
+"""`ssl-bench quickstart`: from nothing to per-depth tables of all probes, without a network."""
+
+import argparse
+import shlex
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ssl_bench import commands
+from ssl_bench.commands import say
+from ssl_bench.results import ResultStore
+from ssl_bench.tables import depth_tables, draw_curves
+
+MODELS = ("vit_tiny_skip", "vit_tiny_skipless")
+HEADLINES = ("miou_holdout", "corloc", "explained_variance")
+
+# Sized for two cores: at 64 pixels, patch 8 and a small head a minute is some sixty steps.
+PRETRAINING = (
+    "model.image_size=64",
+    "model.patch_size=8",
+    "objective.out_dim=1024",
+    "objective.hidden_dim=512",
+    "objective.momentum=0.99",
+    "objective.crops.num_locals=4",
+    "optimizer.lr=4e-3",
+    "train.batch_size=16",
+    "train.max_steps=64",
+    "train.warmup_epochs=1",
+    "train.max_minutes=1",
+)
+PROBING = ("probe.protocol=fast", "probe.image_size=128", "probe.epochs=10")
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Pretrain skip and skipless, probe all blocks, draw the curves and say what to type next."""
+    del overrides
+    start = time.monotonic()
+    out = Path(options.out)
+    for model in MODELS:
+        _pretrain(out / model, model, overwrite=options.overwrite)
+    _probe(out, overwrite=options.overwrite)
+    figure = _draw(out)
+    say(f"\nquickstart took {time.monotonic() - start:.0f} s")
+    say(f"curves over blocks   {figure}")
+    say(f"maps of every block  {out / 'results' / 'pictures'}")
+    _say_next(out)
+    return 0
+
+
+def _pretrain(run: Path, model: str, *, overwrite: bool) -> None:
+    if (run / "last.safetensors").is_file() and not overwrite:
+        say(f"{run} is pretrained already, skipped (--overwrite)")
+        return
+    # A folder without weights is a run that was stopped; it is begun anew.
+    flags = {"out": str(run), "data_root": None, "device": None, "resume": False}
+    shown = ["pretrain", f"model={model}", *PRETRAINING, "--out", str(run)]
+    overrides = [f"model={model}", *PRETRAINING]
+    _as_typed(commands.pretrain, shown, Namespace(**flags, overwrite=True), overrides)
+
+
+def _probe(out: Path, *, overwrite: bool) -> None:
+    runs = [str(out / model) for model in MODELS]
+    flags = {"task": "all", "layer": "all", "checkpoint": runs, "dataset": "toy", "data_root": None}
+    flags |= {"out": str(out / "results"), "device": None, "overwrite": overwrite}
+    checkpoints = [word for run in runs for word in ("--checkpoint", run)]
+    shown = ["probe", "--task", "all", "--layer", "all", *checkpoints, *PROBING]
+    shown += ["--out", str(out / "results")]
+    _as_typed(commands.probe, shown, Namespace(**flags), PROBING)
+
+
+def _as_typed(
+    run: Callable[[Namespace, Sequence[str]], int],
+    shown: Sequence[str],
+    options: Namespace,
+    overrides: Sequence[str],
+) -> None:
+    say(f"\n$ ssl-bench {shlex.join(shown)}")
+    run(options, overrides)
+
+
+def _draw(out: Path) -> Path:
+    records = ResultStore(out / "results").records()
+    headlines = [record for record in records if record.metric in HEADLINES]
+    figure = out / "results" / "curves.png"
+    draw_curves(depth_tables(headlines), figure)
+    return figure
+
+
+def _say_next(out: Path) -> None:
+    skipless = out / "vit_tiny_skipless"
+    say("\nnext, for example:")
+    say(f"  ssl-bench table --task tokencut --format latex --out {out / 'results'}")
+    say("  ssl-bench probe --task tokencut --layer 11")
+    say(f"  ssl-bench probe --task pca --checkpoint {skipless} --dataset folder --data-root PHOTOS")

@@ -1,0 +1,171 @@
+"""Records of finished cells: one JSON file each, written whole or not at all."""
+
+import hashlib
+import json
+import math
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ssl_bench.errors import DataError
+from ssl_bench.files import write_text_atomically
+
+
+@dataclass(frozen=True)
+class CellKey:
+    """The fields that change the number; device, workers and batch size are not among them."""
+
+    task: str
+    dataset: str
+    split: str
+    layer: int
+    facet: str
+    protocol: str
+    metric: str
+    checkpoint_sha256: str
+    dataset_fingerprint: str
+    seed: int
+    settings: Mapping[str, Any]
+
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that are the same for the same cell on every machine."""
+        text = json.dumps(asdict(self), sort_keys=True, default=list)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def filename(self) -> str:
+        return f"layer{self.layer:02d}-{self.facet}-{self.metric}-{self.digest()}.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One cell of a table with everything needed to trust or repeat it.
+
+    Attributes:
+        value: In percent.
+        ci95: 95 % interval over images, None where the metric has none.
+        seconds: Wall-clock time of the pass that gave this cell, shared by the cells of that pass.
+        created: ISO 8601, UTC.
+        details: What the probe adds, such as per-class IoU; does not identify the cell.
+    """
+
+    task: str
+    dataset: str
+    split: str
+    layer: int
+    depth: int
+    facet: str
+    protocol: str
+    metric: str
+    value: float
+    ci95: tuple[float, float] | None
+    num_images: int
+    model: str
+    checkpoint_sha256: str
+    dataset_fingerprint: str
+    seed: int
+    settings: Mapping[str, Any]
+    version: str
+    git_commit: str | None
+    torch: str
+    device: str
+    seconds: float
+    created: str
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def key(self) -> CellKey:
+        return CellKey(**{f.name: getattr(self, f.name) for f in fields(CellKey)})
+
+
+class ResultStore:
+    """A folder of records that many processes may write at once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.unreadable: list[Path] = []
+
+    def path(self, key: CellKey) -> Path:
+        return self.root / "records" / key.task / key.dataset / key.filename()
+
+    def has(self, key: CellKey) -> bool:
+        """Whether the cell is finished; a half-written file is not."""
+        return self.load(key) is not None
+
+    def load(self, key: CellKey) -> Record | None:
+        """The record of a finished cell, None when there is none or only half of one."""
+        path = self.path(key)
+        return self._read(path) if path.is_file() else None
+
+    def save(self, record: Record) -> Path:
+        path = self.path(record.key())
+        text = json.dumps(_finite(asdict(record)), indent=1, sort_keys=True, default=list)
+        write_text_atomically(path, text + "\n")
+        return path
+
+    def records(self) -> list[Record]:
+        """Every readable record; the paths of the others are in `unreadable`.
+
+        Raises:
+            DataError: there is no record at all.
+        """
+        self.unreadable = []
+        paths = sorted((self.root / "records").glob("*/*/*.json"))
+        found = [record for path in paths if (record := self._read(path)) is not None]
+        if not found:
+            raise DataError(
+                f"no records in {self.root / 'records'}; run `ssl-bench probe --out {self.root}`"
+            )
+        return found
+
+    def _read(self, path: Path) -> Record | None:
+        try:
+            fields_read = json.loads(path.read_text())
+            fields_read["value"] = _number(fields_read["value"])
+            if fields_read["ci95"] is not None:
+                low, high = fields_read["ci95"]
+                fields_read["ci95"] = (_number(low), _number(high))
+            return Record(**fields_read)
+        except (OSError, ValueError, TypeError, KeyError):
+            self.unreadable.append(path)
+            return None
+
+
+def _finite(value: Any) -> Any:
+    # JSON has no NaN; null keeps the files readable everywhere.
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)
+
+
+@cache
+def source_commit() -> str | None:
+    """Commit of the checkout that runs, with "-dirty" for uncommitted changes; None for a wheel."""
+    source = Path(__file__).parents[1]
+    if not (source / ".git").exists():
+        return None
+    try:
+        commit = _git(source, "rev-parse", "HEAD")
+        changed = _git(source, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return commit + ("-dirty" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(
+        command, capture_output=True, check=True, text=True, timeout=10
+    ).stdout.strip()

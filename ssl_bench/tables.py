@@ -1,0 +1,266 @@
+"""Tables and curves over depth, rendered from records alone."""
+
+import csv
+import io
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.files import write_text_atomically
+from ssl_bench.results import Record
+
+FORMATS = ("text", "markdown", "csv", "latex")
+MARKERS = ("<!-- ssl-bench table -->", "<!-- end of ssl-bench table -->")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One cell: the mean over seeds and the half-width of its 95 % interval, in percent."""
+
+    value: float
+    half_width: float | None
+
+
+@dataclass(frozen=True)
+class DepthTable:
+    """One metric over blocks (rows) and models (columns)."""
+
+    title: str
+    models: tuple[str, ...]
+    layers: tuple[int, ...]
+    entries: dict[tuple[int, str], Entry]
+    provenance: str
+
+    def best_layer(self, model: str) -> int | None:
+        """The block with the highest value of a model; None when it has no finite value."""
+        values = {
+            layer: self.entries[layer, model].value
+            for layer in self.layers
+            if (layer, model) in self.entries and not math.isnan(self.entries[layer, model].value)
+        }
+        return max(values, key=values.__getitem__, default=None)
+
+
+def depth_tables(records: Sequence[Record]) -> list[DepthTable]:
+    """Group records into tables whose numbers are comparable.
+
+    Numbers that differ in dataset, protocol, facet, settings or images never share a table.
+    """
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        groups[_comparable(record)].append(record)
+    ordered = [group for _, group in sorted(groups.items())]
+    return [_depth_table(group, _difference(group[0], ordered)) for group in ordered]
+
+
+def _difference(record: Record, groups: Sequence[Sequence[Record]]) -> str:
+    """What sets a group apart from the others whose title would be the same."""
+    rivals = [group[0] for group in groups if _title(group[0]) == _title(record)]
+    differing = [
+        f"{name}={value}"
+        for name, value in sorted(record.settings.items())
+        if any(rival.settings.get(name) != value for rival in rivals)
+    ]
+    if any(rival.dataset_fingerprint != record.dataset_fingerprint for rival in rivals):
+        differing.append(f"data {record.dataset_fingerprint[:6]}")
+    return f" [{', '.join(differing)}]" if differing else ""
+
+
+def _title(record: Record) -> str:
+    return (
+        f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
+        f"{record.facet}, protocol {record.protocol}"
+    )
+
+
+def _comparable(record: Record) -> tuple[str, ...]:
+    settings = ", ".join(f"{k}={v}" for k, v in sorted(record.settings.items()))
+    names = (record.task, record.dataset, record.split, record.metric, record.protocol)
+    return (*names, record.facet, record.dataset_fingerprint, settings)
+
+
+def _depth_table(records: Sequence[Record], difference: str) -> DepthTable:
+    columns = _column_names(records)
+    cells: dict[tuple[int, str], list[Record]] = defaultdict(list)
+    for record in records:
+        cells[record.layer, columns[record.checkpoint_sha256]].append(record)
+    return DepthTable(
+        title=_title(records[0]) + difference,
+        models=tuple(sorted(set(columns.values()))),
+        layers=tuple(sorted({record.layer for record in records})),
+        entries={cell: _entry(seeds) for cell, seeds in cells.items()},
+        provenance=_provenance(records),
+    )
+
+
+def _column_names(records: Sequence[Record]) -> dict[str, str]:
+    """Name of each checkpoint; two checkpoints of the same name get their hash's first digits."""
+    names = {record.checkpoint_sha256: record.model for record in records}
+    shared = [name for name in names.values() if list(names.values()).count(name) > 1]
+    return {sha: f"{name} {sha[:6]}" if name in shared else name for sha, name in names.items()}
+
+
+def _entry(seeds: Sequence[Record]) -> Entry:
+    value = sum(record.value for record in seeds) / len(seeds)
+    intervals = [record.ci95 for record in seeds if record.ci95 is not None]
+    if not intervals:
+        return Entry(value, None)
+    # Averaging keeps the width of one seed: it never claims more certainty than was measured.
+    return Entry(value, sum(high - low for low, high in intervals) / len(intervals) / 2)
+
+
+def _provenance(records: Sequence[Record]) -> str:
+    def distinct(values: Sequence[object]) -> str:
+        return ", ".join(sorted({str(value) for value in values}))
+
+    commits = [(record.git_commit or "wheel")[:10] for record in records]
+    return (
+        f"{distinct([r.num_images for r in records])} images; "
+        f"seeds {distinct([r.seed for r in records])}; "
+        f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "
+        f"torch {distinct([r.torch for r in records])}; "
+        f"{distinct([r.device for r in records])}; "
+        f"{max(record.created for record in records)[:10]}"
+    )
+
+
+def render(table: DepthTable, style: str) -> str:
+    """One table as text, markdown, csv or latex; the best block of each model is in bold.
+
+    Raises:
+        ConfigurationError: another style.
+    """
+    if style == "csv":
+        return _as_csv(table)
+    if style == "markdown":
+        return _as_markdown(table)
+    if style == "latex":
+        return _as_latex(table)
+    if style == "text":
+        return _as_text(table)
+    raise ConfigurationError(f"expected --format {'|'.join(FORMATS)}, got {style!r}")
+
+
+def _cell(table: DepthTable, layer: int, model: str, *, plus_minus: str = "±") -> str:
+    entry = table.entries.get((layer, model))
+    if entry is None:
+        return ""
+    width = "" if entry.half_width is None else f" {plus_minus} {entry.half_width:.1f}"
+    return f"{entry.value:.1f}{width}"
+
+
+def _rows(table: DepthTable, bold: str, plus_minus: str = "±") -> list[list[str]]:
+    best = {model: table.best_layer(model) for model in table.models}
+    rows = []
+    for layer in table.layers:
+        cells = [_cell(table, layer, model, plus_minus=plus_minus) for model in table.models]
+        marked = [
+            bold.format(cell) if cell and best[model] == layer else cell
+            for cell, model in zip(cells, table.models, strict=True)
+        ]
+        rows.append([str(layer), *marked])
+    return rows
+
+
+def _as_markdown(table: DepthTable) -> str:
+    head = ["block", *(model.replace("|", "\\|") for model in table.models)]
+    lines = [f"**{table.title}**", "", " | ".join(["", *head, ""]).strip()]
+    lines.append("|" + "---|" + "---:|" * len(table.models))
+    lines += [" | ".join(["", *row, ""]).strip() for row in _rows(table, "**{}**")]
+    return "\n".join([*lines, "", f"<sub>{table.provenance}</sub>"]) + "\n"
+
+
+def _as_text(table: DepthTable) -> str:
+    rows = [["block", *table.models], *_rows(table, "*{}*")]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    rule = "-" * len(lines[0])
+    return "\n".join([table.title, rule, lines[0], rule, *lines[1:], rule, table.provenance]) + "\n"
+
+
+def _as_csv(table: DepthTable) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["title", "block", "model", "value", "half_width_95"])
+    for layer in table.layers:
+        for model in table.models:
+            entry = table.entries.get((layer, model))
+            if entry is not None:
+                width = "" if entry.half_width is None else entry.half_width
+                writer.writerow([table.title, layer, model, entry.value, width])
+    return buffer.getvalue()
+
+
+def _as_latex(table: DepthTable) -> str:
+    rows = _rows(table, r"\textbf{{{}}}", r"$\pm$")
+    body = [" & ".join(row) + r" \\" for row in rows]
+    head = " & ".join(["block", *(_latex_text(model) for model in table.models)])
+    return (
+        "\n".join(
+            [
+                f"% {table.provenance}",
+                r"\begin{tabular}{r" + "r" * len(table.models) + "}",
+                r"\toprule",
+                head + r" \\",
+                r"\midrule",
+                *body,
+                r"\bottomrule",
+                r"\end{tabular}",
+                f"% {table.title}",
+            ]
+        )
+        + "\n"
+    )
+
+
+def _latex_text(text: str) -> str:
+    return "".join("\\" + c if c in "_%&#${}" else c for c in text)
+
+
+def insert_between_markers(document: Path, text: str) -> None:
+    """Replace what stands between the two `MARKERS` of a document.
+
+    Raises:
+        DataError: the document does not hold each marker once, in order.
+    """
+    begin, end = MARKERS
+    before, found, rest = document.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise DataError(f"{document} has no lines {begin!r} and {end!r} to put the table between")
+    write_text_atomically(document, f"{before}{begin}\n{text}{end}{after}")
+
+
+def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
+    """Draw score over blocks, one panel a table, one line a model, with its 95 % band.
+
+    The suffix of the path chooses the format, such as .png or .svg.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        1, len(tables), figsize=(4.2 * len(tables), 3.4), squeeze=False, layout="constrained"
+    )
+    for axis, table in zip(axes[0], tables, strict=True):
+        for model in table.models:
+            layers = [layer for layer in table.layers if (layer, model) in table.entries]
+            entries = [table.entries[layer, model] for layer in layers]
+            values = [entry.value for entry in entries]
+            axis.plot(layers, values, marker="o", markersize=3, label=model)
+            low = [e.value - (e.half_width or 0) for e in entries]
+            high = [e.value + (e.half_width or 0) for e in entries]
+            axis.fill_between(layers, low, high, alpha=0.15)
+        axis.set_title(table.title.replace(", ", "\n", 1), fontsize=8)
+        axis.set_xlabel("block")
+        axis.set_ylabel("%")
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,0 +1,99 @@
+import csv
+import io
+from dataclasses import replace
+
+import pytest
+from test_results import RECORD
+
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.tables import MARKERS, depth_tables, draw_curves, insert_between_markers, render
+
+SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
+RECORDS = [
+    replace(RECORD, layer=0, value=10.0, ci95=(8.0, 12.0)),
+    replace(RECORD, layer=1, value=30.0, ci95=(29.0, 31.0)),
+    replace(SKIPLESS, layer=0, value=25.04, ci95=None),
+    replace(SKIPLESS, layer=1, value=20.0, ci95=None),
+]
+
+
+def test_rows_are_blocks_columns_are_models_and_the_best_block_is_bold():
+    (table,) = depth_tables(RECORDS)
+
+    rows = [line for line in render(table, "markdown").splitlines() if line.startswith("|")]
+
+    assert rows == [
+        "| block | skip | skip_less |",
+        "|---|---:|---:|",
+        "| 0 | 10.0 ± 2.0 | **25.0** |",
+        "| 1 | **30.0 ± 1.0** | 20.0 |",
+    ]
+
+
+def test_blocks_that_were_not_probed_are_empty():
+    (table,) = depth_tables(RECORDS[:3])
+
+    assert "| 1 | **30.0 ± 1.0** |  |" in render(table, "markdown")
+
+
+def test_latex_escapes_names_and_csv_reads_back():
+    (table,) = depth_tables(RECORDS)
+
+    latex = render(table, "latex")
+    rows = list(csv.DictReader(io.StringIO(render(table, "csv"))))
+
+    assert r"block & skip & skip\_less \\" in latex
+    assert r"1 & \textbf{30.0 $\pm$ 1.0} & 20.0 \\" in latex
+    assert [(r["block"], r["model"], float(r["value"])) for r in rows][1] == (
+        "0",
+        "skip_less",
+        25.04,
+    )
+
+
+def test_seeds_are_averaged():
+    seeds = [replace(RECORDS[0], seed=s, value=v) for s, v in enumerate([10.0, 20.0])]
+
+    (table,) = depth_tables(seeds)
+
+    assert table.entries[0, "skip"].value == 15.0
+    assert "seeds 0, 1" in table.provenance
+
+
+def test_numbers_that_cannot_be_compared_stand_in_tables_of_their_own():
+    other = replace(RECORDS[0], settings={"tau": 0.3})
+
+    titles = [table.title for table in depth_tables([*RECORDS, other])]
+
+    assert len(titles) == 2
+    assert {title.rpartition(" [")[2] for title in titles} == {"tau=0.2]", "tau=0.3]"}
+
+
+def test_two_checkpoints_of_one_name_are_told_apart():
+    (table,) = depth_tables([RECORD, replace(SKIPLESS, model="skip")])
+
+    assert table.models == ("skip aaaaaa", "skip dddddd")
+
+
+def test_an_unknown_format_names_the_known_ones():
+    with pytest.raises(ConfigurationError, match=r"text\|markdown\|csv\|latex.*'xml'"):
+        render(depth_tables(RECORDS)[0], "xml")
+
+
+def test_curves_are_drawn_with_one_line_a_model(tmp_path):
+    draw_curves(depth_tables(RECORDS), tmp_path / "curves.svg")
+
+    drawing = (tmp_path / "curves.svg").read_text()
+    assert drawing.count('id="FillBetweenPolyCollection') == 2
+
+
+def test_a_table_replaces_only_what_stands_between_the_markers(tmp_path):
+    document = tmp_path / "README.md"
+    document.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
+
+    insert_between_markers(document, "new\n")
+
+    assert document.read_text() == f"before\n{MARKERS[0]}\nnew\n{MARKERS[1]}\nafter\n"
+    document.write_text("no markers")
+    with pytest.raises(DataError, match="to put the table between"):
+        insert_between_markers(document, "new")
