@@ -1,0 +1,94 @@
+"""What was found in each image, one line of JSON an image, so that a run can be taken up again."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ssl_bench.errors import MachineError
+
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ImageResult:
+    """One image.
+
+    Attributes:
+        num_boxes: Ground-truth boxes.
+        largest_box: Percent of the image that the largest of them covers; 0 without boxes.
+        cells: By "LAYER/FACET": box, hit, degenerate and, with a spectrum, eigenvalue and gap.
+    """
+
+    num_boxes: int
+    largest_box: float
+    cells: dict[str, Cell]
+
+
+class DiscoveryLog:
+    """Results by image id, kept in a file that grows by a line an image.
+
+    The first line holds the key, whose digest is in the file's name: whatever changes a result
+    must be in the key. A line that a crash cut short is dropped and its image computed again.
+    """
+
+    def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
+        header = json.dumps({"key": dict(key)}, sort_keys=True)
+        digest = hashlib.sha256(header.encode()).hexdigest()
+        self.path = folder / f"images_{digest[:12]}.jsonl"
+        self.images: dict[str, ImageResult] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._drop_half_line()
+            lines = self.path.read_text().splitlines() if self.path.exists() else []
+            if not lines:
+                self._append(header)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        for line in lines[1:]:
+            self._merge(json.loads(line))
+
+    def has(self, image_id: str, cells: Sequence[str]) -> bool:
+        """Whether all cells of an image are known."""
+        known = self.images.get(image_id)
+        return known is not None and all(cell in known.cells for cell in cells)
+
+    def add(self, image_id: str, result: ImageResult) -> None:
+        """Keep a result; it is in the file when this returns."""
+        line = {
+            "image": image_id,
+            "num_boxes": result.num_boxes,
+            "largest_box": result.largest_box,
+            "cells": result.cells,
+        }
+        try:
+            self._append(json.dumps(line))
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        self._merge(line)
+
+    def _merge(self, line: dict[str, Any]) -> None:
+        known = self.images.get(line["image"])
+        cells = {**known.cells, **line["cells"]} if known else line["cells"]
+        self.images[line["image"]] = ImageResult(line["num_boxes"], line["largest_box"], cells)
+
+    def _append(self, line: str) -> None:
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+    def _drop_half_line(self) -> None:
+        if not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+
+
+def _cannot_write(path: Path, error: OSError) -> MachineError:
+    return MachineError(
+        f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
+    )
