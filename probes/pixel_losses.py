@@ -1,0 +1,299 @@
+"""Cross-entropy of patch logits against pixel labels, for many heads at once.
+
+A head is linear, so a head after upsampling equals upsampling after the head: logits are made once
+a patch, and only the loss knows about pixels. Each loss gives its gradient with its value, and goes
+through the pixels in pieces that stay in the cache.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from ssl_bench.metrics import IGNORED
+
+# Of one piece: the second-level cache of a CPU core; a GPU wants few, large kernels.
+PIECE_BYTES = {"cpu": 2**20, "cuda": 2**28}
+# Columns below which matrix products and vector instructions lose their speed.
+_NARROWEST = 64
+
+Logits = Float[Tensor, "heads classes batch rows cols"]
+
+
+@dataclass(frozen=True)
+class PixelTargets:
+    """The labels of a batch in the two forms a loss needs, shared by all heads.
+
+    Attributes:
+        label_weights: Weight of each logit in the sum of the label pixels' logits.
+        counted: Which pixels count, or how many, by the cell of patches that gives their logits.
+    """
+
+    label_weights: Float[Tensor, "classes batch rows cols"]
+    counted: Float[Tensor, "pixels batch cell_rows cell_cols"]
+
+    def of(self, images: slice) -> "PixelTargets":
+        """The targets of some images of the batch."""
+        return PixelTargets(self.label_weights[:, images], self.counted[:, images])
+
+
+@runtime_checkable
+class PixelLoss(Protocol):
+    """A cross-entropy of patch logits against pixel labels."""
+
+    def label_size(self, grid: int) -> int:
+        """Labels along a side of an image of so many patches."""
+        ...
+
+    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
+        """Prepare the labels of a batch once for all heads."""
+        ...
+
+    def loss_and_gradient(
+        self, logits: Logits, targets: PixelTargets
+    ) -> tuple[Float[Tensor, " heads"], Logits]:
+        """Sum of the loss over the pixels that count, and its gradient."""
+        ...
+
+
+@dataclass(frozen=True)
+class HistogramLoss:
+    """Cross-entropy of each patch's logits against the histogram of the labels under it.
+
+    Equals the cross-entropy over all pixels with logits upsampled by nearest neighbour.
+    """
+
+    pixels_per_patch: int
+
+    def label_size(self, grid: int) -> int:
+        return grid * self.pixels_per_patch
+
+    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
+        histograms = label_histograms(labels, self.pixels_per_patch, classes)
+        return PixelTargets(histograms, histograms.sum(0, keepdim=True))
+
+    def loss_and_gradient(
+        self, logits: Logits, targets: PixelTargets
+    ) -> tuple[Float[Tensor, " heads"], Logits]:
+        label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
+        shares = logits.softmax(1)
+        loss = (_log_normaliser(logits, shares, 1) * counted).flatten(1).sum(1)
+        loss -= (logits * label_weights).flatten(1).sum(1)
+        return loss, shares.mul_(counted).sub_(label_weights)
+
+
+@dataclass(frozen=True)
+class UpsampledLoss:
+    """Cross-entropy of bilinearly upsampled logits against labels on the finer grid.
+
+    The four patches around a cell of pixels give all its logits. So the labels' part is a weighted
+    sum of patch logits, and only the normaliser visits the pixels: a product with the bilinear
+    weights, a softmax, and the product with their transpose, piece by piece.
+    """
+
+    pixels_per_patch: int
+
+    def label_size(self, grid: int) -> int:
+        return grid * self.pixels_per_patch
+
+    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
+        cells = _pixels_by_cell(labels, self.pixels_per_patch)
+        kept = cells.clamp(max=classes).flatten(1).long()
+        _, columns = kept.shape
+        index = kept * columns + torch.arange(columns, device=labels.device)
+        weights = corner_weights(self.pixels_per_patch).to(labels.device)
+        corners = [
+            torch.bincount(
+                index.flatten(), side.repeat_interleave(columns), (classes + 1) * columns
+            )
+            for side in weights.T
+        ]
+        by_corner = torch.stack(corners).view(4, classes + 1, *cells.shape[1:])[:, :classes]
+        return PixelTargets(_add_corners(by_corner).float(), (cells != IGNORED).float())
+
+    def loss_and_gradient(
+        self, logits: Logits, targets: PixelTargets
+    ) -> tuple[Float[Tensor, " heads"], Logits]:
+        label_weights = targets.label_weights.to(logits)
+        normaliser, by_corner = self._normaliser(_take_corners(logits), targets.counted)
+        loss = normaliser - (logits * label_weights).flatten(1).sum(1)
+        return loss, _add_corners(by_corner).sub_(label_weights)
+
+    def _normaliser(
+        self,
+        corners: Float[Tensor, "4 heads classes batch cell_rows cell_cols"],
+        counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
+    ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
+        """Sum over the pixels of the log-normaliser, and its gradient by corner."""
+        flat = corners.flatten(3)
+        counted = counted.flatten(1).to(corners)
+        weights = corner_weights(self.pixels_per_patch).to(corners)
+        total, gradient = corners.new_zeros(flat.shape[1]), torch.zeros_like(flat)
+        for heads, cells, pixels in self._pieces(flat):
+            part = flat[:, heads, :, cells]
+            shape = part.shape[1:]
+            logits = (weights[pixels] @ part.reshape(4, -1)).view(-1, *shape)
+            shares = logits.softmax(2)
+            times = counted[pixels, None, cells]
+            total[heads] += (_log_normaliser(logits, shares, 2) * times).sum((0, 2))
+            shares.mul_(times.unsqueeze(2))
+            back = weights[pixels].T @ shares.flatten(1)
+            gradient[:, heads, :, cells] += back.view(4, *shape)
+        return total, gradient.view(corners.shape)
+
+    def _pieces(
+        self, corners: Float[Tensor, "4 heads classes cells"]
+    ) -> Iterator[tuple[slice, slice, slice]]:
+        """Cut (heads, cells, pixels) so that the upsampled logits of a piece stay in the cache."""
+        _, heads, classes, cells = corners.shape
+        pixels = self.pixels_per_patch**2
+        budget = PIECE_BYTES[corners.device.type] // (classes * corners.element_size())
+        some_cells = min(cells, max(_NARROWEST, budget // pixels))
+        some_pixels = min(pixels, max(1, budget // some_cells))
+        some_heads = min(heads, max(1, budget // (some_cells * some_pixels)))
+        for head in range(0, heads, some_heads):
+            for cell in range(0, cells, some_cells):
+                for pixel in range(0, pixels, some_pixels):
+                    yield (
+                        slice(head, head + some_heads),
+                        slice(cell, cell + some_cells),
+                        slice(pixel, pixel + some_pixels),
+                    )
+
+
+@dataclass(frozen=True)
+class ResampledLoss:
+    """Cross-entropy of bilinearly resampled logits against labels of any fixed size.
+
+    For sizes that are no multiple of the token grid; slower a pixel than `UpsampledLoss`.
+
+    Attributes:
+        rows: Patches of an image from top to bottom.
+        cols: Patches from left to right.
+        size: Labels along either side.
+    """
+
+    rows: int
+    cols: int
+    size: int
+
+    def label_size(self, grid: int) -> int:
+        del grid
+        return self.size
+
+    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
+        counted = (labels != IGNORED).float()[None]
+        return PixelTargets(
+            torch.stack([self._weights(one, classes) for one in labels], 1), counted
+        )
+
+    def _weights(
+        self, labels: UInt8[Tensor, "height width"], classes: int
+    ) -> Float[Tensor, "classes rows cols"]:
+        present = torch.stack([labels == number for number in range(classes)]).float()
+        down, across = self._matrices(present)
+        return down.T @ present @ across
+
+    def loss_and_gradient(
+        self, logits: Logits, targets: PixelTargets
+    ) -> tuple[Float[Tensor, " heads"], Logits]:
+        label_weights = targets.label_weights.to(logits)
+        down, across = self._matrices(logits)
+        loss, gradient = -(logits * label_weights).flatten(1).sum(1), torch.empty_like(logits)
+        for head in range(logits.shape[0]):
+            for image in range(logits.shape[2]):
+                values = down @ logits[head, :, image] @ across.T
+                counted = targets.counted[0, image].to(logits)
+                shares = values.softmax(0)
+                loss[head] += (_log_normaliser(values, shares, 0) * counted).sum()
+                gradient[head, :, image] = down.T @ shares.mul_(counted) @ across
+        return loss, gradient.sub_(label_weights)
+
+    def _matrices(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        sides = (self.rows, self.cols)
+        down, across = (resampling_matrix(patches, self.size).to(like) for patches in sides)
+        return down, across
+
+
+def resampling_matrix(patches: int, size: int) -> Float[Tensor, "size patches"]:
+    """Bilinear weights (`align_corners=False`) of patches in pixels, along one axis."""
+    position = (torch.arange(size, dtype=torch.float64) + 0.5) * (patches / size) - 0.5
+    position = position.clamp(0, patches - 1)
+    distance = position[:, None] - torch.arange(patches)
+    return (1 - distance.abs()).clamp(min=0)
+
+
+def label_histograms(
+    labels: UInt8[Tensor, "batch height width"], pixels_per_patch: int, classes: int
+) -> Float[Tensor, "classes batch rows cols"]:
+    """Count the labels under each patch; 255 is left out."""
+    _, height, width = labels.shape
+    rows, cols = height // pixels_per_patch, width // pixels_per_patch
+    # int32, because bincount is bound by what it reads.
+    down = torch.arange(height, dtype=torch.int32, device=labels.device) // pixels_per_patch
+    across = torch.arange(width, dtype=torch.int32, device=labels.device) // pixels_per_patch
+    patch = down[:, None] * cols + across
+    index = labels.clamp(max=classes).int() * (rows * cols) + patch
+    size = (classes + 1) * rows * cols
+    counts = torch.stack([torch.bincount(one.flatten(), minlength=size) for one in index])
+    return counts.view(-1, classes + 1, rows, cols).transpose(0, 1)[:classes].float()
+
+
+def corner_weights(pixels_per_patch: int) -> Float[Tensor, "pixels 4"]:
+    """Bilinear weights of the four surrounding patches for the pixels of one cell.
+
+    A cell lies between four patch centres; its pixels are those of bilinear upsampling with
+    `align_corners=False`. Corners: upper left, upper right, lower left, lower right.
+    """
+    first = 0.5 if pixels_per_patch % 2 == 0 else 0.0
+    after = (torch.arange(pixels_per_patch, dtype=torch.float64) + first) / pixels_per_patch
+    sides = torch.stack([1 - after, after], -1)
+    return torch.einsum("yi,xj->yxij", sides, sides).reshape(-1, 4)
+
+
+def _log_normaliser(logits: Tensor, shares: Tensor, axis: int) -> Tensor:
+    """Logarithm of the sum of exponentials, from the softmax that is already known."""
+    # The largest share is at least 1 / classes, so that its logarithm is exact.
+    return logits.amax(axis) - shares.amax(axis).log_()
+
+
+def _pixels_by_cell(
+    labels: UInt8[Tensor, "batch height width"], pixels_per_patch: int
+) -> UInt8[Tensor, "pixels batch cell_rows cell_cols"]:
+    """Cut labels between the patch centres; pixels beyond the image count as ignored."""
+    side = pixels_per_patch
+    before, after = side - side // 2, side // 2
+    padded = F.pad(labels, (before, after, before, after), value=IGNORED)
+    cells = padded.unflatten(2, (-1, side)).unflatten(1, (-1, side))
+    return cells.permute(2, 4, 0, 1, 3).flatten(0, 1)
+
+
+def _take_corners(
+    patches: Float[Tensor, "*some rows cols"],
+) -> Float[Tensor, "4 *some cell_rows cell_cols"]:
+    """The four patches around each cell; outside the grid its edge is repeated."""
+    shape = patches.shape
+    padded = F.pad(patches.flatten(0, -3)[None], (1, 1, 1, 1), mode="replicate")[0]
+    padded = padded.view(*shape[:-2], shape[-2] + 2, shape[-1] + 2)
+    rows = (padded[..., :-1, :], padded[..., 1:, :])
+    return torch.stack([side for row in rows for side in (row[..., :-1], row[..., 1:])])
+
+
+def _add_corners(
+    corners: Float[Tensor, "4 *some cell_rows cell_cols"],
+) -> Float[Tensor, "*some rows cols"]:
+    """Transpose of `_take_corners`: give every corner's share back to its patch."""
+    cell_rows, cell_cols = corners.shape[-2:]
+    grid = corners.new_zeros(*corners.shape[1:-2], cell_rows + 1, cell_cols + 1)
+    for corner, share in enumerate(corners):
+        down, right = divmod(corner, 2)
+        grid[..., down : down + cell_rows, right : right + cell_cols] += share
+    for axis in (-2, -1):
+        grid.select(axis, 1).add_(grid.select(axis, 0))
+        grid.select(axis, -2).add_(grid.select(axis, -1))
+        grid = grid.narrow(axis, 1, grid.shape[axis] - 2)
+    return grid.contiguous()

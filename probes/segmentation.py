@@ -1,0 +1,246 @@
+"""Linear segmentation: what can a linear head segment with the patches of each block?"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from probes.feature_cache import TrainingPass
+from probes.head_optimizers import SGD, AdamW, Schedule
+from probes.head_training import HeadTraining, Source
+from probes.pixel_losses import HistogramLoss, PixelLoss, ResampledLoss, UpsampledLoss
+from probes.scored_images import Scoring, SlidingScoring, SquashedScoring
+from probes.segmentation_run import SegmentationRun
+from probes.training_split import TrainingSplit
+from probes.views import ResizedCrops, ScaledCrops, Views, WholeImage
+from ssl_bench.data.locations import cache_folder
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.models import Encoder
+
+HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+_CHOICES = {
+    "layers_mode": ("single", "multi", "last4"),
+    "norm": ("none", "final", "standardize"),
+    "crops": ("whole", "resized", "scaled"),
+    "optimizer": ("adamw", "sgd"),
+    "schedule": ("cosine", "linear", "constant"),
+    "scoring": ("squash", "slide"),
+}
+_LOSSES = ("default", "fast", "full")
+# Where, how fast and with what words, not what comes out; protocol and facet have their own place.
+_NOT_SETTINGS = frozenset(
+    {"protocol", "layers_mode", "panels", "memory_gib", "cache", "num_workers", "guesses"}
+)
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Linear heads on every block and with every learning rate, from one pass over the images.
+
+    Attributes:
+        protocol: The preset these values come from; records carry it.
+        layers_mode: "single": one head a block. "multi": one head on the blocks at 1/4, 1/2, 3/4
+            and all of the depth up to the last asked layer. "last4": on the last four up to it.
+        learning_rates: All are trained; which one counts is chosen afterwards.
+        image_size: Side of the squares that the encoder sees; a multiple of the patch.
+        loss: "default": bilinear logits against labels at four times the token grid. "fast": patch
+            logits against the histogram of labels under the patch. "full": bilinear logits against
+            labels at `image_size`. A number: bilinear logits against labels of that size.
+        norm: Before the head. "standardize": each channel over the training set. "final": the
+            encoder's last norm. "none": the block's output.
+        crops: "whole": training images are squashed. "resized": random parts of at least 80 % of
+            the area are squashed. "scaled": random squares of the image at half to twice the size.
+        views: How many crops of each image are drawn, once; with "whole", 2 adds its mirror image.
+        warmup: Share of the steps in which the learning rate rises.
+        holdout: Share of the training images that choose the learning rate and train nothing.
+        train_images: At most so many, drawn with the seed.
+        scoring: "squash": scored images are squashed. "slide": windows slide over them.
+        score_size: Masks are reduced to this size before scoring; the original size if None.
+        panels: How many of the first scored images are drawn.
+        memory_gib: What the features may take in memory; beyond it they go to disk.
+        cache: Folder for these; the user's cache if None.
+        num_workers: Threads that decode images.
+        guesses: What the protocol's authors left open, and where this preset differs from theirs.
+    """
+
+    protocol: str = "ssl_bench"
+    layers_mode: str = "single"
+    learning_rates: Sequence[float] = HALF_DECADES
+    epochs: int = 30
+    batch_size: int = 16
+    image_size: int = 512
+    loss: str = "default"
+    norm: str = "standardize"
+    crops: str = "whole"
+    views: int = 1
+    optimizer: str = "adamw"
+    schedule: str = "cosine"
+    warmup: float = 0.05
+    weight_decay: float = 1e-4
+    holdout: float = 0.1
+    train_images: int | None = None
+    scoring: str = "squash"
+    score_size: int | None = None
+    panels: int = 6
+    memory_gib: float = 8.0
+    cache: str | None = None
+    num_workers: int = 4
+    guesses: Sequence[str] = ()
+
+    task: ClassVar[str] = "segmentation"
+    role: ClassVar[str] = "segmentation"
+
+    def __post_init__(self) -> None:
+        for field, valid in _CHOICES.items():
+            came = getattr(self, field)
+            if came not in valid:
+                raise ConfigurationError(f"probe.{field} must be one of {valid}, got {came!r}")
+        if self.loss not in _LOSSES and not self.loss.isdecimal():
+            raise ConfigurationError(
+                f"probe.loss must be one of {_LOSSES} or a number, got {self.loss!r}"
+            )
+        if not self.learning_rates or min(self.learning_rates) <= 0:
+            raise ConfigurationError(
+                f"probe.learning_rates must be positive, got {list(self.learning_rates)}"
+            )
+        for field in ("epochs", "batch_size", "image_size", "views", "num_workers"):
+            if getattr(self, field) < 1:
+                raise ConfigurationError(f"probe.{field} must be >= 1, got {getattr(self, field)}")
+        for field in ("holdout", "warmup"):
+            if not 0 <= getattr(self, field) < 1:
+                came = getattr(self, field)
+                raise ConfigurationError(f"probe.{field} must lie in [0, 1), got {came}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.crops == "whole" and self.views > 2:
+            raise ConfigurationError(
+                f"probe.views must be 1 or 2 for probe.crops=whole, got {self.views}"
+            )
+        if self.holdout and (self.crops != "whole" or self.scoring != "squash"):
+            raise ConfigurationError(
+                "probe.holdout must be 0 unless probe.crops=whole and probe.scoring=squash: the "
+                f"held-out images are scored from their cached features, got {self.holdout}"
+            )
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        metrics = ["miou_holdout"] if self.holdout else []
+        metrics += ["miou_oracle", "pixel_accuracy"]
+        sources = self.sources(layers)
+        return [(source[-1], self.facet, metric) for source in sources for metric in metrics]
+
+    def split(self, dataset: Dataset) -> ImageSet:
+        return dataset.val()
+
+    def settings(self) -> dict[str, Any]:
+        fields = asdict(self)
+        fields["learning_rates"] = [float(rate) for rate in self.learning_rates]
+        return {name: value for name, value in fields.items() if name not in _NOT_SETTINGS}
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score all heads of all layers.
+
+        Raises:
+            ConfigurationError: the patch does not divide `image_size`.
+            DataError: the labels hold too few classes.
+        """
+        yield from self.prepared(context).scores(self.guesses)
+
+    def prepared(self, context: ProbeContext) -> SegmentationRun:
+        """The run with all its parts; opens the dataset, computes nothing."""
+        train_images = context.dataset.train()
+        split = TrainingSplit.draw(
+            train_images, at_most=self.train_images, holdout=self.holdout, seed=context.seed
+        )
+        training_pass = self._training_pass(context, train_images, split.indices)
+        val_images = self.split(context.dataset)
+        return SegmentationRun(
+            training_pass=training_pass,
+            training=self._training(context, len(val_images.class_names)),
+            scoring=self._scoring(context.encoder),
+            split=split,
+            val_images=val_images,
+            sources=self.sources(context.layers),
+            memory_gib=self.memory_gib,
+            cache=cache_folder(self.cache) / "features",
+            facet=self.facet,
+            pictures=context.artifacts / f"{self.protocol}-{self.facet}",
+            panels=self.panels,
+        )
+
+    @property
+    def facet(self) -> str:
+        """Under which the scores are recorded."""
+        return self._token if self.layers_mode == "single" else self.layers_mode
+
+    def sources(self, layers: Sequence[int]) -> list[Source]:
+        """The layers that each head sees."""
+        last = max(layers)
+        if self.layers_mode == "multi":
+            return [tuple(sorted({max(0, (last + 1) * q // 4 - 1) for q in (1, 2, 3, 4)}))]
+        if self.layers_mode == "last4":
+            return [tuple(range(max(0, last - 3), last + 1))]
+        return [(layer,) for layer in sorted(layers)]
+
+    @property
+    def _token(self) -> Facet:
+        return "token_normed" if self.norm == "final" else "token"
+
+    def _training_pass(
+        self, context: ProbeContext, images: ImageSet, indices: Sequence[int]
+    ) -> TrainingPass:
+        patch = context.encoder.patch_size
+        layers = sorted({layer for source in self.sources(context.layers) for layer in source})
+        return TrainingPass(
+            extractor=FeatureExtractor(
+                context.encoder,
+                layers=layers,
+                facets=(self._token,),
+                device=context.device,
+                dtype=context.dtype,
+            ),
+            facet=self._token,
+            images=images,
+            indices=indices,
+            image_size=self.image_size,
+            views=self._views(context),
+            label_size=self._loss(patch).label_size(self.image_size // patch),
+            batch_size=self.batch_size,
+            workers=self.num_workers,
+            progress=context.progress,
+        )
+
+    def _training(self, context: ProbeContext, classes: int) -> HeadTraining:
+        optimizers = {"adamw": AdamW, "sgd": SGD}
+        return HeadTraining(
+            rates=tuple(float(rate) for rate in self.learning_rates),
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            loss=self._loss(context.encoder.patch_size),
+            optimizer=optimizers[self.optimizer](weight_decay=self.weight_decay),
+            schedule=Schedule(self.schedule, self.warmup),
+            standardise=self.norm == "standardize",
+            classes=classes,
+            seed=context.seed,
+            device=context.device,
+        )
+
+    def _loss(self, patch: int) -> PixelLoss:
+        if self.loss.isdecimal():
+            return ResampledLoss(self.image_size // patch, self.image_size // patch, int(self.loss))
+        losses = {"default": UpsampledLoss(4), "full": UpsampledLoss(patch)}
+        return losses.get(self.loss, HistogramLoss(patch))
+
+    def _views(self, context: ProbeContext) -> Views:
+        if self.crops == "resized":
+            return ResizedCrops(self.views, context.seed)
+        if self.crops == "scaled":
+            return ScaledCrops(self.views, context.seed, context.encoder.mean)
+        return WholeImage(self.views)
+
+    def _scoring(self, encoder: Encoder) -> Scoring:
+        if self.scoring == "slide":
+            return SlidingScoring(self.image_size, encoder.mean)
+        return SquashedScoring(self.image_size, self.score_size)

@@ -1,0 +1,75 @@
+"""From counts to scores: the chosen rates, how sure they are, and what to be wary of."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Int64
+from torch import Tensor
+
+from probes.dense_scores import RateScores, best_rate
+from ssl_bench.evaluation import Score
+from ssl_bench.metrics import ABSENT_CLASS_POLICY, mean_iou
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """All that is known of the heads of one source.
+
+    Attributes:
+        held_out: Summed counts over the images held out of training; None where all were used.
+        shared: Details that are the same for all sources.
+    """
+
+    layer: int
+    facet: str
+    rates: Sequence[float]
+    class_names: Sequence[str]
+    val: RateScores
+    held_out: Int64[Tensor, "rates 3 classes"] | None
+    shared: Mapping[str, Any]
+
+    @property
+    def chosen(self) -> int:
+        """Index of the rate that the held-out images choose; without any, the scored ones do."""
+        return self.val.best() if self.held_out is None else best_rate(self.held_out)
+
+    def scores(self) -> list[Score]:
+        """Mean IoU at the rate chosen without and with a look at the scored images, accuracy."""
+        chosen, oracle = self.chosen, self.val.best()
+        ways = [] if self.held_out is None else [("miou_holdout", chosen)]
+        scores = [
+            self._score(metric, rate, self.val.miou()[rate], self.val.miou_ci95(rate))
+            for metric, rate in [*ways, ("miou_oracle", oracle)]
+        ]
+        accuracy, interval = self.val.accuracy(chosen), self.val.accuracy_ci95(chosen)
+        return [*scores, self._score("pixel_accuracy", chosen, accuracy, interval)]
+
+    def _score(self, metric: str, rate: int, value: float, ci95: tuple[float, float]) -> Score:
+        num_images = len(self.val.per_image)
+        details = {**self._details(rate), **self.shared}
+        return Score(self.layer, self.facet, metric, value, ci95, num_images, details)
+
+    def _details(self, rate: int) -> dict[str, Any]:
+        iou = dict(zip(self.class_names, _plain(self.val.iou(rate)), strict=True))
+        held_out = None if self.held_out is None else _plain(mean_iou(self.held_out).tolist())
+        return {
+            "learning_rate": self.rates[rate],
+            "learning_rates": list(self.rates),
+            "miou_by_rate": _plain(self.val.miou()),
+            "miou_by_rate_held_out": held_out,
+            "warnings": self._warnings(rate),
+            "iou_by_class": iou,
+            "absent_classes": ABSENT_CLASS_POLICY,
+        }
+
+    def _warnings(self, rate: int) -> list[str]:
+        if len(self.rates) == 1 or 0 < rate < len(self.rates) - 1:
+            return []
+        return [f"the chosen learning rate {self.rates[rate]:g} is at the edge of its grid"]
+
+
+def _plain(values: Sequence[float]) -> list[float | None]:
+    # JSON has no NaN: the IoU of an absent class is null.
+    return [None if math.isnan(value) else value for value in values]

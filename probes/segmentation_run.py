@@ -1,0 +1,176 @@
+"""Linear segmentation of one encoder on one dataset: features, heads, scores, pictures."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int64
+from torch import Tensor
+
+from probes.dense_scores import RateScores, ScoredStream
+from probes.feature_cache import TrainingFeatures, TrainingPass
+from probes.head_training import HeadTraining, Source, TrainedHeads
+from probes.image_stream import batches, read_ahead
+from probes.scored_images import Scoring
+from probes.segmentation_panels import draw_panel
+from probes.segmentation_report import SourceReport
+from probes.training_split import TrainingSplit
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import DataError
+from ssl_bench.evaluation import Progress, Score
+from ssl_bench.metrics import IGNORED
+
+
+@dataclass(frozen=True)
+class SegmentationRun:
+    """All parts of a run, put together by the probe.
+
+    Attributes:
+        memory_gib: What the features may take in memory.
+        cache: Folder for features beyond that.
+        facet: Under which the scores are recorded.
+        pictures: Where panels go, and how their names begin.
+        panels: How many.
+    """
+
+    training_pass: TrainingPass
+    training: HeadTraining
+    scoring: Scoring
+    split: TrainingSplit
+    val_images: ImageSet
+    sources: Sequence[Source]
+    memory_gib: float
+    cache: Path
+    facet: str
+    pictures: Path
+    panels: int
+
+    def scores(self, guesses: Sequence[str]) -> Iterator[Score]:
+        """Train all heads on one pass over the training images, score them on one over the others.
+
+        Raises:
+            DataError: the labels hold too few classes.
+        """
+        features = self.features()
+        heads = self.train(features)
+        held_out = self.count_held_out(heads, features)
+        reports, drawn = self.score(heads, held_out, self._details(heads, features, guesses))
+        for report in reports:
+            yield from report.scores()
+        self._draw(drawn, [report.chosen for report in reports])
+
+    def features(self) -> TrainingFeatures:
+        return self.training_pass.run(memory_gib=self.memory_gib, folder=self.cache)
+
+    def train(self, features: TrainingFeatures) -> list[TrainedHeads]:
+        """Train all heads, in groups of layers whose features fit into memory together."""
+        entries = self.split.entries(self.training_pass.views.count)
+        seen = set(features.labels[entries].unique().tolist()) - {IGNORED}
+        if len(seen) < 2:
+            names = [self.val_images.class_names[number] for number in seen]
+            raise DataError(
+                f"the training labels of {self.training_pass.images.name} hold "
+                f"{names or 'no class'}, expected at least two classes"
+            )
+        groups = batches(self.sources, self._sources_at_once(features))
+        return [self.training.train(features, group, entries, self._progress) for group in groups]
+
+    def count_held_out(
+        self, heads: Sequence[TrainedHeads], features: TrainingFeatures
+    ) -> Int64[Tensor, "sources rates 3 classes"] | None:
+        """Counts summed over the held-out images, from their cached features."""
+        stream, total = self._stream(heads), None
+        positions = sorted(self.split.held_out)
+        for position in self._progress(positions, "held-out images", len(positions)):
+            entry = position * self.training_pass.views.count
+            blocks = {
+                layer: features.blocks[index, entry, None].to(self.training.device)
+                for index, layer in enumerate(features.layers)
+            }
+            sample = self.training_pass.images[self.split.indices[position]]
+            image = self.scoring.prepare(sample)
+            counts = stream.count_one(stream.predict(blocks, image), image.mask)
+            total = counts if total is None else total + counts
+        return total
+
+    def score(
+        self,
+        heads: Sequence[TrainedHeads],
+        held_out: Int64[Tensor, "sources rates 3 classes"] | None,
+        details: dict[str, Any],
+    ) -> tuple[list[SourceReport], list[Tensor]]:
+        """Stream the scored images once through encoder and heads."""
+        images, training_pass = self.val_images, self.training_pass
+        items = read_ahead(
+            images, range(len(images)), self.scoring.prepare, workers=training_pass.workers
+        )
+        per_image, drawn = self._stream(heads).count(
+            training_pass.extractor,
+            training_pass.facet,
+            self._progress(items, "scored images", len(images)),
+            len(images),
+        )
+        if not per_image[..., 2, :].any():
+            raise DataError(f"{images.name} {images.split} has no labelled pixel")
+        reports = [
+            SourceReport(
+                layer=source[-1],
+                facet=self.facet,
+                rates=self.training.rates,
+                class_names=images.class_names,
+                val=RateScores(per_image[:, index]),
+                held_out=None if held_out is None else held_out[index],
+                shared={**details, "layers": list(source)},
+            )
+            for index, source in enumerate(self.sources)
+        ]
+        return reports, drawn
+
+    @property
+    def _progress(self) -> Progress:
+        return self.training_pass.progress
+
+    def _stream(self, heads: Sequence[TrainedHeads]) -> ScoredStream:
+        return ScoredStream(
+            heads=heads,
+            scoring=self.scoring,
+            classes=self.training.classes,
+            batch_size=self.training_pass.batch_size,
+            keep=self.panels,
+        )
+
+    def _sources_at_once(self, features: TrainingFeatures) -> int:
+        if features.tier == "memory":
+            return len(self.sources)
+        source_bytes = features.layer_bytes() * len(self.sources[0])
+        return max(1, int(self.memory_gib * 2**30 / source_bytes))
+
+    def _details(
+        self, heads: Sequence[TrainedHeads], features: TrainingFeatures, guesses: Sequence[str]
+    ) -> dict[str, Any]:
+        """What records say of the training, the same for all sources."""
+        num_held_out, views = len(self.split.held_out), self.training_pass.views.count
+        ignored = (features.labels[::views] == IGNORED).flatten(1).all(1)
+        return {
+            "num_train_images": len(self.split.indices) - num_held_out,
+            "num_held_out_images": num_held_out,
+            "train_ids_sha256": self.split.ids_sha256(self.training_pass.images),
+            "all_ignored_train_images": int(ignored.sum()),
+            "train_seconds": round(sum(some.seconds for some in heads), 3),
+            "feature_tier": features.tier,
+            "encoder_passes": features.passes,
+            "guesses": list(guesses),
+        }
+
+    def _draw(self, drawn: Sequence[Tensor], rates: Sequence[int]) -> None:
+        for index, predicted in enumerate(drawn):
+            sample = self.val_images[index]
+            image = self.scoring.prepare(sample)
+            masks = {"ground truth": image.mask.numpy()}
+            for source, rate, by_rate in zip(self.sources, rates, predicted, strict=True):
+                title = f"layer{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
+                masks[title] = by_rate[rate].numpy()
+            name = f"{self.pictures.name}-{sample.image_id.replace('/', '_')}.png"
+            path = self.pictures.with_name(name)
+            draw_panel(sample.image, masks, self.val_images.class_names, path)

@@ -1,0 +1,291 @@
+"""All blocks and learning rates from one pass, against one head and against one run per cell.
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.segmentation
+    python -m tests.benchmarks.segmentation --device cuda --images 64 --classes 150
+
+Random weights and pictures: the time does not depend on them. Each row runs in a process of its
+own for the sake of its peak memory. On the CPU times are CPU seconds, on a GPU wall seconds.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from probes.head_bank import HeadBank, Standardisation
+from probes.head_optimizers import AdamW
+from probes.pixel_losses import HistogramLoss, PixelLoss, UpsampledLoss
+from probes.segmentation import HALF_DECADES, Segmentation
+from ssl_bench.data.samples import Sample
+from ssl_bench.evaluation import ProbeContext
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_vit
+
+PATCH = 16
+HEIGHT, WIDTH = 375, 500
+LOSSES = ("default", "fast", "full")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Size of the benchmark; VOC has 1,464 images to train on and 1,449 to score."""
+
+    dim: int
+    depth: int
+    image_size: int
+    images: int
+    classes: int
+    epochs: int
+    device: str
+
+    def encoder(self) -> Encoder:
+        heads = self.dim // 64
+        config = ViTConfig(dim=self.dim, depth=self.depth, num_heads=heads, patch_size=PATCH)
+        return encoder_from_vit(build_vit(config, seed=0), name="random")
+
+    @property
+    def batch_size(self) -> int:
+        return min(16, self.images)
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * -(-self.images // self.batch_size)
+
+
+class Pictures:
+    """Random pictures of VOC's usual size with blocks of classes."""
+
+    name, split = "random", "train"
+
+    def __init__(self, options: Options):
+        self.class_names = tuple(map(str, range(options.classes)))
+        self.ids = tuple(map(str, range(options.images)))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Sample:
+        generator = np.random.default_rng(index)
+        image = generator.integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)
+        blocks = generator.integers(0, len(self.class_names), (6, 8), np.uint8)
+        mask = np.kron(blocks, np.ones((64, 64), np.uint8))[:HEIGHT, :WIDTH]
+        return Sample(str(index), image, np.ascontiguousarray(mask))
+
+    def fingerprint(self) -> str:
+        return "random"
+
+
+class RandomDataset:
+    name = "random"
+    supports = frozenset({"segmentation"})
+
+    def __init__(self, options: Options):
+        self.train = self.val = self.discovery = self.images = lambda: Pictures(options)
+
+
+def probe_seconds(options: Options, loss: str, *, layers: int, rates: int) -> float:
+    """Train and score with the probe as users run it."""
+    probe = Segmentation(
+        loss=loss,
+        learning_rates=HALF_DECADES[:rates],
+        epochs=options.epochs,
+        batch_size=options.batch_size,
+        image_size=options.image_size,
+        holdout=0.0,
+        panels=0,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        context = ProbeContext(
+            encoder=options.encoder(),
+            dataset=RandomDataset(options),
+            layers=tuple(range(options.depth))[-layers:],
+            device=torch.device(options.device),
+            dtype=torch.float32,
+            seed=0,
+            artifacts=Path(folder),
+            progress=lambda items, description, total=None: items,  # noqa: ARG005
+        )
+        return seconds(lambda: list(probe.run(context)), options.device)
+
+
+def naive_seconds(options: Options) -> float:
+    """One run per block and rate: the encoder in every step, logits upsampled to the input.
+
+    Steps and scored images are timed for three depths; a run to the depth of each block is read
+    off the straight line through them. Blocks above the probed one are not computed.
+    """
+    depths = sorted({0, options.depth // 2, options.depth - 1})
+    encoder = options.encoder()
+    step = [naive_step(options, encoder, depth) for depth in depths]
+    score = [naive_score(options, encoder, depth) for depth in depths]
+    cells = np.arange(options.depth)
+    per_step = np.polyval(np.polyfit(depths, step, 1), cells)
+    per_score = np.polyval(np.polyfit(depths, score, 1), cells)
+    run = options.steps * per_step + options.images * per_score
+    return float(len(HALF_DECADES) * run.sum())
+
+
+def naive_step(options: Options, encoder: Encoder, layer: int) -> float:
+    extractor = FeatureExtractor(encoder, layers=(layer,), device=options.device)
+    head = nn.Conv2d(options.dim, options.classes, 1, device=options.device)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+    size = (options.image_size, options.image_size)
+    images = torch.rand(options.batch_size, 3, *size, device=options.device)
+    labels = torch.randint(0, options.classes, (options.batch_size, *size), device=options.device)
+
+    def step() -> None:
+        features = extractor(images)[layer]["token"].movedim(-1, 1)
+        optimizer.zero_grad()
+        F.cross_entropy(F.interpolate(head(features), size, mode="bilinear"), labels).backward()
+        optimizer.step()
+
+    return best_seconds(step, options.device)
+
+
+def naive_score(options: Options, encoder: Encoder, layer: int) -> float:
+    extractor = FeatureExtractor(encoder, layers=(layer,), device=options.device)
+    head = nn.Conv2d(options.dim, options.classes, 1, device=options.device)
+    image = torch.rand(1, 3, options.image_size, options.image_size, device=options.device)
+    target = torch.randint(0, options.classes, (HEIGHT, WIDTH), device=options.device)
+
+    @torch.no_grad()
+    def score() -> None:
+        features = extractor(image)[layer]["token"].movedim(-1, 1)
+        predicted = F.interpolate(head(features), (HEIGHT, WIDTH), mode="bilinear").argmax(1)
+        torch.bincount((target * options.classes + predicted).flatten())
+
+    return best_seconds(score, options.device)
+
+
+def loss_seconds(options: Options, loss: str) -> float:
+    """Logits, loss, gradient and optimizer step of the whole bank, a head and image."""
+    losses: dict[str, PixelLoss] = {
+        "default": UpsampledLoss(4),
+        "fast": HistogramLoss(PATCH),
+        "full": UpsampledLoss(PATCH),
+    }
+    if loss == "naive":
+        return naive_loss_seconds(options)
+    grid, rates, images = options.image_size // PATCH, len(HALF_DECADES), 2
+    sources = options.depth
+    side = losses[loss].label_size(grid)
+    labels = torch.randint(0, options.classes, (images, side, side), dtype=torch.uint8)
+    labels = labels.to(options.device)
+    shape = (sources, images, grid, grid, options.dim)
+    features = torch.randn(shape, device=options.device).half()
+    zeros = torch.zeros(sources, options.dim, device=options.device)
+    bank = HeadBank(
+        Standardisation(zeros, zeros + 1),
+        classes=options.classes,
+        rates=HALF_DECADES,
+        optimizer=AdamW(),
+        seed=0,
+    )
+
+    def step() -> None:
+        targets = losses[loss].targets(labels, options.classes)
+        bank.step(features, losses[loss], targets, rate_factor=1.0)
+
+    return best_seconds(step, options.device) / (sources * rates * images)
+
+
+def naive_loss_seconds(options: Options) -> float:
+    grid, size = options.image_size // PATCH, (options.image_size, options.image_size)
+    head = nn.Conv2d(options.dim, options.classes, 1, device=options.device)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
+    features = torch.randn(2, options.dim, grid, grid, device=options.device)
+    labels = torch.randint(0, options.classes, (2, *size), device=options.device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(F.interpolate(head(features), size, mode="bilinear"), labels).backward()
+        optimizer.step()
+
+    return best_seconds(step, options.device) / 2
+
+
+def seconds(run: Callable[[], object], device: str) -> float:
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    start = clock()
+    run()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return clock() - start
+
+
+def best_seconds(run: Callable[[], object], device: str, repetitions: int = 3) -> float:
+    run()
+    return min(seconds(run, device) for _ in range(repetitions))
+
+
+def measure(options: Options, row: str) -> dict[str, float]:
+    """One row of the report, in this process."""
+    kind, _, loss = row.partition(" ")
+    kinds: dict[str, Callable[[], float]] = {
+        "all": lambda: probe_seconds(options, loss, layers=options.depth, rates=8),
+        "one": lambda: probe_seconds(options, loss, layers=1, rates=1),
+        "naive": lambda: naive_seconds(options),
+        "loss": lambda: loss_seconds(options, loss),
+    }
+    spent = kinds[kind]()
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if options.device != "cpu":
+        memory = torch.cuda.max_memory_allocated()
+    return {"seconds": spent, "bytes": memory}
+
+
+def report(options: Options, rows: dict[str, dict[str, float]]) -> None:
+    print(f"{options}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    cells, naive = f"{options.depth} x {len(HALF_DECADES)}", rows["naive"]
+    print(f"\n| | seconds | against one head | {cells} runs against it | peak GiB |")
+    print("|---|---|---|---|---|")
+    line = "| {} | {:.1f} | {:.1f} x | {:.0f} x | {:.2f} |"
+    for loss in LOSSES:
+        one, many = rows[f"one {loss}"], rows[f"all {loss}"]
+        print(f"| one head, {loss} | {one['seconds']:.1f} | | | {one['bytes'] / 2**30:.2f} |")
+        times = (many["seconds"] / one["seconds"], naive["seconds"] / many["seconds"])
+        print(line.format(f"{cells}, {loss}", many["seconds"], *times, many["bytes"] / 2**30))
+    print(f"| {cells} runs (modelled from a few steps) | {naive['seconds']:.0f} | | 1 x | |")
+    print("\n| loss | ms per head and image | 512 x 512 by autograd against it |")
+    print("|---|---|---|")
+    reference = rows["loss naive"]["seconds"]
+    for loss in ("naive", *LOSSES):
+        spent = rows[f"loss {loss}"]["seconds"]
+        print(f"| {loss} | {1e3 * spent:.2f} | {reference / spent:.1f} x |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    defaults = {"dim": 384, "depth": 12, "image-size": 512, "images": 4, "classes": 21}
+    for name, value in {**defaults, "epochs": 30}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--row", help="measure only this, print JSON")
+    arguments = vars(parser.parse_args())
+    row = arguments.pop("row")
+    options = Options(**arguments)
+    if row:
+        print(json.dumps(measure(options, row)))
+        return
+    names = [f"{kind} {loss}" for kind in ("one", "all", "loss") for loss in LOSSES]
+    found = {}
+    for name in (*names, "loss naive", "naive"):
+        command = [sys.executable, "-m", "tests.benchmarks.segmentation", *sys.argv[1:]]
+        result = subprocess.run([*command, "--row", name], stdout=subprocess.PIPE, check=True)
+        found[name] = json.loads(result.stdout)
+    report(options, found)
+
+
+if __name__ == "__main__":
+    main()

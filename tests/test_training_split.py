@@ -1,0 +1,31 @@
+from probes.training_split import TrainingSplit
+
+
+class Names:
+    name, split, class_names = "names", "train", ("one", "other")
+
+    def __init__(self, count):
+        self.ids = tuple(map(str, range(count)))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+    def fingerprint(self):
+        return ""
+
+
+def test_a_sample_of_the_training_images_is_drawn_with_the_seed():
+    images = Names(40)
+    one, same, other = (
+        TrainingSplit.draw(images, at_most=10, holdout=0.2, seed=seed) for seed in (0, 0, 1)
+    )
+    assert one == same
+    assert one.indices != other.indices
+    assert len(set(one.indices)) == 10
+    assert len(one.held_out) == 2
+    entries = one.entries(2).tolist()
+    assert len(entries) == 16
+    assert {entry // 2 for entry in entries} == set(range(10)) - one.held_out
