@@ -115,7 +115,7 @@ class Evaluation:
             done = len(keys) - len(pending)
             say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
         if pending:
-            say(f"{where}: layers {', '.join(map(str, layers))}, {len(images)} images")
+            say(f"{where}: layers {', '.join(map(str, layers))}")
             self._compute(layers, images, store)
         return [record for key in keys if (record := store.load(key)) is not None]
 
