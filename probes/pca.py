@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -81,8 +81,8 @@ class PCA:
     num_images: int = 8
     image_size: int = 224
 
-    task: ClassVar[str] = "pca"
-    role: ClassVar[str] = "images"
+    task = "pca"
+    role = "images"
 
     def __post_init__(self) -> None:
         if self.protocol not in ("image", "batch"):

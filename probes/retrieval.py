@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Int64, UInt8
@@ -62,8 +62,8 @@ class Retrieval:
     num_workers: int = 4
     guesses: Sequence[str] = ()
 
-    task: ClassVar[str] = "retrieval"
-    role: ClassVar[str] = "segmentation"
+    task = "retrieval"
+    role = "segmentation"
 
     def __post_init__(self) -> None:
         if self.norm not in ("none", "final") or self.crops not in ("whole", "resized"):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from probes.feature_cache import TrainingPass
 from probes.head_optimizers import SGD, AdamW, Schedule
@@ -89,8 +89,8 @@ class Segmentation:
     num_workers: int = 4
     guesses: Sequence[str] = ()
 
-    task: ClassVar[str] = "segmentation"
-    role: ClassVar[str] = "segmentation"
+    task = "segmentation"
+    role = "segmentation"
 
     def __post_init__(self) -> None:
         for field, valid in _CHOICES.items():

@@ -19,6 +19,7 @@ from probes.training_split import TrainingSplit
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Progress, Score
+from ssl_bench.files import write_text_atomically
 from ssl_bench.metrics import IGNORED
 
 
@@ -59,6 +60,7 @@ class SegmentationRun:
         for report in reports:
             yield from report.scores()
         self._draw(drawn, [report.chosen for report in reports])
+        self._list_training_images()
 
     def features(self) -> TrainingFeatures:
         return self.training_pass.run(memory_gib=self.memory_gib, folder=self.cache)
@@ -162,6 +164,12 @@ class SegmentationRun:
             "encoder_passes": features.passes,
             "guesses": list(guesses),
         }
+
+    def _list_training_images(self) -> None:
+        """Leave the ids that were trained on beside the pictures; records hold their digest."""
+        ids = self.split.ids(self.training_pass.images)
+        path = self.pictures.with_name(f"{self.pictures.name}-seed{self.training.seed}-train.txt")
+        write_text_atomically(path, "".join(f"{image_id}\n" for image_id in ids))
 
     def _draw(self, drawn: Sequence[Tensor], rates: Sequence[int]) -> None:
         for index, predicted in enumerate(drawn):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -46,8 +46,8 @@ class TokenCut(Cut):
     method: Literal["tokencut", "lost", "maskcut"] = "tokencut"
     panels: int = 8
 
-    task: ClassVar[str] = "tokencut"
-    role: ClassVar[str] = "discovery"
+    task = "tokencut"
+    role = "discovery"
 
     def __post_init__(self) -> None:
         named = self.protocol.split(",")[0]

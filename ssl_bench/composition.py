@@ -155,6 +155,9 @@ def _same_kind(expected: Any, came: Any) -> bool:
         return isinstance(expected, bool) and isinstance(came, bool)
     if isinstance(expected, float):
         return isinstance(came, (int, float))
+    if isinstance(expected, str):
+        # One name or several, such as the facets of tokencut.
+        return all(isinstance(item, str) for item in (came if isinstance(came, list) else [came]))
     if isinstance(expected, list):
         return isinstance(came, list) and all(_same_kind(expected[0], c) for c in came if expected)
     return isinstance(came, type(expected))

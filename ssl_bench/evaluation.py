@@ -59,10 +59,16 @@ class Score:
 class Probe(Protocol):
     """A question asked of every block of a frozen encoder."""
 
-    task: str
-    protocol: str
-    # What the dataset must support: "segmentation", "discovery" or "images".
-    role: str
+    @property
+    def task(self) -> str: ...
+
+    @property
+    def protocol(self) -> str: ...
+
+    @property
+    def role(self) -> str:
+        """What the dataset must support: "segmentation", "discovery" or "images"."""
+        ...
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         """Every (layer, facet, metric) that `run` will score."""

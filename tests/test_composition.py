@@ -29,6 +29,7 @@ def test_as_plain_resolves_references():
         ("probe.num_images=2.5", r"expects a whole number"),
         ("probe.num_images=true", r"expects a whole number"),
         ("probe.facet=3", r"probe.facet expects a name"),
+        ("probe.facet=[key,3]", r"probe.facet expects a name"),
         ("dataset=voc2021", r"unknown dataset=voc2021 .*did you mean voc2012"),
         ("probe.num_images", r"expected KEY=VALUE, got 'probe.num_images'"),
         ("probe.num_images=[1", r"num_images"),
@@ -41,6 +42,12 @@ def test_a_wrong_override_is_one_line_that_says_what_to_do(override, message):
         build(compose_config("probing", [*PCA, override]).probe)
 
     assert "\n" not in str(caught.value)
+
+
+def test_several_names_may_stand_where_one_is_the_default():
+    config = compose_config("probing", ["probe=tokencut", "probe.facet=[token,key]"])
+
+    assert build(config.probe).facets == ("key", "token")
 
 
 def test_a_whole_number_is_a_number_where_a_fraction_is_the_default():

@@ -1,5 +1,6 @@
 import json
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -323,7 +324,7 @@ def test_a_wrong_hyperparameter_is_named(field, value):
 def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
     dataset = ColourDataset(val_masks={1: 3})
     list(_probe(panels=2, epochs=20).run(probe_context(tmp_path, dataset=dataset, layers=(0, 3))))
-    names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    names = sorted(path.name for path in (tmp_path / "pictures").glob("*.png"))
     assert names == ["ssl_bench-token-val_0.png", "ssl_bench-token-val_1.png"]
     with Image.open(tmp_path / "pictures" / names[0]) as picture:
         pixels = np.asarray(picture.convert("RGB")).astype(int)
@@ -395,3 +396,11 @@ def test_real_photographs_are_scored_on_all_their_images(tmp_path, photos, datas
     assert scores[0].num_images == len(images.val())
     assert len(scores[0].details["iou_by_class"]) == classes
     assert 0 < scores[0].value < 60
+
+
+def test_the_ids_of_the_training_images_lie_beside_the_pictures_with_their_digest(tmp_path):
+    scores = list(_probe(train_images=5, epochs=1).run(probe_context(tmp_path, seed=2)))
+    (path,) = (tmp_path / "pictures").glob("*-seed2-train.txt")
+    ids = path.read_text().split()
+    assert len(set(ids)) == 5
+    assert sha256(path.read_bytes()).hexdigest() == scores[0].details["train_ids_sha256"]

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from ssl_bench.data.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
@@ -32,8 +31,8 @@ class Ade20k:
         val_split: Likewise.
     """
 
-    name: ClassVar[str] = "ade20k"
-    supports: ClassVar[frozenset[str]] = frozenset({"segmentation", "images"})
+    name = "ade20k"
+    supports = frozenset({"segmentation", "images"})
 
     root: str | Path | None = None
     train_split: str = "training"

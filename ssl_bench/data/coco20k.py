@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
 import numpy as np
@@ -63,8 +63,8 @@ class Coco20k:
         cache: Folder for the parsed boxes (the annotations are 450 MB of JSON).
     """
 
-    name: ClassVar[str] = "coco20k"
-    supports: ClassVar[frozenset[str]] = frozenset({"discovery", "images"})
+    name = "coco20k"
+    supports = frozenset({"discovery", "images"})
 
     root: str | Path | None = None
     list_file: str | Path | None = None

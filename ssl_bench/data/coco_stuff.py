@@ -4,7 +4,6 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from ssl_bench.data.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
@@ -40,8 +39,8 @@ class CocoStuff:
         classes: 171, or 27 for the groups of COCO's hierarchy.
     """
 
-    name: ClassVar[str] = "coco_stuff"
-    supports: ClassVar[frozenset[str]] = frozenset({"segmentation", "images"})
+    name = "coco_stuff"
+    supports = frozenset({"segmentation", "images"})
 
     root: str | Path | None = None
     train_split: str = "train2017"

@@ -3,7 +3,6 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from ssl_bench.data.file_sets import FileImageSet, Files
 from ssl_bench.data.roles import lacking
@@ -20,8 +19,8 @@ class ImageFolder:
         root: The folder. Links to other folders are followed.
     """
 
-    name: ClassVar[str] = "folder"
-    supports: ClassVar[frozenset[str]] = frozenset({"images"})
+    name = "folder"
+    supports = frozenset({"images"})
 
     root: str | Path | None = None
 

@@ -7,7 +7,6 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from PIL import Image
@@ -30,8 +29,8 @@ class Toy:
         cache: Folder that keeps the scenes.
     """
 
-    name: ClassVar[str] = "toy"
-    supports: ClassVar[frozenset[str]] = frozenset({"segmentation", "discovery", "images"})
+    name = "toy"
+    supports = frozenset({"segmentation", "discovery", "images"})
 
     num_train: int = 200
     num_val: int = 60

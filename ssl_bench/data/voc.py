@@ -5,7 +5,6 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float64
@@ -132,7 +131,7 @@ class Voc:
         no_hard: Leave out boxes marked difficult or truncated; by default all count.
     """
 
-    supports: ClassVar[frozenset[str]] = frozenset({"segmentation", "discovery", "images"})
+    supports = frozenset({"segmentation", "discovery", "images"})
 
     root: str | Path | None = None
     year: int = 2012
