@@ -22,6 +22,7 @@ PRETRAINING = (
     "objective.out_dim=1024",
     "objective.hidden_dim=512",
     "objective.momentum=0.99",
+    "objective.teacher_temperature=0.04",
     "objective.crops.num_locals=4",
     "optimizer.lr=4e-3",
     "train.batch_size=16",
