@@ -34,13 +34,15 @@ class DiscoveryLog:
     must be in the key. A line that a crash cut short is dropped and its image computed again.
     """
 
-    def __init__(self, folder: Path, key: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, key: Mapping[str, Any], *, forget: bool = False) -> None:
         header = json.dumps({"key": dict(key)}, sort_keys=True)
         digest = hashlib.sha256(header.encode()).hexdigest()
         self.path = folder / f"images_{digest[:12]}.jsonl"
         self.images: dict[str, ImageResult] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            if forget:
+                self.path.unlink(missing_ok=True)
             self._drop_half_line()
             lines = self.path.read_text().splitlines() if self.path.exists() else []
             if not lines:

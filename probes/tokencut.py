@@ -88,7 +88,8 @@ class TokenCut(Cut):
         """
         images = self.split(context.dataset)
         folder = context.artifacts / self.protocol.replace(", ", "_")
-        log = DiscoveryLog(folder, self._log_key(images, context))
+        key = self._log_key(images, context)
+        log = DiscoveryLog(folder, key, forget=context.overwrite)
         self._discover_all(images, log, context)
         results = [log.images[image_id] for image_id in images.ids]
         if not any(result.num_boxes for result in results):

@@ -40,6 +40,7 @@ class ProbeContext:
     seed: int
     artifacts: Path
     progress: Progress
+    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,12 @@ class Evaluation:
             say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
         if pending:
             say(f"{where}: layers {', '.join(map(str, layers))}")
-            self._compute(layers, images, store)
+            self._compute(layers, images, store, overwrite=overwrite)
         return [record for key in keys if (record := store.load(key)) is not None]
 
-    def _compute(self, layers: tuple[int, ...], images: ImageSet, store: ResultStore) -> None:
+    def _compute(
+        self, layers: tuple[int, ...], images: ImageSet, store: ResultStore, *, overwrite: bool
+    ) -> None:
         context = ProbeContext(
             encoder=self.encoder,
             dataset=self.dataset,
@@ -135,6 +138,7 @@ class Evaluation:
             seed=self.seed,
             artifacts=self.artifacts(store, images),
             progress=show_progress,
+            overwrite=overwrite,
         )
         start = time.monotonic()
         for score in self.probe.run(context):

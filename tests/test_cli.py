@@ -176,8 +176,13 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(workplace):
         Image.new("RGB", (640, 480), (i % 256, 0, 0)).save(f"photos/many{i}.png")
 
     options = ["probe.num_images=403", "probe.image_size=640"]
+    # A test run that was started in the background would hand down an ignored SIGINT.
     with subprocess.Popen(
-        [*command, *options], stderr=subprocess.PIPE, text=True, env=_environment()
+        [*command, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stderr is not None
         for line in process.stderr:
