@@ -8,7 +8,7 @@ DINO applies PIL's to 8-bit images: the same up to rounding after each operation
 approximates the Gaussian blur by repeated box blurs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -42,12 +42,6 @@ class Looks:
     blur_sigma: Float32[Tensor, " views"]
     solarize: Bool[Tensor, " views"]
 
-    @classmethod
-    def stack(cls, samples: Sequence["Looks"]) -> "Looks":
-        """From the looks of each image to those of a batch: all first views, all second, ..."""
-        parts = {f.name: [getattr(sample, f.name) for sample in samples] for f in fields(cls)}
-        return cls(**{name: torch.stack(part, 1).flatten(0, 1) for name, part in parts.items()})
-
     def __getitem__(self, views: slice | Tensor) -> "Looks":
         return type(self)(**{f.name: getattr(self, f.name)[views] for f in fields(self)})
 
@@ -60,12 +54,17 @@ def apply_looks(
 
     Values from `solarize_threshold`, in [0, 1], on are inverted where a view is solarized.
     """
-    images = pixels.float() / 255
+    images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     change(images, looks.flip, lambda chosen, _: chosen.flip(-1))
     jitter(images, looks)
     change(images, looks.grey, lambda chosen, _: greyscale(chosen).expand_as(chosen))
     change(images, looks.blur_sigma > 0, lambda chosen, rows: blur(chosen, looks.blur_sigma[rows]))
     change(images, looks.solarize, lambda chosen, _: solarize(chosen, solarize_threshold))
+    return normalise(images)
+
+
+def normalise(images: Images) -> Images:
+    """From values in [0, 1] to ImageNet's mean 0 and deviation 1 in each channel, in place."""
     statistics = torch.tensor([IMAGENET_MEAN, IMAGENET_STD])
     mean, std = _beside(images, statistics)[..., None, None]
     return images.sub_(mean).div_(std)

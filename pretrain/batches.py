@@ -1,48 +1,34 @@
 """Which images a step sees, in crops. A pure function of the step: no worker holds any state."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int64, UInt8
+from jaxtyping import Int64
 from torch.utils.data import Dataset
 
-from ssl_bench.data.samples import ImageSet
+from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
-
-Image = UInt8[np.ndarray, "_ _ 3"]
 
 # Keeps the streams of one seed apart.
 _ORDER, _SAMPLE, _STEP = range(3)
 
 
 @runtime_checkable
-class Images(Protocol):
-    """RGB images, decoded when they are asked for."""
+class Samples(Protocol):
+    """Images with their labels, decoded when they are asked for, such as an `ImageSet`."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Image: ...
+    def __getitem__(self, index: int, /) -> Sample: ...
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """The pictures of an image set, without what else is known about them."""
-
-    samples: ImageSet
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int, /) -> Image:
-        return self.samples[index].image
-
-
-def in_memory(images: Images) -> list[Image]:
+def in_memory(samples: Samples) -> list[Sample]:
     """Decode everything once. Worker processes share the memory."""
-    return [images[index] for index in range(len(images))]
+    decoded = (samples[index] for index in range(len(samples)))
+    return [replace(sample, mask=None, boxes=None) for sample in decoded]
 
 
 @dataclass(frozen=True)
@@ -72,18 +58,18 @@ class Batches(Dataset[Any]):
     lose its one line on the way out of a worker process.
     """
 
-    images: Images
-    cut: Callable[[list[Image], list[np.random.Generator]], Any]
+    images: Samples
+    cut: Callable[[list[Sample], list[np.random.Generator]], Any]
     share: Share
     seed: int
 
     def __getitem__(self, part: int) -> Any:
         keys = self.keys(part)
         try:
-            images = [self.images[index] for _, index in keys]
+            samples = [self.images[index] for _, index in keys]
         except DataError as error:
             return error
-        return self.cut(images, [sample_generator(self.seed, *key) for key in keys])
+        return self.cut(samples, [sample_generator(self.seed, *key) for key in keys])
 
     def keys(self, part: int) -> list[tuple[int, int]]:
         """(epoch, index) of every image of a part."""

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float64, Int64, UInt8
+from jaxtyping import Float64, Int64, Shaped, UInt8
 from torch import Tensor
 
 from pretrain.augmentation import Images, Looks, apply_looks
+from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 
 _ATTEMPTS = 10
+# Random numbers of a view.
+_BOX_NUMBERS, _LOOK_NUMBERS = 2 * _ATTEMPTS + 2, 14
 _REFERENCE_SIZE = 224
 
 
@@ -92,21 +95,42 @@ class MultiCrop:
 
     def cut(
         self,
-        images: Iterable[UInt8[np.ndarray, "_ _ 3"]],
+        samples: Iterable[Sample],
         generators: Iterable[np.random.Generator],
         sizes: Sequence[int],
     ) -> tuple[CropGroup, ...]:
         """Crop every image into all its views, and draw how each of them will look."""
-        samples = [
-            self._cut_one(image, generator, sizes)
-            for image, generator in zip(images, generators, strict=True)
-        ]
+        images = [_writeable(sample.image) for sample in samples]
+        boxes, looks = self.draw(generators, np.array([image.shape[:2] for image in images]))
+        first_local = 2 * len(images)
         groups = []
-        for views in (slice(0, 2), slice(2, None))[: len(sizes)]:
-            pixels = torch.stack([torch.stack(crops[views]) for crops, _ in samples], dim=1)
-            looks = Looks.stack([looks[views] for _, looks in samples])
-            groups.append(CropGroup(pixels.flatten(0, 1), looks))
+        for views, rows, size in zip(
+            (boxes[:2], boxes[2:]),
+            (looks[:first_local], looks[first_local:]),
+            sizes,
+            strict=False,  # without small crops there is one size
+        ):
+            crops = [
+                crop(image, box, size)
+                for view in views
+                for image, box in zip(images, view, strict=True)
+            ]
+            groups.append(CropGroup(_stacked(crops), rows))
         return tuple(groups)
+
+    def draw(
+        self,
+        generators: Iterable[np.random.Generator],
+        image_sizes: Int64[np.ndarray, "images 2"],
+    ) -> tuple[Int64[np.ndarray, "views images 4"], Looks]:
+        """Boxes as in `place_boxes`, and looks: those of all first views, of all second, ..."""
+        # One call a generator, and arithmetic for the whole batch: a call costs more than its work.
+        shape = (2 + self.num_locals, _BOX_NUMBERS + _LOOK_NUMBERS)
+        numbers = np.stack([generator.random(shape) for generator in generators], axis=1)
+        scales = np.array([self.global_scale] * 2 + [self.local_scale] * self.num_locals)
+        of_boxes, of_looks = numbers[..., :_BOX_NUMBERS], numbers[..., _BOX_NUMBERS:]
+        boxes = place_boxes(of_boxes, image_sizes, scales, self.aspect_ratio)
+        return boxes, self.choose_looks(of_looks)
 
     def finish(self, groups: Sequence[CropGroup], device: torch.device) -> tuple[Images, ...]:
         """Give every view its look on the device; the normalised views, group by group."""
@@ -119,37 +143,69 @@ class MultiCrop:
             for group in groups
         )
 
-    def _cut_one(
-        self, image: UInt8[np.ndarray, "height width 3"], generator: np.random.Generator, sizes
-    ) -> tuple[list[Tensor], Looks]:
-        num_views = 2 + self.num_locals
-        scales = np.array([self.global_scale] * 2 + [self.local_scale] * self.num_locals)
-        boxes = draw_boxes(generator, image.shape[:2], scales, self.aspect_ratio)
-        # PyTorch warns about memory it may not write to.
-        source = torch.from_numpy(image if image.flags.writeable else image.copy())
-        view_sizes = [sizes[0]] * 2 + [sizes[-1]] * self.num_locals
-        crops = [crop(source, box, size) for box, size in zip(boxes, view_sizes, strict=True)]
-        return crops, self.draw_looks(generator, num_views)
-
-    def draw_looks(self, generator: np.random.Generator, num_views: int) -> Looks:
+    def choose_looks(self, numbers: Float64[np.ndarray, "views images 14"]) -> Looks:
+        """Turn numbers in [0, 1) into looks, view by view."""
         strengths = np.array([self.brightness, self.contrast, self.saturation])
-        lowest, highest = np.maximum(1 - strengths, 0), 1 + strengths
-        factors = generator.uniform([*lowest, -self.hue], [*highest, self.hue], size=(num_views, 4))
-        order = generator.random((num_views, 4)).argsort(axis=1)
-        sigma = generator.uniform(*self.blur_sigma, size=num_views)
-        blurred = _happens(generator, _per_view(self.blur_probability, num_views))
-        everywhere = np.ones(num_views)
+        lowest = np.array([*np.maximum(1 - strengths, 0), -self.hue])
+        highest = np.array([*(1 + strengths), self.hue])
+        happens = np.moveaxis(numbers[..., :5] < self._probabilities(len(numbers)), -1, 0)
+        flip, jitter, grey, blurred, solarize = (_rows(chosen) for chosen in happens)
+        least, largest = self.blur_sigma
+        sigma = _rows(least + (largest - least) * numbers[..., 5]).float()
         return Looks(
-            flip=torch.from_numpy(_happens(generator, self.flip_probability * everywhere)),
-            jitter=torch.from_numpy(_happens(generator, self.jitter_probability * everywhere)),
-            order=torch.from_numpy(order),
-            factors=torch.from_numpy(factors).float(),
-            grey=torch.from_numpy(_happens(generator, self.grey_probability * everywhere)),
-            blur_sigma=torch.from_numpy(np.where(blurred, sigma, 0)).float(),
-            solarize=torch.from_numpy(
-                _happens(generator, _per_view(self.solarize_probability, num_views))
-            ),
+            flip=flip,
+            jitter=jitter,
+            order=_rows(numbers[..., 6:10].argsort(axis=-1)),
+            factors=_rows(lowest + (highest - lowest) * numbers[..., 10:14]).float(),
+            grey=grey,
+            blur_sigma=torch.where(blurred, sigma, 0),
+            solarize=solarize,
         )
+
+    def _probabilities(self, num_views: int) -> Float64[np.ndarray, "{num_views} 1 5"]:
+        """Of flip, jitter, grey, blur and solarize."""
+        everywhere = np.ones(num_views)
+        chances = [
+            self.flip_probability * everywhere,
+            self.jitter_probability * everywhere,
+            self.grey_probability * everywhere,
+            _per_view(self.blur_probability, num_views),
+            _per_view(self.solarize_probability, num_views),
+        ]
+        return np.stack(chances, axis=-1)[:, None]
+
+
+def place_boxes(
+    numbers: Float64[np.ndarray, "views images 22"],
+    image_sizes: Int64[np.ndarray, "images 2"],
+    scales: Float64[np.ndarray, "views 2"],
+    aspect_ratio: Sequence[float],
+) -> Int64[np.ndarray, "views images 4"]:
+    """Turn numbers in [0, 1) into the (top, left, height, width) of every crop.
+
+    Args:
+        numbers: Ten for the area, ten for the ratio, two for the place.
+        image_sizes: Height and width.
+        scales: Least and largest share of the image's area.
+        aspect_ratio: Least and largest.
+
+    Source: `RandomResizedCrop.get_params` of torchvision: ten attempts, then the largest central
+    crop of an allowed ratio.
+    """
+    height, width = image_sizes.T[..., None]
+    least, largest = scales.T[..., None, None]
+    low, high = np.log(aspect_ratio)
+    areas = height * width * (least + (largest - least) * numbers[..., :_ATTEMPTS])
+    ratios = np.exp(low + (high - low) * numbers[..., _ATTEMPTS:-2])
+    sides = np.rint(np.sqrt(np.stack([areas / ratios, areas * ratios], axis=-1)))
+    fits = ((sides > 0) & (sides <= image_sizes[:, None])).all(axis=-1)  # views images attempts
+    first = fits.argmax(axis=-1)[..., None, None]
+    box_sizes = np.take_along_axis(sides, first, axis=2)[..., 0, :]
+    corners = np.floor(numbers[..., -2:] * (image_sizes + 1 - box_sizes))
+    boxes = np.concatenate([corners, box_sizes], axis=-1).astype(np.int64)
+    for view, image in np.argwhere(~fits.any(axis=-1)):
+        boxes[view, image] = _central_box(image_sizes[image].tolist(), aspect_ratio)
+    return boxes
 
 
 def draw_boxes(
@@ -158,27 +214,9 @@ def draw_boxes(
     scales: Float64[np.ndarray, "views 2"],
     aspect_ratio: Sequence[float],
 ) -> Int64[np.ndarray, "views 4"]:
-    """Draw (top, left, height, width) of a crop for every view of one image.
-
-    Each row of `scales` holds the least and largest share of the image's area.
-
-    Source: `RandomResizedCrop.get_params` of torchvision: ten attempts, then the largest central
-    crop of an allowed ratio.
-    """
-    height, width = image_size
-    drawn = generator.random((2, len(scales), _ATTEMPTS))
-    areas = height * width * (scales[:, :1] + (scales[:, 1:] - scales[:, :1]) * drawn[0])
-    low, high = np.log(aspect_ratio)
-    ratios = np.exp(low + (high - low) * drawn[1])
-    widths, heights = np.rint(np.sqrt(areas * ratios)), np.rint(np.sqrt(areas / ratios))
-    fits = (widths > 0) & (widths <= width) & (heights > 0) & (heights <= height)
-    views, first = np.arange(len(scales)), fits.argmax(axis=1)
-    sizes = np.stack([heights[views, first], widths[views, first]], axis=1)
-    free = np.array([height, width]) + 1 - sizes
-    corners = np.floor(generator.random(free.shape) * free)
-    boxes = np.concatenate([corners, sizes], axis=1).astype(np.int64)
-    boxes[~fits.any(axis=1)] = _central_box(height, width, aspect_ratio)
-    return boxes
+    """The (top, left, height, width) of a crop for every view of one image; see `place_boxes`."""
+    numbers = generator.random((len(scales), 1, _BOX_NUMBERS))
+    return place_boxes(numbers, np.array([image_size]), scales, aspect_ratio)[:, 0]
 
 
 def crop(
@@ -186,14 +224,26 @@ def crop(
 ) -> UInt8[Tensor, "3 {size} {size}"]:
     """Cut out (top, left, height, width) and resize it to a square, bicubic with antialiasing.
 
-    PyTorch's 8-bit kernel: within two levels of PIL's, and some six times as fast.
+    PyTorch's 8-bit kernel: within two levels of PIL's, and several times as fast. In memory the
+    three values of a pixel stay side by side, which spares it two passes over the pixels.
     """
     top, left, height, width = box.tolist()
-    part = image[top : top + height, left : left + width].permute(2, 0, 1)
-    return F.interpolate(part[None], size=(size, size), mode="bicubic", antialias=True)[0]
+    part = image[None, top : top + height, left : left + width].permute(0, 3, 1, 2)
+    return F.interpolate(part, size=(size, size), mode="bicubic", antialias=True)[0]
 
 
-def _central_box(height: int, width: int, aspect_ratio: Sequence[float]) -> tuple[int, ...]:
+def _stacked(crops: Sequence[UInt8[Tensor, "3 _ _"]]) -> UInt8[Tensor, "views 3 _ _"]:
+    """In one piece, with the three values of a pixel side by side."""
+    return torch.stack([pixels.permute(1, 2, 0) for pixels in crops]).permute(0, 3, 1, 2)
+
+
+def _writeable(image: UInt8[np.ndarray, "height width 3"]) -> UInt8[Tensor, "height width 3"]:
+    # PyTorch warns about memory it may not write to.
+    return torch.from_numpy(image if image.flags.writeable else image.copy())
+
+
+def _central_box(image_size: Sequence[int], aspect_ratio: Sequence[float]) -> tuple[int, ...]:
+    height, width = image_size
     box_width = min(width, round(height * max(aspect_ratio)))
     box_height = min(height, round(width / min(aspect_ratio)))
     return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
@@ -204,7 +254,5 @@ def _per_view(values: Sequence[float], num_views: int) -> Float64[np.ndarray, " 
     return np.array([*values[:2], *[values[2]] * (num_views - 2)])
 
 
-def _happens(
-    generator: np.random.Generator, probability: Float64[np.ndarray, " views"]
-) -> Bool[np.ndarray, " views"]:
-    return generator.random(len(probability)) < probability
+def _rows(values: Shaped[np.ndarray, "views images ..."]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).flatten(0, 1)

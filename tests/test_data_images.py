@@ -5,13 +5,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from ssl_bench.data.images import MAX_PIXELS, read_image, read_indices
+from ssl_bench.data.images import MAX_PIXELS, decode_image, read_image, read_indices
 from ssl_bench.errors import DataError
 
 RED, GREY = (250, 10, 20), (7, 7, 7)
@@ -180,6 +181,60 @@ def test_damage_ends_in_pixels_or_a_data_error(tmp_path, damaged):
 
     with suppress(DataError):
         assert read_image(path).ndim == 3
+
+
+def pil_pixels(content: bytes) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(content)).convert("RGB"))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize("size", [(48, 40), (1, 1), (17, 33), (250, 3)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"progressive": True},
+        {"subsampling": 0},
+        {"subsampling": 1},
+        {"quality": 20},
+        {"restart_marker_blocks": 2},
+        {"keep_rgb": True},
+    ],
+    ids=str,
+)
+def test_jpegs_of_all_kinds_have_the_pixels_that_pil_finds(mode, size, options):
+    if mode != "RGB" and "keep_rgb" in options:
+        pytest.skip("an option for RGB only")
+    noise = np.random.default_rng(0).integers(0, 256, (9, 11, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).resize(size).convert(mode).save(buffer, "JPEG", **options)
+
+    pixels = decode_image(buffer.getvalue(), "one.jpg")
+
+    np.testing.assert_array_equal(pixels, pil_pixels(buffer.getvalue()))
+    assert pixels.flags.writeable
+
+
+def test_a_large_jpeg_is_refused_before_it_is_decoded(monkeypatch):
+    buffer = io.BytesIO()
+    Image.new("RGB", (9, 7)).save(buffer, "JPEG")
+    content = bytearray(buffer.getvalue())
+    at = content.index(b"\xff\xc0") + 5
+    content[at : at + 4] = b"\xff\xff\xff\xff"
+    monkeypatch.delattr(cv2, "imdecode")
+
+    with pytest.raises(DataError, match=r"big\.jpg has 65535 x 65535 pixels|big\.jpg is damaged"):
+        decode_image(bytes(content), "big.jpg")
+
+
+@pytest.mark.data
+@pytest.mark.slow
+def test_every_real_photograph_has_the_pixels_that_pil_finds(photos):
+    paths = [path for path in sorted(photos.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
+
+    assert len(paths) > 3000
+    for path in paths:
+        np.testing.assert_array_equal(read_image(path), pil_pixels(path.read_bytes()), str(path))
 
 
 @pytest.mark.data

@@ -22,7 +22,7 @@ from pretrain.augmentation import (
     shift_hue,
     solarize,
 )
-from pretrain.batches import Batches, Decoded, Share, epoch_order, in_memory, sample_generator
+from pretrain.batches import Batches, Share, epoch_order, in_memory, sample_generator
 from pretrain.multicrop import MultiCrop, crop, draw_boxes
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, DataError
@@ -132,11 +132,26 @@ def test_looks_that_change_nothing_only_normalise():
     torch.testing.assert_close(ours, normal, atol=1e-6, rtol=0)
 
 
+def test_pixels_travel_side_by_side_and_are_changed_plane_by_plane():
+    samples = samples_of(bytes_of(3, 30, 40))
+    generators = [np.random.default_rng(seed) for seed in range(3)]
+
+    large, _ = MultiCrop(num_locals=2).cut(samples, generators, (24, 16))
+    ours = apply_looks(large.pixels, large.looks, solarize_threshold=0.5)
+
+    assert large.pixels.is_contiguous(memory_format=torch.channels_last)
+    assert ours.is_contiguous()
+    plain = apply_looks(large.pixels.contiguous(), large.looks, solarize_threshold=0.5)
+    assert torch.equal(ours, plain)
+
+
 def draw(crops, *, images, views=10):
     """Looks of many images, [images * views], image by image."""
     crops = replace(crops, num_locals=views - 2)
-    drawn = [crops.draw_looks(np.random.default_rng(seed), views) for seed in range(images)]
-    return Looks(**{f.name: torch.cat([getattr(d, f.name) for d in drawn]) for f in fields(Looks)})
+    generators = [np.random.default_rng(seed) for seed in range(images)]
+    _, looks = crops.draw(generators, np.full((images, 2), 99))
+    by_view = {f.name: getattr(looks, f.name).unflatten(0, (views, images)) for f in fields(Looks)}
+    return Looks(**{name: part.transpose(0, 1).flatten(0, 1) for name, part in by_view.items()})
 
 
 def test_looks_are_drawn_with_the_official_probabilities_and_ranges():
@@ -185,6 +200,9 @@ def test_boxes_cover_the_asked_share_of_the_image_at_the_asked_ratio():
     assert area[1::2].mean() == pytest.approx(0.225, abs=0.01)
     assert (ratio.min() > 0.73, ratio.max() < 1.36) == (True, True)
     assert np.log(ratio[1::2]).mean() == pytest.approx(0, abs=0.01)
+    top, left, height, width = boxes[1::2].T
+    drawn = [top / (300 - height), left / (400 - width), area[1::2], ratio[1::2]]
+    assert np.abs(np.corrcoef(drawn) - np.eye(4)).max() < 0.08
 
 
 @pytest.mark.parametrize(("size", "box"), [((10, 90), (0, 38, 10, 13)), ((90, 9), (39, 0, 12, 9))])
@@ -218,10 +236,14 @@ def test_small_crops_keep_their_share_in_whole_patches(image_size, patch_size, s
 def batches(images, seed=3, batch_size=4, **share):
     crops = MultiCrop(num_locals=3)
 
-    def cut(pictures, generators):
-        return crops.cut(pictures, generators, (16, 8))
+    def cut(samples, generators):
+        return crops.cut(samples, generators, (16, 8))
 
     return Batches(images, cut, Share(batch_size, **share), seed)
+
+
+def samples_of(images):
+    return [Sample(str(number), image) for number, image in enumerate(images)]
 
 
 def same(one, other):
@@ -232,17 +254,17 @@ def same(one, other):
 
 
 def test_views_are_grouped_by_size_and_ordered_view_by_view():
-    images = [np.full((20, 20, 3), value, np.uint8) for value in (10, 20, 30, 40)]
+    images = samples_of([np.full((20, 20, 3), value, np.uint8) for value in (10, 20, 30, 40)])
 
     large, small = batches(images)[0]
 
-    order = [images[index][0, 0, 0] for _, index in batches(images).keys(0)]
+    order = [images[index].image[0, 0, 0] for _, index in batches(images).keys(0)]
     assert large.pixels[:, 0, 0, 0].tolist() == order * 2
     assert small.pixels[:, 0, 0, 0].tolist() == order * 3
 
 
 def test_batches_do_not_depend_on_the_number_of_workers():
-    source = batches(bytes_of(9, 20, 28))
+    source = batches(samples_of(bytes_of(9, 20, 28)))
 
     alone, helped = (
         list(DataLoader(source, batch_size=None, sampler=range(1, 4), num_workers=workers))
@@ -254,7 +276,7 @@ def test_batches_do_not_depend_on_the_number_of_workers():
 
 
 def test_an_image_is_cut_alike_in_any_batch_and_differently_in_every_epoch():
-    images = bytes_of(4, 20, 28)
+    images = samples_of(bytes_of(4, 20, 28))
     whole, halves = batches(images), batches(images, num_ranks=2, rank=1)
 
     large, _ = whole[0]
@@ -268,7 +290,7 @@ def test_an_image_is_cut_alike_in_any_batch_and_differently_in_every_epoch():
 
 
 def test_parts_and_ranks_share_a_batch_without_rest_or_overlap():
-    images = bytes_of(8, 20, 28)
+    images = samples_of(bytes_of(8, 20, 28))
     whole = batches(images, batch_size=8).keys(1)
 
     shared = [
@@ -306,12 +328,13 @@ class Album:
 
 
 def test_images_in_memory_are_those_on_disk_and_a_broken_one_is_named():
-    album = Decoded(Album())
+    album = Album()
 
     with pytest.raises(DataError, match=r"c\.jpg"):
         in_memory(album)
     assert isinstance(batches(album, batch_size=3)[0], DataError)
-    assert np.array_equal(in_memory(bytes_of(2, 20, 28))[1], bytes_of(2, 20, 28)[1])
+    (_, kept) = in_memory(samples_of(bytes_of(2, 20, 28)))
+    assert np.array_equal(kept.image, bytes_of(2, 20, 28)[1])
 
 
 @pytest.mark.parametrize(

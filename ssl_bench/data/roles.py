@@ -7,14 +7,18 @@ from pathlib import Path
 
 from ssl_bench.errors import DataError
 
-_NEEDED = {"segmentation": "masks", "discovery": "boxes", "images": "images"}
+_NEEDED = {
+    "segmentation": "masks",
+    "classification": "class labels",
+    "discovery": "boxes",
+    "images": "images",
+}
 
 
 def lacking(dataset: str, role: str) -> DataError:
     """The error for a role that a dataset does not have."""
     return DataError(
-        f"{dataset} has no {_NEEDED[role]}; datasets with {_NEEDED[role]}: "
-        f"{', '.join(datasets_with(role))}"
+        f"{dataset} has no {_NEEDED[role]}; datasets for {role}: {', '.join(datasets_with(role))}"
     )
 
 

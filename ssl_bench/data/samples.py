@@ -19,12 +19,14 @@ class Sample:
         image: RGB, 0 to 255.
         mask: Class of each pixel, `IGNORED` where it does not count.
         boxes: Ground truth as (x0, y0, x1, y1) in pixels, far edges exclusive.
+        label: Class of the whole image.
     """
 
     image_id: str
     image: UInt8[np.ndarray, "height width 3"]
     mask: UInt8[np.ndarray, "height width"] | None = None
     boxes: Float64[np.ndarray, "boxes 4"] | None = None
+    label: int | None = None
 
 
 @runtime_checkable
@@ -61,15 +63,15 @@ class Dataset(Protocol):
 
     @property
     def supports(self) -> frozenset[str]:
-        """The roles it has, of "segmentation" (train, val), "discovery" and "images"."""
+        """Its roles, of "segmentation", "classification" (train, val), "discovery", "images"."""
         ...
 
     def train(self) -> ImageSet:
-        """Images with masks to fit a head on."""
+        """Images with masks or labels to fit a head on."""
         ...
 
     def val(self) -> ImageSet:
-        """Images with masks to score a head on."""
+        """Images with masks or labels to score a head on."""
         ...
 
     def discovery(self) -> ImageSet:

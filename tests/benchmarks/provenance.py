@@ -1,0 +1,37 @@
+"""Where and how the figures of a benchmark came about, printed above its tables."""
+
+import os
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from ssl_bench.results import source_commit
+
+
+def provenance() -> str:
+    """Date, hardware, threads, versions, commit and the command as it was typed."""
+    module = Path(sys.argv[0]).stem
+    command = shlex.join(["python", "-m", f"tests.benchmarks.{module}", *sys.argv[1:]])
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d}, {hardware()}, torch {torch.__version__}, "
+        f"commit {source_commit() or 'unknown'}, `{command}`"
+    )
+
+
+def hardware() -> str:
+    """Such as "NVIDIA H200, 16 cores" or "AMD EPYC, 1 of 2 cores"."""
+    cores = os.cpu_count()
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()}, {cores} cores"
+    return f"{_processor()}, {torch.get_num_threads()} of {cores} cores"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
