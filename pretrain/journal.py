@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from pretrain.board import Board
 from ssl_bench.errors import MachineError
 from ssl_bench.files import write_text_atomically
 
@@ -17,10 +18,13 @@ _SECONDS_BETWEEN_LINES = 20.0
 
 
 class Journal:
-    """`log.jsonl`, one row a step; rows after `last_step` are of work that was lost, and go."""
+    """`log.jsonl`, one row a step; rows after `last_step` are of work that was lost, and go.
 
-    def __init__(self, path: Path, *, last_step: int) -> None:
-        self.path = path
+    The `board`, if there is one, is written and closed along.
+    """
+
+    def __init__(self, path: Path, *, last_step: int, board: Board | None = None) -> None:
+        self.path, self._board = path, board
         write_text_atomically(path, "".join(_kept_lines(path, last_step)))
         self._file: TextIO = path.open("a", buffering=1)
 
@@ -31,9 +35,13 @@ class Journal:
             self._file.write(json.dumps(plain) + "\n")
         except OSError as error:
             raise MachineError(f"cannot write {self.path}: {error.strerror}; free space") from error
+        if self._board is not None:
+            self._board.write(plain)
 
     def close(self) -> None:
         self._file.close()
+        if self._board is not None:
+            self._board.close()
 
 
 class ProgressBar:
@@ -51,7 +59,7 @@ class ProgressBar:
         loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
         facts = (
             f"loss {loss}  {row['images_per_second']:.0f} images/s  "
-            f"data wait {row['data_wait']:.0f} %"
+            f"data wait {row['data_wait']:.0f} %  mfu {row['mfu']:.1f} %"
         )
         self._bar.update()
         self._bar.set_postfix_str(facts, refresh=False)

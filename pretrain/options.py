@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 
 from pretrain.schedules import Timeline
+from ssl_bench.data.archives import is_archive, open_archives, open_labelled_archives
+from ssl_bench.data.class_folders import ClassFolders
 from ssl_bench.data.folder import ImageFolder
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.toy import Toy
@@ -17,14 +19,18 @@ from ssl_bench.errors import ConfigurationError
 _FREE = (
     "data.root",
     "data.in_memory",
+    "data.keep_encoded",
     "train.max_minutes",
     "train.num_workers",
     "train.compile",
+    "train.tensorboard",
     "train.checkpoint_minutes",
     "train.checkpoint_epochs",
     "train.non_finite_patience",
     "train.collapse_patience",
 )
+# It looks at the run and changes nothing.
+_OBSERVING = "monitor."
 # Warm-ups are counted in epochs of ImageNet; a short run gives them no more than this share.
 _WARMUP_SHARE = 0.1
 _MOST_WORKERS = 16
@@ -35,22 +41,49 @@ class DataOptions:
     """The images to learn from.
 
     Attributes:
-        root: Folder of images, those in its folders included; the toy scenes without it.
+        root: Folder of images, those in its folders included, or archives, as
+            `ssl_bench.data.archives.open_archives` reads them; the toy scenes without it.
         image_size: Side of the large crops in pixels, and size the encoder is built for; without
             it that of the model.
         in_memory: Decode all images once and keep them, for sets that fit.
+        keep_encoded: Keep them encoded instead, for archives that fit only so.
+        labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then.
     """
 
     root: str | None = None
     image_size: int | None = None
     in_memory: bool = False
+    keep_encoded: bool = False
+    labels: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep_encoded and not self.in_memory:
+            raise ConfigurationError("data.keep_encoded=true needs data.in_memory=true")
+
+    @property
+    def decodes_once(self) -> bool:
+        """Whether decoded images are kept."""
+        return self.in_memory and not self.keep_encoded
 
     def open(self) -> ImageSet:
         """All images.
 
         Raises:
             DataError: there are none.
+            ConfigurationError: they cannot be kept or labelled as asked.
         """
+        if self.root is not None and is_archive(self.root):
+            opened = open_labelled_archives if self.labels else open_archives
+            return opened(self.root, in_memory=self.in_memory)
+        if self.keep_encoded:
+            raise ConfigurationError(
+                "data.keep_encoded=true is for archives; files of a folder stay in the system's "
+                "own cache: leave both out, or take data.in_memory=true alone"
+            )
+        if self.labels and self.root is None:
+            raise ConfigurationError("data.labels=true needs images with classes: data.root=DIR")
+        if self.labels:
+            return ClassFolders(self.root).train()
         return (Toy() if self.root is None else ImageFolder(self.root)).images()
 
 
@@ -63,8 +96,8 @@ class TrainOptions:
         max_minutes: Stop after so long, wherever the schedules are; `resume` goes on.
         batch_size: Images in an optimizer step, over all devices and accumulations.
         accumulation: Parts a batch is computed in, to fit into memory.
-        num_workers: Processes that read and crop images; 0 for none. Without a number: one a CPU
-            core beside a GPU, none beside a CPU that computes.
+        num_workers: Processes that read and crop images; 0 for none. Without a number: one for
+            each CPU core the process may use beside a GPU, none beside a CPU that computes.
         warmup_epochs: Of the learning rate, at most a tenth of the run.
         clip: Largest norm of the gradient of each single tensor; none for no clipping.
         precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
@@ -72,6 +105,7 @@ class TrainOptions:
         checkpoint_epochs: Save after every so many epochs, beside the minutes.
         non_finite_patience: Steps in a row without a finite gradient before the run stops.
         collapse_patience: Likewise with a collapsed teacher.
+        tensorboard: Write the rows of the log for TensorBoard too (extra `track`).
     """
 
     epochs: int = 300
@@ -92,6 +126,7 @@ class TrainOptions:
     checkpoint_epochs: int | None = None
     non_finite_patience: int = 10
     collapse_patience: int = 500
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
         for name in ("epochs", "batch_size", "accumulation", "max_steps", "checkpoint_epochs"):
@@ -119,13 +154,14 @@ class TrainOptions:
     def warmup_steps(self, timeline: Timeline) -> int:
         return timeline.opening(self.warmup_epochs, share=_WARMUP_SHARE)
 
-    def workers(self, device: torch.device, num_ranks: int) -> int:
+    def workers(self, device: torch.device) -> int:
         """Data workers of each process."""
         if self.num_workers is not None:
             return self.num_workers
         if device.type == "cpu":
             return 0
-        return min(_MOST_WORKERS, max(1, (os.cpu_count() or 1) // num_ranks))
+        processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return min(_MOST_WORKERS, max(1, _usable_cores() // processes_here))
 
     def autocasts(self, device: torch.device) -> bool:
         """Whether products are computed in bfloat16."""
@@ -133,6 +169,13 @@ class TrainOptions:
 
     def compiles(self, device: torch.device) -> bool:
         return device.type == "cuda" if self.compile is None else self.compile
+
+
+def _usable_cores() -> int:
+    """Those that a scheduler gave to this process; fewer than the machine has, often."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def describe(component: Any) -> Any:
@@ -154,7 +197,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
-        if key not in _FREE and old.get(key) != new.get(key)
+        if key not in _FREE and not key.startswith(_OBSERVING) and old.get(key) != new.get(key)
     ]
 
 

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ class Report:
     launched.
 
     Args:
-        log: JSON Lines file; rows after step `done` are dropped.
+        journal: Takes the rows; the first process has it, the others have none.
+        done: Steps taken before.
         total: Planned steps.
 
     Attributes:
@@ -32,9 +32,10 @@ class Report:
         save: Likewise for saving.
     """
 
-    def __init__(self, log: Path, *, done: int, total: int, ranks: Ranks, watch: Watch) -> None:
-        self._ranks, self._watch = ranks, watch
-        self._journal = Journal(log, last_step=done) if ranks.is_first else None
+    def __init__(
+        self, journal: Journal | None, *, done: int, total: int, ranks: Ranks, watch: Watch
+    ) -> None:
+        self._ranks, self._watch, self._journal = ranks, watch, journal
         self._bar = ProgressBar(total=total, done=done, quiet=not ranks.is_first)
         self._pending: deque[tuple[dict[str, Any], _Reading]] = deque()
         self._lag = 1 if ranks.device.type == "cuda" else 0

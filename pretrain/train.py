@@ -13,7 +13,8 @@ import torch
 import yaml
 from torch.utils.data import DataLoader
 
-from pretrain.batches import Batches, Decoded, Share, in_memory
+from pretrain.batches import Batches, Share, in_memory
+from pretrain.board import Board, require_tensorboard
 from pretrain.checkpoint import (
     has_state,
     load_state,
@@ -22,6 +23,8 @@ from pretrain.checkpoint import (
     save_state,
 )
 from pretrain.clock import Clock
+from pretrain.journal import Journal
+from pretrain.monitor import Monitor, described
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Objective
 from pretrain.optimizers import AdamW, OptimizerRecipe
@@ -37,7 +40,7 @@ from ssl_bench.files import write_text_atomically
 from ssl_bench.models import ViTConfig
 from ssl_bench.models.checkpoint import save_encoder
 
-ENCODER, CONFIG, LOG = "last.safetensors", "config.yaml", "log.jsonl"
+ENCODER, CONFIG, LOG, BOARD = "last.safetensors", "config.yaml", "log.jsonl", "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class Pretraining:
     optimizer: OptimizerRecipe = field(default_factory=AdamW)
     data: DataOptions = field(default_factory=DataOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
+    monitor: Monitor = field(default_factory=Monitor)
 
     @property
     def encoder(self) -> ViTConfig:
@@ -77,7 +81,10 @@ class Pretraining:
             ConfigurationError: `out` holds a run, or another one than this; training diverged.
             Preempted: SIGTERM or SIGUSR1 came, and everything is saved.
             KeyboardInterrupt: likewise for SIGINT.
+            MachineError: a folder cannot be written, or TensorBoard is asked for and missing.
         """
+        if self.train.tensorboard:
+            require_tensorboard()
         name = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with ExitStack() as stack:
             request = stack.enter_context(stop_requests())
@@ -107,7 +114,12 @@ class Run:
         self.timeline = plan.train.timeline(len(images))
         self.description = describe(plan) | {"images": _digest(images)}
         self.batches = _batches(plan, images, ranks)
-        learner = plan.objective.build(plan.encoder, self.timeline, seed=plan.train.seed)
+        learner = plan.objective.build(
+            plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
+        )
+        self.observer = plan.monitor.open(
+            learner, self.timeline, data_root=plan.data.root, class_names=images.class_names
+        )
         self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
         self.step = 0
 
@@ -136,7 +148,7 @@ class Run:
             symptom_patience=options.collapse_patience,
             first_step=options.warmup_steps(self.timeline),
         )
-        report = Report(self.out / LOG, done=self.step, total=total, ranks=self.ranks, watch=watch)
+        report = Report(self._journal(), done=self.step, total=total, ranks=self.ranks, watch=watch)
         with closing(report):
             if self.step:
                 report.say(f"going on after step {self.step} of {total}")
@@ -148,6 +160,14 @@ class Run:
             self.save(report)
             if self.step < total:
                 self._leave(report)
+
+    def _journal(self) -> Journal | None:
+        if not self.ranks.is_first:
+            return None
+        board = None
+        if self.plan.train.tensorboard:
+            board = Board(self.out / BOARD, last_step=self.step)
+        return Journal(self.out / LOG, last_step=self.step, board=board)
 
     def save(self, report: Report) -> None:
         """Write training state and encoder, once all steps so far are known to be sound."""
@@ -176,8 +196,23 @@ class Run:
         values = self.trainer.take_step(self.step, parts)
         row = self._row()
         self.step += 1
-        report.note(row, values, stop=self._wants_to_stop(), save=self._wants_to_save())
+        try:
+            row |= self._measures(report)
+        finally:
+            # An image that cannot be read must not cost the row of a step that was taken.
+            report.note(row, values, stop=self._wants_to_stop(), save=self._wants_to_save())
         report.settle()
+
+    def _measures(self, report: Report) -> dict[str, float]:
+        """What the monitor finds after this step, if it is its turn; one process measures."""
+        if self.observer is None or not self.ranks.is_first:
+            return {}
+        measures = self.observer.measures(self.step)
+        if measures:
+            report.say(f"step {self.step}/{self.timeline.total_steps}  {described(measures)}")
+            # The time it took is not that of the next step.
+            self.clock.begin()
+        return measures
 
     def _groups(self) -> Generator[Any, None, None]:
         """Crops of all parts that are still to come; closing it ends the data workers."""
@@ -187,7 +222,7 @@ class Run:
             self.batches,
             batch_size=None,
             sampler=remaining,
-            num_workers=self.plan.train.workers(device, self.ranks.count),
+            num_workers=self.plan.train.workers(device),
             pin_memory=device.type == "cuda",
             worker_init_fn=leave_signals_to_the_parent,
             # It draws a number when iterated, which must not come out of the global generator.
@@ -215,6 +250,7 @@ class Run:
             **self.trainer.values(self.step),
             "images_per_second": self.plan.train.batch_size / seconds,
             "data_wait": 100 * waited / seconds,
+            "mfu": self.trainer.utilisation(seconds),
         }
 
     def _wants_to_stop(self) -> bool:
@@ -269,10 +305,9 @@ def _batches(plan: Pretraining, images: ImageSet, ranks: Ranks) -> Batches:
             f"train.batch_size must be a multiple of {pieces} (train.accumulation x processes), "
             f"got {options.batch_size}"
         )
-    decoded = Decoded(images)
     sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
     return Batches(
-        images=in_memory(decoded) if plan.data.in_memory else decoded,
+        images=in_memory(images) if plan.data.decodes_once else images,
         cut=partial(crops.cut, sizes=sizes),
         share=Share(options.batch_size, options.accumulation, ranks.rank, ranks.count),
         seed=options.seed,
@@ -292,5 +327,5 @@ def _next_part(arriving: Iterator[Any]) -> Any:
 
 
 def _digest(images: ImageSet) -> str:
-    """Which images these are, wherever they lie: hexadecimal sha256 of their ids."""
-    return hashlib.sha256("\n".join(images.ids).encode()).hexdigest()
+    """Which images these are, wherever they lie: hexadecimal sha256 of their ids and classes."""
+    return hashlib.sha256("\n".join((*images.ids, *images.class_names)).encode()).hexdigest()

@@ -15,6 +15,7 @@ from pretrain.optimizers import OptimizerRecipe, clip_per_tensor, parameter_grou
 from pretrain.options import TrainOptions
 from pretrain.ranks import Ranks
 from pretrain.schedules import Cosine, Timeline
+from pretrain.utilisation import product_rate, training_flops
 
 _REFERENCE_BATCH = 256
 
@@ -42,6 +43,8 @@ class Trainer:
         top = recipe.lr * options.batch_size / _REFERENCE_BATCH
         self.lr = Cosine(top, options.final_lr, total, options.warmup_steps(timeline))
         self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
+        dtype = torch.bfloat16 if options.autocasts(ranks.device) else torch.float32
+        self._product_rate, self._flops = product_rate(ranks.device, dtype), 0.0
 
     def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
         """Learn from one batch, given in as many parts as it is accumulated from.
@@ -57,6 +60,10 @@ class Trainer:
         self.optimizer.zero_grad()
         self.learner.follow(step)
         return report
+
+    def utilisation(self, seconds: float) -> float:
+        """Percent of the rate of a large matrix product that a step of such a length reaches."""
+        return 100 * self._flops / (seconds * self._product_rate)
 
     def values(self, step: int) -> dict[str, float]:
         """Everything that is scheduled, for the log."""
@@ -82,6 +89,10 @@ class Trainer:
         """Gradients of the mean loss over all parts; mean of what they report."""
         reports = []
         for number, views in enumerate(parts, start=1):
+            if not self._flops:
+                assert isinstance(self.learner, nn.Module)
+                part = training_flops(self.learner, views, step)
+                self._flops = self.options.accumulation * part
             with self._averaging(last=number == self.options.accumulation):
                 loss, report = self._loss(step, views)
                 (loss / self.options.accumulation).backward()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import Encoder
 
-Facet = Literal["token", "token_normed", "cls", "key", "query", "value"]
+Facet = Literal["token", "token_normed", "cls", "cls_normed", "key", "query", "value"]
 Features = dict[int, dict[Facet, Tensor]]
 
 FACETS: tuple[Facet, ...] = get_args(Facet)
@@ -26,8 +26,8 @@ class FeatureExtractor:
         encoder: Is moved to `device`.
         layers: Block indices from 0 to depth - 1.
         facets: "token": patches after the block; "token_normed": the same through the encoder's
-            final norm; "cls": the first token after the block; "key", "query", "value": thirds of
-            the qkv layer's output, heads concatenated.
+            final norm; "cls" and "cls_normed": likewise the first token; "key", "query", "value":
+            thirds of the qkv layer's output, heads concatenated.
         device: As torch names it.
         dtype: Below float32 the encoder runs under autocast; features are float32 always.
         pad: Pad right and bottom to a multiple of the patch with zeros, after normalisation, as
@@ -66,7 +66,7 @@ class FeatureExtractor:
             images: RGB in [0, 1]; normalised here.
 
         Returns:
-            "batch dim" for "cls", "batch rows cols dim" for all others.
+            "batch dim" for "cls" and "cls_normed", "batch rows cols dim" for all others.
 
         Raises:
             ConfigurationError: The patch does not divide height and width, and `pad` is off.
@@ -126,11 +126,14 @@ class FeatureExtractor:
         def keep(_block: nn.Module, _inputs: tuple, tokens: Tensor) -> None:
             if "token" in self.facets:
                 features["token"] = self._patches(tokens, grid)
-            if "token_normed" in self.facets:
-                normed = self._module.get_submodule("norm")(tokens)
-                features["token_normed"] = self._patches(normed, grid)
             if "cls" in self.facets:
                 features["cls"] = tokens[:, 0].float()
+            if "token_normed" in self.facets or "cls_normed" in self.facets:
+                normed = self._module.get_submodule("norm")(tokens)
+                if "token_normed" in self.facets:
+                    features["token_normed"] = self._patches(normed, grid)
+                if "cls_normed" in self.facets:
+                    features["cls_normed"] = normed[:, 0].float()
 
         return keep
 
@@ -234,5 +237,5 @@ def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
         raise ConfigurationError(
             f"facets must be among {', '.join(FACETS)}, got {', '.join(unknown) or 'none'}"
         )
-    if "cls" in facets and not encoder.num_prefix_tokens:
+    if {"cls", "cls_normed"} & set(facets) and not encoder.num_prefix_tokens:
         raise ConfigurationError(f"{encoder.name} has no [CLS] token; ask for facet=token")

@@ -1,14 +1,19 @@
 """Scores as pure functions; whatever is counted is counted in int64, shares are percent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from torch import Tensor
 
 IGNORED = 255
 ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
+
+# Similarities that are in memory at once: a quarter of a gibibyte.
+_SIMILARITIES = 2**26
 
 
 def class_counts(
@@ -70,7 +75,7 @@ def bootstrap_sums(
     rows = torch.arange(num_resamples)[:, None] * num_images
     times = torch.bincount((draws + rows).flatten(), minlength=num_resamples * num_images)
     weights = times.reshape(num_resamples, num_images).double().to(per_image.device)
-    sums = weights @ per_image.flatten(1).double()
+    sums = weights @ per_image.reshape(num_images, -1).double()
     return sums.reshape(num_resamples, *per_image.shape[1:])
 
 
@@ -144,3 +149,82 @@ def effective_rank(tokens: Float[Tensor, "tokens dim"]) -> float:
         return 0.0
     shares = values / total
     return float(torch.exp(-(shares * shares.clamp(min=1e-300).log()).sum()))
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledFeatures:
+    """Features of images, of any length, and the class of each image."""
+
+    features: Float[Tensor, "images dim"]
+    labels: Int64[Tensor, " images"]
+
+    def to(self, device: torch.device) -> "LabelledFeatures":
+        return LabelledFeatures(self.features.to(device), self.labels.to(device))
+
+
+def knn_ranks(
+    queries: LabelledFeatures,
+    bank: LabelledFeatures,
+    *,
+    num_classes: int,
+    neighbours: Sequence[int],
+    temperature: float,
+) -> Int64[Tensor, "numbers queries"]:
+    """Place of each query's class in the vote of the nearest neighbours, 0 if it wins.
+
+    Cosine similarities s of the k nearest images of the bank vote with exp(s / temperature). Of
+    equally near images the earlier counts as nearer, of classes with equally many votes the lower
+    one wins, and a class without votes has the place `num_classes`.
+
+    Args:
+        queries: Images that are asked about; their labels are the truth.
+        bank: Images that answer.
+        num_classes: Labels are below it.
+        neighbours: Numbers of neighbours k, each at most the size of the bank.
+        temperature: More than 0; small ones listen to the nearest alone.
+
+    Source: `knn_classifier` of
+    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
+    where ties, and in the top 5 the order of classes without votes, are left to the sort.
+    """
+    memory = F.normalize(bank.features.float(), dim=1).T
+    rows = max(1, _SIMILARITIES // memory.shape[1])
+    found = []
+    for start in range(0, len(queries.labels), rows):
+        some = F.normalize(queries.features[start : start + rows].float(), dim=1)
+        similarities, index = nearest(some @ memory, max(neighbours))
+        # Relative to the nearest, so that no temperature overflows.
+        votes = torch.exp((similarities - similarities[:, :1]).double() / temperature)
+        named, true = bank.labels[index], queries.labels[start : start + rows]
+        ranks = [vote_rank(votes[:, :k], named[:, :k], true, num_classes) for k in neighbours]
+        found.append(torch.stack(ranks))
+    return torch.cat(found, dim=1)
+
+
+def nearest(
+    similarities: Float[Tensor, "rows columns"], count: int
+) -> tuple[Float[Tensor, "rows {count}"], Int64[Tensor, "rows {count}"]]:
+    """The largest values of each row and their columns, in order; of equal ones the first."""
+    values, index = similarities.topk(count)
+    # topk takes any of several equal values; where some were left out, only a full sort is fair.
+    unfair = (similarities >= values[:, -1:]).sum(1) > count
+    if unfair.any():
+        ordered = similarities[unfair].sort(dim=1, descending=True, stable=True)
+        values[unfair], index[unfair] = ordered.values[:, :count], ordered.indices[:, :count]
+    index, order = index.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return values, index.gather(1, order)
+
+
+def vote_rank(
+    votes: Float64[Tensor, "queries voters"],
+    named: Int64[Tensor, "queries voters"],
+    targets: Int64[Tensor, " queries"],
+    num_classes: int,
+) -> Int64[Tensor, " queries"]:
+    """How many classes come before the true one when every voter votes for the class it names."""
+    totals = votes.new_zeros(len(votes), num_classes).scatter_add_(1, named, votes)
+    own = totals.gather(1, targets[:, None])
+    lower = torch.arange(num_classes, device=targets.device) < targets[:, None]
+    before = (totals > own) | ((totals == own) & lower)
+    return torch.where(own[:, 0] > 0, before.sum(1), num_classes)

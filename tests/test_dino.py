@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from pretrain.objectives.cross_view import cross_view_loss
+from pretrain.objectives import cross_view
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Learner, Objective
 from pretrain.optimizers import parameter_groups
@@ -31,6 +32,11 @@ def plain_loss(embeddings, prototypes, targets, temperature):
     return torch.stack(terms).mean()
 
 
+def prototypes(network):
+    last_layer = network.head.last_layer
+    return last_layer.weight_g * F.normalize(last_layer.weight_v, dim=1)
+
+
 def learner_of(*, steps=100, steps_per_epoch=10, seed=0, **options):
     return replace(SMALL, **options).build(TINY, Timeline(steps, steps_per_epoch), seed=seed)
 
@@ -43,25 +49,43 @@ def views_of(batch=3, num_locals=2, seed=0):
     ]
 
 
+@pytest.mark.parametrize("chunk", [7, 30, 2048])
 @pytest.mark.parametrize("num_views", [2, 5])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
-def test_one_pass_gives_the_loss_and_gradients_of_the_double_loop(num_views, dtype, tolerance):
+def test_one_pass_gives_the_loss_and_gradients_of_the_double_loop(
+    chunk, num_views, dtype, tolerance, monkeypatch
+):
+    monkeypatch.setitem(cross_view._CHUNK, "cpu", chunk)
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randn(num_views, 6, 8, dtype=dtype, generator=generator)
-    prototypes = torch.randn(30, 8, dtype=dtype, generator=generator)
-    embeddings = nn.functional.normalize(embeddings, dim=-1).requires_grad_()
-    prototypes = nn.functional.normalize(prototypes, dim=-1).requires_grad_()
+    embeddings = F.normalize(embeddings, dim=-1).requires_grad_()
+    directions = torch.randn(30, 8, dtype=dtype, generator=generator).requires_grad_()
+    lengths = torch.rand(30, 1, dtype=dtype, generator=generator).requires_grad_()
     targets = torch.randn(2, 6, 30, dtype=dtype, generator=generator).mul(3).softmax(-1)
 
-    ours = cross_view_loss(embeddings, prototypes, targets, temperature=0.1)
-    plain = plain_loss(embeddings, prototypes, targets, 0.1)
+    ours = cross_view.cross_view_loss(embeddings, directions, lengths, targets, temperature=0.1)
+    plain = plain_loss(embeddings, lengths * F.normalize(directions), targets, 0.1)
 
     assert ours.item() == pytest.approx(plain.item(), rel=tolerance)
-    inputs = (embeddings, prototypes)
+    inputs = (embeddings, directions, lengths)
     for one, other in zip(
         torch.autograd.grad(3 * ours, inputs), torch.autograd.grad(3 * plain, inputs), strict=True
     ):
         torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+def test_a_second_pass_backwards_is_refused():
+    # The gradients are scaled where they lie, which a second pass must not do again.
+    embeddings = F.normalize(torch.randn(3, 2, 4), dim=-1).requires_grad_()
+    targets = torch.randn(2, 2, 5).softmax(-1)
+    loss = cross_view.cross_view_loss(
+        embeddings, torch.randn(5, 4), torch.ones(5, 1), targets, temperature=0.1
+    )
+
+    loss.backward(retain_graph=True)
+
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
 
 
 def test_the_learner_sees_each_teacher_view_from_every_other_student_view():
@@ -71,11 +95,11 @@ def test_the_learner_sees_each_teacher_view_from_every_other_student_view():
     loss, report = learner.loss(learner.student, views, step=0)
 
     teacher = learner.teacher.head(learner.teacher.backbone(views[0]))
-    logits = (teacher @ learner.teacher.head.last_layer().T - learner.center) / 0.04
+    logits = (teacher @ prototypes(learner.teacher).T - learner.center) / 0.04
     targets = logits.softmax(-1).unflatten(0, (2, 3))
     student = [learner.student.head(learner.student.backbone(group)) for group in views]
     embeddings = torch.cat(student).unflatten(0, (4, 3))
-    plain = plain_loss(embeddings, learner.student.head.last_layer(), targets, 0.1)
+    plain = plain_loss(embeddings, prototypes(learner.student), targets, 0.1)
     assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
     entropy = -(targets * targets.log()).sum(-1).mean()
     assert report["teacher_entropy"].item() == pytest.approx(entropy.item(), rel=1e-5)
@@ -86,14 +110,15 @@ def test_the_head_is_three_layers_onto_the_sphere_and_unit_prototypes():
     head = learner_of(seed=3).student.head
     features = torch.randn(5, 24)
 
-    embeddings, prototypes = head(features), head.last_layer()
+    embeddings = head(features)
 
     hidden = features
     for layer in list(head.mlp)[:-1]:
-        hidden = nn.functional.gelu(layer(hidden)) if isinstance(layer, nn.Linear) else hidden
+        hidden = F.gelu(layer(hidden)) if isinstance(layer, nn.Linear) else hidden
     expected = list(head.mlp)[-1](hidden)
     torch.testing.assert_close(embeddings, expected / expected.norm(dim=1, keepdim=True))
-    torch.testing.assert_close(prototypes.norm(dim=1), torch.ones(20))
+    unit = F.normalize(head.last_layer.weight_v, dim=1)
+    torch.testing.assert_close(head.last_layer(embeddings), embeddings @ unit.T)
     assert head.get_parameter("mlp.2.weight").std().item() == pytest.approx(0.02, rel=0.15)
     assert not head.get_parameter("mlp.0.bias").any()
 
@@ -129,17 +154,13 @@ def test_the_center_moves_after_the_loss_to_the_mean_over_all_parts():
 
     for views in parts:
         learner.loss(learner.student, views, step=0)
-    before = learner.center.clone()
+    before, weights = learner.center.clone(), prototypes(learner.teacher)
     outputs = torch.cat([views[0] for views in parts])
-    mean = (learner.teacher.head(learner.teacher.backbone(outputs)) @ prototypes(learner).T).mean(0)
+    mean = (learner.teacher.head(learner.teacher.backbone(outputs)) @ weights.T).mean(0)
     learner.follow(step=0)
 
     assert not before.any()
     torch.testing.assert_close(learner.center, 0.25 * mean)
-
-
-def prototypes(learner):
-    return learner.teacher.head.last_layer()
 
 
 def test_the_last_layer_waits_for_the_end_of_the_first_epoch():

@@ -182,6 +182,32 @@ def test_losses_agree_with_another_implementation():
     assert max(abs(a - b) for a, b in zip(ours, others, strict=True)) <= 1e-5
 
 
+def transformer_losses(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> list[float]:
+    model = build_vit(ViTConfig(image_size=16, patch_size=4, dim=32, depth=3, num_heads=2), seed=0)
+    parameters = list(model.double().parameters())
+    generator = torch.Generator().manual_seed(1)
+    images, wanted = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in [(64, 3, 16, 16), (64, 32)]
+    )
+    optimizer, losses = make(parameters), []
+    for _ in range(25):
+        loss = (model(images) - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_losses_of_a_transformer_agree_with_another_implementation():
+    # Gradients of rectangular matrices leave a null space, where any basis is an eigenbasis.
+    ours = transformer_losses(lambda p: SOAP(p, lr=5e-5, weight_decay=0.0))
+    others = transformer_losses(lambda p: pytorch_optimizer.SOAP(p, lr=5e-5, weight_decay=0.0))
+    assert ours[0] - ours[-1] > 0.05
+    assert max(abs(a - b) for a, b in zip(ours, others, strict=True)) <= 1e-3
+
+
 def matrix_regression(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> float:
     generator = torch.Generator().manual_seed(0)
     turns = [torch.linalg.qr(torch.randn(10, 10, generator=generator)).Q for _ in range(2)]

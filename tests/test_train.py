@@ -24,13 +24,13 @@ from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.optimizers import AdamW, Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Cosine
-from pretrain.train import ENCODER, LOG, Pretraining
+from pretrain.train import BOARD, ENCODER, LOG, Pretraining
 from ssl_bench.composition import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
 from ssl_bench.models import ViTConfig, load_encoder
 
 CPU = torch.device("cpu")
-TIMED = ("images_per_second", "data_wait")
+TIMED = ("images_per_second", "data_wait", "mfu")
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +192,27 @@ def test_a_run_asked_to_stop_in_its_last_step_is_simply_done(album, tmp_path, mo
     assert len(rows_of(tmp_path)) == 8
 
 
+def test_the_rows_of_the_log_are_curves_of_tensorboard_too(album, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    tiny(album, max_steps=3, tensorboard=True).run(tmp_path, device="cpu")
+
+    accumulator = events.EventAccumulator(str(tmp_path / BOARD))
+    accumulator.Reload()
+    points = [(event.step, event.value) for event in accumulator.Scalars("loss")]
+    assert points == [(row["step"], pytest.approx(row["loss"])) for row in rows_of(tmp_path)]
+
+
+def test_a_missing_tensorboard_is_noticed_before_anything_is_written(album, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+
+    with pytest.raises(MachineError, match="tensorboard"):
+        tiny(album, tensorboard=True).run(tmp_path / "run", device="cpu")
+
+    assert not (tmp_path / "run").exists()
+
+
 def test_time_that_is_up_saves_and_says_so(album, tmp_path, capsys):
     plan = tiny(album, max_minutes=0.0)
 
@@ -214,7 +235,9 @@ def test_without_a_terminal_a_line_now_and_then_tells_how_far_the_run_is(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 8
     assert re.fullmatch(
-        r"step 7/8  epoch 1  loss \d\.\d{3}  \d+ images/s  data wait \d+ %  00:0\d left", lines[6]
+        r"step 7/8  epoch 1  loss \d\.\d{3}  \d+ images/s  data wait \d+ %  "
+        r"mfu \d+\.\d %  00:0\d left",
+        lines[6],
     )
 
 

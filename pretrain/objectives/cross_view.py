@@ -1,15 +1,22 @@
 """DINO's loss over all pairs of views in one pass, with its gradient written down."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+# Prototypes whose logits are held at a time: few enough for the caches of a processor, enough to
+# hide the launches on a GPU.
+_CHUNK = {"cpu": 2_048, "cuda": 8_192}
+
 
 def cross_view_loss(
     embeddings: Float[Tensor, "views batch dim"],
-    prototypes: Float[Tensor, "out dim"],
+    directions: Float[Tensor, "out dim"],
+    lengths: Float[Tensor, "out 1"],
     targets: Float[Tensor, "2 batch out"],
     *,
     temperature: float,
@@ -17,57 +24,132 @@ def cross_view_loss(
     """Mean cross-entropy of every student view against every other teacher view.
 
     The targets of one student view sum to m q, m = 1 for the two views the teacher sees and 2 for
-    the others, so its terms are m lse(z) - <m q, z>, and their gradient is m softmax(z) - m q:
-    logits of one view at a time are all that is ever held.
+    the others, so its terms are m (lse(z) - <q, z>), and their gradient is m (softmax(z) - q).
+    Only the logits of some prototypes are ever held; they are computed twice, once for the
+    normalisers and once for the gradient. Autocast applies to the products.
 
     Args:
         embeddings: Of the student; the first two views are those of the teacher.
-        prototypes: Weight of the last layer; logits are embeddings @ prototypes.T.
+        directions: Of the prototypes, of any length but 0.
+        lengths: Of the prototypes; logits are embeddings @ (lengths * unit directions).T.
         targets: Probabilities that the teacher gives.
         temperature: Of the student.
 
     Source: `DINOLoss` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
     """
-    loss = _CrossView.apply(embeddings, prototypes, targets, temperature)
+    loss = _CrossView.apply(embeddings, directions, lengths, targets, temperature)
     assert isinstance(loss, Tensor)
     return loss
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Some of the prototypes, and all student views seen from them.
+
+    Attributes:
+        unit: Their directions.
+        factor: From unit directions to `weights`: length / temperature.
+        inverse_norm: From the directions to the unit ones.
+        opposite: What each of the first two views should say; the mean of both is for the others.
+    """
+
+    part: slice
+    unit: Float[Tensor, "chunk dim"]
+    inverse_norm: Float[Tensor, "chunk 1"]
+    factor: Float[Tensor, "chunk 1"]
+    weights: Float[Tensor, "chunk dim"]
+    logits: Float[Tensor, "views batch chunk"]
+    opposite: Float[Tensor, "2 batch chunk"]
+
+
+def _chunks(
+    tokens: Float[Tensor, "views batch dim"],
+    directions: Float[Tensor, "out dim"],
+    lengths: Float[Tensor, "out 1"],
+    targets: Float[Tensor, "2 batch out"],
+    temperature: float,
+) -> Iterator[_Chunk]:
+    size = _CHUNK.get(tokens.device.type, max(_CHUNK.values()))
+    for start in range(0, len(directions), size):
+        part = slice(start, start + size)
+        norm = torch.linalg.vector_norm(directions[part], dim=1, keepdim=True)
+        inverse_norm = norm.clamp_min(1e-12).reciprocal()
+        unit = directions[part] * inverse_norm
+        factor = lengths[part] / temperature
+        weights = (unit * factor).to(tokens.dtype)
+        logits = (tokens @ weights.T).to(targets.dtype)
+        opposite = targets[:, :, part].flip(0)
+        yield _Chunk(part, unit, inverse_norm, factor, weights, logits, opposite)
 
 
 class _CrossView(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, embeddings: Tensor, prototypes: Tensor, targets: Tensor, temperature: float
+        ctx: Any,
+        embeddings: Tensor,
+        directions: Tensor,
+        lengths: Tensor,
+        targets: Tensor,
+        temperature: float,
     ) -> Tensor:
         views, batch, _ = embeddings.shape
         share = 1 / ((2 * views - 2) * batch)
-        low = _product_dtype(embeddings)
-        weights = prototypes.to(low)
-        both = targets.sum(dim=0)
-        loss = torch.zeros((), dtype=targets.dtype, device=targets.device)
-        to_embeddings = torch.empty_like(embeddings)
-        to_prototypes = torch.zeros_like(prototypes)
-        with torch.autocast(embeddings.device.type, enabled=False):
-            for view in range(views):
-                mass, target = (1, targets[1 - view]) if view < 2 else (2, both)
-                tokens = embeddings[view].to(low)
-                logits = (tokens @ weights.T).to(targets.dtype).div_(temperature)
-                normaliser = logits.logsumexp(dim=-1, keepdim=True)
-                loss += mass * normaliser.sum() - torch.dot(target.flatten(), logits.flatten())
-                gradient = logits.sub_(normaliser).exp_().mul_(mass).sub_(target)
-                gradient = gradient.mul_(share / temperature).to(low)
-                to_embeddings[view] = gradient @ weights
-                to_prototypes += gradient.T @ tokens
-        ctx.save_for_backward(to_embeddings, to_prototypes)
-        return loss * share
+        mass = torch.full((views, 1, 1), 2 * share, device=embeddings.device, dtype=targets.dtype)
+        mass[:2] = share
+        tokens = embeddings.to(_product_dtype(embeddings))
+        inputs = (tokens, directions, lengths, targets, temperature)
+        loss, normaliser = _loss(inputs, mass)
+        ctx.save_for_backward(*_gradients(inputs, mass, normaliser))
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        to_embeddings, to_prototypes = ctx.saved_tensors
-        return gradients[0] * to_embeddings, gradients[0] * to_prototypes, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # In place: a copy of the prototypes' gradient would be the largest tensor of the loss.
+        return *(saved.mul_(gradients[0]) for saved in ctx.saved_tensors), None, None
+
+
+def _loss(
+    inputs: tuple[Any, ...], mass: Float[Tensor, "views 1 1"]
+) -> tuple[Float[Tensor, ""], Float[Tensor, "views batch 1"]]:
+    """The loss, and the logarithms of what the exponentials of the logits sum to."""
+    normalisers, agreement = [], torch.zeros_like(mass[0, 0, 0])
+    for chunk in _chunks(*inputs):
+        large, small = chunk.logits[:2], chunk.logits[2:].sum(dim=0)
+        agreement += mass[0, 0, 0] * torch.sum(chunk.opposite * large)
+        agreement += 2 * mass[0, 0, 0] * torch.sum(chunk.opposite.mean(dim=0) * small)
+        normalisers.append(chunk.logits.logsumexp(dim=-1, keepdim=True))
+    normaliser = torch.cat(normalisers, dim=-1).logsumexp(dim=-1, keepdim=True)
+    return torch.sum(mass * normaliser) - agreement, normaliser
+
+
+def _gradients(
+    inputs: tuple[Any, ...],
+    mass: Float[Tensor, "views 1 1"],
+    normaliser: Float[Tensor, "views batch 1"],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the loss, by embeddings, directions and lengths."""
+    tokens, directions, lengths, _, temperature = inputs
+    to_embeddings = torch.zeros_like(tokens, dtype=normaliser.dtype)
+    to_directions, to_lengths = torch.empty_like(directions), torch.empty_like(lengths)
+    weighted = (mass * tokens).to(tokens.dtype).flatten(0, 1)
+    for chunk in _chunks(*inputs):
+        gradient = chunk.logits.sub_(normaliser).exp_()
+        gradient[:2] -= chunk.opposite
+        gradient[2:] -= chunk.opposite.mean(dim=0)
+        gradient = gradient.to(tokens.dtype)
+        to_embeddings += gradient @ chunk.weights
+        to_weights = (gradient.flatten(0, 1).T @ weighted).to(directions.dtype)
+        radial = torch.sum(to_weights * chunk.unit, dim=1, keepdim=True)
+        tangential = to_weights.addcmul_(chunk.unit, radial, value=-1)
+        to_directions[chunk.part] = tangential * (chunk.factor * chunk.inverse_norm)
+        to_lengths[chunk.part] = radial / temperature
+    return to_embeddings.mul_(mass), to_directions, to_lengths
 
 
 def _product_dtype(like: Tensor) -> torch.dtype:
     """What autocast would compute matrix products in."""
     device = like.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else like.dtype
+    # Tensors without values, on which work is counted, know no autocast.
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else like.dtype

@@ -5,7 +5,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,8 +64,16 @@ class Dino:
         for name in ("momentum", "center_momentum"):
             _require(0 <= getattr(self, name) <= 1, name, "in [0, 1]", getattr(self, name))
 
-    def build(self, model: ViTConfig, timeline: Timeline, *, seed: int) -> "DinoLearner":
-        """A student, and a teacher that equals it."""
+    def build(
+        self,
+        model: ViTConfig,
+        timeline: Timeline,
+        *,
+        seed: int,
+        class_names: Sequence[str] = (),
+    ) -> "DinoLearner":
+        """A student, and a teacher that equals it; classes are of no interest."""
+        del class_names
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             head = DinoHead(model.dim, self)
@@ -80,8 +88,11 @@ class Prototypes(nn.Module):
         self.weight_v = nn.Parameter(nn.Linear(in_dim, out_dim, bias=False).weight.detach())
         self.weight_g = nn.Parameter(torch.ones(out_dim, 1), requires_grad=trained_length)
 
-    def forward(self) -> Float[Tensor, "out dim"]:
-        return self.weight_g * F.normalize(self.weight_v, dim=1)
+    def forward(self, embeddings: Float[Tensor, "images dim"]) -> Float[Tensor, "images out"]:
+        """In float32 at least; without a copy of the weights in another length."""
+        logits = F.linear(embeddings, self.weight_v)
+        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        return logits * (self.weight_g / self.weight_v.norm(dim=1, keepdim=True)).T
 
 
 class DinoHead(nn.Module):
@@ -118,10 +129,16 @@ class DinoNetwork(nn.Module):
 
     def forward(
         self, views: Views
-    ) -> tuple[Float[Tensor, "images bottleneck"], Float[Tensor, "out bottleneck"]]:
-        """Embeddings of all views, and the prototypes; one pass through the encoder a size."""
+    ) -> tuple[
+        Float[Tensor, "images bottleneck"], Float[Tensor, "out bottleneck"], Float[Tensor, "out 1"]
+    ]:
+        """Embeddings of all views, and directions and lengths of the prototypes.
+
+        One pass through the encoder for each size of views.
+        """
         features = torch.cat([self.backbone(group) for group in views])
-        return self.head(features), self.head.last_layer()
+        last_layer = self.head.last_layer
+        return self.head(features), last_layer.weight_v, last_layer.weight_g
 
 
 class DinoLearner(nn.Module):
@@ -156,10 +173,11 @@ class DinoLearner(nn.Module):
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
         """Loss of a part of a batch; `views` holds the large crops, then the small ones."""
         targets, entropy = self._targets(views[0], self.teacher_temperature(step))
-        embeddings, prototypes = network(views)
+        embeddings, directions, lengths = network(views)
         loss = cross_view_loss(
             embeddings.float().unflatten(0, (-1, len(views[0]) // 2)),
-            prototypes,
+            directions,
+            lengths,
             targets,
             temperature=self.options.student_temperature,
         )
@@ -216,12 +234,13 @@ class DinoLearner(nn.Module):
         self, views: Float[Tensor, "images 3 height width"], temperature: float
     ) -> tuple[Float[Tensor, "2 batch out"], Float[Tensor, ""]]:
         """Centred and sharpened output of the teacher, and its mean entropy in nats."""
-        embeddings, prototypes = self.teacher([views])
-        output = F.linear(embeddings, prototypes).float()
+        head = self.teacher.head
+        output = head.last_layer(head(self.teacher.backbone(views)))
         self._teacher_means.append(output.mean(dim=0))
-        logs = torch.log_softmax((output - self.center) / temperature, dim=-1)
-        targets = logs.exp()
-        entropy = -(targets * logs).sum(dim=-1).mean()
+        logits = output.sub_(self.center).div_(temperature)
+        targets = logits.softmax(dim=-1)
+        normaliser = logits.logsumexp(dim=-1)
+        entropy = (normaliser - torch.linalg.vecdot(targets, logits)).mean()
         return targets.unflatten(0, (2, -1)), entropy
 
 

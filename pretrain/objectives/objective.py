@@ -5,13 +5,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.schedules import Timeline
+from ssl_bench.data.samples import Sample
 from ssl_bench.models import VisionTransformer, ViTConfig
 
-Views = Sequence[Float[Tensor, "_ 3 _ _"]]
+Views = Sequence[Tensor]
+"""Images of one size or several, and what else a loss needs to know of them, such as labels."""
 
 
 @runtime_checkable
@@ -59,14 +61,25 @@ class Learner(Protocol):
 
 
 @runtime_checkable
+class Classifier(Protocol):
+    """A learner that names classes; it can be validated."""
+
+    def classify(
+        self, images: Float[Tensor, "batch 3 height width"]
+    ) -> Float[Tensor, "batch classes"]:
+        """Logits of normalised images."""
+        ...
+
+
+@runtime_checkable
 class ViewMaker(Protocol):
-    """From images to the views a learner takes: the part for the CPU, then that for the device."""
+    """From samples to the views a learner takes: the part for the CPU, then that for the device."""
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]: ...
 
     def cut(
         self,
-        images: Iterable[UInt8[np.ndarray, "_ _ 3"]],
+        samples: Iterable[Sample],
         generators: Iterable[np.random.Generator],
         sizes: Sequence[int],
     ) -> Any: ...
@@ -81,4 +94,13 @@ class Objective(Protocol):
     @property
     def crops(self) -> ViewMaker: ...
 
-    def build(self, model: ViTConfig, timeline: Timeline, *, seed: int) -> Learner: ...
+    def build(
+        self,
+        model: ViTConfig,
+        timeline: Timeline,
+        *,
+        seed: int,
+        class_names: Sequence[str] = (),
+    ) -> Learner:
+        """A learner at its start; `class_names` are those of the training images, if any."""
+        ...

@@ -1,0 +1,245 @@
+"""How good the encoder is by now: measured on labelled images every few epochs of a run."""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor, nn
+
+from pretrain.augmentation import Images, normalise
+from pretrain.objectives.objective import Classifier, Learner
+from pretrain.schedules import Timeline
+from ssl_bench.data.central_square import central_square
+from ssl_bench.data.class_folders import ClassFolders
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.metrics import LabelledFeatures, knn_ranks
+
+KNN, ACCURACY = "knn_top1", "val_top1"
+_MOST_THREADS = 16
+
+View = tuple[UInt8[Tensor, "3 size size"], int]
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """What is measured, how often and on which images. Nothing by default.
+
+    Attributes:
+        root: Folder that holds `train/CLASS/PICTURE` and likewise `val`; `data.root` without it.
+        val_split: Without it `val`, else `test`.
+        known_only: Leave out validation images of classes that the training split lacks, where
+            they are an error otherwise.
+        knn_epochs: Every so many epochs, and after the last step, the images of the validation
+            split take the class that the nearest training images vote for: `knn_top1`, percent.
+        accuracy_epochs: Likewise the head of a supervised run: `val_top1`.
+        neighbours: How many training images vote.
+        temperature: A neighbour's vote is exp(cosine similarity / temperature).
+        train_images: At most so many vote, drawn once.
+        val_images: At most so many are asked about, drawn once.
+        crop_share: Side of the central square that is looked at, relative to the shorter side.
+        batch_size: Images that pass the encoder together.
+    """
+
+    root: str | None = None
+    train_split: str = "train"
+    val_split: str | None = None
+    known_only: bool = False
+    knn_epochs: int | None = None
+    accuracy_epochs: int | None = None
+    neighbours: int = 20
+    temperature: float = 0.07
+    train_images: int = 10_000
+    val_images: int = 5_000
+    crop_share: float = 0.875
+    batch_size: int = 128
+
+    def __post_init__(self) -> None:
+        names = ("knn_epochs", "accuracy_epochs", "neighbours", "train_images", "val_images")
+        for name in (*names, "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"monitor.{name} must be 1 or more, got {value}")
+        if self.temperature <= 0 or not 0 < self.crop_share <= 1:
+            raise ConfigurationError(
+                "monitor.temperature must be > 0 and monitor.crop_share in (0, 1], got "
+                f"{self.temperature} and {self.crop_share}"
+            )
+
+    def open(
+        self,
+        learner: Learner,
+        timeline: Timeline,
+        *,
+        data_root: str | None,
+        class_names: Sequence[str],
+    ) -> "Observer | None":
+        """Find the images; none is decoded, and nothing happens where nothing is measured.
+
+        Args:
+            learner: What will be looked at.
+            timeline: Of the run.
+            data_root: Where the images are unless `root` says so.
+            class_names: Those that the learner was built for.
+
+        Raises:
+            ConfigurationError: there is no folder of images, the learner has no head to validate,
+                its classes are others, or more neighbours are asked for than there are images.
+            DataError: the images are not there.
+        """
+        if self.knn_epochs is None and self.accuracy_epochs is None:
+            return None
+        root = self.root or data_root
+        if root is None:
+            raise ConfigurationError("monitor.root=DIR is needed, with train/CLASS/PICTURE in it")
+        folders = ClassFolders(root, self.train_split, self.val_split, self.known_only)
+        observer = Observer(self, folders, learner, timeline)
+        if self.accuracy_epochs is not None:
+            observer.require_head(class_names)
+        return observer
+
+
+class Observer:
+    """A monitor with its images and the learner it looks at.
+
+    It draws no random number and leaves the learner as it was, so that a run is the same with it
+    and without.
+    """
+
+    def __init__(
+        self, options: Monitor, folders: ClassFolders, learner: Learner, timeline: Timeline
+    ) -> None:
+        self.options, self.learner, self.timeline = options, learner, timeline
+        self.val = _Drawn.of(folders.val(), options.val_images)
+        self.train = _Drawn.of(folders.train(), options.train_images)
+        if options.knn_epochs is not None and options.neighbours > len(self.train.indices):
+            raise ConfigurationError(
+                f"monitor.neighbours must be at most the {len(self.train.indices)} training "
+                f"images, got {options.neighbours}"
+            )
+
+    def require_head(self, class_names: Sequence[str]) -> None:
+        """Make sure that the learner names the classes of the images, those of `class_names`.
+
+        Raises:
+            ConfigurationError: it does not.
+        """
+        if not isinstance(self.learner, Classifier):
+            raise ConfigurationError(
+                "monitor.accuracy_epochs needs a head that names classes, objective=supervised; "
+                "monitor.knn_epochs works without"
+            )
+        if tuple(class_names) != self.val.images.class_names:
+            raise ConfigurationError(
+                f"monitor.accuracy_epochs expects the {len(class_names)} classes of the run in "
+                f"monitor.root, which has {len(self.val.images.class_names)} or others"
+            )
+
+    def measures(self, step: int) -> dict[str, float]:
+        """What is due after the step of this number, counted from 1; in percent, NaN if diverged.
+
+        Raises:
+            DataError: an image cannot be read.
+        """
+        found = {}
+        if self._is_due(self.options.accuracy_epochs, step):
+            found[ACCURACY] = self._accuracy()
+        if self._is_due(self.options.knn_epochs, step):
+            found[KNN] = self._knn()
+        return found
+
+    def _is_due(self, epochs: int | None, step: int) -> bool:
+        if epochs is None:
+            return False
+        is_last = step == self.timeline.total_steps
+        return is_last or step % (epochs * self.timeline.steps_per_epoch) == 0
+
+    def _accuracy(self) -> float:
+        assert isinstance(self.learner, Classifier)
+        found = self._outputs(self.val, self.learner.classify)
+        if not found.features.isfinite().all():
+            return math.nan
+        return _percent(found.features.argmax(1) == found.labels)
+
+    def _knn(self) -> float:
+        # Not called as a module: a compiled one would be compiled anew for these shapes.
+        features = self.learner.encoder.forward
+        bank, queries = (self._outputs(images, features) for images in (self.train, self.val))
+        if not (bank.features.isfinite().all() and queries.features.isfinite().all()):
+            return math.nan
+        (ranks,) = knn_ranks(
+            queries,
+            bank,
+            num_classes=len(self.val.images.class_names),
+            neighbours=[self.options.neighbours],
+            temperature=self.options.temperature,
+        )
+        return _percent(ranks == 0)
+
+    @torch.no_grad()
+    def _outputs(self, drawn: "_Drawn", compute: Callable[[Images], Tensor]) -> LabelledFeatures:
+        """What a network gives for each image, and the classes."""
+        assert isinstance(self.learner, nn.Module)
+        device = next(self.learner.parameters()).device
+        size = self.learner.encoder.config.image_size
+        outputs, labels = [], []
+        with evaluating(self.learner), ThreadPoolExecutor(_threads()) as pool:
+            for batch in drawn.batches(self.options.batch_size):
+                views = list(pool.map(lambda index: self._view(drawn.images, index, size), batch))
+                pixels = torch.stack([pixels for pixels, _ in views]).to(device)
+                outputs.append(compute(normalise(pixels.float() / 255)).float())
+                labels += [label for _, label in views]
+        return LabelledFeatures(torch.cat(outputs), torch.tensor(labels, device=device))
+
+    def _view(self, images: ImageSet, index: int, size: int) -> View:
+        sample = images[index]
+        assert sample.label is not None
+        return central_square(sample.image, size, share=self.options.crop_share), sample.label
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Some images of a set, the same in every run."""
+
+    images: ImageSet
+    indices: tuple[int, ...]
+
+    @classmethod
+    def of(cls, images: ImageSet, at_most: int) -> "_Drawn":
+        order = np.random.default_rng(0).permutation(len(images))
+        return cls(images, tuple(sorted(order[:at_most].tolist())))
+
+    def batches(self, size: int) -> Iterator[tuple[int, ...]]:
+        for start in range(0, len(self.indices), size):
+            yield self.indices[start : start + size]
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Let a module and all parts of it run as in evaluation; afterwards each is as it was."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
+def described(measures: Mapping[str, float]) -> str:
+    """For people: `knn_top1 43.2 %`."""
+    return "  ".join(f"{name} {value:.1f} %" for name, value in measures.items())
+
+
+def _percent(right: Tensor) -> float:
+    return 100 * right.double().mean().item()
+
+
+def _threads() -> int:
+    return min(_MOST_THREADS, os.cpu_count() or 1)

@@ -1,0 +1,138 @@
+"""Supervised training of the same encoders: [CLS] -> linear head -> cross-entropy."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from pretrain.objectives.objective import Views
+from pretrain.schedules import Timeline
+from pretrain.single_crop import SingleCrop
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """Cross-entropy with the class of each image.
+
+    Attributes:
+        num_classes: Where it is given, the training images must have as many.
+        label_smoothing: Share of the target that is spread over all classes, in [0, 1).
+
+    Source: head and smoothing as in DeiT, https://arxiv.org/abs/2012.12877.
+    """
+
+    num_classes: int | None = None
+    label_smoothing: float = 0.1
+    crops: SingleCrop = field(default_factory=SingleCrop)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ConfigurationError(
+                f"objective.label_smoothing must be in [0, 1), got {self.label_smoothing}"
+            )
+
+    def build(
+        self,
+        model: ViTConfig,
+        timeline: Timeline,
+        *,
+        seed: int,
+        class_names: Sequence[str] = (),
+    ) -> "SupervisedLearner":
+        """An encoder with a head for `class_names`.
+
+        Raises:
+            ConfigurationError: the images have no classes, or another number than was said.
+        """
+        del timeline
+        self._check(class_names)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            head = nn.Linear(model.dim, len(class_names))
+            nn.init.trunc_normal_(head.weight, std=0.02)
+            nn.init.zeros_(head.bias)
+        return SupervisedLearner(self, SupervisedNetwork(build_vit(model, seed=seed), head))
+
+    def _check(self, class_names: Sequence[str]) -> None:
+        if len(class_names) < 2:
+            raise ConfigurationError(
+                "objective=supervised needs training images of two classes or more, got "
+                f"{len(class_names)}; set data.labels=true and data.root to a folder that holds "
+                "train/CLASS/PICTURE"
+            )
+        if self.num_classes not in (None, len(class_names)):
+            raise ConfigurationError(
+                f"objective.num_classes is {self.num_classes} but the training images have "
+                f"{len(class_names)} classes; leave it out or take the other images"
+            )
+
+
+class SupervisedNetwork(nn.Module):
+    """Encoder and head."""
+
+    def __init__(self, backbone: VisionTransformer, head: nn.Linear) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(
+        self, images: Float[Tensor, "batch 3 height width"]
+    ) -> Float[Tensor, "batch classes"]:
+        return self.head(self.backbone(images))
+
+
+class SupervisedLearner(nn.Module):
+    """A network and its loss."""
+
+    def __init__(self, options: Supervised, student: SupervisedNetwork) -> None:
+        super().__init__()
+        self.options, self.student = options, student
+
+    @property
+    def encoder(self) -> VisionTransformer:
+        return self.student.backbone
+
+    def compilable(self) -> Iterable[nn.Module]:
+        return (self.student.backbone,)
+
+    def loss(
+        self, network: Callable[..., Any], views: Views, step: int
+    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        """Loss of a part of a batch; `views` holds images, classes, and shares of mixtures."""
+        del step
+        images, labels, own_share = views
+        logits = network(images).float()
+        own, others = (
+            F.cross_entropy(
+                logits, wanted, reduction="none", label_smoothing=self.options.label_smoothing
+            )
+            for wanted in (labels, labels.roll(-1))
+        )
+        loss = (own_share * own + (1 - own_share) * others).mean()
+        right = (logits.argmax(1) == labels).float().mean()
+        return loss, {"train_top1": 100 * right}
+
+    def classify(
+        self, images: Float[Tensor, "batch 3 height width"]
+    ) -> Float[Tensor, "batch classes"]:
+        """Logits of normalised images; not compiled, so that any batch will do."""
+        return self.student.head(self.student.backbone.forward(images))
+
+    def hold_gradients(self, step: int) -> None:
+        """Everything is trained from the first step on."""
+
+    def follow(self, step: int) -> None:
+        """Nothing follows the student."""
+
+    def values(self, step: int) -> dict[str, float]:
+        del step
+        return {}
+
+    def symptom(self, row: Mapping[str, Any]) -> str | None:
+        """Nothing that the loss itself would not show."""
+        del row

@@ -1,0 +1,377 @@
+"""A training step of DINO: the official structure, restated plainly, against ours, in one run.
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.pretrain
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.pretrain --head-loss
+    python -m tests.benchmarks.pretrain --device cuda --json pretrain.json
+
+On a GPU the full size is the default: ViT-S/16, 224 pixels, 2 + 8 crops, batch 256, 65,536
+prototypes. Crops are cut beforehand. Ours starts from 8 bits and finishes them on the device inside
+the step; the plain loop gets finished ones, as from the official workers. Turns of ten steps
+alternate, so that a busy moment of the machine falls on all and every turn of SOAP has one refresh.
+Without a GPU milliseconds are those that the processor worked; take one thread then.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pretrain.batches import sample_generator
+from pretrain.multicrop import MultiCrop
+from pretrain.objectives.dino import Dino, DinoLearner
+from pretrain.optimizers import AdamW, OptimizerRecipe, Soap
+from pretrain.options import TrainOptions
+from pretrain.ranks import Ranks
+from pretrain.schedules import Timeline
+from pretrain.trainer import Trainer
+from pretrain.utilisation import product_rate, wait
+from ssl_bench.data.samples import Sample
+from ssl_bench.models import ViTConfig
+from tests.benchmarks.memory import MEBIBYTE, peak_mebibytes
+from tests.benchmarks.plain_dino import PlainDino
+from tests.benchmarks.provenance import provenance
+
+# Longer axes keep their own coordinates: of the official sizes only the 65,536 prototypes do, of
+# the small ones the 8,192, whose basis would take a processor minutes.
+SOAP_RECIPE = Soap(max_precond_dim=4_096)
+PERIOD = SOAP_RECIPE.precondition_frequency
+TIMELINE = Timeline(total_steps=100_000, steps_per_epoch=1_000)
+PLAIN, ADAMW, SOAP, LOW = "plain loop", "ours, AdamW", "ours, SOAP", "ours, AdamW, bfloat16"
+SIZES = {
+    "cuda": {"image": 224, "patch": 16, "dim": 384, "depth": 12, "batch": 256, "locals": 8},
+    "cpu": {"image": 64, "patch": 8, "dim": 192, "depth": 4, "batch": 16, "locals": 8},
+}
+OUT_DIMS = {"cuda": 65_536, "cpu": 8_192}
+# Bases of 2,048 directions would take a processor minutes.
+HIDDEN_DIMS = {"cuda": 2_048, "cpu": 384}
+HEAD_BATCHES = {"cuda": "16,64,256", "cpu": "16,64"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained on what."""
+
+    device: torch.device
+    model: ViTConfig
+    objective: Dino
+    batch: int
+    fused_attention: bool = False
+    precision: Literal["auto", "bfloat16"] = "auto"
+
+    @property
+    def train(self) -> TrainOptions:
+        return TrainOptions(batch_size=self.batch, precision=self.precision)
+
+    def learner(self) -> DinoLearner:
+        return self.objective.build(self.model, TIMELINE, seed=0)
+
+    def groups(self) -> Any:
+        """8-bit crops of a batch of random pictures, as a data worker hands them over."""
+        crops, generator = self.objective.crops, np.random.default_rng(0)
+        pictures = generator.integers(0, 256, (self.batch, 8, 10, 3), dtype=np.uint8)
+        samples = [
+            Sample(str(i), picture.repeat(32, axis=0).repeat(32, axis=1))
+            for i, picture in enumerate(pictures)
+        ]
+        generators = [sample_generator(0, 0, index) for index in range(self.batch)]
+        sizes = crops.sizes(self.model.image_size, self.model.patch_size)
+        groups = crops.cut(samples, generators, sizes)
+        return [g.pin_memory() for g in groups] if self.device.type == "cuda" else groups
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    return time.perf_counter if device.type == "cuda" else time.thread_time
+
+
+def milliseconds(work: Callable[[], object], device: torch.device) -> float:
+    """Until the device is done; without one, what the processor worked, whoever else wants it."""
+    clock = clock_of(device)
+    wait(device)
+    start = clock()
+    work()
+    wait(device)
+    return 1e3 * (clock() - start)
+
+
+@dataclass
+class Candidate:
+    """Something that takes steps.
+
+    Attributes:
+        held: Mebibytes of weights, buffers and optimizer state, known after the first steps.
+        step_ms: Of each turn.
+    """
+
+    take_step: Callable[[int], Any]
+    modules: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    steps: int = 0
+    step_ms: list[float] = field(default_factory=list)
+
+    def run(self, steps: int) -> float:
+        """Milliseconds a step; the device is waited for at the end only."""
+
+        def work() -> None:
+            for _ in range(steps):
+                self.take_step(self.steps)
+                self.steps += 1
+
+        return milliseconds(work, self.device) / steps
+
+    def peak(self) -> float:
+        """Mebibytes of weights, optimizer state and everything a step makes."""
+        return self._held() + peak_mebibytes(lambda: self.take_step(self.steps), self.device)
+
+    def _held(self) -> float:
+        tensors = [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
+        tensors += list(_tensors(list(self.optimizer.state.values())))
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values()) / MEBIBYTE
+
+
+def ours(setting: Setting, recipe: OptimizerRecipe, groups: Any) -> tuple[Candidate, Trainer]:
+    crops, device = setting.objective.crops, setting.device
+    trainer = Trainer(setting.learner(), recipe, setting.train, TIMELINE, Ranks(device))
+
+    def take_step(step: int) -> object:
+        return trainer.take_step(step, (crops.finish(part, device) for part in [groups]))
+
+    learner = trainer.learner
+    assert isinstance(learner, nn.Module)
+    return Candidate(take_step, [learner], trainer.optimizer, device), trainer
+
+
+def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]]) -> Candidate:
+    dino = PlainDino(setting.learner(), setting.device, fused_attention=setting.fused_attention)
+    finished = setting.objective.crops.finish(groups, torch.device("cpu"))
+    crops = [view for group in finished for view in group.split(setting.batch)]
+    if setting.device.type == "cuda":
+        crops = [crop.pin_memory() for crop in crops]
+
+    def take_step(step: int) -> object:
+        return dino.step(crops, rates(step), setting.train.clip or 0.0)
+
+    return Candidate(take_step, [dino.student, dino.teacher], dino.optimizer, setting.device)
+
+
+def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
+    """One row each for the plain loop, ours with AdamW, and ours with SOAP."""
+    groups = setting.groups()
+    adamw, trainer = ours(setting, AdamW(), groups)
+    soap, _ = ours(setting, SOAP_RECIPE, groups)
+    candidates = {PLAIN: plain(setting, groups, trainer.values), ADAMW: adamw, SOAP: soap}
+    if setting.device.type == "cpu":
+        low, _ = ours(replace(setting, precision="bfloat16"), AdamW(), groups)
+        candidates[LOW] = low
+    for candidate in candidates.values():
+        # Compiles, and builds the bases of SOAP.
+        candidate.run(2)
+    peaks = {name: candidate.peak() for name, candidate in candidates.items()}
+    looks_ms: list[float] = []
+    for _ in range(turns):
+        for candidate in candidates.values():
+            candidate.step_ms.append(candidate.run(PERIOD))
+        looks_ms.append(finishing_ms(setting, groups))
+    dtype = torch.bfloat16 if setting.train.autocasts(setting.device) else torch.float32
+    # A run measures by the wall clock, which is not what steps are measured with on a processor.
+    rates_apart = product_rate(setting.device, dtype) / product_rate(
+        setting.device, dtype, clock_of(setting.device)
+    )
+    medians = {name: median(candidate.step_ms) for name, candidate in candidates.items()}
+    return [
+        {
+            "row": name,
+            "step_ms": ms,
+            "turns_ms": candidates[name].step_ms,
+            "images_per_second": 1e3 * setting.batch / ms,
+            "times_plain": medians[PLAIN] / ms,
+            "peak_mebibytes": peaks[name],
+            "mfu": trainer.utilisation(ms / 1e3) * rates_apart,
+            "augmentation_share": None if name == PLAIN else 100 * median(looks_ms) / ms,
+            "times_adamw": None if name == PLAIN else ms / medians[ADAMW],
+        }
+        for name, ms in medians.items()
+    ]
+
+
+def finishing_ms(setting: Setting, groups: Any) -> float:
+    """Milliseconds that flip, jitter, grey, blur, solarize and normalise take on the device."""
+
+    def work() -> None:
+        for _ in range(PERIOD):
+            setting.objective.crops.finish(groups, setting.device)
+
+    return milliseconds(work, setting.device) / PERIOD
+
+
+@dataclass(frozen=True)
+class HeadFigures:
+    """Forward and backward pass of projection head and loss, without the encoder."""
+
+    mebibytes: float
+    milliseconds: float
+
+
+def measured_head(
+    name: str, batch: int, *, device: torch.device, out_dim: int, num_views: int = 10
+) -> HeadFigures:
+    """Peak memory, gradients of the weights included, and time; `name` is PLAIN or ADAMW.
+
+    The encoder is replaced by images of 3 x 8 x 16 values, laid flat: 384 features.
+    """
+    config = ViTConfig(image_size=8, patch_size=8, dim=384, depth=1)
+    learner = Dino(out_dim=out_dim).build(config, TIMELINE, seed=0)
+    learner.student.backbone = learner.teacher.backbone = nn.Flatten(1)  # type: ignore[assignment]
+    views = torch.randn(num_views * batch, 3, 8, 16, device=device, requires_grad=True)
+    if name == PLAIN:
+        dino = PlainDino(learner, device, fused_attention=True)
+        student, precision = dino.student, torch.float16
+
+        def loss() -> Tensor:
+            return dino.loss(views.split(batch), 0.04)
+    else:
+        student, precision = learner.to(device).student, torch.bfloat16
+
+        def loss() -> Tensor:
+            parts = [views[: 2 * batch], views[2 * batch :]]
+            value, _ = learner.loss(learner.student, parts, 0)
+            learner._teacher_means.clear()
+            return value
+
+    def work() -> None:
+        student.zero_grad()
+        views.grad = None
+        with torch.autocast(device.type, precision, enabled=device.type == "cuda"):
+            value = loss()
+        value.backward()
+
+    work()
+    student.zero_grad()
+    views.grad = None
+    peak = peak_mebibytes(work, device)
+    return HeadFigures(peak, median(milliseconds(work, device) for _ in range(5)))
+
+
+def head_records(device: torch.device, out_dim: int, batches: list[int]) -> list[dict[str, Any]]:
+    records = []
+    for batch in batches:
+        theirs, own = (
+            measured_head(name, batch, device=device, out_dim=out_dim) for name in (PLAIN, ADAMW)
+        )
+        records.append({"batch": batch, "plain": asdict(theirs), "ours": asdict(own)})
+    return records
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, list):
+        for entry in value:
+            yield from _tensors(entry)
+
+
+def print_steps(records: list[dict[str, Any]]) -> None:
+    print("| | step ms | images/s | x plain | peak MiB | MFU % | augmentation % | x AdamW |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for row in records:
+        share, ratio = (
+            "-" if row[key] is None else format(row[key], style)
+            for key, style in (("augmentation_share", ".1f"), ("times_adamw", ".2f"))
+        )
+        print(
+            f"| {row['row']} | {row['step_ms']:.0f} | {row['images_per_second']:.1f} "
+            f"| {row['times_plain']:.2f} | {row['peak_mebibytes']:.0f} | {row['mfu']:.1f} "
+            f"| {share} | {ratio} |"
+        )
+
+
+def print_heads(records: list[dict[str, Any]]) -> None:
+    print("| batch | plain MiB | ours MiB | less by | plain ms | ours ms | faster by |")
+    print("|---:|---:|---:|---:|---:|---:|---:|")
+    for row in records:
+        (most, slow), (least, fast) = (tuple(row[name].values()) for name in ("plain", "ours"))
+        print(
+            f"| {row['batch']} | {most:.0f} | {least:.0f} | {most / least:.1f} "
+            f"| {slow:.0f} | {fast:.0f} | {slow / fast:.2f} |"
+        )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=default)
+    for name, meaning in (
+        ("image", "side of the large crops"),
+        ("patch", "side of a patch"),
+        ("dim", "width of the encoder, a multiple of 64"),
+        ("depth", "blocks"),
+        ("batch", "images a step"),
+        ("locals", "small crops beside the two large ones"),
+        ("out-dim", "prototypes"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=meaning)
+    parser.add_argument("--turns", type=int, default=2, help=f"turns of {PERIOD} steps each")
+    parser.add_argument("--fused-attention", action="store_true", help="in the plain loop too")
+    parser.add_argument("--head-loss", action="store_true", help="head and loss alone")
+    parser.add_argument("--head-batches", help="such as 16,64,256")
+    parser.add_argument("--json", type=Path, help="file for the records")
+    return parser.parse_args()
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    size = {k: getattr(options, k) or v for k, v in SIZES[options.device].items()}
+    model = ViTConfig(
+        image_size=size["image"], patch_size=size["patch"], dim=size["dim"], depth=size["depth"],
+        num_heads=size["dim"] // 64,
+    )  # fmt: skip
+    objective = Dino(
+        out_dim=options.out_dim or OUT_DIMS[options.device],
+        hidden_dim=HIDDEN_DIMS[options.device],
+        # Every parameter takes part from the first step on.
+        freeze_last_layer_epochs=0.0,
+        crops=MultiCrop(num_locals=size["locals"]),
+    )
+    device = torch.device(options.device)
+    return Setting(device, model, objective, size["batch"], options.fused_attention)
+
+
+def main() -> None:
+    options = arguments()
+    print(provenance())
+    if options.head_loss:
+        out_dim = options.out_dim or OUT_DIMS["cuda"]
+        batches = options.head_batches or HEAD_BATCHES[options.device]
+        device = torch.device(options.device)
+        print(f"Head and loss, 384 features, 2 + 8 views, {out_dim} prototypes")
+        records = head_records(device, out_dim, [int(batch) for batch in batches.split(",")])
+        print_heads(records)
+    else:
+        setting = setting_of(options)
+        model, crops = setting.model, setting.objective.crops
+        print(
+            f"dim {model.dim}, depth {model.depth}, patch {model.patch_size}, {model.image_size} "
+            f"pixels, 2 + {crops.num_locals} crops, batch {setting.batch}, "
+            f"{setting.objective.out_dim} prototypes"
+        )
+        records = step_records(setting, options.turns)
+        print_steps(records)
+    if options.json:
+        content = {"provenance": provenance(), "records": records}
+        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
