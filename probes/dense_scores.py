@@ -20,6 +20,7 @@ from ssl_bench.metrics import (
     mean_iou,
     pixel_accuracy,
 )
+from ssl_bench.results import PerImage
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,10 @@ class RateScores:
 
     def accuracy_ci95(self, rate: int) -> tuple[float, float]:
         return interval95(pixel_accuracy(self._resampled(rate)))
+
+    def counts(self, rate: int) -> PerImage:
+        """Pixels that are right, predicted and true by class, for each image."""
+        return self.per_image[:, rate].numpy()
 
     def iou(self, rate: int) -> list[float]:
         """IoU of each class in percent, NaN where it is neither true nor predicted."""

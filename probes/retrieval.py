@@ -210,7 +210,9 @@ class Retrieval:
             "guesses": list(self.guesses),
         }
         for metric, value, interval in zip(_METRICS, values, intervals, strict=True):
-            yield Score(layer, self.facet, metric, value, interval, len(images), details)
+            number = len(images)
+            counts = scores.counts(0)
+            yield Score(layer, self.facet, metric, value, interval, number, details, counts)
 
 
 def _search(

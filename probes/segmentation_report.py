@@ -18,16 +18,20 @@ class SourceReport:
     """All that is known of the heads of one source.
 
     Attributes:
+        knob: What the rates are: learning rates, or another hyperparameter that is chosen.
+        constant: Share of the channels, from 0 to 1, that are the same in all training patches.
         held_out: Summed counts over the images held out of training; None where all were used.
         shared: Details that are the same for all sources.
     """
 
     layer: int
     facet: str
+    knob: str
     rates: Sequence[float]
     class_names: Sequence[str]
     val: RateScores
     held_out: Int64[Tensor, "rates 3 classes"] | None
+    constant: float
     shared: Mapping[str, Any]
 
     @property
@@ -49,25 +53,31 @@ class SourceReport:
     def _score(self, metric: str, rate: int, value: float, ci95: tuple[float, float]) -> Score:
         num_images = len(self.val.per_image)
         details = {**self._details(rate), **self.shared}
-        return Score(self.layer, self.facet, metric, value, ci95, num_images, details)
+        counts = self.val.counts(rate)
+        return Score(self.layer, self.facet, metric, value, ci95, num_images, details, counts)
 
     def _details(self, rate: int) -> dict[str, Any]:
         iou = dict(zip(self.class_names, _plain(self.val.iou(rate)), strict=True))
         held_out = None if self.held_out is None else _plain(mean_iou(self.held_out).tolist())
         return {
-            "learning_rate": self.rates[rate],
-            "learning_rates": list(self.rates),
+            self.knob: self.rates[rate],
+            f"{self.knob}s": list(self.rates),
             "miou_by_rate": _plain(self.val.miou()),
             "miou_by_rate_held_out": held_out,
+            "constant_channels_percent": round(100 * self.constant, 1),
             "warnings": self._warnings(rate),
             "iou_by_class": iou,
             "absent_classes": ABSENT_CLASS_POLICY,
         }
 
     def _warnings(self, rate: int) -> list[str]:
-        if len(self.rates) == 1 or 0 < rate < len(self.rates) - 1:
-            return []
-        return [f"the chosen learning rate {self.rates[rate]:g} is at the edge of its grid"]
+        warnings = []
+        if len(self.rates) > 1 and rate in (0, len(self.rates) - 1):
+            name = self.knob.replace("_", " ")
+            warnings.append(f"the chosen {name} {self.rates[rate]:g} is at the edge of its grid")
+        if self.constant == 1:
+            warnings.append("degenerate: all training patches have the same features")
+        return warnings
 
 
 def _plain(values: Sequence[float]) -> list[float | None]:

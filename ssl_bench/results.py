@@ -4,14 +4,22 @@ import hashlib
 import json
 import math
 import subprocess
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Shaped
+
 from ssl_bench.errors import DataError
-from ssl_bench.files import write_text_atomically
+from ssl_bench.files import write_atomically, write_text_atomically
+
+PerImage = Shaped[np.ndarray, "images *values"]
+"""What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
+predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +109,26 @@ class ResultStore:
         path = self.path(key)
         return self._read(path) if path.is_file() else None
 
-    def save(self, record: Record) -> Path:
+    def save(self, record: Record, per_image: PerImage | None = None) -> Path:
+        """Write a record and, beside it, what each image contributed to the value."""
         path = self.path(record.key())
+        if per_image is not None:
+            # First, so that a record never stands there without it.
+            write_atomically(
+                path.with_suffix(".npz"), lambda file: np.savez_compressed(file, per_image)
+            )
         text = json.dumps(_finite(asdict(record)), indent=1, sort_keys=True, default=list)
         write_text_atomically(path, text + "\n")
         return path
+
+    def per_image(self, record: Record) -> PerImage | None:
+        """What each image contributed; None where nothing, or only half of it, was kept."""
+        path = self.path(record.key()).with_suffix(".npz")
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return arrays["arr_0"]
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+            return None
 
     def records(self) -> list[Record]:
         """Every readable record; the paths of the others are in `unreadable`.

@@ -11,8 +11,9 @@ from pathlib import Path
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.files import write_text_atomically
 from ssl_bench.results import Record
+from ssl_bench.sheets import STYLES, Sheet, Word, set_sheet
 
-FORMATS = ("text", "markdown", "csv", "latex")
+FORMATS = (*STYLES, "csv")
 MARKERS = ("<!-- ssl-bench table -->", "<!-- end of ssl-bench table -->")
 
 
@@ -117,8 +118,10 @@ def _provenance(records: Sequence[Record]) -> str:
         return ", ".join(sorted({str(value) for value in values}))
 
     commits = [(record.git_commit or "wheel")[:10] for record in records]
+    left_out = [r.settings["left_out"] for r in records if "left_out" in r.settings]
+    unreadable = f", unreadable and left out: {distinct(left_out)}" if left_out else ""
     return (
-        f"{distinct([r.num_images for r in records])} images; "
+        f"{distinct([r.num_images for r in records])} images{unreadable}; "
         f"seeds {distinct([r.seed for r in records])}; "
         f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "
         f"torch {distinct([r.torch for r in records])}; "
@@ -133,52 +136,26 @@ def render(table: DepthTable, style: str) -> str:
     Raises:
         ConfigurationError: another style.
     """
-    if style == "csv":
-        return _as_csv(table)
-    if style == "markdown":
-        return _as_markdown(table)
-    if style == "latex":
-        return _as_latex(table)
-    if style == "text":
-        return _as_text(table)
-    raise ConfigurationError(f"expected --format {'|'.join(FORMATS)}, got {style!r}")
+    if style not in FORMATS:
+        raise ConfigurationError(f"expected --format {'|'.join(FORMATS)}, got {style!r}")
+    return _as_csv(table) if style == "csv" else set_sheet(_sheet(table), style)
 
 
-def _cell(table: DepthTable, layer: int, model: str, *, plus_minus: str = "±") -> str:
+def _sheet(table: DepthTable) -> Sheet:
+    best = {model: table.best_layer(model) for model in table.models}
+    rows = [
+        (Word(str(layer)), *(_word(table, layer, model, best[model]) for model in table.models))
+        for layer in table.layers
+    ]
+    return Sheet(table.title, ("block", *table.models), tuple(rows), table.provenance)
+
+
+def _word(table: DepthTable, layer: int, model: str, best_layer: int | None) -> Word:
     entry = table.entries.get((layer, model))
     if entry is None:
-        return ""
-    width = "" if entry.half_width is None else f" {plus_minus} {entry.half_width:.1f}"
-    return f"{entry.value:.1f}{width}"
-
-
-def _rows(table: DepthTable, bold: str, plus_minus: str = "±") -> list[list[str]]:
-    best = {model: table.best_layer(model) for model in table.models}
-    rows = []
-    for layer in table.layers:
-        cells = [_cell(table, layer, model, plus_minus=plus_minus) for model in table.models]
-        marked = [
-            bold.format(cell) if cell and best[model] == layer else cell
-            for cell, model in zip(cells, table.models, strict=True)
-        ]
-        rows.append([str(layer), *marked])
-    return rows
-
-
-def _as_markdown(table: DepthTable) -> str:
-    head = ["block", *(model.replace("|", "\\|") for model in table.models)]
-    lines = [f"**{table.title}**", "", " | ".join(["", *head, ""]).strip()]
-    lines.append("|" + "---|" + "---:|" * len(table.models))
-    lines += [" | ".join(["", *row, ""]).strip() for row in _rows(table, "**{}**")]
-    return "\n".join([*lines, "", f"<sub>{table.provenance}</sub>"]) + "\n"
-
-
-def _as_text(table: DepthTable) -> str:
-    rows = [["block", *table.models], *_rows(table, "*{}*")]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    rule = "-" * len(lines[0])
-    return "\n".join([table.title, rule, lines[0], rule, *lines[1:], rule, table.provenance]) + "\n"
+        return Word("")
+    width = "" if entry.half_width is None else f" ± {entry.half_width:.1f}"
+    return Word(f"{entry.value:.1f}{width}", marked=layer == best_layer)
 
 
 def _as_csv(table: DepthTable) -> str:
@@ -192,32 +169,6 @@ def _as_csv(table: DepthTable) -> str:
                 width = "" if entry.half_width is None else entry.half_width
                 writer.writerow([table.title, layer, model, entry.value, width])
     return buffer.getvalue()
-
-
-def _as_latex(table: DepthTable) -> str:
-    rows = _rows(table, r"\textbf{{{}}}", r"$\pm$")
-    body = [" & ".join(row) + r" \\" for row in rows]
-    head = " & ".join(["block", *(_latex_text(model) for model in table.models)])
-    return (
-        "\n".join(
-            [
-                f"% {table.provenance}",
-                r"\begin{tabular}{r" + "r" * len(table.models) + "}",
-                r"\toprule",
-                head + r" \\",
-                r"\midrule",
-                *body,
-                r"\bottomrule",
-                r"\end{tabular}",
-                f"% {table.title}",
-            ]
-        )
-        + "\n"
-    )
-
-
-def _latex_text(text: str) -> str:
-    return "".join("\\" + c if c in "_%&#${}" else c for c in text)
 
 
 def insert_between_markers(document: Path, text: str) -> None:

@@ -1,0 +1,216 @@
+"""Is one better than the other? Paired over images, between checkpoints and between blocks."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float64, Int64
+
+from ssl_bench.errors import DataError
+from ssl_bench.metrics import bootstrap_sums, mean_iou, pixel_accuracy
+from ssl_bench.results import PerImage, Record, ResultStore
+from ssl_bench.sheets import Sheet, Word
+
+RESAMPLES = 2000
+FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric of one checkpoint over its blocks, image by image.
+
+    Attributes:
+        per_image: By block.
+    """
+
+    metric: str
+    per_image: Mapping[int, PerImage]
+
+    def value(self, per_image: PerImage) -> float:
+        """The metric in percent."""
+        return float(self._score(_summable(per_image).sum(0, keepdim=True), len(per_image))[0])
+
+    def resamples(self, per_image: PerImage) -> Float64[np.ndarray, " resamples"]:
+        """The metric over images drawn with replacement; the same draws for every array."""
+        sums = bootstrap_sums(_summable(per_image), num_resamples=RESAMPLES)
+        return self._score(sums, len(per_image)).numpy()
+
+    def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
+        """The block with the largest value on some of the images."""
+        values = {layer: self.value(counts[images]) for layer, counts in self.per_image.items()}
+        return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
+
+    def held_out(self) -> tuple[PerImage, list[int]]:
+        """Every image as the block sees it that the images of the other folds choose.
+
+        Returns:
+            The contributions, and the block that each fold was given.
+        """
+        num_images = len(next(iter(self.per_image.values())))
+        order = np.random.default_rng(0).permutation(num_images)
+        folds = [fold for fold in np.array_split(order, FOLDS) if len(fold)]
+        mixed = np.empty_like(next(iter(self.per_image.values())))
+        layers = []
+        for fold in folds:
+            others = np.setdiff1d(order, fold)
+            layers.append(self.best_layer(others if len(others) else fold))
+            mixed[fold] = self.per_image[layers[-1]][fold]
+        return mixed, layers
+
+    def _score(self, sums: torch.Tensor, num_images: int) -> torch.Tensor:
+        if self.metric.startswith("miou"):
+            return mean_iou(sums)
+        if self.metric == "pixel_accuracy":
+            return pixel_accuracy(sums)
+        return 100.0 * sums.double() / num_images
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Second minus first, in points, over the same images.
+
+    Attributes:
+        low: Of the 95 % percentile interval of the paired bootstrap; likewise `high`.
+    """
+
+    name: str
+    first: float
+    second: float
+    low: float
+    high: float
+
+    @property
+    def value(self) -> float:
+        return self.second - self.first
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval leaves out 0."""
+        return self.low > 0 or self.high < 0
+
+
+def difference(name: str, curve: Curve, first: PerImage, second: PerImage) -> Difference:
+    """Compare two arrays of contributions of the same images to one metric."""
+    gaps = curve.resamples(second) - curve.resamples(first)
+    low, high = np.nanpercentile(gaps, [2.5, 97.5])
+    return Difference(name, curve.value(first), curve.value(second), float(low), float(high))
+
+
+def between_checkpoints(first: Curve, second: Curve) -> list[Difference]:
+    """Block by block; then the best blocks, chosen on the scored images and held out.
+
+    The best block on the scored images flatters both sides; the held-out one is what somebody
+    gets who must choose a block before seeing the image.
+    """
+    shared = sorted(first.per_image.keys() & second.per_image.keys())
+    rows = [
+        difference(str(layer), first, first.per_image[layer], second.per_image[layer])
+        for layer in shared
+    ]
+    if len(shared) > 1:
+        one, other = first.best_layer(), second.best_layer()
+        name = f"best ({one}, {other})"
+        rows.append(difference(name, first, first.per_image[one], second.per_image[other]))
+        (one, chosen), (other, others) = first.held_out(), second.held_out()
+        name = f"held-out choice ({_named(chosen)}; {_named(others)})"
+        rows.append(difference(name, first, one, other))
+    return rows
+
+
+def between_blocks(curve: Curve) -> list[Difference]:
+    """Every block against the best one on the scored images, and the held-out choice likewise."""
+    best = curve.per_image[curve.best_layer()]
+    rows = [
+        difference(str(layer), curve, best, counts)
+        for layer, counts in sorted(curve.per_image.items())
+    ]
+    mixed, layers = curve.held_out()
+    return [*rows, difference(f"held-out choice ({_named(layers)})", curve, best, mixed)]
+
+
+def comparisons(
+    store: ResultStore, records: Sequence[Record], shas: Sequence[str]
+) -> list[tuple[Record, list[Difference]]]:
+    """Everything that one checkpoint, block by block, or two can be compared in.
+
+    Args:
+        store: Holds the images' contributions.
+        records: Those to look at.
+        shas: Of the weights, one or two.
+
+    Returns:
+        A record of each comparable group, and its rows.
+
+    Raises:
+        DataError: nothing can be compared.
+    """
+    found = []
+    for group in _comparable_groups(records):
+        curves = [_curve(store, [r for r in group if r.checkpoint_sha256 == sha]) for sha in shas]
+        if not all(curve.per_image for curve in curves):
+            continue
+        rows = between_blocks(curves[0]) if len(curves) == 1 else between_checkpoints(*curves)
+        if rows:
+            found.append((group[0], rows))
+    if not found:
+        raise DataError(
+            f"nothing to compare in {store.root}: no task was scored image by image for "
+            f"{'both checkpoints' if len(shas) > 1 else 'the checkpoint'} on the same images "
+            "with the same settings; run `ssl-bench probe --overwrite` for what is missing"
+        )
+    return found
+
+
+def comparison_sheet(record: Record, rows: Sequence[Difference], names: tuple[str, str]) -> Sheet:
+    """A comparison as a table; differences whose interval leaves out 0 are marked."""
+    cells = [
+        (
+            Word(row.name),
+            Word(f"{row.first:.1f}"),
+            Word(f"{row.second:.1f}"),
+            Word(f"{_signed(row.value)} [{_signed(row.low)}, {_signed(row.high)}]", row.is_clear),
+        )
+        for row in rows
+    ]
+    return Sheet(
+        title=(
+            f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
+            f"{record.facet}, protocol {record.protocol}, seed {record.seed}"
+        ),
+        head=("block", *names, "difference [95 %]"),
+        rows=tuple(cells),
+        note=(
+            f"paired bootstrap over {record.num_images} images, {RESAMPLES} resamples; "
+            "no correction for the number of rows"
+        ),
+    )
+
+
+def _comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
+    groups: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        settings = sorted(record.settings.items())
+        where = (record.task, record.dataset, record.split, record.dataset_fingerprint)
+        how = (record.metric, record.facet, record.protocol, record.seed, settings)
+        groups[repr((where, how))].append(record)
+    return [group for _, group in sorted(groups.items())]
+
+
+def _curve(store: ResultStore, records: Sequence[Record]) -> Curve:
+    kept = {record.layer: store.per_image(record) for record in records}
+    metric = records[0].metric if records else ""
+    return Curve(metric, {layer: found for layer, found in kept.items() if found is not None})
+
+
+def _summable(per_image: PerImage) -> torch.Tensor:
+    return torch.from_numpy(per_image.astype(np.int64))
+
+
+def _named(layers: Sequence[int]) -> str:
+    return ", ".join(str(layer) for layer in sorted(set(layers)))
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.1f}"

@@ -1,0 +1,155 @@
+"""Paired differences, by hand where a resample leaves no choice, else by an independent loop."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_results import RECORD
+
+from ssl_bench.cli import main
+from ssl_bench.comparison import (
+    RESAMPLES,
+    Curve,
+    between_blocks,
+    between_checkpoints,
+    comparisons,
+    difference,
+)
+from ssl_bench.errors import DataError
+from ssl_bench.metrics import iou_per_class
+from ssl_bench.results import ResultStore
+
+GENERATOR = np.random.default_rng(0)
+
+
+def hits(*values):
+    return np.array(values, bool)
+
+
+def curve(**layers):
+    return Curve("corloc", {int(name[1:]): values for name, values in layers.items()})
+
+
+def test_an_image_by_image_shift_has_no_uncertainty():
+    # The second wins nothing and loses nothing but on images that all resamples share: none does.
+    same = difference("0", curve(b0=hits(1, 0)), hits(1, 0, 1, 0), hits(1, 0, 1, 0))
+    every = difference("0", curve(b0=hits(1, 0)), hits(0, 0, 0, 0), hits(1, 1, 1, 1))
+    assert (same.value, same.low, same.high, same.is_clear) == (0, 0, 0, False)
+    assert (every.value, every.low, every.high, every.is_clear) == (100, 100, 100, True)
+
+
+def test_pairs_make_the_interval_narrower_than_two_separate_ones():
+    first = GENERATOR.random(200) < 0.5
+    second = first.copy()
+    second[:20] = True
+    both = curve(b0=first)
+
+    paired = difference("0", both, first, second)
+
+    draws = np.random.default_rng(0).integers(200, size=(RESAMPLES, 200))
+    gaps = 100 * (second[draws].mean(1) - first[draws].mean(1))
+    assert [paired.low, paired.high] == pytest.approx(np.percentile(gaps, [2.5, 97.5]))
+    separate = np.random.default_rng(1).integers(200, size=(RESAMPLES, 200))
+    unpaired = 100 * (second[separate].mean(1) - first[draws].mean(1))
+    low, high = np.percentile(unpaired, [2.5, 97.5])
+    assert paired.high - paired.low < 0.5 * (high - low)
+
+
+def test_mean_iou_is_resampled_over_the_whole_set_not_image_by_image():
+    counts = GENERATOR.integers(1, 9, size=(2, 30, 3, 4))
+    counts[:, :, 1:] += counts[:, :, :1]
+    both = Curve("miou_holdout", {0: counts[0]})
+
+    found = difference("0", both, counts[0], counts[1])
+
+    def miou(of):
+        right, predicted, true = of.sum(0).astype(float)
+        return 100 * np.mean(right / (predicted + true - right))
+
+    draws = np.random.default_rng(0).integers(30, size=(RESAMPLES, 30))
+    gaps = [miou(counts[1][draw]) - miou(counts[0][draw]) for draw in draws]
+    assert found.value == pytest.approx(miou(counts[1]) - miou(counts[0]))
+    assert [found.low, found.high] == pytest.approx(np.percentile(gaps, [2.5, 97.5]))
+    assert iou_per_class(torch.from_numpy(counts[0].sum(0))).mean() == pytest.approx(found.first)
+
+
+def test_the_held_out_choice_never_sees_the_images_it_is_scored_on():
+    # Ten images; block 1 wins by one image only: the fold that holds it must choose block 0.
+    one = hits(1, 1, 1, 1, 0, 0, 0, 0, 0, 0)
+    two = hits(0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
+    both = curve(b0=one, b1=two)
+
+    mixed, layers = both.held_out()
+
+    order = np.random.default_rng(0).permutation(10)
+    for fold, layer in zip(np.array_split(order, 5), layers, strict=True):
+        others = np.setdiff1d(order, fold)
+        assert layer == int(two[others].sum() > one[others].sum())
+        assert (mixed[fold] == (one, two)[layer][fold]).all()
+    assert set(layers) == {0, 1}
+    assert both.best_layer() == 1
+
+
+def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
+    first = curve(b0=hits(1, 0, 0, 0), b1=hits(1, 1, 0, 0), b2=hits(1, 1, 1, 1))
+    second = curve(b0=hits(1, 1, 1, 0), b1=hits(0, 0, 0, 0))
+
+    rows = between_checkpoints(first, second)
+
+    assert [row.name for row in rows][:3] == ["0", "1", "best (2, 0)"]
+    assert [(row.first, row.second) for row in rows[:3]] == [(25, 75), (50, 0), (100, 75)]
+    assert rows[3].name.startswith("held-out choice (2; 0")
+
+
+def test_blocks_are_compared_with_the_best_one():
+    rows = between_blocks(curve(b0=hits(1, 0, 0, 0), b3=hits(1, 1, 1, 0)))
+    assert [(row.name, row.value) for row in rows[:2]] == [("0", -50), ("3", 0)]
+
+
+def save(store, sha, layers, **changes):
+    for layer, values in layers.items():
+        name = {"a": "skip", "d": "skipless"}[sha]
+        record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
+        store.save(record, values)
+
+
+def test_only_scores_of_the_same_images_and_settings_are_compared(tmp_path):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0), 1: hits(1, 1)})
+    save(store, "d", {0: hits(0, 0), 1: hits(1, 0)})
+    save(store, "d", {0: hits(1, 1)}, settings={"tau": 0.3})
+
+    ((record, rows),) = comparisons(store, store.records(), ["a" * 64, "d" * 64])
+
+    assert record.settings == {"tau": 0.2}
+    assert [(row.first, row.second) for row in rows[:2]] == [(50, 0), (100, 50)]
+    ((alone, _),) = comparisons(store, store.records(), ["a" * 64])
+    assert alone.settings == {"tau": 0.2}
+    with pytest.raises(DataError, match="scored image by image"):
+        comparisons(store, store.records(), ["a" * 64, "e" * 64])
+
+
+def test_a_record_whose_images_were_not_kept_or_half_kept_is_left_out(tmp_path):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0), 1: hits(1, 1), 2: None})
+    half = store.path(replace(RECORD, layer=1).key()).with_suffix(".npz")
+    half.write_bytes(half.read_bytes()[:40])
+
+    ((_, rows),) = comparisons(store, store.records(), ["a" * 64])
+
+    assert [row.name for row in rows][:-1] == ["0"]
+
+
+def test_the_command_takes_names_and_digests(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0, 0)})
+    save(store, "d", {0: hits(1, 1, 1)})
+
+    assert main(["compare", "skip", "dddd", "--out", str(tmp_path), "--format", "markdown"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "| block | skip | skipless | difference [95 %] |" in printed
+    assert "| 0 | 33.3 | 100.0 | " in printed
+    assert main(["compare", "skipp", "skip", "--out", str(tmp_path)]) == 3
+    assert "known (name, sha256): skip aaaaaaaa, skipless dddddddd" in capsys.readouterr().err
