@@ -174,10 +174,15 @@ class Run:
         report.settle(everything=True)
         if self.ranks.is_first:
             state = {"step": self.step, "configuration": self.description}
-            save_state(self.out, state | self.trainer.state_dict())
-            epoch = self.step / self.timeline.steps_per_epoch
-            metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
-            save_encoder(self.out / ENCODER, self.trainer.learner.encoder, metadata)
+            state |= self.trainer.state_dict()
+            # A broken one would push out the last good one.
+            if _is_finite(state["learner"]):
+                save_state(self.out, state)
+                epoch = self.step / self.timeline.steps_per_epoch
+                metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
+                save_encoder(self.out / ENCODER, self.trainer.learner.encoder, metadata)
+            else:
+                report.say(f"step {self.step}: weights are not finite, the checkpoint is kept")
         self.clock.mark_saved()
         report.save = False
 
@@ -324,6 +329,10 @@ def _next_part(arriving: Iterator[Any]) -> Any:
             f"a data worker died ({str(error).splitlines()[0]}); memory or /dev/shm may be too "
             "small: try train.num_workers=0"
         ) from error
+
+
+def _is_finite(weights: Mapping[str, Any]) -> bool:
+    return all(bool(value.isfinite().all()) for value in weights.values())
 
 
 def _digest(images: ImageSet) -> str:

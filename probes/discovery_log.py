@@ -1,15 +1,22 @@
 """What was found in each image, one line of JSON an image, so that a run can be taken up again."""
 
+import base64
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import Bool
+
 from ssl_bench.errors import MachineError
 
 Cell = dict[str, Any]
+# Raised when lines of older files no longer say everything.
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -17,14 +24,29 @@ class ImageResult:
     """One image.
 
     Attributes:
-        num_boxes: Ground-truth boxes.
+        num_boxes: Ground-truth boxes; None where nobody drew any.
         largest_box: Percent of the image that the largest of them covers; 0 without boxes.
-        cells: By "LAYER/FACET": box, hit, degenerate and, with a spectrum, eigenvalue and gap.
+        grid: Rows and columns of patches.
+        cells: By "LAYER/FACET": box, mask (see `unpack_mask`), hit (None without ground truth),
+            degenerate and, with a spectrum, eigenvalue and gap; further_boxes and further_masks
+            where several objects were looked for.
     """
 
-    num_boxes: int
+    num_boxes: int | None
     largest_box: float
+    grid: tuple[int, int]
     cells: dict[str, Cell]
+
+
+def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
+    """A mask of patches as a short word of letters."""
+    return base64.b64encode(zlib.compress(np.packbits(mask).tobytes())).decode()
+
+
+def unpack_mask(packed: str, grid: tuple[int, int]) -> Bool[np.ndarray, "rows cols"]:
+    """What `pack_mask` was given."""
+    bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
+    return np.unpackbits(bits, count=grid[0] * grid[1]).reshape(grid).astype(bool)
 
 
 class DiscoveryLog:
@@ -35,7 +57,7 @@ class DiscoveryLog:
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any], *, forget: bool = False) -> None:
-        header = json.dumps({"key": dict(key)}, sort_keys=True)
+        header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
         digest = hashlib.sha256(header.encode()).hexdigest()
         self.path = folder / f"images_{digest[:12]}.jsonl"
         self.images: dict[str, ImageResult] = {}
@@ -63,6 +85,7 @@ class DiscoveryLog:
             "image": image_id,
             "num_boxes": result.num_boxes,
             "largest_box": result.largest_box,
+            "grid": list(result.grid),
             "cells": result.cells,
         }
         try:
@@ -74,7 +97,10 @@ class DiscoveryLog:
     def _merge(self, line: dict[str, Any]) -> None:
         known = self.images.get(line["image"])
         cells = {**known.cells, **line["cells"]} if known else line["cells"]
-        self.images[line["image"]] = ImageResult(line["num_boxes"], line["largest_box"], cells)
+        rows, cols = line["grid"]
+        self.images[line["image"]] = ImageResult(
+            line["num_boxes"], line["largest_box"], (rows, cols), cells
+        )
 
     def _append(self, line: str) -> None:
         with self.path.open("a") as file:

@@ -39,8 +39,9 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult], *, seed
             "degenerate_percent": 100 * float(degenerate.mean()),
             "images_without_boxes": len(results) - len(scored),
             "by_object_size": _breakdown(name, scored, _SIZES, lambda r: r.largest_box),
-            "by_num_objects": _breakdown(name, scored, _COUNTS, lambda r: r.num_boxes),
+            "by_num_objects": _breakdown(name, scored, _COUNTS, lambda r: r.num_boxes or 0),
         },
+        per_image=hits,
     )
 
 

@@ -158,7 +158,8 @@ class KNN:
         for batch in batches(shown, self.batch_size):
             pixels = torch.stack([pixels for pixels, _ in batch]).to(context.device)
             rows = slice(len(labels), len(labels) + len(batch))
-            for layer, found in extractor(pixels.float() / 255).items():
+            ids = [images.ids[index] for index in indices[rows]]
+            for layer, found in extractor(pixels.float() / 255, ids).items():
                 for facet in self.facets:
                     features[layer, facet][rows] = _as_vectors(found[FACETS[facet]]).cpu()
             labels += [label for _, label in batch]

@@ -124,7 +124,7 @@ class PCA:
         found = []
         for sample in context.progress(samples, "pca", len(samples)):
             image = resize(sample.image, self.image_size, extractor.patch_size)
-            blocks = extractor(image[None].to(context.device))
+            blocks = extractor(image[None].to(context.device), [sample.image_id])
             found.append({layer: facets[self.facet][0].cpu() for layer, facets in blocks.items()})
         return found
 

@@ -17,6 +17,7 @@ examples:
   ssl-bench probe --task all --checkpoint runs/skipless --dataset voc2012 --data-root /data
   ssl-bench probe --task segmentation --layer 0,5,-1 probe.protocol=fast probe.epochs=10
   ssl-bench table --task segmentation --format latex
+  ssl-bench compare runs/skip runs/skipless --task tokencut
 
 KEY=VALUE arguments are Hydra overrides of the files in configs/; a wrong key names the nearest.
 """
@@ -40,6 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_pretrain(commands)
     _add_table(commands)
+    _add_compare(commands)
+    _add_data(commands)
     _add_quickstart(commands)
     _command(commands, "doctor", "show versions, devices, disk and what is missing")
     return parser
@@ -69,6 +72,12 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--data-root", metavar="DIR", help="where the dataset lies")
     add("--out", default="results", metavar="DIR", help="records and pictures (default results)")
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    add(
+        "--on-bad-image",
+        default="fail",
+        metavar="fail|skip",
+        help="skip: leave out images that cannot be read and say so in the records (default fail)",
+    )
     add("--overwrite", action="store_true", help="compute finished cells again")
 
 
@@ -92,6 +101,26 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
     add("--figure", metavar="FILE", help="draw the curves too (.png, .svg, .pdf)")
     add("--into", metavar="FILE", help="put the Markdown tables between the markers of a document")
+
+
+def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "compare two checkpoints, or the blocks of one, over the same images"
+    add = _command(commands, "compare", summary).add_argument
+    add("checkpoints", nargs="+", metavar="CHECKPOINT", help="name in tables, sha256, or URI")
+    add("--task", default="all", help="several with commas, or all (default all)")
+    add("--dataset", help="only these datasets")
+    add("--metric", help="only these metrics")
+    add("--format", default="text", help="text, markdown or latex (default text)")
+    add("--out", default="results", metavar="DIR", help="where the records are (default results)")
+
+
+def _add_data(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "verify: find files of a dataset that were damaged since their sha256 was listed"
+    add = _command(commands, "data", summary).add_argument
+    add("action", choices=("verify",), help="the first time lists the files, later compares them")
+    add("root", metavar="DIR", help="folder of the dataset")
+    add("--manifest", metavar="FILE", help="the list (default DIR/SHA256SUMS)")
+    add("--update", action="store_true", help="write the list anew")
 
 
 def _add_quickstart(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -159,6 +188,8 @@ def _runner(command: str) -> Callable[[argparse.Namespace, list[str]], int]:
         "probe": commands.probe,
         "pretrain": commands.pretrain,
         "table": commands.table,
+        "compare": commands.compare,
+        "data": commands.data,
         "quickstart": quickstart.command,
         "doctor": doctor.command,
     }[command]

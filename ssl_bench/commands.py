@@ -1,14 +1,16 @@
-"""What the commands probe, pretrain and table do once their arguments are read."""
+"""What the commands probe, pretrain, table and compare do once their arguments are read."""
 
 import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import torch
 
+from ssl_bench.comparison import comparison_sheet, comparisons
 from ssl_bench.composition import (
     as_plain,
     build,
@@ -16,13 +18,20 @@ from ssl_bench.composition import (
     compose_config,
     require_choice,
 )
+from ssl_bench.data.manifests import MANIFEST, check_manifest, write_manifest
+from ssl_bench.data.readable import ReadableDataset
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, MachineError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.features import resolve_layers
+from ssl_bench.files import remove_orphans
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import PlannedProbe, plan_probes
+from ssl_bench.progress import show_progress
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.sheets import STYLES, set_sheet
 from ssl_bench.tables import FORMATS, depth_tables, draw_curves, insert_between_markers, render
+
+ON_BAD_IMAGE = ("fail", "skip")
 
 
 def say(line: str) -> None:
@@ -34,14 +43,24 @@ def probe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Probe every asked layer of every asked checkpoint; print the tables."""
     tasks = _names("task", options.task, choices("probe"))
     datasets = _names("dataset", options.dataset, choices("dataset"))
+    require_choice("--on-bad-image", options.on_bad_image, ON_BAD_IMAGE)
     plan = plan_probes(tasks, datasets, _with_root(overrides, options.data_root))
+    if options.on_bad_image == "skip":
+        plan = [replace(planned, dataset=ReadableDataset(planned.dataset)) for planned in plan]
+    for planned in plan:
+        planned.require_images()
     device = choose_device(options.device)
     store = ResultStore(Path(options.out))
     require_writable(store.root)
+    remove_orphans(store.root)
     records: list[Record] = []
     for uri in options.checkpoint or [newest_checkpoint(Path("runs"))]:
         encoder = load_encoder(uri)
-        say(f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}")
+        loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
+        say(
+            f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}, "
+            f"{loaded if encoder.total_keys else 'no file'}"
+        )
         layers = resolve_layers(options.layer, encoder.depth)
         for planned in plan:
             evaluation = _evaluation(planned, encoder, layers, device)
@@ -92,6 +111,52 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         draw_curves(depth_tables(records), Path(options.figure))
         say(f"drawn: {options.figure}")
     return 0
+
+
+def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the differences between two checkpoints, or between the blocks of one."""
+    del overrides
+    require_choice("format", options.format, STYLES)
+    if len(options.checkpoints) > 2:
+        raise ConfigurationError(f"expected one or two checkpoints, got {len(options.checkpoints)}")
+    tasks = _names("task", options.task, choices("probe"))
+    store = ResultStore(Path(options.out))
+    records = [record for record in store.records() if record.task in tasks]
+    chosen = [_recorded(name, records, store) for name in options.checkpoints]
+    for name in ("dataset", "metric"):
+        records = _only(records, name, getattr(options, name))
+    names = [model for _, model in chosen]
+    heads = (names[0], names[1]) if len(names) == 2 else ("best block", names[0])
+    for record, rows in comparisons(store, records, [sha for sha, _ in chosen]):
+        print(set_sheet(comparison_sheet(record, rows, heads), options.format))
+    return 0
+
+
+def data(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Compare the files of a dataset with the list of their sha256, or write that list."""
+    del overrides
+    root = Path(options.root).expanduser()
+    manifest = Path(options.manifest).expanduser() if options.manifest else root / MANIFEST
+    if options.update or not manifest.exists():
+        count = write_manifest(root, manifest, show_progress)
+        say(f"{count} files listed in {manifest}; `ssl-bench data verify {root}` compares them")
+        return 0
+    found = check_manifest(root, manifest, show_progress)
+    for what, names in (("new, not in the list", found.added), ("missing", found.missing)):
+        if names:
+            say(f"{len(names)} {what}: {_some(names)}")
+    if found.is_damage:
+        raise DataError(
+            f"{len(found.changed)} files below {root} differ from {manifest} and "
+            f"{len(found.missing)} are missing: {_some([*found.changed, *found.missing])}; fetch "
+            "them again, or --update the list if that is on purpose"
+        )
+    say(f"all files below {root} are as {manifest} lists them")
+    return 0
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def print_tables(records: Sequence[Record], style: str) -> None:
@@ -183,8 +248,26 @@ def _only(records: Sequence[Record], name: str, wanted: str | None) -> list[Reco
     return [record for record in records if getattr(record, name) in chosen]
 
 
+def _recorded(name: str, records: Sequence[Record], store: ResultStore) -> tuple[str, str]:
+    """Weights and name of a checkpoint given by its name in tables, its sha256 or its URI.
+
+    Raises:
+        DataError: there is no record of it, or there are several of this name.
+    """
+    models = {record.checkpoint_sha256: record.model for record in records}
+    found = [sha for sha, model in models.items() if name == model or sha.startswith(name)]
+    if not found and (Path(name).exists() or ":" in name):
+        found = [sha for sha in models if sha == load_encoder(name).sha256]
+    if len(found) != 1:
+        known = ", ".join(f"{model} {sha[:8]}" for sha, model in sorted(models.items()))
+        many = "several checkpoints are" if found else "no record is"
+        raise DataError(f"{many} of {name!r} in {store.root}; known (name, sha256): {known}")
+    return found[0], models[found[0]]
+
+
 def _default_run(overrides: Sequence[str]) -> str:
     chosen = {key: value for key, _, value in (o.partition("=") for o in overrides)}
-    model = chosen.get("model", "vit_small_skip")
-    optimizer = chosen.get("optimizer", "adamw")
-    return f"runs/{model}-{optimizer}-{datetime.now():%Y%m%d-%H%M%S}"
+    parts = [chosen.get("model", "vit_small_skip"), chosen.get("optimizer", "adamw")]
+    if "experiment" in chosen:
+        parts = [chosen["experiment"]]
+    return f"runs/{'-'.join(parts)}-{datetime.now():%Y%m%d-%H%M%S}"

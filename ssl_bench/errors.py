@@ -19,6 +19,10 @@ class DataError(SslBenchError, ValueError):
     exit_code = 3
 
 
+class UnreadableImage(DataError):
+    """A file of pixels that is empty, cut short or no image; `--on-bad-image skip` leaves it out."""
+
+
 class CheckpointError(SslBenchError, ValueError):
     """A model or checkpoint that cannot be loaded."""
 

@@ -11,10 +11,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from ssl_bench import __version__
+from ssl_bench.data.readable import ReadableDataset, counts_and_first, summary
 from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import UnreadableImage
 from ssl_bench.models import Encoder
 from ssl_bench.progress import show_progress
-from ssl_bench.results import CellKey, Record, ResultStore, source_commit
+from ssl_bench.results import CellKey, PerImage, Record, ResultStore, source_commit
 
 T = TypeVar("T")
 
@@ -30,7 +32,11 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class ProbeContext:
-    """Everything a probe needs for one checkpoint and one dataset."""
+    """Everything a probe needs for one checkpoint and one dataset.
+
+    Attributes:
+        say: Tells the user one line that no record holds.
+    """
 
     encoder: Encoder
     dataset: Dataset
@@ -41,11 +47,17 @@ class ProbeContext:
     artifacts: Path
     progress: Progress
     overwrite: bool = False
+    say: Callable[[str], None] = print
 
 
 @dataclass(frozen=True)
 class Score:
-    """One number of one block, in percent, and how sure it is."""
+    """One number of one block, in percent, and how sure it is.
+
+    Attributes:
+        per_image: What each image contributes, in the same order for all blocks, facets and
+            encoders; pairs images when two scores are compared.
+    """
 
     layer: int
     facet: str
@@ -54,6 +66,7 @@ class Score:
     ci95: tuple[float, float] | None
     num_images: int
     details: Mapping[str, Any] = field(default_factory=dict)
+    per_image: PerImage | None = field(default=None, repr=False, compare=False)
 
 
 @runtime_checkable
@@ -68,7 +81,7 @@ class Probe(Protocol):
 
     @property
     def role(self) -> str:
-        """What the dataset must support: "segmentation", "discovery" or "images"."""
+        """What the dataset must support: a role of `ssl_bench.data.samples.Dataset`."""
         ...
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -105,6 +118,9 @@ class Evaluation:
     ) -> list[Record]:
         """Compute the cells that the store lacks, each saved as soon as it is known.
 
+        Where `dataset` is a `ReadableDataset`, images that cannot be read are left out of all
+        splits, and the probe begins again.
+
         Args:
             store: Where finished cells are looked up and new ones go.
             say: Gets one line on what was skipped and what runs.
@@ -112,7 +128,25 @@ class Evaluation:
 
         Returns:
             The records of all asked cells, old and new.
+
+        Raises:
+            UnreadableImage: an image cannot be read, and is not to be left out.
         """
+        while True:
+            try:
+                return self._run(store, say=say, overwrite=overwrite)
+            except UnreadableImage as error:
+                sieve = self.dataset
+                if not isinstance(sieve, ReadableDataset):
+                    raise
+                if not sieve.leave_out_unreadable(show_progress):
+                    raise
+                gone = summary(sieve.left_out())
+                say(f"{error}; left out as unreadable: {gone}; beginning again")
+
+    def _run(
+        self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool
+    ) -> list[Record]:
         images = self.probe.split(self.dataset)
         keys = self._keys(images)
         pending = {key for key in keys if overwrite or not store.has(key)}
@@ -123,11 +157,17 @@ class Evaluation:
             say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
         if pending:
             say(f"{where}: layers {', '.join(map(str, layers))}")
-            self._compute(layers, images, store, overwrite=overwrite)
+            self._compute(layers, images, store, say=say, overwrite=overwrite)
         return [record for key in keys if (record := store.load(key)) is not None]
 
     def _compute(
-        self, layers: tuple[int, ...], images: ImageSet, store: ResultStore, *, overwrite: bool
+        self,
+        layers: tuple[int, ...],
+        images: ImageSet,
+        store: ResultStore,
+        *,
+        say: Callable[[str], None],
+        overwrite: bool,
     ) -> None:
         context = ProbeContext(
             encoder=self.encoder,
@@ -139,10 +179,12 @@ class Evaluation:
             artifacts=self.artifacts(store, images),
             progress=show_progress,
             overwrite=overwrite,
+            say=say,
         )
         start = time.monotonic()
         for score in self.probe.run(context):
-            store.save(self._record(score, images, time.monotonic() - start))
+            record = self._record(score, images, time.monotonic() - start)
+            store.save(record, score.per_image)
 
     def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
         """Folder for the pictures and per-image results of this encoder."""
@@ -150,7 +192,16 @@ class Evaluation:
         return store.root / "pictures" / self.probe.task / images.name / model
 
     def _settings(self) -> dict[str, Any]:
-        return {**self.probe.settings(), "dtype": str(self.dtype).removeprefix("torch.")}
+        left_out = self._left_out()
+        return {
+            **self.probe.settings(),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            # Among the settings, so that no table shows it beside numbers of all images.
+            **({"left_out": summary(left_out)} if left_out else {}),
+        }
+
+    def _left_out(self) -> dict[str, list[str]]:
+        return self.dataset.left_out() if isinstance(self.dataset, ReadableDataset) else {}
 
     def _keys(self, images: ImageSet) -> list[CellKey]:
         fingerprint, settings = images.fingerprint(), self._settings()
@@ -172,6 +223,8 @@ class Evaluation:
         ]
 
     def _record(self, score: Score, images: ImageSet, seconds: float) -> Record:
+        left_out = self._left_out()
+        unreadable = {"left_out": counts_and_first(left_out)} if left_out else {}
         return Record(
             task=self.probe.task,
             dataset=images.name,
@@ -195,7 +248,7 @@ class Evaluation:
             device=device_name(self.device),
             seconds=round(seconds, 3),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            details=score.details,
+            details={**score.details, **unreadable},
         )
 
 

@@ -59,11 +59,14 @@ class FeatureExtractor:
 
     # Not inference_mode: heads trained on the features need to save them for backward.
     @torch.no_grad()
-    def __call__(self, images: Float[Tensor, "batch 3 height width"]) -> Features:
+    def __call__(
+        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str] = ()
+    ) -> Features:
         """Features by layer and facet, float32.
 
         Args:
             images: RGB in [0, 1]; normalised here.
+            ids: What to call them in messages.
 
         Returns:
             "batch dim" for "cls" and "cls_normed", "batch rows cols dim" for all others.
@@ -82,7 +85,7 @@ class FeatureExtractor:
             suppress(_DeepestLayerDone),
         ):
             self._module(images)
-        return self._checked(found)
+        return self._checked(found, ids)
 
     def _prepared(
         self, images: Float[Tensor, "batch 3 height width"]
@@ -151,7 +154,7 @@ class FeatureExtractor:
     ) -> Float[Tensor, "batch rows cols width"]:
         return tokens[:, self.encoder.num_prefix_tokens :].unflatten(1, grid).float()
 
-    def _checked(self, found: Features) -> Features:
+    def _checked(self, found: Features, ids: Sequence[str]) -> Features:
         for layer, features in found.items():
             silent = [facet for facet in self.facets if facet not in features]
             if silent:
@@ -164,9 +167,10 @@ class FeatureExtractor:
         spoilt = (~torch.stack(sums).isfinite()).nonzero()
         if len(spoilt):
             index, image = spoilt[0].tolist()
+            name = ids[image] if ids else f"image {image} of the batch"
             raise CheckpointError(
                 f"layer {self.layers[index // len(self.facets)]} of {self.encoder.name} gives "
-                f"features that are not finite for image {image} of the batch; its training "
+                f"features that are not finite for {name}; its training "
                 "diverged, or the encoder needs dtype=float32"
             )
         return {

@@ -2,12 +2,16 @@
 
 import hashlib
 import os
+import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from ssl_bench.errors import MachineError
+
+_ORPHAN_SECONDS = 3600
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -38,8 +42,21 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write UTF-8 text as `write_atomically` does."""
-    write_atomically(path, lambda file: file.write(text.encode()))
+    """Write UTF-8 text as `write_atomically` does; names of files that are none stay as they are."""
+    write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
+
+
+def remove_orphans(folder: Path) -> None:
+    """Delete the temporary files that writers left below a folder when they were killed.
+
+    Only those that nobody has touched for an hour: other processes may be writing theirs.
+    """
+    latest = time.time() - _ORPHAN_SECONDS
+    for path in folder.rglob(".*.tmp"):
+        # Another process may be quicker.
+        with suppress(OSError):
+            if path.stat().st_mtime < latest:
+                path.unlink()
 
 
 def sha256_of(path: Path) -> str:

@@ -23,6 +23,16 @@ class PlannedProbe:
     seed: int
     dtype: torch.dtype
 
+    def require_images(self) -> None:
+        """Make sure, before a model is loaded, that all files the probe needs are there.
+
+        Raises:
+            DataError: some are not, or a split is empty.
+        """
+        self.probe.split(self.dataset)
+        if self.probe.role in ("segmentation", "classification"):
+            self.dataset.train()
+
 
 def plan_probes(
     tasks: Sequence[str], datasets: Sequence[str], overrides: Sequence[str]
@@ -84,9 +94,20 @@ def _protocol_as_group(override: str, task: str) -> str:
 def _takes(override: str, task: str, default: DictConfig) -> bool:
     key, value = _key_and_value(override)
     if key == "probe.protocol":
-        return value in _protocols(task, default)
+        return value in _protocols(task, default) or _is_accepted(override, task)
     if key.startswith(("probe.", "dataset.")):
         return has_key(default, key)
+    return True
+
+
+def _is_accepted(override: str, task: str) -> bool:
+    """Whether a probe whose protocols are no files knows this one."""
+    if choices(f"probe/{task}_protocol"):
+        return False
+    try:
+        build(compose_config("probing", [f"probe={task}", override]).probe)
+    except ConfigurationError:
+        return False
     return True
 
 

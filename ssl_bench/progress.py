@@ -10,4 +10,5 @@ T = TypeVar("T")
 
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
     """Give back the items unchanged while a bar on stderr shows rate and time left."""
-    return tqdm(items, desc=description, total=total, disable=None, dynamic_ncols=True, leave=False)
+    bar = tqdm(items, desc=description, total=total, disable=None, dynamic_ncols=True, leave=False)
+    return iter(bar)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import subprocess
-import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -127,7 +126,8 @@ class ResultStore:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return arrays["arr_0"]
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile):
+        # A damaged file makes the readers of zip and npy fail in any way.
+        except Exception:
             return None
 
     def records(self) -> list[Record]:
@@ -152,8 +152,9 @@ class ResultStore:
             if fields_read["ci95"] is not None:
                 low, high = fields_read["ci95"]
                 fields_read["ci95"] = (_number(low), _number(high))
-            return Record(**fields_read)
-        except (OSError, ValueError, TypeError, KeyError):
+            return _checked(Record(**fields_read))
+        # A number too large for a float; brackets within brackets.
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             self.unreadable.append(path)
             return None
 
@@ -170,7 +171,24 @@ def _finite(value: Any) -> Any:
 
 
 def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
+    if value is None:
+        return math.nan
+    if type(value) not in (int, float) or math.isinf(value):
+        raise ValueError(f"expected a number, got {value!r}")
+    return float(value)
+
+
+def _checked(record: Record) -> Record:
+    """The record, once its fields are known to be of their kinds: a file may hold anything."""
+    for item in fields(record):
+        value = getattr(record, item.name)
+        kinds = {str: (str,), int: (int,), float: (int, float)}.get(item.type, (type(value),))
+        if item.name in ("settings", "details"):
+            kinds = (dict,)
+        # Not isinstance, for which true and false are whole numbers.
+        if type(value) not in kinds:
+            raise TypeError(f"{item.name} is {value!r}")
+    return record
 
 
 @cache

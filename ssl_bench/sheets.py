@@ -86,7 +86,7 @@ def _words(sheet: Sheet, bold: str) -> list[list[str]]:
 
 
 def _latex_words(text: str) -> str:
-    return text.replace("±", r"$\pm$")
+    return text.replace("±", r"$\pm$").replace("†", r"$\dagger$")
 
 
 def _latex_name(text: str) -> str:

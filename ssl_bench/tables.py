@@ -19,10 +19,15 @@ MARKERS = ("<!-- ssl-bench table -->", "<!-- end of ssl-bench table -->")
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell: the mean over seeds and the half-width of its 95 % interval, in percent."""
+    """One cell: the mean over seeds and the half-width of its 95 % interval, in percent.
+
+    Attributes:
+        arbitrary: Percent of the images whose answer rounding chose; None where none can be.
+    """
 
     value: float
     half_width: float | None
+    arbitrary: float | None = None
 
 
 @dataclass(frozen=True)
@@ -106,11 +111,14 @@ def _column_names(records: Sequence[Record]) -> dict[str, str]:
 
 def _entry(seeds: Sequence[Record]) -> Entry:
     value = sum(record.value for record in seeds) / len(seeds)
+    shares = [r.details["degenerate_percent"] for r in seeds if "degenerate_percent" in r.details]
+    arbitrary = sum(shares) / len(shares) if shares else None
     intervals = [record.ci95 for record in seeds if record.ci95 is not None]
     if not intervals:
-        return Entry(value, None)
+        return Entry(value, None, arbitrary)
     # Averaging keeps the width of one seed: it never claims more certainty than was measured.
-    return Entry(value, sum(high - low for low, high in intervals) / len(intervals) / 2)
+    half_width = sum(high - low for low, high in intervals) / len(intervals) / 2
+    return Entry(value, half_width, arbitrary)
 
 
 def _provenance(records: Sequence[Record]) -> str:
@@ -147,7 +155,10 @@ def _sheet(table: DepthTable) -> Sheet:
         (Word(str(layer)), *(_word(table, layer, model, best[model]) for model in table.models))
         for layer in table.layers
     ]
-    return Sheet(table.title, ("block", *table.models), tuple(rows), table.provenance)
+    note = table.provenance
+    if any(_arbitrary(entry) for entry in table.entries.values()):
+        note += "; †: percent of the images that are degenerate, their box is arbitrary"
+    return Sheet(table.title, ("block", *table.models), tuple(rows), note)
 
 
 def _word(table: DepthTable, layer: int, model: str, best_layer: int | None) -> Word:
@@ -155,7 +166,13 @@ def _word(table: DepthTable, layer: int, model: str, best_layer: int | None) -> 
     if entry is None:
         return Word("")
     width = "" if entry.half_width is None else f" ± {entry.half_width:.1f}"
-    return Word(f"{entry.value:.1f}{width}", marked=layer == best_layer)
+    return Word(f"{entry.value:.1f}{width}{_arbitrary(entry)}", marked=layer == best_layer)
+
+
+def _arbitrary(entry: Entry) -> str:
+    if not entry.arbitrary:
+        return ""
+    return f" †{entry.arbitrary:.{0 if entry.arbitrary >= 1 else 1}f}"
 
 
 def _as_csv(table: DepthTable) -> str:
@@ -178,7 +195,11 @@ def insert_between_markers(document: Path, text: str) -> None:
         DataError: the document does not hold each marker once, in order.
     """
     begin, end = MARKERS
-    before, found, rest = document.read_text().partition(begin)
+    try:
+        text_before = document.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {document} ({error}); name a text file") from error
+    before, found, rest = text_before.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise DataError(f"{document} has no lines {begin!r} and {end!r} to put the table between")

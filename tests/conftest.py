@@ -1,6 +1,7 @@
 """Shapes are checked while the tests run; real photographs where they are at hand."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxtyping import install_import_hook
@@ -9,6 +10,7 @@ install_import_hook(["ssl_bench", "pretrain", "probes"], "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from web import WebServer  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -26,3 +28,12 @@ def shared_data() -> Path:
 @pytest.fixture(scope="session")
 def photos(shared_data: Path) -> Path:
     return shared_data / "photos"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
+    """A web server of this machine."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with WebServer() as server:
+        yield server
+        server.shutdown()

@@ -11,9 +11,10 @@ import pytest
 from PIL import Image
 
 from ssl_bench.data import coco20k
-from ssl_bench.data.coco20k import LIST_MD5, Coco20k, read_boxes
+from ssl_bench.data.coco20k import LIST, Coco20k, read_boxes
+from ssl_bench.data.downloads import Published
 from ssl_bench.data.samples import Dataset, Sample
-from ssl_bench.errors import DataError
+from ssl_bench.errors import DataError, MachineError
 
 # Image 7 has two objects and a crowd, image 9 a crowd only, image 12 nothing; 3 is not listed.
 ANNOTATIONS: list[dict[str, Any]] = [
@@ -145,28 +146,51 @@ def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
     path = root / "coco_20k_filenames_subset.txt"
     monkeypatch.setattr(coco20k, "NUM_IMAGES", 3)
 
-    with pytest.raises(DataError, match=f"has md5 [0-9a-f]{{32}}, published was {LIST_MD5}"):
+    with pytest.raises(DataError, match=f"has md5 [0-9a-f]{{32}}, published was {LIST.digest}"):
         dataset.discovery()
-    monkeypatch.setattr(coco20k, "LIST_MD5", hashlib.md5(path.read_bytes()).hexdigest())
+    own = Published(LIST.url, hashlib.md5(path.read_bytes()).hexdigest(), "md5")
+    monkeypatch.setattr(coco20k, "LIST", own)
     assert dataset.discovery().name == "coco20k"
 
 
-def test_the_list_is_looked_for_in_the_root_then_beside_it_then_named(root, dataset, tmp_path):
+def test_the_list_is_looked_for_in_the_root_then_beside_it_unless_named(root, dataset, tmp_path):
     beside = root.parent / "coco_20k_filenames.txt"
     beside.write_text(f"train2014/{stem(9)}.jpg")
 
     assert dataset.images().ids == (stem(9),), "the complete list comes first"
     beside.unlink()
-    (root / "coco_20k_filenames_subset.txt").unlink()
-    with pytest.raises(DataError, match=r"set dataset\.list_file=FILE"):
-        dataset.images()
+    assert dataset.images().ids == (stem(7), stem(9), stem(12)), "then the subset"
     elsewhere = tmp_path / "mine.txt"
     elsewhere.write_text(stem(12))
     assert Coco20k(root, list_file=elsewhere).images().ids == (stem(12),)
+    with pytest.raises(DataError, match=r"list_file=.*other\.txt does not exist"):
+        Coco20k(root, list_file=tmp_path / "other.txt").images()
+
+
+def test_a_list_that_is_nowhere_is_fetched_once_and_kept(root, dataset, server, monkeypatch):
+    content = (root / "coco_20k_filenames_subset.txt").read_bytes()
+    (root / "coco_20k_filenames_subset.txt").unlink()
+    published = server.publish(content, "md5")
+    monkeypatch.setattr(coco20k, "LIST", published)
+
+    first, again = dataset.images(), dataset.images()
+
+    assert first.ids == again.ids == (stem(7), stem(9), stem(12))
+    assert len(server.ranges) == 1
+    assert (dataset.cache / "coco_20k_filenames.txt").read_bytes() == content
+
+
+def test_a_fetched_list_must_be_the_published_one(root, dataset, server, monkeypatch):
+    (root / "coco_20k_filenames_subset.txt").unlink()
+    monkeypatch.setattr(coco20k, "LIST", Published(server.publish(b"x").url, LIST.digest, "md5"))
+
+    with pytest.raises(MachineError, match=f"published was {LIST.digest}; nothing was kept"):
+        dataset.images()
+    assert not (dataset.cache / "coco_20k_filenames.txt").exists()
 
 
 def test_masks_are_refused_with_the_names_of_datasets_that_have_them(dataset):
-    with pytest.raises(DataError, match="coco20k has no masks; datasets with masks: ade20k, coco"):
+    with pytest.raises(DataError, match="coco20k has no masks; datasets for segmentation: ade20k"):
         dataset.val()
 
 
@@ -177,7 +201,7 @@ def test_the_published_list_is_the_one_that_is_asked_for(shared_data):
     lines = path.read_text().splitlines()
 
     assert len(set(lines)) == coco20k.NUM_IMAGES
-    assert hashlib.md5(path.read_bytes()).hexdigest() == LIST_MD5
+    assert hashlib.md5(path.read_bytes()).hexdigest() == LIST.digest
 
 
 @pytest.mark.data

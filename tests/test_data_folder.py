@@ -53,12 +53,14 @@ def test_a_useless_root_is_refused_when_it_is_used(tmp_path, root, complaint):
         dataset.images()
 
 
-def test_masks_and_boxes_are_refused(tmp_path):
+def test_masks_are_refused_and_boxes_are_unknown(tmp_path):
+    put(tmp_path / "1.png")
     dataset = ImageFolder(tmp_path)
 
-    for role in (dataset.train, dataset.val, dataset.discovery):
-        with pytest.raises(DataError, match=r"folder has no (masks|boxes); datasets with"):
+    for role in (dataset.train, dataset.val):
+        with pytest.raises(DataError, match="folder has no masks; datasets for segmentation: ade"):
             role()
+    assert dataset.discovery()[0].boxes is None
 
 
 @pytest.mark.data

@@ -36,6 +36,32 @@ def test_blocks_that_were_not_probed_are_empty():
     assert "| 1 | **30.0 ± 1.0** |  |" in render(table, "markdown")
 
 
+def test_the_share_of_arbitrary_images_stands_beside_the_number():
+    shares = [0.0, 0.4, 98.6, 100.0]
+    records = [
+        replace(RECORD, layer=i, ci95=None, details={"degenerate_percent": share})
+        for i, share in enumerate(shares)
+    ]
+    records[3] = replace(records[3], ci95=(RECORD.value - 2, RECORD.value + 2))
+    same = [replace(records[0], seed=s, details={"degenerate_percent": 2.0 * s}) for s in (0, 1)]
+
+    text = render(depth_tables(records)[0], "markdown")
+    latex = render(depth_tables(records)[0], "latex")
+    (averaged,) = depth_tables(same)
+
+    value = f"{RECORD.value:.1f}"
+    assert [line.split(" | ")[1].strip("* |") for line in text.splitlines()[4:8]] == [
+        value,
+        f"{value} †0.4",
+        f"{value} †99",
+        f"{value} ± 2.0 †100",
+    ]
+    assert "; †: percent of the images that are degenerate" in text
+    assert rf"{value} $\dagger$99 \\" in latex
+    assert averaged.entries[0, "skip"].arbitrary == 1.0
+    assert "†" not in render(depth_tables(RECORDS)[0], "text")
+
+
 def test_latex_escapes_names_and_csv_reads_back():
     (table,) = depth_tables(RECORDS)
 

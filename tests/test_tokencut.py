@@ -1,5 +1,6 @@
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from PIL import Image
 
 from probes.discovery import PatchGrid, discover
-from probes.discovery_log import DiscoveryLog, ImageResult
-from probes.discovery_panels import FOUND, GROUND_TRUTH, draw_boxes, highlight
+from probes.discovery_log import DiscoveryLog, ImageResult, unpack_mask
 from probes.discovery_scores import corloc_score
 from probes.tokencut import TokenCut
 from ssl_bench.data.samples import Sample
@@ -21,14 +22,23 @@ from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit
 from ssl_bench.progress import show_progress
 
-SIZES = {"a": (40, 56), "b": (33, 47), "c": (40, 56), "d": (24, 24)}
+SIZES = {"a": (40, 56), "b": (33, 47), "c": (40, 56), "d": (24, 24), "e": (1, 1), "f": (3, 17)}
+
+
+def picture(image_id: str):
+    name = image_id.rpartition("/")[2]
+    if name == "flat":
+        return np.full((40, 56, 3), 90, np.uint8)
+    generator = np.random.default_rng(ord(name))
+    return generator.integers(256, size=(*SIZES[name], 3), dtype=np.uint8)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Noise of different sizes, with boxes; counts what is read."""
+    """Noise of different sizes, with boxes; counts what is read. An image may be damaged."""
 
-    boxes: dict[str, list[list[float]]]
+    boxes: Mapping[str, list[list[float]] | None]
+    damaged: str = ""
     read: list[str] = field(default_factory=list)
     name: str = "noise"
     split: str = "all"
@@ -45,10 +55,11 @@ class Pictures:
     def __getitem__(self, index: int) -> Sample:
         image_id = self.ids[index]
         self.read.append(image_id)
-        generator = np.random.default_rng(ord(image_id))
-        image = generator.integers(256, size=(*SIZES[image_id], 3), dtype=np.uint8)
-        boxes = np.array(self.boxes[image_id], np.float64).reshape(-1, 4)
-        return Sample(image_id, image, boxes=boxes)
+        if image_id == self.damaged:
+            raise DataError(f"{image_id} is empty")
+        known = self.boxes[image_id]
+        boxes = None if known is None else np.array(known, np.float64).reshape(-1, 4)
+        return Sample(image_id, picture(image_id), boxes=boxes)
 
     def fingerprint(self) -> str:
         return "f00d"
@@ -138,14 +149,14 @@ def test_what_is_kept_of_an_image_is_what_discover_says(tmp_path):
 
 def test_a_second_run_reads_only_what_the_first_did_not_finish(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
-    first = [replace(score) for score in TokenCut().run(context(tmp_path, Pictures(boxes)))]
+    first = list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes))))
     (path,) = tmp_path.glob("reference/images_*.jsonl")
     path.write_bytes(path.read_bytes()[:-20])
 
     again = Pictures(boxes)
-    second = list(TokenCut().run(context(tmp_path, again)))
+    second = list(TokenCut(panels=0).run(context(tmp_path, again)))
     third = Pictures(boxes)
-    list(TokenCut().run(context(tmp_path, third)))
+    list(TokenCut(panels=0).run(context(tmp_path, third)))
 
     assert again.read == ["c"]
     assert third.read == []
@@ -154,25 +165,96 @@ def test_a_second_run_reads_only_what_the_first_did_not_finish(tmp_path):
 
 def test_further_blocks_are_added_and_other_settings_and_weights_kept_apart(tmp_path):
     boxes = {"a": [FAR_AWAY]}
-    list(TokenCut().run(context(tmp_path, Pictures(boxes), [0])))
+    list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes), [0])))
 
     more, both, other, another = (Pictures(boxes) for _ in range(4))
-    list(TokenCut().run(context(tmp_path, more, [1])))
-    list(TokenCut().run(context(tmp_path, both, [0, 1])))
-    list(TokenCut(tau=0.1).run(context(tmp_path, other, [0])))
-    list(TokenCut().run(context(tmp_path, another, [0], tiny_encoder(seed=1))))
+    list(TokenCut(panels=0).run(context(tmp_path, more, [1])))
+    list(TokenCut(panels=0).run(context(tmp_path, both, [0, 1])))
+    list(TokenCut(tau=0.1, panels=0).run(context(tmp_path, other, [0])))
+    list(TokenCut(panels=0).run(context(tmp_path, another, [0], tiny_encoder(seed=1))))
 
     assert more.read == other.read == another.read == ["a"]
     assert both.read == []
     assert len(list(tmp_path.glob("*/images_*.jsonl"))) == 3
 
 
-def test_without_any_box_the_run_ends_and_says_where_the_found_ones_are(tmp_path):
+def test_ground_truth_without_any_box_ends_the_run_and_says_where_the_found_ones_are(tmp_path):
     with pytest.raises(DataError, match=r"none of the 2 images of noise .*images_"):
         list(TokenCut().run(context(tmp_path, Pictures({"a": [], "b": []}))))
 
     (path,) = tmp_path.glob("reference/images_*.jsonl")
     assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("method", ["tokencut", "maskcut"])
+def test_images_without_ground_truth_give_masks_and_pictures_but_no_score(tmp_path, method):
+    said, probe = [], TokenCut(method=method, max_objects=2)
+    pictures = Pictures({"a": None, "sub/b": None})
+
+    scores = list(probe.run(replace(context(tmp_path, pictures, [2]), say=said.append)))
+
+    assert scores == []
+    assert len(said) == 1
+    assert re.match(
+        "noise has no boxes to compare with: CorLoc was not scored; masks.* in ", said[0]
+    )
+    (folder,) = tmp_path.iterdir()
+    (path,) = folder.glob("images_*.jsonl")
+    for line in map(json.loads, path.read_text().splitlines()[1:]):
+        cell, grid = line["cells"]["2/key"], tuple(line["grid"])
+        assert line["num_boxes"] is cell["hit"] is None
+        with Image.open(folder / f"masks/block02_key/{line['image']}.png") as file:
+            saved = np.array(file)
+        assert saved.shape == picture(line["image"]).shape[:2]
+        packed = [cell["mask"], *cell.get("further_masks", [])]
+        for number, word in enumerate(packed, start=1):
+            assert np.array_equal(saved[::8, ::8] == number, unpack_mask(word, grid))
+        assert len(packed) == saved.max() <= 2
+    assert (folder / "block02_key.png").exists()
+
+
+def test_a_file_that_cannot_be_read_stops_the_run_and_what_was_done_is_kept(tmp_path):
+    boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
+    with pytest.raises(DataError, match="b is empty"):
+        list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes, damaged="b"))))
+
+    mended = Pictures(boxes)
+    list(TokenCut(panels=0).run(context(tmp_path, mended)))
+
+    assert mended.read == ["b", "c"]
+
+
+def test_a_pixel_a_strip_and_one_colour_are_flagged_and_do_not_stop_a_run(tmp_path):
+    pictures = Pictures({name: [[0.0, 0.0, 1.0, 1.0]] for name in ("e", "f", "flat", "d")})
+
+    (score,) = TokenCut().run(context(tmp_path, pictures, [2]))
+
+    (path,) = tmp_path.glob("reference/images_*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    flags = {line["image"]: line["cells"]["2/key"]["degenerate"] for line in lines}
+    assert flags["e"]
+    assert flags["f"]
+    assert score.details["degenerate_percent"] == 25 * sum(flags.values())
+    assert lines[0]["cells"]["2/key"]["box"] == [0, 0, 1, 1]
+    assert lines[0]["cells"]["2/key"]["hit"]
+    assert np.isfinite(score.value)
+
+
+def test_maskcut_keeps_as_many_objects_as_asked(tmp_path):
+    pictures = Pictures({"a": [FAR_AWAY]})
+
+    for asked in (1, 2, 4):
+        probe = TokenCut(method="maskcut", max_objects=asked, panels=0)
+        list(probe.run(context(tmp_path / str(asked), pictures, [2])))
+
+    kept = [
+        json.loads(path.read_text().splitlines()[1])["cells"]["2/key"].get("further_boxes", [])
+        for path in sorted(tmp_path.glob("*/*/images_*.jsonl"))
+    ]
+    assert [len(boxes) for boxes in kept] == [0, 1, 3]
+    assert kept[2][:1] == kept[1]
+    assert TokenCut(method="maskcut", max_objects=4).settings()["max_objects"] == 4
+    assert "max_objects" not in TokenCut().settings()
 
 
 def test_a_diverged_encoder_is_reported_with_layer_and_image(tmp_path):
@@ -187,7 +269,7 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
     sizes, counts = [5.0, 20.0, 60.0, 30.0, 0.0], [1, 2, 7, 3, 0]
     hits, degenerate = [True, False, True, True, False], [True, False, False, False, True]
     results = [
-        ImageResult(c, s, {"1/key": {"hit": h, "degenerate": d}})
+        ImageResult(c, s, (1, 1), {"1/key": {"hit": h, "degenerate": d}})
         for c, s, h, d in zip(counts, sizes, hits, degenerate, strict=True)
     ]
 
@@ -203,34 +285,6 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
     assert score.details["by_num_objects"]["from_4"] == {"num_images": 1, "corloc": 100}
 
 
-@pytest.mark.parametrize("method", ["tokencut", "lost", "maskcut"])
-def test_panels_are_drawn_for_the_first_images(tmp_path, method):
-    pictures = Pictures({"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]})
-
-    list(TokenCut(method=method, panels=2).run(context(tmp_path, pictures)))
-
-    drawn = {str(path.relative_to(path.parents[1])) for path in tmp_path.glob("*/*/*.png")}
-    blocks = "block00_key", "block02_key"
-    assert drawn == {f"{block}/{name}.png" for block in blocks for name in "ab"}
-
-
-def test_boxes_are_outlined_inside_their_edges():
-    image = np.zeros((20, 30, 3), np.uint8)
-
-    drawn = draw_boxes(image, np.array([[2.0, 3, 12, 13]]), np.array([15.0, 5, 30, 20]))
-
-    assert tuple(drawn[3, 2]) == tuple(drawn[12, 11]) == GROUND_TRUTH
-    assert tuple(drawn[5, 15]) == tuple(drawn[19, 29]) == FOUND
-    assert not drawn[13, 12].any()
-    assert not drawn[4, 15].any()
-
-
-def test_what_lies_outside_of_a_mask_is_darkened():
-    image, mask = np.full((1, 2, 3), 200, np.uint8), np.array([[True, False]])
-
-    assert highlight(image, mask)[0, :, 0].tolist() == [200, 50]
-
-
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -240,6 +294,7 @@ def test_what_lies_outside_of_a_mask_is_darkened():
         ({"tau": 1.0}, "tau must lie"),
         ({"eps": 0.0}, "eps must lie"),
         ({"panels": -1}, "panels must"),
+        ({"max_objects": 0}, "max_objects must"),
         ({"protocol": "mine"}, "protocol must be reference"),
     ],
 )

@@ -90,6 +90,10 @@ class Archive:
             DataError: they are not there, or damaged.
         """
         with _errors_of(self.path), self._opened() as file:
+            file.seek(0, io.SEEK_END)
+            if member.offset + member.packed > file.tell():
+                # Before reading, because a damaged index may claim any size.
+                raise EOFError("it ends too early")
             file.seek(member.offset)
             content = file.read(member.packed)
             if len(content) < member.packed:
@@ -152,7 +156,7 @@ def _errors_of(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; name an archive that does") from error
     except (
-        *(OSError, EOFError, ValueError, struct.error, zlib.error),
+        *(OSError, EOFError, ValueError, struct.error, zlib.error, NotImplementedError),
         *(tarfile.TarError, zipfile.BadZipFile),
     ) as error:
         raise DataError(f"{path} is damaged or cut short ({error}); fetch it again") from error

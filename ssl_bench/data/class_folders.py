@@ -11,7 +11,7 @@ from ssl_bench.data.folder import ImageFolder
 from ssl_bench.data.paired_folders import split_folder
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.data.splits import Split, require_disjoint
+from ssl_bench.data.splits import Split, read_lines, require_disjoint
 from ssl_bench.errors import DataError
 
 _ANNOTATIONS = "val_annotations.txt"
@@ -127,6 +127,7 @@ class ClassFolders:
 
     def _labelled(self, split: str, classes: dict[str, str]) -> LabelledImages:
         """The share of a split, with `classes` naming the class of every image of the whole."""
+        _require_several(self._class_names, self._root)
         _require_known(classes, self._class_names, self._root / Split.parse(split).name)
         ids = _share_of_each_class(split, classes)
         folder = split_folder(self._root, split)
@@ -168,13 +169,21 @@ def _listed_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:
     listing = folder / _ANNOTATIONS
     if not listing.is_file():
         return {image_id: _first_folder(image_id) for image_id in ids}
-    rows = (line.split() for line in listing.read_text(encoding="utf-8").splitlines())
+    rows = (line.split() for line in read_lines(listing))
     named = {row[0]: row[1] for row in rows if len(row) > 1}
     classes = {image_id: named.get(PurePosixPath(image_id).name) for image_id in ids}
     unnamed = [image_id for image_id, name in classes.items() if name is None]
     if unnamed:
         raise DataError(f"{listing} names no class for {unnamed[0]}; take both as published")
     return {image_id: name for image_id, name in classes.items() if name is not None}
+
+
+def _require_several(class_names: Sequence[str], root: Path) -> None:
+    if len(class_names) < 2:
+        raise DataError(
+            f"{root} has the single class {', '.join(class_names)}; expected SPLIT/CLASS/PICTURE "
+            "with two classes or more"
+        )
 
 
 def _require_known(classes: dict[str, str], known: Sequence[str], folder: Path) -> None:

@@ -13,6 +13,7 @@ from zipfile import BadZipFile
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from ssl_bench.data.downloads import Published, download
 from ssl_bench.data.file_sets import FileImageSet, Files
 from ssl_bench.data.locations import cache_folder, find_root, first_folder
 from ssl_bench.data.roles import lacking
@@ -21,7 +22,11 @@ from ssl_bench.errors import DataError, MachineError
 from ssl_bench.files import write_atomically
 
 NUM_IMAGES = 19_817
-LIST_MD5 = "133cea5ffcea93dccbaeb62c38b24e7c"
+LIST = Published(
+    "https://raw.githubusercontent.com/valeoai/LOST/master/datasets/coco_20k_filenames.txt",
+    "133cea5ffcea93dccbaeb62c38b24e7c",
+    "md5",
+)
 LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 
 
@@ -58,9 +63,9 @@ class Coco20k:
 
     Attributes:
         root: The folder with annotations/instances_train2014.json and images/train2014.
-        list_file: The published list; by default looked for in `root` and beside it.
+        list_file: The published list; by default looked for in `root` and beside it, else fetched.
         discovery_split: `train2014` or a share of the listed images.
-        cache: Folder for the parsed boxes (the annotations are 450 MB of JSON).
+        cache: Folder for the list and the parsed boxes (the annotations are 450 MB of JSON).
     """
 
     name = "coco20k"
@@ -102,16 +107,15 @@ class Coco20k:
         )
 
     def _list(self, root: Path) -> Path:
-        places = [folder / name for name in LIST_NAMES for folder in (root, root.parent)]
         if self.list_file is not None:
-            places = [Path(self.list_file).expanduser()]
-        for place in places:
+            given = Path(self.list_file).expanduser()
+            if not given.is_file():
+                raise DataError(f"dataset.list_file={given} does not exist")
+            return given
+        for place in (folder / name for name in LIST_NAMES for folder in (root, root.parent)):
             if place.is_file():
                 return place
-        raise DataError(
-            f"found no list of COCO20k at {' or '.join(str(place) for place in places[:2])}; "
-            "docs/data.md says where to get it, or set dataset.list_file=FILE"
-        )
+        return download(LIST, cache_folder(self.cache) / LIST_NAMES[0])
 
     def _root(self) -> Path:
         return find_root(
@@ -131,9 +135,9 @@ def _require_published(source: Path, listed: Sequence[str]) -> str:
     """The name of the set: a shorter list is another benchmark and must not pass for COCO20k."""
     if len(listed) != NUM_IMAGES:
         return f"coco20k-{len(listed)}"
-    md5 = hashlib.md5(source.read_bytes(), usedforsecurity=False).hexdigest()
-    if md5 != LIST_MD5:
-        raise DataError(f"{source} has md5 {md5}, published was {LIST_MD5}; fetch it again")
+    md5 = LIST.hexdigest(source)
+    if md5 != LIST.digest:
+        raise DataError(f"{source} has md5 {md5}, published was {LIST.digest}; fetch it again")
     return "coco20k"
 
 
@@ -172,7 +176,7 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
         single = [one for one in content["annotations"] if not one["iscrowd"]]
         owners = np.array([one["image_id"] for one in single], np.int64)
         boxes = np.array([one["bbox"] for one in single], np.float64).reshape(-1, 4)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
     corners = np.rint(np.hstack([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]])).astype(np.int64)
     order = np.argsort(owners, kind="stable")

@@ -20,7 +20,7 @@ class ImageFolder:
     """
 
     name = "folder"
-    supports = frozenset({"images"})
+    supports = frozenset({"images", "discovery"})
 
     root: str | Path | None = None
 
@@ -31,7 +31,8 @@ class ImageFolder:
         raise lacking(self.name, "segmentation")
 
     def discovery(self) -> FileImageSet:
-        raise lacking(self.name, "discovery")
+        """All pictures, without boxes: objects can be looked for, not scored."""
+        return self.images()
 
     def images(self) -> FileImageSet:
         """All pictures; an id is the path below `root`.

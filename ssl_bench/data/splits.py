@@ -70,8 +70,20 @@ def read_list(path: Path) -> list[str]:
     """
     if not path.is_file():
         raise absent_split(path.stem, [f.stem for f in path.parent.glob("*.txt")], path.parent)
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_lines(path)
     return [PurePosixPath(line.split()[0]).stem for line in lines if line.strip()]
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a UTF-8 text.
+
+    Raises:
+        DataError: it cannot be read, or is no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is not a text file ({error}); fetch it again") from error
 
 
 def absent_split(name: str, present: Sequence[str], where: Path) -> DataError:

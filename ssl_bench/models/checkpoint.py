@@ -95,7 +95,9 @@ def verified_sha256(path: Path) -> str:
     if not sidecar.is_file():
         return digest
     expected = [
-        line.split()[0] for line in sidecar.read_text(errors="replace").splitlines() if line
+        words[0]
+        for line in sidecar.read_text(errors="replace").splitlines()
+        if (words := line.split())
     ]
     if digest not in expected:
         raise CheckpointError(

@@ -1,0 +1,170 @@
+"""Doing without images whose files cannot be read, and saying which."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+from ssl_bench.data.samples import Dataset, ImageSet, Sample
+from ssl_bench.errors import DataError, UnreadableImage
+
+_SHOWN = 5
+_THREADS = 4
+_AHEAD = 1024
+
+
+@dataclass(frozen=True)
+class RemainingImages:
+    """An `ImageSet` without some of its images.
+
+    Attributes:
+        kept: Indices into `images`, ascending.
+    """
+
+    images: ImageSet
+    kept: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.images.name
+
+    @property
+    def split(self) -> str:
+        return self.images.split
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.images.class_names
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self._ids
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.images[self.kept[index]]
+
+    def fingerprint(self) -> str:
+        """Another one than that of all images."""
+        lines = (self.images.fingerprint(), *self.ids)
+        return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
+
+    @cached_property
+    def _ids(self) -> tuple[str, ...]:
+        return tuple(self.images.ids[index] for index in self.kept)
+
+
+class ReadableDataset:
+    """A dataset that leaves out the images that were found to be unreadable.
+
+    Nothing is looked at beforehand: where every image can be read, it costs nothing. Whoever meets
+    an unreadable one calls `leave_out_unreadable` and begins again, so that everything that is
+    computed is computed on the same images.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._opened: dict[str, ImageSet] = {}
+        self._kept: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def name(self) -> str:
+        return self._dataset.name
+
+    @property
+    def supports(self) -> frozenset[str]:
+        return self._dataset.supports
+
+    def train(self) -> ImageSet:
+        return self._remaining(self._dataset.train())
+
+    def val(self) -> ImageSet:
+        return self._remaining(self._dataset.val())
+
+    def discovery(self) -> ImageSet:
+        return self._remaining(self._dataset.discovery())
+
+    def images(self) -> ImageSet:
+        return self._remaining(self._dataset.images())
+
+    def leave_out_unreadable(
+        self, shown: Callable[[Iterable[int], str, int], Iterable[int]]
+    ) -> int:
+        """Decode every image of the sets that were opened; from now on those that fail are gone.
+
+        Args:
+            shown: Gives back the indices it gets, perhaps showing how far they are.
+
+        Returns:
+            How many were found that were not known before.
+
+        Raises:
+            DataError: a set has no image left, or is faulty in another way.
+        """
+        found = 0
+        for key, images in self._opened.items():
+            if key in self._kept:
+                continue
+            unreadable = set(_unreadable(images, shown))
+            if len(unreadable) == len(images):
+                raise DataError(f"none of the {len(images)} images of {_title(images)} can be read")
+            self._kept[key] = tuple(i for i in range(len(images)) if i not in unreadable)
+            found += len(unreadable)
+        return found
+
+    def left_out(self) -> dict[str, list[str]]:
+        """Split to the ids that are gone from it; splits without any are not named."""
+        gone: dict[str, list[str]] = {}
+        for key, kept in self._kept.items():
+            images = self._opened[key]
+            if len(kept) < len(images):
+                present = set(kept)
+                missing = [i for n, i in enumerate(images.ids) if n not in present]
+                gone.setdefault(images.split, []).extend(missing)
+        return gone
+
+    def _remaining(self, images: ImageSet) -> ImageSet:
+        key = images.fingerprint()
+        self._opened.setdefault(key, images)
+        kept = self._kept.get(key)
+        return images if kept is None or len(kept) == len(images) else RemainingImages(images, kept)
+
+
+def summary(left_out: dict[str, list[str]]) -> str:
+    """One line that differs for other images: `2 of train, 1 of val (3f9a01)`."""
+    lines = (f"{split}\t{i}\n" for split, ids in sorted(left_out.items()) for i in ids)
+    digest = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
+    counts = ", ".join(f"{len(ids)} of {split}" for split, ids in sorted(left_out.items()))
+    return f"{counts} ({digest[:6]})"
+
+
+def counts_and_first(left_out: dict[str, list[str]]) -> dict[str, dict[str, int | list[str]]]:
+    """What a record says of them: how many of each split, and the first names."""
+    return {split: {"count": len(i), "first": i[:_SHOWN]} for split, i in left_out.items()}
+
+
+def _unreadable(
+    images: ImageSet, shown: Callable[[Iterable[int], str, int], Iterable[int]]
+) -> Iterator[int]:
+    def fails(index: int) -> bool:
+        try:
+            images[index]
+        except UnreadableImage:
+            return True
+        return False
+
+    remaining = iter(shown(range(len(images)), f"reading {_title(images)}", len(images)))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        # Piece by piece, because the pool would queue a million at once.
+        while piece := list(islice(remaining, _AHEAD)):
+            yield from (
+                i for i, failed in zip(piece, pool.map(fails, piece), strict=True) if failed
+            )
+
+
+def _title(images: ImageSet) -> str:
+    return f"{images.name} {images.split}"

@@ -1,0 +1,128 @@
+"""Downloads over real HTTP: whole, cut, changed, refused, hanging."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from ssl_bench.data import downloads
+from ssl_bench.data.downloads import Published, download
+from ssl_bench.errors import MachineError
+
+CONTENT = bytes(range(256)) * 4096
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "new/folder/list.txt"
+
+
+def part_of(path: Path) -> Path:
+    return path.with_name("list.txt.part")
+
+
+@pytest.mark.parametrize("algorithm", ["md5", "sha256"])
+def test_a_published_file_arrives_whole_and_is_fetched_once(server, path, algorithm):
+    published = server.publish(CONTENT, algorithm)
+
+    assert download(published, path) == download(published, path) == path
+
+    assert path.read_bytes() == CONTENT
+    assert server.ranges == [""]
+    assert [file.name for file in path.parent.iterdir()] == ["list.txt"]
+
+
+@pytest.mark.parametrize("knows_ranges", [True, False])
+def test_a_cut_download_is_no_file_and_the_next_call_goes_on(server, path, knows_ranges):
+    published = server.publish(CONTENT)
+    server.cut_after, server.knows_ranges = 300_000, knows_ranges
+
+    with pytest.raises(MachineError, match="broke off after 300000 of 1048576 bytes; type"):
+        download(published, path)
+    assert not path.exists()
+    assert part_of(path).read_bytes() == CONTENT[:300_000]
+
+    assert download(published, path).read_bytes() == CONTENT
+    assert server.ranges == ["", "bytes=300000-"]
+
+
+def test_a_part_that_was_complete_is_checked_and_named(server, path):
+    published = server.publish(CONTENT)
+    path.parent.mkdir(parents=True)
+    part_of(path).write_bytes(CONTENT)
+
+    assert download(published, path).read_bytes() == CONTENT
+
+
+def test_a_part_that_is_longer_than_the_file_is_given_up(server, path):
+    published = server.publish(CONTENT)
+    path.parent.mkdir(parents=True)
+    part_of(path).write_bytes(CONTENT + b"more")
+
+    with pytest.raises(MachineError, match="has become shorter"):
+        download(published, path)
+    assert download(published, path).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("part", [b"", b"of another file"])
+def test_a_wrong_checksum_is_never_promoted_and_nothing_of_it_is_kept(server, path, part):
+    published = server.publish(CONTENT)
+    path.parent.mkdir(parents=True)
+    part_of(path).write_bytes(part)
+    server.content = CONTENT if part else CONTENT[::-1]
+
+    with pytest.raises(
+        MachineError, match=f"sha256 [0-9a-f]{{64}}, published was {published.digest}"
+    ):
+        download(published, path)
+    assert not path.exists()
+    assert part_of(path).read_bytes() == b""
+
+    server.content = CONTENT
+    assert download(published, path).read_bytes() == CONTENT
+
+
+def test_processes_that_want_the_same_file_wait_for_the_first(server, path):
+    published = server.publish(CONTENT)
+    server.delay = 0.1
+    threads = [threading.Thread(target=download, args=(published, path)) for _ in range(4)]
+
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert path.read_bytes() == CONTENT
+    assert len(server.ranges) == 1
+
+
+def test_a_server_that_is_not_there_or_silent_is_told_within_seconds(server, path, monkeypatch):
+    assert downloads.REACH_SECONDS < 5
+    monkeypatch.setattr(downloads, "REACH_SECONDS", 0.2)
+    silent = server.publish(CONTENT)
+    server.delay = 1.0
+    start = time.monotonic()
+
+    with pytest.raises(MachineError, match=r"no answer within 0\.2 s.*put it at .*list\.txt"):
+        download(silent, path)
+    with pytest.raises(MachineError, match=r"127\.0\.0\.1:9 cannot be reached .*refused"):
+        download(Published("http://127.0.0.1:9/list.txt", "0"), path)
+
+    assert time.monotonic() - start < 0.9
+    assert MachineError.exit_code == 5
+
+
+def test_an_address_that_is_gone_is_told(server, path):
+    server.publish(CONTENT)
+    server.gone = True
+
+    with pytest.raises(MachineError, match=r"answers 404 Not Found.*put it at"):
+        download(Published(f"http://127.0.0.1:{server.server_port}/x", "0"), path)
+
+
+def test_a_folder_that_cannot_be_written_is_told(server, tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(MachineError, match="cannot write"):
+        download(server.publish(CONTENT), tmp_path / "file/list.txt")
