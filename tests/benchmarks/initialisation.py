@@ -7,7 +7,7 @@ ViT-S/16 of 12 blocks; mean over photographs and seeds after some of the blocks.
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -17,7 +17,14 @@ import torch
 from torchvision.transforms.v2.functional import normalize
 
 from ssl_bench.data.folder import ImageFolder
-from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD, ViTConfig, block_statistics, build_vit
+from ssl_bench.models import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    VisionTransformer,
+    ViTConfig,
+    block_statistics,
+    build_vit,
+)
 from ssl_bench.progress import show_progress
 from tests.benchmarks.provenance import provenance
 
@@ -58,23 +65,25 @@ def photographs(folder: str, count: int) -> list[torch.Tensor]:
 
 
 def measure(images: list[torch.Tensor], num_seeds: int) -> list[Row]:
-    """One row a variant, seed, image and block."""
-    rows = []
-    for name, config in show_progress(VARIANTS.items(), "initialisations"):
-        for seed in range(num_seeds):
-            model = build_vit(config, seed=seed).eval()
-            for number, image in enumerate(images):
-                statistics = block_statistics(model, image)
-                rows += [
-                    {"variant": name, "seed": seed, "image": number, "layer": layer}
-                    | asdict(statistics[layer])
-                    for layer in range(SKIP.depth)
-                ]
-    return rows
+    """Means over the images, one row a variant, seed and block."""
+    return [
+        {"variant": name, "seed": seed, "layer": layer} | means
+        for name, config in show_progress(VARIANTS.items(), "initialisations")
+        for seed in range(num_seeds)
+        for layer, means in enumerate(_means_by_layer(build_vit(config, seed=seed).eval(), images))
+    ]
+
+
+def _means_by_layer(model: VisionTransformer, images: list[torch.Tensor]) -> list[dict[str, float]]:
+    by_image = [block_statistics(model, image) for image in images]
+    return [
+        {name: fmean(getattr(one, name) for one in blocks) for name in STATISTICS}
+        for blocks in zip(*by_image, strict=True)
+    ]
 
 
 def print_table(rows: list[Row], statistic: str) -> None:
-    """Mean over seeds and images, and the standard deviation of the seeds' means."""
+    """Mean over seeds and images, and the standard deviation between seeds."""
     print(f"\n{STATISTICS[statistic]}, mean (sd over seeds) after block\n")
     print("| initialisation | " + " | ".join(map(str, LAYERS)) + " |")
     print("|---|" + "---|" * len(LAYERS))
@@ -84,9 +93,7 @@ def print_table(rows: list[Row], statistic: str) -> None:
 
 
 def _cell(rows: list[Row], name: str, layer: int, statistic: str) -> str:
-    chosen = [row for row in rows if (row["variant"], row["layer"]) == (name, layer)]
-    seeds = sorted({row["seed"] for row in chosen})
-    means = [fmean(row[statistic] for row in chosen if row["seed"] == seed) for seed in seeds]
+    means = [row[statistic] for row in rows if (row["variant"], row["layer"]) == (name, layer)]
     spread = stdev(means) if len(means) > 1 else 0.0
     return f"{fmean(means):.3g} ({spread:.1g})"
 
@@ -96,7 +103,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="folder of photographs")
     parser.add_argument("--images", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", help="write every single value there")
+    parser.add_argument("--json", help="write the values of every seed and block there")
     options = parser.parse_args()
     rows = measure(photographs(options.data, options.images), options.seeds)
     print(provenance())
