@@ -19,7 +19,7 @@ class Standardisation:
     scale: Float[Tensor, "sources dim"]
 
 
-class HeadBank:
+class LinearHeads:
     """Heads over shared features, batched over (source, rate).
 
     A source is one layer, or several layers concatenated. The gradient is written by hand: the
@@ -29,45 +29,12 @@ class HeadBank:
     def __init__(
         self,
         standardisation: Standardisation,
-        *,
-        classes: int,
-        rates: Sequence[float],
-        optimizer: HeadOptimizer,
-        seed: int,
+        weight: Float[Tensor, "sources rates classes dim"],
+        bias: Float[Tensor, "sources rates classes"],
     ):
-        sources, dim = standardisation.mean.shape
         self.standardisation = standardisation
-        self.rates = torch.tensor(rates, device=standardisation.mean.device)
-        generator = torch.Generator().manual_seed(seed)
-        # One draw for all cells: they differ by features and rate, not by luck.
-        draw = torch.randn(classes, dim, generator=generator).mul_(0.01).to(self.rates.device)
-        self.weight = draw.expand(sources, len(rates), -1, -1).clone()
-        self.bias = self.weight.new_zeros(sources, len(rates), classes)
-        self._optimizer = optimizer
-        self._states: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        self._steps = 0
-
-    def step(
-        self,
-        features: Float[Tensor, "sources batch rows cols dim"],
-        loss: PixelLoss,
-        targets: PixelTargets,
-        *,
-        rate_factor: float,
-    ) -> Float[Tensor, "sources rates"]:
-        """One optimizer step of every head on one batch; gives their losses before it."""
-        losses, gradients = self.loss_and_gradients(features, loss, targets)
-        self._steps += 1
-        rates = (self.rates * rate_factor)[:, None]
-        for parameter, gradient, state, shaped in zip(
-            (self.weight, self.bias),
-            gradients,
-            self._states,
-            (rates[..., None], rates),
-            strict=True,
-        ):
-            self._optimizer.update(parameter, gradient, state, shaped, self._steps)
-        return losses
+        self.weight = weight
+        self.bias = bias
 
     def loss_and_gradients(
         self,
@@ -121,3 +88,49 @@ class HeadBank:
         for source in range(0, sources, some):
             for image in range(0, batch, images):
                 yield slice(source, source + some), slice(image, image + images)
+
+
+class HeadBank(LinearHeads):
+    """Heads that one optimizer moves together, each at its own rate."""
+
+    def __init__(
+        self,
+        standardisation: Standardisation,
+        *,
+        classes: int,
+        rates: Sequence[float],
+        optimizer: HeadOptimizer,
+        seed: int,
+    ):
+        sources, dim = standardisation.mean.shape
+        self.rates = torch.tensor(rates, device=standardisation.mean.device)
+        generator = torch.Generator().manual_seed(seed)
+        # One draw for all cells: they differ by features and rate, not by luck.
+        draw = torch.randn(classes, dim, generator=generator).mul_(0.01).to(self.rates.device)
+        weight = draw.expand(sources, len(rates), -1, -1).clone()
+        super().__init__(standardisation, weight, weight.new_zeros(sources, len(rates), classes))
+        self._optimizer = optimizer
+        self._states: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._steps = 0
+
+    def step(
+        self,
+        features: Float[Tensor, "sources batch rows cols dim"],
+        loss: PixelLoss,
+        targets: PixelTargets,
+        *,
+        rate_factor: float,
+    ) -> Float[Tensor, "sources rates"]:
+        """One optimizer step of every head on one batch; gives their losses before it."""
+        losses, gradients = self.loss_and_gradients(features, loss, targets)
+        self._steps += 1
+        rates = (self.rates * rate_factor)[:, None]
+        for parameter, gradient, state, shaped in zip(
+            (self.weight, self.bias),
+            gradients,
+            self._states,
+            (rates[..., None], rates),
+            strict=True,
+        ):
+            self._optimizer.update(parameter, gradient, state, shaped, self._steps)
+        return losses

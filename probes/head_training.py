@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float16, Int64
@@ -18,9 +19,44 @@ from ssl_bench.evaluation import Progress
 Source = tuple[int, ...]
 
 
+@runtime_checkable
+class Training(Protocol):
+    """A way to fit heads.
+
+    Attributes:
+        rates: What the heads of one source differ by; one of them is chosen afterwards.
+        knob: What these are.
+    """
+
+    @property
+    def rates(self) -> tuple[float, ...]: ...
+
+    @property
+    def knob(self) -> str: ...
+
+    @property
+    def classes(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def train(
+        self,
+        features: TrainingFeatures,
+        sources: Sequence[Source],
+        entries: Int64[Tensor, " chosen"],
+        progress: Progress,
+    ) -> "TrainedHeads":
+        """Fit one head for each source and rate to the chosen entries of the cache."""
+        ...
+
+
 @dataclass(frozen=True)
 class HeadTraining:
-    """Hyperparameters of the heads."""
+    """Hyperparameters of heads that are trained step by step; rates are learning rates."""
 
     rates: tuple[float, ...]
     epochs: int
@@ -33,6 +69,8 @@ class HeadTraining:
     seed: int
     device: torch.device
 
+    knob = "learning_rate"
+
     def train(
         self,
         features: TrainingFeatures,
@@ -42,9 +80,15 @@ class HeadTraining:
     ) -> "TrainedHeads":
         """Train one head for each source and rate on the chosen entries of the cache."""
         start = time.monotonic()
-        blocks = features.of_layers([layer for source in sources for layer in source])
-        blocks = _near(blocks, self.device)
-        bank = self._bank(blocks, sources, entries)
+        blocks = near_blocks(features, sources, self.device)
+        statistics = source_statistics(blocks, sources, entries, self.device)
+        bank = HeadBank(
+            statistics.standardisation if self.standardise else statistics.identity(),
+            classes=self.classes,
+            rates=self.rates,
+            optimizer=self.optimizer,
+            seed=self.seed,
+        )
         batches = self._batches(entries)
         first, last = f"{sources[0][-1]}", f"{sources[-1][-1]}"
         shown = progress(range(len(batches)), f"heads of layers {first} to {last}", len(batches))
@@ -57,28 +101,11 @@ class HeadTraining:
                 self.loss.targets(labels, self.classes),
                 rate_factor=self.schedule.factor(step, len(batches)),
             )
-        weight, bias = bank.folded()
-        return TrainedHeads(tuple(sources), weight, bias, time.monotonic() - start)
-
-    def _bank(
-        self, blocks: Tensor, sources: Sequence[Source], entries: Int64[Tensor, " chosen"]
-    ) -> HeadBank:
-        layers, dim = blocks.shape[0], blocks.shape[-1]
-        if self.standardise:
-            by_layer = standardisation(blocks, entries)
-        else:
-            zeros = torch.zeros(layers, dim)
-            by_layer = Standardisation(zeros, zeros + 1)
-        shape = (len(sources), -1)
-        return HeadBank(
-            Standardisation(
-                by_layer.mean.to(self.device).reshape(shape),
-                by_layer.scale.to(self.device).reshape(shape),
-            ),
-            classes=self.classes,
-            rates=self.rates,
-            optimizer=self.optimizer,
-            seed=self.seed,
+        return TrainedHeads(
+            tuple(sources),
+            *bank.folded(),
+            constant_channels=statistics.constant_channels(),
+            seconds=time.monotonic() - start,
         )
 
     def _batches(self, entries: Int64[Tensor, " chosen"]) -> list[Int64[Tensor, " some"]]:
@@ -93,12 +120,19 @@ class HeadTraining:
 
 @dataclass(frozen=True)
 class TrainedHeads:
-    """Heads for features as they come out of the encoder."""
+    """Heads for features as they come out of the encoder.
+
+    Attributes:
+        constant_channels: How many channels of each source say nothing: they do not vary.
+        unfinished: Heads that stopped before they converged; None where that is not asked.
+    """
 
     sources: tuple[Source, ...]
     weight: Float[Tensor, "sources rates classes dim"]
     bias: Float[Tensor, "sources rates classes"]
+    constant_channels: tuple[int, ...]
     seconds: float
+    unfinished: int | None = None
 
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]
@@ -107,6 +141,34 @@ class TrainedHeads:
         weight, bias = self.weight[index], self.bias[index]
         values = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
         return values.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
+
+
+@dataclass(frozen=True)
+class SourceStatistics:
+    """Mean and deviation of every channel of every source over the training patches."""
+
+    standardisation: Standardisation
+
+    def identity(self) -> Standardisation:
+        """One that leaves the features as they are."""
+        scale = self.standardisation.scale
+        return Standardisation(torch.zeros_like(scale), torch.ones_like(scale))
+
+    def constant_channels(self) -> tuple[int, ...]:
+        return tuple((self.standardisation.scale == 0).sum(1).tolist())
+
+
+def source_statistics(
+    blocks: Float16[Tensor, "layers entries rows cols dim"],
+    sources: Sequence[Source],
+    entries: Int64[Tensor, " chosen"],
+    device: torch.device,
+) -> SourceStatistics:
+    by_layer = standardisation(blocks, entries)
+    mean, scale = (
+        part.to(device).reshape(len(sources), -1) for part in (by_layer.mean, by_layer.scale)
+    )
+    return SourceStatistics(Standardisation(mean, scale))
 
 
 def joined(
@@ -126,8 +188,11 @@ def take(
     return blocks.index_select(1, chosen.to(blocks.device)).to(device)
 
 
-def _near(blocks: Tensor, device: torch.device) -> Tensor:
-    """Move features into device memory if they take at most half of what is free there."""
+def near_blocks(
+    features: TrainingFeatures, sources: Sequence[Source], device: torch.device
+) -> Float16[Tensor, "layers entries rows cols dim"]:
+    """The layers of all sources, in device memory if they take half of what is free or less."""
+    blocks = features.of_layers([layer for source in sources for layer in source])
     if device.type != "cuda":
         return blocks
     free, _ = torch.cuda.mem_get_info(device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 # Similarities that are in GPU memory at once.
 _SIMILARITIES = 2**28
+_CONSTANT = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +26,10 @@ class NeighbourSearch:
     @classmethod
     def of(cls, features: Float[Tensor, "memory dim"]) -> "NeighbourSearch":
         return cls(F.normalize(features.float(), dim=1))
+
+    def is_constant(self) -> bool:
+        """Whether all vectors are the same, so that any of them may be called the nearest."""
+        return bool((self.memory - self.memory[0]).abs().max() < _CONSTANT)
 
     def nearest(
         self, queries: Float[Tensor, "queries dim"], count: int

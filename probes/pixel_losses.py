@@ -79,11 +79,42 @@ class HistogramLoss:
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
-        label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
-        shares = logits.softmax(1)
-        loss = (_log_normaliser(logits, shares, 1) * counted).flatten(1).sum(1)
-        loss -= (logits * label_weights).flatten(1).sum(1)
-        return loss, shares.mul_(counted).sub_(label_weights)
+        return _patch_cross_entropy(logits, targets)
+
+
+@dataclass(frozen=True)
+class ModeLoss:
+    """Cross-entropy of each patch's logits against the most frequent label under it.
+
+    Patches that are ignored for the most part do not count; of equally frequent labels the
+    smallest wins, and a class before what is ignored.
+    """
+
+    pixels_per_patch: int
+
+    def label_size(self, grid: int) -> int:
+        return grid * self.pixels_per_patch
+
+    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
+        # Ignored pixels as a class behind all others, which may win but is not kept.
+        counts = label_histograms(labels.clamp(max=classes), self.pixels_per_patch, classes + 1)
+        winners = F.one_hot(counts.argmax(0), classes + 1).movedim(-1, 0)[:classes].float()
+        return PixelTargets(winners, winners.sum(0, keepdim=True))
+
+    def loss_and_gradient(
+        self, logits: Logits, targets: PixelTargets
+    ) -> tuple[Float[Tensor, " heads"], Logits]:
+        return _patch_cross_entropy(logits, targets)
+
+
+def _patch_cross_entropy(
+    logits: Logits, targets: PixelTargets
+) -> tuple[Float[Tensor, " heads"], Logits]:
+    label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
+    shares = logits.softmax(1)
+    loss = (_log_normaliser(logits, shares, 1) * counted).flatten(1).sum(1)
+    loss -= (logits * label_weights).flatten(1).sum(1)
+    return loss, shares.mul_(counted).sub_(label_weights)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Retrieval:
             per_image = self._count(memory, labels.to(context.device), training_pass, val_images)
             for index, layer in enumerate(layers):
                 scores = RateScores(per_image[:, index, None])
-                yield from self._scores(layer, scores, val_images, len(chosen))
+                yield from self._scores(layer, scores, val_images, memory[layer])
 
     def _training_pass(self, context: ProbeContext) -> TrainingPass:
         images = context.dataset.train()
@@ -198,7 +198,7 @@ class Retrieval:
         return torch.cat(votes).view(*features.shape[:3], -1)
 
     def _scores(
-        self, layer: int, scores: RateScores, images: ImageSet, num_patches: int
+        self, layer: int, scores: RateScores, images: ImageSet, search: NeighbourSearch
     ) -> Iterator[Score]:
         values = (scores.miou()[0], scores.accuracy(0))
         intervals = (scores.miou_ci95(0), scores.accuracy_ci95(0))
@@ -206,7 +206,8 @@ class Retrieval:
         details = {
             "iou_by_class": dict(zip(images.class_names, iou, strict=True)),
             "absent_classes": ABSENT_CLASS_POLICY,
-            "memory_patches": num_patches,
+            "memory_patches": len(search.memory),
+            "constant_features": search.is_constant(),
             "guesses": list(self.guesses),
         }
         for metric, value, interval in zip(_METRICS, values, intervals, strict=True):

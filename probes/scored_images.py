@@ -72,6 +72,17 @@ class SquashedScoring:
 
 
 @dataclass(frozen=True)
+class PatchScoring(SquashedScoring):
+    """Likewise, but each pixel takes the class of the patch over it."""
+
+    def predict(
+        self, logits: Float[Tensor, "windows rates rows cols classes"], image: ScoredImage
+    ) -> UInt8[Tensor, "rates height width"]:
+        winners = logits[0].argmax(-1).to(torch.uint8)
+        return F.interpolate(winners[None], size=image.mask.shape, mode="nearest-exact")[0]
+
+
+@dataclass(frozen=True)
 class SlidingScoring:
     """Square windows over the image, whose shorter side is resized to that of a window.
 

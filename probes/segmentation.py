@@ -6,9 +6,10 @@ from typing import Any
 
 from probes.feature_cache import TrainingPass
 from probes.head_optimizers import SGD, AdamW, Schedule
-from probes.head_training import HeadTraining, Source
-from probes.pixel_losses import HistogramLoss, PixelLoss, ResampledLoss, UpsampledLoss
-from probes.scored_images import Scoring, SlidingScoring, SquashedScoring
+from probes.head_training import HeadTraining, Source, Training
+from probes.logistic_heads import LogisticTraining
+from probes.pixel_losses import HistogramLoss, ModeLoss, PixelLoss, ResampledLoss, UpsampledLoss
+from probes.scored_images import PatchScoring, Scoring, SlidingScoring, SquashedScoring
 from probes.segmentation_run import SegmentationRun
 from probes.training_split import TrainingSplit
 from probes.views import ResizedCrops, ScaledCrops, Views, WholeImage
@@ -24,15 +25,19 @@ _CHOICES = {
     "layers_mode": ("single", "multi", "last4"),
     "norm": ("none", "final", "standardize"),
     "crops": ("whole", "resized", "scaled"),
-    "optimizer": ("adamw", "sgd"),
+    "optimizer": ("adamw", "sgd", "lbfgs"),
     "schedule": ("cosine", "linear", "constant"),
-    "scoring": ("squash", "slide"),
+    "scoring": ("squash", "patch", "slide"),
 }
-_LOSSES = ("default", "fast", "full")
+_LOSSES = ("default", "fast", "full", "mode")
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.
 _NOT_SETTINGS = frozenset(
     {"protocol", "layers_mode", "panels", "memory_gib", "cache", "num_workers", "guesses"}
 )
+_OF_STEPS = frozenset(
+    {"learning_rates", "epochs", "batch_size", "schedule", "warmup", "weight_decay"}
+)
+_OF_LBFGS = frozenset({"c_values", "max_iterations", "refit"})
 
 
 @dataclass(frozen=True)
@@ -46,17 +51,23 @@ class Segmentation:
         learning_rates: All are trained; which one counts is chosen afterwards.
         image_size: Side of the squares that the encoder sees; a multiple of the patch.
         loss: "default": bilinear logits against labels at four times the token grid. "fast": patch
-            logits against the histogram of labels under the patch. "full": bilinear logits against
-            labels at `image_size`. A number: bilinear logits against labels of that size.
+            logits against the histogram of labels under the patch. "mode": patch logits against
+            the most frequent of them. "full": bilinear logits against labels at `image_size`. A
+            number: bilinear logits against labels of that size.
         norm: Before the head. "standardize": each channel over the training set. "final": the
             encoder's last norm. "none": the block's output.
         crops: "whole": training images are squashed. "resized": random parts of at least 80 % of
             the area are squashed. "scaled": random squares of the image at half to twice the size.
         views: How many crops of each image are drawn, once; with "whole", 2 adds its mirror image.
+        optimizer: "lbfgs" fits logistic regressions to the end, one for each of `c_values`, in
+            place of a number of steps with each of the learning rates.
         warmup: Share of the steps in which the learning rate rises.
-        holdout: Share of the training images that choose the learning rate and train nothing.
+        c_values: C of scikit-learn's logistic regression: weight of the loss against the penalty.
+        holdout: Share of the training images that choose the rate or C and train nothing.
+        refit: With "lbfgs", fit to all training images once the held-out ones have chosen.
         train_images: At most so many, drawn with the seed.
-        scoring: "squash": scored images are squashed. "slide": windows slide over them.
+        scoring: "squash": scored images are squashed, logits upsampled bilinearly. "patch":
+            likewise, but each pixel takes the class of its patch. "slide": windows slide over them.
         score_size: Masks are reduced to this size before scoring; the original size if None.
         panels: How many of the first scored images are drawn.
         memory_gib: What the features may take in memory; beyond it they go to disk.
@@ -79,6 +90,9 @@ class Segmentation:
     schedule: str = "cosine"
     warmup: float = 0.05
     weight_decay: float = 1e-4
+    c_values: Sequence[float] = ()
+    max_iterations: int = 1000
+    refit: bool = False
     holdout: float = 0.1
     train_images: int | None = None
     scoring: str = "squash"
@@ -101,11 +115,13 @@ class Segmentation:
             raise ConfigurationError(
                 f"probe.loss must be one of {_LOSSES} or a number, got {self.loss!r}"
             )
-        if not self.learning_rates or min(self.learning_rates) <= 0:
+        grid = "c_values" if self.optimizer == "lbfgs" else "learning_rates"
+        if not getattr(self, grid) or min(getattr(self, grid)) <= 0:
             raise ConfigurationError(
-                f"probe.learning_rates must be positive, got {list(self.learning_rates)}"
+                f"probe.{grid} must be positive numbers, got {list(getattr(self, grid))}"
             )
-        for field in ("epochs", "batch_size", "image_size", "views", "num_workers"):
+        positive = ("epochs", "batch_size", "image_size", "views", "num_workers", "max_iterations")
+        for field in positive:
             if getattr(self, field) < 1:
                 raise ConfigurationError(f"probe.{field} must be >= 1, got {getattr(self, field)}")
         for field in ("holdout", "warmup"):
@@ -119,10 +135,15 @@ class Segmentation:
             raise ConfigurationError(
                 f"probe.views must be 1 or 2 for probe.crops=whole, got {self.views}"
             )
-        if self.holdout and (self.crops != "whole" or self.scoring != "squash"):
+        if self.holdout and (self.crops != "whole" or self.scoring == "slide"):
             raise ConfigurationError(
-                "probe.holdout must be 0 unless probe.crops=whole and probe.scoring=squash: the "
-                f"held-out images are scored from their cached features, got {self.holdout}"
+                "probe.holdout must be 0 unless probe.crops=whole and probe.scoring=squash or "
+                "patch: the held-out images are scored from their cached features, got "
+                f"{self.holdout}"
+            )
+        if self.refit and not (self.holdout and self.optimizer == "lbfgs"):
+            raise ConfigurationError(
+                "probe.refit must be false unless probe.optimizer=lbfgs and probe.holdout > 0"
             )
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
@@ -136,8 +157,10 @@ class Segmentation:
 
     def settings(self) -> dict[str, Any]:
         fields = asdict(self)
-        fields["learning_rates"] = [float(rate) for rate in self.learning_rates]
-        return {name: value for name, value in fields.items() if name not in _NOT_SETTINGS}
+        for grid in ("learning_rates", "c_values"):
+            fields[grid] = [float(rate) for rate in fields[grid]]
+        unused = _OF_STEPS if self.optimizer == "lbfgs" else _OF_LBFGS
+        return {k: value for k, value in fields.items() if k not in _NOT_SETTINGS | unused}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -163,6 +186,7 @@ class Segmentation:
             split=split,
             val_images=val_images,
             sources=self.sources(context.layers),
+            refit=self.refit,
             memory_gib=self.memory_gib,
             cache=cache_folder(self.cache) / "features",
             facet=self.facet,
@@ -212,7 +236,9 @@ class Segmentation:
             progress=context.progress,
         )
 
-    def _training(self, context: ProbeContext, classes: int) -> HeadTraining:
+    def _training(self, context: ProbeContext, classes: int) -> Training:
+        if self.optimizer == "lbfgs":
+            return self._logistic_training(context, classes)
         optimizers = {"adamw": AdamW, "sgd": SGD}
         return HeadTraining(
             rates=tuple(float(rate) for rate in self.learning_rates),
@@ -227,10 +253,26 @@ class Segmentation:
             device=context.device,
         )
 
+    def _logistic_training(self, context: ProbeContext, classes: int) -> LogisticTraining:
+        return LogisticTraining(
+            rates=tuple(float(c) for c in self.c_values),
+            max_iterations=self.max_iterations,
+            batch_size=self.batch_size,
+            loss=self._loss(context.encoder.patch_size),
+            standardise=self.norm == "standardize",
+            classes=classes,
+            seed=context.seed,
+            device=context.device,
+        )
+
     def _loss(self, patch: int) -> PixelLoss:
         if self.loss.isdecimal():
             return ResampledLoss(self.image_size // patch, self.image_size // patch, int(self.loss))
-        losses = {"default": UpsampledLoss(4), "full": UpsampledLoss(patch)}
+        losses = {
+            "default": UpsampledLoss(4),
+            "full": UpsampledLoss(patch),
+            "mode": ModeLoss(patch),
+        }
         return losses.get(self.loss, HistogramLoss(patch))
 
     def _views(self, context: ProbeContext) -> Views:
@@ -243,4 +285,6 @@ class Segmentation:
     def _scoring(self, encoder: Encoder) -> Scoring:
         if self.scoring == "slide":
             return SlidingScoring(self.image_size, encoder.mean)
+        if self.scoring == "patch":
+            return PatchScoring(self.image_size, self.score_size)
         return SquashedScoring(self.image_size, self.score_size)

@@ -64,6 +64,7 @@ class SourceReport:
             f"{self.knob}s": list(self.rates),
             "miou_by_rate": _plain(self.val.miou()),
             "miou_by_rate_held_out": held_out,
+            "constant_features": self.constant == 1,
             "constant_channels_percent": round(100 * self.constant, 1),
             "warnings": self._warnings(rate),
             "iou_by_class": iou,

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from probes.dense_scores import RateScores, ScoredStream
 from probes.feature_cache import TrainingFeatures, TrainingPass
-from probes.head_training import HeadTraining, Source, TrainedHeads
+from probes.head_training import Source, TrainedHeads, Training
 from probes.image_stream import batches, read_ahead
 from probes.scored_images import Scoring
 from probes.segmentation_panels import draw_panel
 from probes.segmentation_report import SourceReport
 from probes.training_split import TrainingSplit
+from probes.views import nearest_labels
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Progress, Score
@@ -28,6 +29,8 @@ class SegmentationRun:
     """All parts of a run, put together by the probe.
 
     Attributes:
+        refit: Whether heads are fitted anew to all training images once the held-out ones have
+            chosen between them.
         memory_gib: What the features may take in memory.
         cache: Folder for features beyond that.
         facet: Under which the scores are recorded.
@@ -36,11 +39,12 @@ class SegmentationRun:
     """
 
     training_pass: TrainingPass
-    training: HeadTraining
+    training: Training
     scoring: Scoring
     split: TrainingSplit
     val_images: ImageSet
     sources: Sequence[Source]
+    refit: bool
     memory_gib: float
     cache: Path
     facet: str
@@ -56,6 +60,8 @@ class SegmentationRun:
         features = self.features()
         heads = self.train(features)
         held_out = self.count_held_out(heads, features)
+        if self.refit:
+            heads = self._fit(features, self.split.every_entry(self.training_pass.views.count))
         reports, drawn = self.score(heads, held_out, self._details(heads, features, guesses))
         for report in reports:
             yield from report.scores()
@@ -75,8 +81,7 @@ class SegmentationRun:
                 f"the training labels of {self.training_pass.images.name} hold "
                 f"{names or 'no class'}, expected at least two classes"
             )
-        groups = batches(self.sources, self._sources_at_once(features))
-        return [self.training.train(features, group, entries, self._progress) for group in groups]
+        return self._fit(features, entries)
 
     def count_held_out(
         self, heads: Sequence[TrainedHeads], features: TrainingFeatures
@@ -115,11 +120,14 @@ class SegmentationRun:
         )
         if not per_image[..., 2, :].any():
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
+        constant = [number for some in heads for number in some.constant_channels]
         reports = [
             SourceReport(
                 layer=source[-1],
                 facet=self.facet,
+                knob=self.training.knob,
                 rates=self.training.rates,
+                constant=constant[index] / training_pass.extractor.dim / len(source),
                 class_names=images.class_names,
                 val=RateScores(per_image[:, index]),
                 held_out=None if held_out is None else held_out[index],
@@ -132,6 +140,12 @@ class SegmentationRun:
     @property
     def _progress(self) -> Progress:
         return self.training_pass.progress
+
+    def _fit(
+        self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
+    ) -> list[TrainedHeads]:
+        groups = batches(self.sources, self._sources_at_once(features))
+        return [self.training.train(features, group, entries, self._progress) for group in groups]
 
     def _stream(self, heads: Sequence[TrainedHeads]) -> ScoredStream:
         return ScoredStream(
@@ -154,12 +168,14 @@ class SegmentationRun:
         """What records say of the training, the same for all sources."""
         num_held_out, views = len(self.split.held_out), self.training_pass.views.count
         ignored = (features.labels[::views] == IGNORED).flatten(1).all(1)
+        unfinished = [some.unfinished for some in heads if some.unfinished is not None]
         return {
-            "num_train_images": len(self.split.indices) - num_held_out,
+            "num_train_images": len(self.split.indices) - (0 if self.refit else num_held_out),
             "num_held_out_images": num_held_out,
             "train_ids_sha256": self.split.ids_sha256(self.training_pass.images),
             "all_ignored_train_images": int(ignored.sum()),
             "train_seconds": round(sum(some.seconds for some in heads), 3),
+            "unconverged_heads": sum(unfinished) if unfinished else None,
             "feature_tier": features.tier,
             "encoder_passes": features.passes,
             "guesses": list(guesses),
@@ -175,10 +191,12 @@ class SegmentationRun:
         for index, predicted in enumerate(drawn):
             sample = self.val_images[index]
             image = self.scoring.prepare(sample)
-            masks = {"ground truth": image.mask.numpy()}
+            masks = {"ground truth": image.mask}
             for source, rate, by_rate in zip(self.sources, rates, predicted, strict=True):
                 title = f"layer{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
-                masks[title] = by_rate[rate].numpy()
+                masks[title] = by_rate[rate]
+            size = sample.image.shape[:2]
+            full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}
             name = f"{self.pictures.name}-{sample.image_id.replace('/', '_')}.png"
             path = self.pictures.with_name(name)
-            draw_panel(sample.image, masks, self.val_images.class_names, path)
+            draw_panel(sample.image, full, self.val_images.class_names, path)

@@ -56,6 +56,10 @@ class TrainingSplit:
             ]
         )
 
+    def every_entry(self, views: int) -> Int64[Tensor, " entries"]:
+        """All views of all images, held out or not."""
+        return torch.arange(len(self.indices) * views)
+
     def ids(self, images: ImageSet) -> list[str]:
         return [images.ids[index] for index in self.indices]
 

@@ -1,17 +1,28 @@
-"""A dataset of coloured halves, and a tiny encoder to probe with it."""
+"""A dataset of coloured halves, a tiny encoder, and a quick segmentation probe for both."""
 
+import collections
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from probes.segmentation import Segmentation
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_vit
 
 CLASS_NAMES = ("red", "green", "blue", "never")
 SIZES = ((24, 32), (32, 24), (40, 28))
+QUICK: dict[str, Any] = {
+    "learning_rates": [1e-3, 1e-2, 3e-2],
+    "epochs": 8,
+    "batch_size": 4,
+    "image_size": 32,
+    "panels": 0,
+    "num_workers": 1,
+}
 
 
 @dataclass
@@ -97,11 +108,23 @@ def probe_context(
 
 
 class Counter:
-    """Counts the images that pass an encoder."""
+    """Counts how often each image passes an encoder, told apart by its pixels."""
 
     def __init__(self, encoder):
-        self.images = 0
+        self.passes = collections.Counter()
         encoder.module.register_forward_pre_hook(self._count)
 
+    @property
+    def images(self) -> int:
+        return self.passes.total()
+
     def _count(self, _module, inputs):
-        self.images += len(inputs[0])
+        self.passes.update(image.numpy().tobytes() for image in inputs[0])
+
+
+def quick_probe(**changes: Any) -> Segmentation:
+    return Segmentation(**{**QUICK, **changes})
+
+
+def score_values(scores):
+    return {(score.layer, score.metric): score.value for score in scores}

@@ -46,7 +46,7 @@ def test_validation_images_are_numbered_as_the_training_folders_are(tmp_path):
 
 
 def test_the_validation_folder_may_be_called_test_or_as_one_says(tmp_path):
-    put(tmp_path, "train/a/1.png", "test/a/2.png", "other/a/3.png")
+    put(tmp_path, "train/a/1.png", "train/b/1.png", "test/a/2.png", "other/a/3.png")
 
     assert ClassFolders(tmp_path).val().split == "test"
     assert ClassFolders(tmp_path, val_split="other").val().ids == ("a/3.png",)

@@ -8,6 +8,7 @@ from probes.head_bank import HeadBank, Standardisation
 from probes.head_optimizers import SGD, AdamW, Schedule
 from probes.head_training import HeadTraining, joined
 from probes.pixel_losses import PIECE_BYTES, HistogramLoss, UpsampledLoss
+from tests.benchmarks.memory import LiveBytes
 
 SOURCES, BATCH, ROWS, COLS, DIM, CLASSES = 2, 3, 4, 3, 6, 5
 RATES = (1e-3, 1e-2, 1e-1)
@@ -82,6 +83,27 @@ def test_momentum_steps_of_the_bank_equal_separate_runs():
     )
     torch.testing.assert_close(bank.weight[1, 2], weight, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(bank.bias[1, 2], bias, rtol=1e-6, atol=1e-6)
+
+
+def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
+    sources, rates, classes, grid, patch = 6, 8, 21, 6, 16
+    zeros = torch.zeros(sources, DIM)
+    bank = HeadBank(
+        Standardisation(zeros, zeros + 1),
+        classes=classes,
+        rates=[1e-3] * rates,
+        optimizer=AdamW(),
+        seed=0,
+    )
+    features = torch.randn(sources, 1, grid, grid, DIM)
+    labels = torch.randint(0, classes, (1, grid * patch, grid * patch)).to(torch.uint8)
+    loss = UpsampledLoss(patch)
+    targets = loss.targets(labels, classes)
+    with LiveBytes() as held:
+        bank.step(features, loss, targets, rate_factor=1.0)
+    upsampled = sources * rates * classes * labels.numel() * 4
+    assert upsampled > 2**25
+    assert held.peak < upsampled / 6
 
 
 def test_folded_heads_give_the_same_logits_on_features_that_were_not_standardised():

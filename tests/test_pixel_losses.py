@@ -3,7 +3,13 @@ import torch
 import torch.nn.functional as F
 
 from probes import pixel_losses
-from probes.pixel_losses import HistogramLoss, ResampledLoss, UpsampledLoss, label_histograms
+from probes.pixel_losses import (
+    HistogramLoss,
+    ModeLoss,
+    ResampledLoss,
+    UpsampledLoss,
+    label_histograms,
+)
 
 CLASSES, HEADS, BATCH, ROWS, COLS = 5, 3, 2, 4, 3
 
@@ -78,6 +84,26 @@ def test_a_patch_histogram_counts_only_the_pixels_under_its_patch():
     labels = torch.tensor([[[1, 1, 2, 255], [1, 0, 2, 2]]], dtype=torch.uint8)
     histograms = label_histograms(labels, 2, 3)
     assert histograms[:, 0, 0].tolist() == [[1, 0], [3, 0], [0, 3]]
+
+
+def test_a_patch_counts_once_for_its_most_frequent_label():
+    rows = [[0, 0, 2, 1, 255, 255, 255, 0], [0, 1, 1, 2, 255, 2, 0, 255]]
+    targets = ModeLoss(2).targets(torch.tensor([rows], dtype=torch.uint8), 3)
+    # Three 0; a tie of 1 and 2; three 255; a tie of 0 and 255.
+    expected = [[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
+    assert targets.label_weights[:, 0, 0].tolist() == expected
+    assert targets.counted[0, 0, 0].tolist() == [1, 1, 0, 1]
+
+
+def test_mode_loss_equals_cross_entropy_of_the_patches_with_their_modes():
+    logits, labels = _logits(), _labels(4, ignored=0.4)
+    modes = labels.unflatten(2, (-1, 4)).unflatten(1, (-1, 4)).transpose(2, 3)
+    modes = modes.flatten(3).mode(3).values
+    loss = ModeLoss(4)
+    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES))
+    expected, expected_gradient = _reference(logits, modes, "nearest")
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2**12, 2**20])

@@ -39,6 +39,7 @@ def test_every_image_passes_the_encoder_once_for_all_layers(tmp_path):
     counter = Counter(encoder)
     list(_probe(crops="resized", views=2).run(probe_context(tmp_path, encoder)))
     assert counter.images == 2 * 18 + 7
+    assert set(counter.passes.values()) == {1}
 
 
 def test_layers_whose_memories_do_not_fit_together_give_the_same_scores(tmp_path):

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from probes.dense_prediction import predict_pixels
-from probes.scored_images import SlidingScoring, SquashedScoring
+from probes.scored_images import PatchScoring, SlidingScoring, SquashedScoring
 from probes.views import resized
 from ssl_bench.data.samples import Sample
 
@@ -49,6 +49,16 @@ def test_windows_cover_the_image_and_the_last_one_ends_with_it(width, starts):
     whole = resized(torch.from_numpy(scene.image).movedim(-1, 0) / 255, 32, width)
     for window, (_, left) in zip(image.windows, image.corners, strict=True):
         torch.testing.assert_close(window, whole[:, :, left : left + 32])
+
+
+def test_every_pixel_takes_the_class_of_the_patch_over_its_centre():
+    image = PatchScoring(16, mask_size=5).prepare(_scene())
+    logits = torch.zeros(1, 1, 2, 2, 3)
+    for number, (row, col) in enumerate([(0, 1), (1, 0)], 1):
+        logits[0, 0, row, col, number] = 1
+    (predicted,) = PatchScoring(16, mask_size=5).predict(logits, image)
+    upper, lower = [0, 0, 1, 1, 1], [2, 2, 0, 0, 0]
+    assert predicted.tolist() == [upper, upper, lower, lower, lower]
 
 
 def test_overlapping_windows_are_averaged():

@@ -2,13 +2,20 @@ import json
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from colours import ColourDataset, Colours, Counter, probe_context, tiny_encoder
+from colours import (
+    ColourDataset,
+    Colours,
+    Counter,
+    probe_context,
+    quick_probe,
+    score_values,
+    tiny_encoder,
+)
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from PIL import Image
@@ -16,8 +23,7 @@ from PIL import Image
 from probes.scored_images import SquashedScoring
 from probes.segmentation import Segmentation
 from probes.training_split import TrainingSplit
-from probes.views import WholeImage, nearest_labels
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, MachineError
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -30,27 +36,11 @@ PHOTOS = {
         "dataset.val_split=train2017:75-100%",
     ],
 }
-QUICK: dict[str, Any] = {
-    "learning_rates": [1e-3, 1e-2, 3e-2],
-    "epochs": 8,
-    "batch_size": 4,
-    "image_size": 32,
-    "panels": 0,
-    "num_workers": 1,
-}
-
-
-def _probe(**changes) -> Segmentation:
-    return Segmentation(**{**QUICK, **changes})
-
-
-def _values(scores):
-    return {(score.layer, score.metric): score.value for score in scores}
 
 
 @pytest.mark.parametrize("loss", ["default", "fast", "full"])
 def test_colours_are_segmented_almost_without_error(tmp_path, loss):
-    scores = _values(_probe(loss=loss, epochs=20).run(probe_context(tmp_path)))
+    scores = score_values(quick_probe(loss=loss, epochs=20).run(probe_context(tmp_path)))
     assert scores[3, "miou_holdout"] > 80
     assert scores[3, "pixel_accuracy"] > 85
 
@@ -59,8 +49,9 @@ def test_colours_are_segmented_almost_without_error(tmp_path, loss):
 def test_every_image_passes_the_encoder_once_for_all_layers_rates_and_epochs(tmp_path, views):
     encoder = tiny_encoder()
     counter = Counter(encoder)
-    list(_probe(views=views).run(probe_context(tmp_path, encoder)))
+    list(quick_probe(views=views).run(probe_context(tmp_path, encoder)))
     assert counter.images == views * 18 + 7
+    assert set(counter.passes.values()) == {1}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +66,7 @@ def test_every_image_passes_the_encoder_once_for_all_layers_rates_and_epochs(tmp
     ],
 )
 def test_the_scores_are_those_that_were_announced(tmp_path, changes, facet):
-    probe, context = _probe(**changes, epochs=1), probe_context(tmp_path)
+    probe, context = quick_probe(**changes, epochs=1), probe_context(tmp_path)
     scores = list(probe.run(context))
     cells = [(score.layer, score.facet, score.metric) for score in scores]
     assert cells == probe.cells(context.layers)
@@ -98,11 +89,11 @@ def test_the_scores_are_those_that_were_announced(tmp_path, changes, facet):
     ],
 )
 def test_joined_layers_reach_up_to_the_last_asked_one(mode, last, joined):
-    assert _probe(layers_mode=mode).sources((0, last)) == [joined]
+    assert quick_probe(layers_mode=mode).sources((0, last)) == [joined]
 
 
 def test_a_head_on_joined_layers_sees_the_channels_of_all_of_them(tmp_path):
-    probe, context = _probe(layers_mode="multi"), probe_context(tmp_path)
+    probe, context = quick_probe(layers_mode="multi"), probe_context(tmp_path)
     run = probe.prepared(context)
     (heads,) = run.train(run.features())
     assert heads.sources == ((0, 1, 2, 3),)
@@ -115,7 +106,7 @@ def test_what_is_held_out_trains_nothing(tmp_path):
     split = TrainingSplit.draw(Colours("train", 18), at_most=None, holdout=0.3, seed=0)
     wrong = ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
     one, other = (
-        list(_probe(holdout=0.3).run(probe_context(tmp_path, dataset=dataset)))
+        list(quick_probe(holdout=0.3).run(probe_context(tmp_path, dataset=dataset)))
         for dataset in (ColourDataset(), wrong)
     )
     for before, after in zip(one, other, strict=True):
@@ -124,7 +115,7 @@ def test_what_is_held_out_trains_nothing(tmp_path):
 
 
 def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
-    scores = list(_probe(layers_mode="single").run(probe_context(tmp_path, layers=(3,))))
+    scores = list(quick_probe(layers_mode="single").run(probe_context(tmp_path, layers=(3,))))
     holdout, oracle, accuracy = scores
     held_out, scored = (holdout.details[f"miou_by_rate{end}"] for end in ("_held_out", ""))
     rates = holdout.details["learning_rates"]
@@ -137,15 +128,15 @@ def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
 
 def test_a_rate_at_the_edge_of_the_grid_is_warned_of(tmp_path):
     context = probe_context(tmp_path, layers=(3,))
-    edge = next(iter(_probe(learning_rates=[1e-6, 1e-2]).run(context)))
-    alone = next(iter(_probe(learning_rates=[1e-2]).run(context)))
-    inner = next(iter(_probe(learning_rates=[1e-7, 1e-2, 1e3]).run(context)))
+    edge = next(iter(quick_probe(learning_rates=[1e-6, 1e-2]).run(context)))
+    alone = next(iter(quick_probe(learning_rates=[1e-2]).run(context)))
+    inner = next(iter(quick_probe(learning_rates=[1e-7, 1e-2, 1e3]).run(context)))
     assert "0.01 is at the edge" in edge.details["warnings"][0]
     assert alone.details["warnings"] == inner.details["warnings"] == []
 
 
 def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp_path):
-    probe, context = _probe(), probe_context(tmp_path)
+    probe, context = quick_probe(), probe_context(tmp_path)
     run = probe.prepared(context)
     features = run.features()
     heads = run.train(features)
@@ -171,105 +162,71 @@ def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp
 
 def test_two_runs_with_the_same_seed_agree_and_with_another_do_not(tmp_path):
     one, same, other = (
-        _values(_probe().run(probe_context(tmp_path, seed=seed))) for seed in (0, 0, 1)
+        score_values(quick_probe().run(probe_context(tmp_path, seed=seed))) for seed in (0, 0, 1)
     )
     assert one == same != other
 
 
 def test_layers_do_not_depend_on_the_layers_asked_for_beside_them(tmp_path):
-    together = _values(_probe().run(probe_context(tmp_path)))
-    alone = _values(_probe().run(probe_context(tmp_path, layers=(1,))))
+    together = score_values(quick_probe().run(probe_context(tmp_path)))
+    alone = score_values(quick_probe().run(probe_context(tmp_path, layers=(1,))))
     for cell, value in alone.items():
         assert together[cell] == pytest.approx(value, abs=1e-4)
 
 
 def test_the_norm_is_applied_before_the_heads(tmp_path):
     found = {
-        norm: next(iter(_probe(norm=norm).run(probe_context(tmp_path)))).details["miou_by_rate"]
+        norm: next(iter(quick_probe(norm=norm).run(probe_context(tmp_path)))).details[
+            "miou_by_rate"
+        ]
         for norm in ("none", "final", "standardize")
     }
     assert found["none"] != found["standardize"]
     assert found["none"] != found["final"]
 
 
+def test_logistic_heads_are_chosen_by_the_held_out_images_and_fitted_to_all(tmp_path):
+    changes = {"optimizer": "lbfgs", "c_values": [1e-5, 1e-1], "loss": "mode", "scoring": "patch"}
+    probe = quick_probe(**changes, refit=True, holdout=0.3, learning_rates=[])
+    run = probe.prepared(probe_context(tmp_path))
+    features, progress = run.features(), run.training_pass.progress
+    fitted = run.training.train(features, run.sources, torch.arange(18), progress)
+    expected = run.score([fitted], None, {})[0][-1].val.miou()
+    score = list(probe.run(probe_context(tmp_path)))[-3]
+    assert score.metric == "miou_holdout"
+    assert score.details["c_values"] == [1e-5, 1e-1]
+    assert score.details["miou_by_rate"] == pytest.approx(expected)
+    held_out = score.details["miou_by_rate_held_out"]
+    assert score.details["c_value"] == [1e-5, 1e-1][int(np.argmax(held_out))]
+    assert score.details["num_train_images"] == 18
+    assert score.details["unconverged_heads"] == 0
+    assert score.value > 80
+    assert "learning_rates" not in probe.settings()
+
+
 def test_images_without_any_label_are_counted_and_the_scores_stay_finite(tmp_path):
     dataset = ColourDataset(masks=dict.fromkeys(range(6), 255), val_masks={0: 255})
-    scores = list(_probe(batch_size=1).run(probe_context(tmp_path, dataset=dataset)))
+    scores = list(quick_probe(batch_size=1).run(probe_context(tmp_path, dataset=dataset)))
     assert all(np.isfinite(score.value) for score in scores)
     assert scores[0].details["all_ignored_train_images"] == 6
     assert scores[0].num_images == 7
 
 
-def test_features_on_disk_give_the_same_scores_and_are_used_again(tmp_path):
-    in_memory = _values(_probe().run(probe_context(tmp_path)))
-    on_disk = _probe(memory_gib=1e-5, cache=str(tmp_path))
-    encoder = tiny_encoder()
-    counter = Counter(encoder)
-    first = list(on_disk.run(probe_context(tmp_path, encoder)))
-    assert counter.images == 18 + 7
-    second = list(on_disk.run(probe_context(tmp_path, encoder)))
-    assert counter.images == 18 + 7 + 7
-    assert _values(first) == pytest.approx(in_memory, abs=0.05)
-    assert _values(first) == _values(second)
-    assert [s.details["encoder_passes"] for s in (first[0], second[0])] == [1, 0]
-    assert first[0].details["feature_tier"] == "disk"
-
-
-def test_the_layers_of_a_small_memory_are_trained_in_groups(tmp_path):
-    entry_bytes = 18 * 16 * 24 * 2
-    probe = _probe(memory_gib=2.5 * entry_bytes / 2**30, cache=str(tmp_path))
-    run = probe.prepared(probe_context(tmp_path))
-    heads = run.train(run.features())
-    assert [group.sources for group in heads] == [((0,), (1,)), ((3,),)]
-
-
-@pytest.mark.parametrize(
-    "change", ["encoder", "image_size", "views", "files", "ids", "header", "cut"]
-)
-def test_a_stale_cache_is_computed_again(tmp_path, change):
-    probe = _probe(memory_gib=0.0, cache=str(tmp_path), epochs=1, train_images=16)
-    list(probe.run(probe_context(tmp_path)))
-    encoder, dataset = tiny_encoder(seed=int(change == "encoder")), ColourDataset()
-    if change in ("image_size", "views"):
-        probe = replace(probe, **{change: {"image_size": 40, "views": 2}[change]})
-    if change == "files":
-        dataset.stamp = "other bytes"
-    (header,) = (tmp_path / "features").glob("*.json")
-    if change == "header":
-        text = header.read_text()
-        header.write_text(text.replace(encoder.sha256, "0" * 64))
-    if change == "cut":
-        header.with_suffix(".float16").write_bytes(b"0")
-    context = probe_context(tmp_path, encoder, dataset, seed=int(change == "ids"))
-    score = next(iter(probe.run(context)))
-    assert score.details["encoder_passes"] == 1
-
-
-def test_the_cache_holds_every_view_of_every_image_and_its_labels(tmp_path):
-    run = _probe(views=2, loss="fast").prepared(probe_context(tmp_path))
-    features, training_pass = run.features(), run.training_pass
-    for image, number in ((0, 0), (5, 1), (17, 1)):
-        view, mask = WholeImage(2).view(training_pass.images[image], number, 32)
-        expected = training_pass.extractor(view[None])[1]["token"][0].half()
-        entry = 2 * image + number
-        assert torch.equal(features.of_layers([1])[0, entry], expected)
-        assert torch.equal(features.labels[entry], nearest_labels(mask, 32, 32))
-
-
-def test_a_pass_that_fails_leaves_no_file_that_counts_as_complete(tmp_path):
-    probe = _probe(memory_gib=0.0, cache=str(tmp_path))
+def test_features_that_are_the_same_everywhere_are_flagged_and_the_scores_stay_finite(tmp_path):
     encoder = tiny_encoder()
     with torch.no_grad():
-        encoder.module.get_parameter("blocks.1.mlp.fc2.bias").fill_(1e6)
-    with pytest.raises(CheckpointError, match=r"layer 1 .* beyond float16 .* image train/0"):
-        list(probe.run(probe_context(tmp_path, encoder)))
-    assert list((tmp_path / "features").iterdir()) == []
-
-
-def test_a_disk_without_room_is_named(tmp_path):
-    (tmp_path / "features").write_text("not a folder")
-    with pytest.raises(MachineError, match=r"cannot keep features in .*probe.cache=DIR"):
-        list(_probe(memory_gib=0.0, cache=str(tmp_path)).run(probe_context(tmp_path)))
+        for name, parameter in encoder.module.named_parameters():
+            if not name.startswith("blocks.3"):
+                parameter.zero_()
+    scores = list(quick_probe(epochs=1).run(probe_context(tmp_path, encoder)))
+    assert all(np.isfinite(score.value) for score in scores)
+    for score in scores:
+        assert score.details["constant_channels_percent"] == 100
+        assert score.details["constant_features"] is True
+        assert any("degenerate" in warning for warning in score.details["warnings"])
+    sound = next(iter(quick_probe(epochs=1).run(probe_context(tmp_path))))
+    assert sound.details["constant_channels_percent"] == 0
+    assert not any("degenerate" in warning for warning in sound.details["warnings"])
 
 
 def test_features_that_are_not_finite_stop_the_run_and_name_the_image(tmp_path):
@@ -277,7 +234,7 @@ def test_features_that_are_not_finite_stop_the_run_and_name_the_image(tmp_path):
     with torch.no_grad():
         encoder.module.get_parameter("blocks.1.mlp.fc2.bias").fill_(float("nan"))
     with pytest.raises(CheckpointError, match=r"layer 1 .*train/0"):
-        list(_probe().run(probe_context(tmp_path, encoder)))
+        list(quick_probe().run(probe_context(tmp_path, encoder)))
 
 
 @pytest.mark.parametrize(
@@ -291,12 +248,12 @@ def test_features_that_are_not_finite_stop_the_run_and_name_the_image(tmp_path):
 )
 def test_data_that_cannot_be_scored_is_named(tmp_path, dataset, message):
     with pytest.raises(DataError, match=message):
-        list(_probe(epochs=1).run(probe_context(tmp_path, dataset=dataset)))
+        list(quick_probe(epochs=1).run(probe_context(tmp_path, dataset=dataset)))
 
 
 def test_a_size_that_the_patch_does_not_divide_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(ConfigurationError, match=r"multiple of the patch size 8.* 32 and 40"):
-        list(_probe(image_size=36).run(probe_context(tmp_path)))
+        list(quick_probe(image_size=36).run(probe_context(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -314,16 +271,22 @@ def test_a_size_that_the_patch_does_not_divide_is_refused_with_the_nearest(tmp_p
         ("optimizer", "adam"),
         ("schedule", "poly"),
         ("scoring", "whole"),
+        ("refit", True),
+        ("max_iterations", 0),
     ],
 )
 def test_a_wrong_hyperparameter_is_named(field, value):
     with pytest.raises(ConfigurationError, match=f"probe.{field}"):
-        _probe(**{field: value})
+        quick_probe(**{field: value})
 
 
 def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
     dataset = ColourDataset(val_masks={1: 3})
-    list(_probe(panels=2, epochs=20).run(probe_context(tmp_path, dataset=dataset, layers=(0, 3))))
+    list(
+        quick_probe(panels=2, epochs=20).run(
+            probe_context(tmp_path, dataset=dataset, layers=(0, 3))
+        )
+    )
     names = sorted(path.name for path in (tmp_path / "pictures").glob("*.png"))
     assert names == ["ssl_bench-token-val_0.png", "ssl_bench-token-val_1.png"]
     with Image.open(tmp_path / "pictures" / names[0]) as picture:
@@ -335,10 +298,16 @@ def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
     assert abs(truth - layers[1]).mean() < 10
 
 
+def test_panels_have_the_size_of_the_photograph_whatever_size_was_scored(tmp_path):
+    list(quick_probe(panels=1, epochs=1, score_size=10).run(probe_context(tmp_path, layers=(3,))))
+    with Image.open(next((tmp_path / "pictures").glob("*.png"))) as picture:
+        assert picture.width >= 3 * 192
+
+
 @pytest.mark.parametrize("changes", [{"crops": "resized"}, {"scoring": "slide"}])
 def test_held_out_images_need_whole_squashed_images(changes):
     with pytest.raises(ConfigurationError, match=r"probe.holdout must be 0 unless"):
-        _probe(**changes)
+        quick_probe(**changes)
 
 
 def _composed(folder, *overrides) -> Segmentation:
@@ -358,6 +327,7 @@ def _composed(folder, *overrides) -> Segmentation:
         ("paper", {"loss": "full", "holdout": 0.0, "train_images": 3000}),
         ("dinov2", {"loss": "full", "crops": "scaled", "scoring": "slide"}),
         ("neco", {"loss": "100", "optimizer": "sgd", "score_size": 100, "norm": "final"}),
+        ("capi", {"loss": "mode", "optimizer": "lbfgs", "score_size": 224, "refit": True}),
     ],
 )
 def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(tmp_path, protocol, values):
@@ -369,14 +339,19 @@ def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(tmp_path, protoc
     assert json.loads(json.dumps(probe.settings())) == probe.settings()
 
 
-@pytest.mark.parametrize("protocol", ["paper", "dinov2", "neco"])
-def test_every_protocol_runs_and_its_records_name_the_guesses(tmp_path, protocol):
-    small = ["probe.epochs=2", "probe.image_size=32", "probe.panels=0"]
-    choice = f"probe/segmentation_protocol={protocol}"
-    probe = _composed(tmp_path, choice, *small, f"probe.cache={tmp_path}")
+@pytest.mark.parametrize("mode", ["single", "multi", "last4"])
+@pytest.mark.parametrize("protocol", ["ssl_bench", "fast", "paper", "dinov2", "neco", "capi"])
+def test_every_protocol_runs_with_joined_layers_and_records_name_the_guesses(
+    tmp_path, protocol, mode
+):
+    small = ["probe.epochs=1", "probe.image_size=32", "probe.panels=0", "probe.max_iterations=3"]
+    choice = [f"probe/segmentation_protocol={protocol}", f"probe.layers_mode={mode}"]
+    probe = _composed(tmp_path, *choice, *small, f"probe.cache={tmp_path}")
     context = probe_context(tmp_path)
     scores = list(probe.run(context))
     assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
+    layers = {"single": [0], "multi": [0, 1, 2, 3], "last4": [0, 1, 2, 3]}[mode]
+    assert scores[0].details["layers"] == layers
     assert all(np.isfinite(score.value) for score in scores)
     assert scores[0].details["guesses"] == probe.guesses
 
@@ -392,14 +367,14 @@ def test_real_photographs_are_scored_on_all_their_images(tmp_path, photos, datas
         config = compose("probing", overrides)
     images = instantiate(config.dataset, _convert_="all")
     context = replace(probe_context(tmp_path, layers=(3,)), dataset=images)
-    scores = list(_probe(loss="fast", epochs=3, image_size=64).run(context))
+    scores = list(quick_probe(loss="fast", epochs=3, image_size=64).run(context))
     assert scores[0].num_images == len(images.val())
     assert len(scores[0].details["iou_by_class"]) == classes
     assert 0 < scores[0].value < 60
 
 
 def test_the_ids_of_the_training_images_lie_beside_the_pictures_with_their_digest(tmp_path):
-    scores = list(_probe(train_images=5, epochs=1).run(probe_context(tmp_path, seed=2)))
+    scores = list(quick_probe(train_images=5, epochs=1).run(probe_context(tmp_path, seed=2)))
     (path,) = (tmp_path / "pictures").glob("*-seed2-train.txt")
     ids = path.read_text().split()
     assert len(set(ids)) == 5

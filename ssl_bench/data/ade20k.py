@@ -9,7 +9,7 @@ from ssl_bench.data.locations import find_root
 from ssl_bench.data.paired_folders import paired_set, picture_set, split_folder
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
-from ssl_bench.data.splits import require_disjoint
+from ssl_bench.data.splits import read_lines, require_disjoint
 
 NUM_CLASSES = 150
 
@@ -81,5 +81,5 @@ def class_names(root: Path) -> tuple[str, ...]:
     table = root / "objectInfo150.txt"
     if not table.is_file():
         return tuple(f"class_{number}" for number in range(NUM_CLASSES))
-    rows = [line.split("\t") for line in table.read_text(encoding="utf-8").splitlines()[1:]]
+    rows = [line.split("\t") for line in read_lines(table)[1:]]
     return tuple(row[-1].split(",")[0].strip() for row in rows)

@@ -1,10 +1,11 @@
 """All blocks and learning rates from one pass, against one head and against one run per cell.
 
-    OMP_NUM_THREADS=1 python -m tests.benchmarks.segmentation
-    python -m tests.benchmarks.segmentation --device cuda --images 64 --classes 150
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.segmentation --json segmentation.json
+    python -m tests.benchmarks.segmentation --device cuda --images 64 --epochs 30
 
-Random weights and pictures: the time does not depend on them. Each row runs in a process of its
-own for the sake of its peak memory. On the CPU times are CPU seconds, on a GPU wall seconds.
+Random weights and pictures: the time hardly depends on them. The sizes of the first command are
+such that it ends within ten minutes on two cores. Each row runs in a process of its own for the
+sake of its peak memory. On the CPU times are CPU seconds, on a GPU wall seconds.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +26,27 @@ from torch import nn
 
 from probes.head_bank import HeadBank, Standardisation
 from probes.head_optimizers import AdamW
+from probes.neighbours import NeighbourSearch
 from probes.pixel_losses import HistogramLoss, PixelLoss, UpsampledLoss
 from probes.segmentation import HALF_DECADES, Segmentation
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_vit
+from tests.benchmarks.provenance import provenance
 
 PATCH = 16
 HEIGHT, WIDTH = 375, 500
 LOSSES = ("default", "fast", "full")
+DEFAULTS = {
+    "dim": 384,
+    "depth": 12,
+    "image-size": 512,
+    "images": 4,
+    "classes": 21,
+    "epochs": 10,
+    "memory-patches": 20_000,
+}
 
 
 @dataclass(frozen=True)
@@ -47,10 +59,11 @@ class Options:
     images: int
     classes: int
     epochs: int
+    memory_patches: int
     device: str
 
     def encoder(self) -> Encoder:
-        heads = self.dim // 64
+        heads = max(1, self.dim // 64)
         config = ViTConfig(dim=self.dim, depth=self.depth, num_heads=heads, patch_size=PATCH)
         return encoder_from_vit(build_vit(config, seed=0), name="random")
 
@@ -215,6 +228,22 @@ def naive_loss_seconds(options: Options) -> float:
     return best_seconds(step, options.device) / 2
 
 
+def retrieval_figures(options: Options) -> dict[str, float]:
+    """Recall of the 30 nearest patches against float64, and the time of a thousand searches."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(options.memory_patches, options.dim), (1000, options.dim)]
+    memory, queries = (
+        torch.randn(shape, generator=generator).to(options.device) for shape in shapes
+    )
+    search = NeighbourSearch.of(memory)
+    spent = best_seconds(lambda: search.nearest(queries, 30), options.device)
+    _, index = search.nearest(queries, 30)
+    units = [F.normalize(features.double(), dim=1) for features in (queries, memory)]
+    exact = (units[0] @ units[1].T).topk(30).indices
+    recall = (index[:, :, None] == exact[:, None]).any(2).double().mean()
+    return {"seconds": spent, "recall": float(recall)}
+
+
 def seconds(run: Callable[[], object], device: str) -> float:
     clock = time.process_time if device == "cpu" else time.perf_counter
     start = clock()
@@ -232,21 +261,28 @@ def best_seconds(run: Callable[[], object], device: str, repetitions: int = 3) -
 def measure(options: Options, row: str) -> dict[str, float]:
     """One row of the report, in this process."""
     kind, _, loss = row.partition(" ")
-    kinds: dict[str, Callable[[], float]] = {
-        "all": lambda: probe_seconds(options, loss, layers=options.depth, rates=8),
-        "one": lambda: probe_seconds(options, loss, layers=1, rates=1),
-        "naive": lambda: naive_seconds(options),
-        "loss": lambda: loss_seconds(options, loss),
+    kinds: dict[str, Callable[[], dict[str, float]]] = {
+        "all": lambda: {"seconds": probe_seconds(options, loss, layers=options.depth, rates=8)},
+        "one": lambda: {"seconds": probe_seconds(options, loss, layers=1, rates=1)},
+        "naive": lambda: {"seconds": naive_seconds(options)},
+        "loss": lambda: {"seconds": loss_seconds(options, loss)},
+        "retrieval": lambda: retrieval_figures(options),
     }
-    spent = kinds[kind]()
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    if options.device != "cpu":
-        memory = torch.cuda.max_memory_allocated()
-    return {"seconds": spent, "bytes": memory}
+    start = peak_bytes(options.device)
+    figures = kinds[kind]()
+    return {**figures, "bytes": peak_bytes(options.device), "bytes_before": start}
+
+
+def peak_bytes(device: str) -> int:
+    """Of this process, with all that its libraries take."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def report(options: Options, rows: dict[str, dict[str, float]]) -> None:
-    print(f"{options}, torch {torch.__version__}, {torch.get_num_threads()} threads")
+    print(provenance())
+    print(f"{options}")
     cells, naive = f"{options.depth} x {len(HALF_DECADES)}", rows["naive"]
     print(f"\n| | seconds | against one head | {cells} runs against it | peak GiB |")
     print("|---|---|---|---|---|")
@@ -257,34 +293,44 @@ def report(options: Options, rows: dict[str, dict[str, float]]) -> None:
         times = (many["seconds"] / one["seconds"], naive["seconds"] / many["seconds"])
         print(line.format(f"{cells}, {loss}", many["seconds"], *times, many["bytes"] / 2**30))
     print(f"| {cells} runs (modelled from a few steps) | {naive['seconds']:.0f} | | 1 x | |")
-    print("\n| loss | ms per head and image | 512 x 512 by autograd against it |")
+    size = f"{options.image_size} x {options.image_size}"
+    print(f"\n| loss | ms per head and image | {size} by autograd against it |")
     print("|---|---|---|")
     reference = rows["loss naive"]["seconds"]
     for loss in ("naive", *LOSSES):
         spent = rows[f"loss {loss}"]["seconds"]
         print(f"| {loss} | {1e3 * spent:.2f} | {reference / spent:.1f} x |")
+    found = rows["retrieval"]
+    print(
+        f"\nretrieval, {options.memory_patches} patches: recall {found['recall']:.4f} of the 30 "
+        f"nearest, {1e3 * found['seconds']:.2f} us a patch"
+    )
+    print(f"libraries alone: {rows['one fast']['bytes_before'] / 2**30:.2f} GiB")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    defaults = {"dim": 384, "depth": 12, "image-size": 512, "images": 4, "classes": 21}
-    for name, value in {**defaults, "epochs": 30}.items():
+    for name, value in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--row", help="measure only this, print JSON")
+    parser.add_argument("--json", help="write all figures to this file")
     arguments = vars(parser.parse_args())
-    row = arguments.pop("row")
+    row, path = arguments.pop("row"), arguments.pop("json")
     options = Options(**arguments)
     if row:
         print(json.dumps(measure(options, row)))
         return
     names = [f"{kind} {loss}" for kind in ("one", "all", "loss") for loss in LOSSES]
     found = {}
-    for name in (*names, "loss naive", "naive"):
+    for name in (*names, "loss naive", "naive", "retrieval"):
         command = [sys.executable, "-m", "tests.benchmarks.segmentation", *sys.argv[1:]]
         result = subprocess.run([*command, "--row", name], stdout=subprocess.PIPE, check=True)
         found[name] = json.loads(result.stdout)
     report(options, found)
+    if path:
+        figures = {"provenance": provenance(), "options": asdict(options), "rows": found}
+        Path(path).write_text(json.dumps(figures, indent=1))
 
 
 if __name__ == "__main__":
