@@ -42,7 +42,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write UTF-8 text as `write_atomically` does; names of files that are none stay as they are."""
+    """Write UTF-8 text as `write_atomically` does; undecodable names of files stay as they are."""
     write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
 

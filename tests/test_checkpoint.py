@@ -41,19 +41,6 @@ def test_sha256sum_agrees_with_the_file_beside_the_states(tmp_path):
     assert lines == [f"{sha256_of(tmp_path / name)}  {name}" for name in (STATE, PREVIOUS)]
 
 
-@pytest.mark.parametrize("left", [0, 10, 0.5, -1])
-def test_a_cut_file_falls_back_to_the_one_before(tmp_path, left):
-    for step in (1, 2):
-        save_state(tmp_path, state_of(step))
-    content = (tmp_path / STATE).read_bytes()
-    length = int(len(content) * left) if isinstance(left, float) else left
-    (tmp_path / STATE).write_bytes(content[:length])
-
-    loaded, path = load_state(tmp_path, CPU)
-
-    assert (loaded["step"], path.name) == (1, PREVIOUS)
-
-
 def test_a_flipped_bit_is_noticed_and_without_a_whole_file_nothing_is_loaded(tmp_path):
     save_state(tmp_path, state_of(1))
     content = bytearray((tmp_path / STATE).read_bytes())

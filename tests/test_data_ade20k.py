@@ -85,7 +85,9 @@ def test_a_wrong_root_and_a_wrong_split_say_what_was_expected(tmp_path, root):
 
 
 def test_boxes_are_refused_with_the_names_of_datasets_that_have_them(root):
-    with pytest.raises(DataError, match=r"ade20k has no boxes; datasets for discovery: coco20k, folder, toy"):
+    with pytest.raises(
+        DataError, match=r"ade20k has no boxes; datasets for discovery: coco20k, folder, toy"
+    ):
         Ade20k(root).discovery()
 
 

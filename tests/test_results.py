@@ -1,8 +1,5 @@
-import json
 import math
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -98,20 +95,3 @@ def test_a_half_written_record_is_not_finished_and_is_named(tmp_path):
 def test_an_empty_folder_says_what_to_run(tmp_path):
     with pytest.raises(DataError, match="run `ssl-bench probe"):
         ResultStore(tmp_path).records()
-
-
-def _write_forty(root: str, writer: int) -> None:
-    for layer in range(40):
-        ResultStore(Path(root)).save(replace(RECORD, layer=layer, seed=writer % 4))
-
-
-def test_eight_writers_lose_nothing_and_write_nothing_twice(tmp_path):
-    with ProcessPoolExecutor(8) as pool:
-        list(pool.map(_write_forty, [str(tmp_path)] * 8, range(8)))
-
-    store = ResultStore(tmp_path)
-    assert len({(r.layer, r.seed) for r in store.records()}) == 160
-    assert len(store.records()) == 160
-    assert store.unreadable == []
-    assert not list(tmp_path.rglob("*.tmp"))
-    assert all(json.loads(p.read_text())["task"] == "tokencut" for p in tmp_path.rglob("*.json"))
