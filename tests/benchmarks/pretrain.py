@@ -44,7 +44,8 @@ from tests.benchmarks.provenance import provenance
 SOAP_RECIPE = Soap(max_precond_dim=4_096)
 PERIOD = SOAP_RECIPE.precondition_frequency
 TIMELINE = Timeline(total_steps=100_000, steps_per_epoch=1_000)
-PLAIN, ADAMW, SOAP, LOW = "plain loop", "ours, AdamW", "ours, SOAP", "ours, AdamW, bfloat16"
+PLAIN, ADAMW, SOAP = "plain loop", "ours, AdamW", "ours, SOAP"
+LOW, COMPILED = "ours, AdamW, bfloat16", "ours, AdamW, compiled"
 SIZES = {
     "cuda": {"image": 224, "patch": 16, "dim": 384, "depth": 12, "batch": 256, "locals": 8},
     "cpu": {"image": 64, "patch": 8, "dim": 192, "depth": 4, "batch": 16, "locals": 8},
@@ -65,10 +66,11 @@ class Setting:
     batch: int
     fused_attention: bool = False
     precision: Literal["auto", "bfloat16"] = "auto"
+    compile: bool | None = None
 
     @property
     def train(self) -> TrainOptions:
-        return TrainOptions(batch_size=self.batch, precision=self.precision)
+        return TrainOptions(batch_size=self.batch, precision=self.precision, compile=self.compile)
 
     def learner(self) -> DinoLearner:
         return self.objective.build(self.model, TIMELINE, seed=0)
@@ -171,7 +173,8 @@ def step_records(setting: Setting, turns: int) -> list[dict[str, Any]]:
     candidates = {PLAIN: plain(setting, groups, trainer.values), ADAMW: adamw, SOAP: soap}
     if setting.device.type == "cpu":
         low, _ = ours(replace(setting, precision="bfloat16"), AdamW(), groups)
-        candidates[LOW] = low
+        compiled, _ = ours(replace(setting, compile=True), AdamW(), groups)
+        candidates |= {LOW: low, COMPILED: compiled}
     for candidate in candidates.values():
         # Compiles, and builds the bases of SOAP.
         candidate.run(2)
