@@ -95,8 +95,7 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
     table = _command(commands, "table", "print tables over blocks from records")
     add = table.add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
-    add("--dataset", help="only these datasets")
-    add("--metric", help="only these metrics")
+    _add_filters(add)
     add("--format", default="text", help="text, markdown, csv or latex (default text)")
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
     add("--figure", metavar="FILE", help="draw the curves too (.png, .svg, .pdf)")
@@ -108,8 +107,7 @@ def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add = _command(commands, "compare", summary).add_argument
     add("checkpoints", nargs="+", metavar="CHECKPOINT", help="name in tables, sha256, or URI")
     add("--task", default="all", help="several with commas, or all (default all)")
-    add("--dataset", help="only these datasets")
-    add("--metric", help="only these metrics")
+    _add_filters(add)
     add("--format", default="text", help="text, markdown or latex (default text)")
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
 
@@ -121,6 +119,11 @@ def _add_data(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("root", metavar="DIR", help="folder of the dataset")
     add("--manifest", metavar="FILE", help="the list (default DIR/SHA256SUMS)")
     add("--update", action="store_true", help="write the list anew")
+
+
+def _add_filters(add: Callable[..., object]) -> None:
+    for name in ("dataset", "metric", "facet", "protocol"):
+        add(f"--{name}", help=f"only these {name}s, with commas")
 
 
 def _add_quickstart(commands: "argparse._SubParsersAction[_Parser]") -> None:

@@ -33,6 +33,9 @@ from ssl_bench.tables import FORMATS, depth_tables, draw_curves, insert_between_
 
 ON_BAD_IMAGE = ("fail", "skip")
 
+FILTERS = ("dataset", "metric", "facet", "protocol")
+"""Fields of a record by which `table` and `compare` choose."""
+
 
 def say(line: str) -> None:
     """Tell the user on stderr; stdout is for tables."""
@@ -98,7 +101,7 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     records = [record for record in store.records() if record.task in tasks]
     for path in store.unreadable:
         say(f"ignored {path}: not a complete record; the next probe computes it again")
-    for name in ("dataset", "metric"):
+    for name in FILTERS:
         records = _only(records, name, getattr(options, name))
     if not records:
         raise DataError(f"no records of {', '.join(tasks)} in {store.root}; see --task")
@@ -123,7 +126,7 @@ def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     store = ResultStore(Path(options.out))
     records = [record for record in store.records() if record.task in tasks]
     chosen = [_recorded(name, records, store) for name in options.checkpoints]
-    for name in ("dataset", "metric"):
+    for name in FILTERS:
         records = _only(records, name, getattr(options, name))
     names = [model for _, model in chosen]
     heads = (names[0], names[1]) if len(names) == 2 else ("best block", names[0])
@@ -244,7 +247,9 @@ def _only(records: Sequence[Record], name: str, wanted: str | None) -> list[Reco
     if wanted is None:
         return list(records)
     have = sorted({getattr(record, name) for record in records})
-    chosen = [require_choice(name, word.strip(), have) for word in wanted.split(",")]
+    # A protocol with changed options has commas in its name.
+    words = [wanted] if wanted in have else wanted.split(",")
+    chosen = [require_choice(name, word.strip(), have) for word in words]
     return [record for record in records if getattr(record, name) in chosen]
 
 

@@ -153,3 +153,19 @@ def test_the_command_takes_names_and_digests(tmp_path, capsys):
     assert "| 0 | 33.3 | 100.0 | " in printed
     assert main(["compare", "skipp", "skip", "--out", str(tmp_path)]) == 3
     assert "known (name, sha256): skip aaaaaaaa, skipless dddddddd" in capsys.readouterr().err
+
+
+def test_tables_and_comparisons_are_chosen_by_every_field_that_tells_them_apart(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0, 0)})
+    save(store, "a", {0: hits(1, 1, 0)}, facet="token", protocol="reference, tau=0.3")
+    chosen = ["--out", str(tmp_path), "--facet", "token", "--protocol", "reference, tau=0.3"]
+
+    assert main(["table", *chosen]) == 0
+    assert main(["compare", "skip", *chosen]) == 0
+
+    printed = capsys.readouterr().out
+    assert printed.count("token, protocol reference, tau=0.3") == 2
+    assert "key, protocol" not in printed
+    assert main(["table", "--out", str(tmp_path), "--facet", "keys"]) == 2
+    assert "did you mean key, token?" in capsys.readouterr().err
