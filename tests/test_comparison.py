@@ -168,4 +168,4 @@ def test_tables_and_comparisons_are_chosen_by_every_field_that_tells_them_apart(
     assert printed.count("token, protocol reference, tau=0.3") == 2
     assert "key, protocol" not in printed
     assert main(["table", "--out", str(tmp_path), "--facet", "keys"]) == 2
-    assert "did you mean key, token?" in capsys.readouterr().err
+    assert "did you mean key?" in capsys.readouterr().err
