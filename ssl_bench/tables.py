@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.files import write_text_atomically
@@ -14,6 +15,7 @@ from ssl_bench.results import Record
 from ssl_bench.sheets import STYLES, Sheet, Word, set_sheet
 
 FORMATS = (*STYLES, "csv")
+_PANELS_A_ROW = 3
 MARKERS = ("<!-- ssl-bench table -->", "<!-- end of ssl-bench table -->")
 
 
@@ -209,30 +211,43 @@ def insert_between_markers(document: Path, text: str) -> None:
 def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
     """Draw score over blocks, one panel a table, one line a model, with its 95 % band.
 
-    The suffix of the path chooses the format, such as .png or .svg.
+    A model has the same colour in all panels. The suffix of the path chooses the format, such as
+    .png or .svg.
     """
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.lines import Line2D
 
+    models = sorted({model for table in tables for model in table.models})
+    colours = {model: f"C{number}" for number, model in enumerate(models)}
+    rows, columns = -(-len(tables) // _PANELS_A_ROW), min(len(tables), _PANELS_A_ROW)
     figure, axes = pyplot.subplots(
-        1, len(tables), figsize=(4.2 * len(tables), 3.4), squeeze=False, layout="constrained"
-    )
-    for axis, table in zip(axes[0], tables, strict=True):
+        rows, columns, figsize=(4.2 * columns, 3.4 * rows + 0.4), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, table in zip(axes.flat, tables, strict=False):
         for model in table.models:
-            layers = [layer for layer in table.layers if (layer, model) in table.entries]
-            entries = [table.entries[layer, model] for layer in layers]
-            values = [entry.value for entry in entries]
-            axis.plot(layers, values, marker="o", markersize=3, label=model)
-            low = [e.value - (e.half_width or 0) for e in entries]
-            high = [e.value + (e.half_width or 0) for e in entries]
-            axis.fill_between(layers, low, high, alpha=0.15)
+            _draw_curve(axis, table, model, colours[model])
         axis.set_title(table.title.replace(", ", "\n", 1), fontsize=8)
         axis.set_xlabel("block")
         axis.set_ylabel("%")
         axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
+    for axis in axes.flat[len(tables) :]:
+        axis.set_axis_off()
+    lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
+    figure.legend(lines, models, loc="outside lower center", ncols=min(len(models), 4), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _draw_curve(axis: Any, table: DepthTable, model: str, colour: str) -> None:
+    layers = [layer for layer in table.layers if (layer, model) in table.entries]
+    entries = [table.entries[layer, model] for layer in layers]
+    values = [entry.value for entry in entries]
+    axis.plot(layers, values, marker="o", markersize=3, color=colour)
+    low = [entry.value - (entry.half_width or 0) for entry in entries]
+    high = [entry.value + (entry.half_width or 0) for entry in entries]
+    axis.fill_between(layers, low, high, alpha=0.15, color=colour)

@@ -1,5 +1,6 @@
 import csv
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,16 @@ def test_curves_are_drawn_with_one_line_a_model(tmp_path):
 
     drawing = (tmp_path / "curves.svg").read_text()
     assert drawing.count('id="FillBetweenPolyCollection') == 2
+
+
+def test_a_model_has_its_colour_in_every_panel(tmp_path):
+    other = replace(SKIPLESS, dataset="voc2012")
+
+    draw_curves(depth_tables([RECORD, other]), tmp_path / "curves.svg")
+
+    drawing = (tmp_path / "curves.svg").read_text()
+    bands = re.findall(r'id="FillBetweenPolyCollection.*?fill: (#\w+)', drawing, re.DOTALL)
+    assert len(bands) == len(set(bands)) == 2
 
 
 def test_a_table_replaces_only_what_stands_between_the_markers(tmp_path):
