@@ -69,7 +69,10 @@ def probe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             evaluation = _evaluation(planned, encoder, layers, device)
             records += evaluation.run(store, say=say, overwrite=options.overwrite)
     print_tables(records, "text")
-    say(f"records and pictures in {store.root}; `ssl-bench table --out {store.root}`")
+    if records:
+        say(f"records and pictures in {store.root}; `ssl-bench table --out {store.root}`")
+    else:
+        say(f"nothing was scored; pictures in {store.root}")
     return 0
 
 
