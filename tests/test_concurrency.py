@@ -97,6 +97,9 @@ def test_fault_33_a_sweep_whose_jobs_are_killed_and_sent_again_equals_one_that_r
     def run(job: int, out: str) -> int:
         return main(probing("pca", "folder", place / "photos", "--out", out, *jobs[job]))
 
+    start = time.monotonic()
+    assert exit_code(fork(lambda: run(0, "timed"), stderr=place / "said")) == 0
+    seconds = time.monotonic() - start
     chance, kills = random.Random(0), Counter()
     pending = list(range(len(jobs)))
     while pending:
@@ -104,7 +107,7 @@ def test_fault_33_a_sweep_whose_jobs_are_killed_and_sent_again_equals_one_that_r
         child = fork(lambda j=job: run(j, "killed"), stderr=place / "said")
         # Each job is killed twice, at any moment, and then left alone.
         if kills[job] < 2:
-            time.sleep(0.6 * chance.random())
+            time.sleep(0.8 * seconds * chance.random())
             os.kill(child, signal.SIGKILL)
         code = exit_code(child)
         assert code in (0, -signal.SIGKILL)
