@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: quickstart test test-all lint wheel-check constraints clean
+.PHONY: quickstart test test-all lint wheel-check constraints audit clean
 
 quickstart: $(READY)
 	$(BIN)/ssl-bench quickstart
@@ -44,6 +44,10 @@ wheel-check: $(READY)
 constraints:
 	uv pip compile -q --universal --python-version 3.11 --all-extras --generate-hashes --upgrade \
 	  --no-header --no-annotate --no-emit-index-url pyproject.toml -o constraints.txt
+
+# Known vulnerabilities of what is installed; asks the public advisories, which needs the network.
+audit:
+	PATH="$$PATH:$(CURDIR)/.venv/uv/bin" uv tool run pip-audit --require-hashes --disable-pip -r constraints.txt
 
 clean:
 	rm -rf .venv dist build
