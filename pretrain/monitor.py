@@ -1,7 +1,6 @@
 """How good the encoder is by now: measured on labelled images every few epochs of a run."""
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from pretrain.augmentation import Images, normalise
 from pretrain.objectives.objective import Classifier, Learner
+from pretrain.options import usable_cores
 from pretrain.schedules import Timeline
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.class_folders import ClassFolders
@@ -189,7 +189,10 @@ class Observer:
         device = next(self.learner.parameters()).device
         size = self.learner.encoder.config.image_size
         outputs, labels = [], []
-        with evaluating(self.learner), ThreadPoolExecutor(_threads()) as pool:
+        with (
+            evaluating(self.learner),
+            ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as pool,
+        ):
             for batch in drawn.batches(self.options.batch_size):
                 views = list(pool.map(lambda index: self._view(drawn.images, index, size), batch))
                 pixels = torch.stack([pixels for pixels, _ in views]).to(device)
@@ -239,7 +242,3 @@ def described(measures: Mapping[str, float]) -> str:
 
 def _percent(right: Tensor) -> float:
     return 100 * right.double().mean().item()
-
-
-def _threads() -> int:
-    return min(_MOST_THREADS, os.cpu_count() or 1)

@@ -161,7 +161,7 @@ class TrainOptions:
         if device.type == "cpu":
             return 0
         processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return min(_MOST_WORKERS, max(1, _usable_cores() // processes_here))
+        return min(_MOST_WORKERS, max(1, usable_cores() // processes_here))
 
     def autocasts(self, device: torch.device) -> bool:
         """Whether products are computed in bfloat16."""
@@ -171,7 +171,7 @@ class TrainOptions:
         return device.type == "cuda" if self.compile is None else self.compile
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """Those that a scheduler gave to this process; fewer than the machine has, often."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

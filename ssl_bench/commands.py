@@ -29,7 +29,14 @@ from ssl_bench.planning import PlannedProbe, plan_probes
 from ssl_bench.progress import show_progress
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.sheets import STYLES, set_sheet
-from ssl_bench.tables import FORMATS, depth_tables, draw_curves, insert_between_markers, render
+from ssl_bench.tables import (
+    FORMATS,
+    DepthTable,
+    depth_tables,
+    draw_curves,
+    insert_between_markers,
+    render,
+)
 
 ON_BAD_IMAGE = ("fail", "skip")
 
@@ -68,7 +75,7 @@ def probe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         for planned in plan:
             evaluation = _evaluation(planned, encoder, layers, device)
             records += evaluation.run(store, say=say, overwrite=options.overwrite)
-    print_tables(records, "text")
+    print_tables(depth_tables(records), "text")
     if records:
         say(f"records and pictures in {store.root}; `ssl-bench table --out {store.root}`")
     else:
@@ -108,13 +115,14 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         records = _only(records, name, getattr(options, name))
     if not records:
         raise DataError(f"no records of {', '.join(tasks)} in {store.root}; see --task")
-    print_tables(records, options.format)
+    tables = depth_tables(records)
+    print_tables(tables, options.format)
     if options.into:
-        markdown = "\n".join(render(t, "markdown") for t in depth_tables(records))
+        markdown = "\n".join(render(t, "markdown") for t in tables)
         insert_between_markers(Path(options.into), markdown)
         say(f"written into {options.into}")
     if options.figure:
-        draw_curves(depth_tables(records), Path(options.figure))
+        draw_curves(tables, Path(options.figure))
         say(f"drawn: {options.figure}")
     return 0
 
@@ -165,8 +173,8 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
-def print_tables(records: Sequence[Record], style: str) -> None:
-    for depth_table in depth_tables(records):
+def print_tables(tables: Sequence[DepthTable], style: str) -> None:
+    for depth_table in tables:
         print(render(depth_table, style))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int64, Shaped
 
 from ssl_bench.errors import DataError
 from ssl_bench.metrics import bootstrap_sums, mean_iou, pixel_accuracy
@@ -32,8 +32,10 @@ class Curve:
         """The metric in percent."""
         return float(self._score(_summable(per_image).sum(0, keepdim=True), len(per_image))[0])
 
-    def resamples(self, per_image: PerImage) -> Float64[np.ndarray, " resamples"]:
-        """The metric over images drawn with replacement; the same draws for every array."""
+    def resamples(
+        self, per_image: Shaped[np.ndarray, "images scored *values"]
+    ) -> Float64[np.ndarray, "resamples scored"]:
+        """The metric over images drawn with replacement, the same for all that is scored."""
         sums = bootstrap_sums(_summable(per_image), num_resamples=RESAMPLES)
         return self._score(sums, len(per_image)).numpy()
 
@@ -93,8 +95,8 @@ class Difference:
 
 def difference(name: str, curve: Curve, first: PerImage, second: PerImage) -> Difference:
     """Compare two arrays of contributions of the same images to one metric."""
-    gaps = curve.resamples(second) - curve.resamples(first)
-    low, high = np.nanpercentile(gaps, [2.5, 97.5])
+    resampled = curve.resamples(np.stack([first, second], axis=1))
+    low, high = np.nanpercentile(resampled[:, 1] - resampled[:, 0], [2.5, 97.5])
     return Difference(name, curve.value(first), curve.value(second), float(low), float(high))
 
 

@@ -85,19 +85,6 @@ def interval95(values: Float64[Tensor, " resamples"]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def box_iou(
-    boxes: Float[np.ndarray, "boxes 4"], others: Float[np.ndarray, "others 4"]
-) -> Float[np.ndarray, "boxes others"]:
-    """Intersection over union of boxes (x0, y0, x1, y1), far edges exclusive, in pixels."""
-    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
-    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
-    intersection = np.clip(high - low, 0, None).prod(-1)
-    area = (boxes[:, 2:] - boxes[:, :2]).prod(-1)[:, None]
-    other_area = (others[:, 2:] - others[:, :2]).prod(-1)[None]
-    union = area + other_area - intersection
-    return intersection / np.where(union > 0, union, 1)
-
-
 def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:
     """Whether a box overlaps any ground-truth box with IoU >= 1/2.
 
@@ -136,19 +123,6 @@ def bootstrap_ci95(
     ]
     low, high = np.nanpercentile(values, [2.5, 97.5])
     return float(low), float(high)
-
-
-def effective_rank(tokens: Float[Tensor, "tokens dim"]) -> float:
-    """Exponential of the entropy of the centred tokens' normalised singular values.
-
-    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
-    """
-    values = torch.linalg.svdvals((tokens - tokens.mean(0)).double())
-    total = values.sum()
-    if total == 0:
-        return 0.0
-    shares = values / total
-    return float(torch.exp(-(shares * shares.clamp(min=1e-300).log()).sum()))
 
 
 @dataclass(frozen=True, eq=False)

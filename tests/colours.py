@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from probes.segmentation import Segmentation
+from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_vit
@@ -77,10 +78,10 @@ class ColourDataset:
         return Colours("val", self.num_val, first=1, masks=self.val_masks)
 
     def discovery(self) -> Colours:
-        raise NotImplementedError
+        raise lacking(self.name, "discovery")
 
     def images(self) -> Colours:
-        raise NotImplementedError
+        raise lacking(self.name, "images")
 
 
 def tiny_encoder(seed: int = 0) -> Encoder:

@@ -15,6 +15,7 @@ from probes.discovery import PatchGrid, discover
 from probes.discovery_log import DiscoveryLog, ImageResult, unpack_mask
 from probes.discovery_scores import corloc_score
 from probes.tokencut import TokenCut
+from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, MachineError
 from ssl_bench.evaluation import ProbeContext
@@ -68,7 +69,7 @@ class Pictures:
         return self
 
     def train(self) -> "Pictures":
-        raise NotImplementedError
+        raise lacking("pictures", "segmentation")
 
     val = images = train
 

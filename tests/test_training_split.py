@@ -11,7 +11,7 @@ class Names:
         return len(self.ids)
 
     def __getitem__(self, index):
-        raise NotImplementedError
+        raise AssertionError(f"image {index} was read, though a draw needs only the ids")
 
     def fingerprint(self):
         return ""

@@ -98,7 +98,7 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
 
 
 def _decode_usual_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
-    """Grey or colour JPEG by OpenCV: half as fast again as PIL, and equal in every bit.
+    """Grey or colour JPEG by OpenCV: faster than PIL, and equal in every bit.
 
     Both call libjpeg-turbo; only damage behind the last pixel, which PIL refuses, is not seen.
     None for everything else, and for what cannot be decoded, where PIL says why.

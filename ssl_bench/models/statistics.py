@@ -27,20 +27,29 @@ class TokenStatistics:
 
 
 def token_statistics(tokens: Float[Tensor, "tokens dim"]) -> TokenStatistics:
-    """Statistics of one image's tokens, in float64.
-
-    Source: effective rank of Roy and Vetterli, "The effective rank" (EUSIPCO 2007).
-    """
+    """Statistics of one image's tokens, in float64."""
     tokens = tokens.double()
-    shares = F.normalize(torch.linalg.svdvals(tokens - tokens.mean(0)), p=1, dim=0)
     scales = torch.linalg.svdvals(tokens)
     unit = F.normalize(tokens, dim=1)
     count = len(tokens)
     return TokenStatistics(
-        effective_rank=float(torch.special.entr(shares).sum().exp()),
+        effective_rank=effective_rank(tokens),
         mean_cosine=float(((unit @ unit.T).sum() - count) / (count * (count - 1))),
         condition_number=float(scales[0] / scales[-1]),
     )
+
+
+def effective_rank(tokens: Float[Tensor, "tokens dim"]) -> float:
+    """Exponential of the entropy of the centred tokens' normalised singular values.
+
+    0 where all tokens are the same.
+
+    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
+    """
+    values = torch.linalg.svdvals((tokens - tokens.mean(0)).double())
+    if not values.any():
+        return 0.0
+    return float(torch.special.entr(values / values.sum()).sum().exp())
 
 
 @torch.no_grad()

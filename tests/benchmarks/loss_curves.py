@@ -27,16 +27,15 @@ def means(rows: list[Row], key: str, every: int) -> list[float]:
     return [fmean(values[i : i + every]) for i in range(0, len(values) - every + 1, every)]
 
 
-def ceiling(run: Path) -> float:
+def ceiling_of(run: Path) -> float:
     """ln(out_dim): where a teacher that says the same of every image keeps the loss."""
     return math.log(yaml.safe_load((run / "config.yaml").read_text())["objective"]["out_dim"])
 
 
-def print_table(runs: list[Path], every: int) -> None:
+def print_table(columns: dict[str, list[Row]], every: int) -> None:
     """Loss and, in brackets, the teacher's entropy."""
     print(provenance())
     print(f"\nmean loss (teacher entropy) in nats of every {every} steps\n")
-    columns = {run.name: rows_of(run) for run in runs}
     print("| steps | " + " | ".join(columns) + " |\n|---|" + "---:|" * len(columns))
     losses = {name: means(rows, "loss", every) for name, rows in columns.items()}
     entropies = {name: means(rows, "teacher_entropy", every) for name, rows in columns.items()}
@@ -52,17 +51,17 @@ def print_table(runs: list[Path], every: int) -> None:
     print("| images/s | " + " | ".join(speeds) + " |")
 
 
-def draw(runs: list[Path], figure: Path) -> None:
+def draw(columns: dict[str, list[Row]], ceiling: float, figure: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     drawing, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for run in runs:
-        losses = means(rows_of(run), "loss", 10)
-        axis.plot([10 * i + 5 for i in range(len(losses))], losses, label=run.name)
-    axis.axhline(ceiling(runs[0]), color="grey", linestyle="--", label="ln(out_dim)")
+    for name, rows in columns.items():
+        losses = means(rows, "loss", 10)
+        axis.plot([10 * i + 5 for i in range(len(losses))], losses, label=name)
+    axis.axhline(ceiling, color="grey", linestyle="--", label="ln(out_dim)")
     axis.set(xlabel="step", ylabel="loss, mean of 10 steps (nats)")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
@@ -76,9 +75,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps a row")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
-    print_table(options.runs, options.every)
+    columns = {run.name: rows_of(run) for run in options.runs}
+    print_table(columns, options.every)
     if options.figure:
-        draw(options.runs, options.figure)
+        draw(columns, ceiling_of(options.runs[0]), options.figure)
 
 
 if __name__ == "__main__":
