@@ -86,10 +86,10 @@ def second_eigenvectors(
     )
 
 
-def solve_batch(
+def certified_batch(
     tokens: Float[Tensor, "graphs tokens dim"], *, tau: float, eps: float
-) -> list[SecondEigenvector]:
-    """Graphs of one size on their device; what that does not certify is solved on the host."""
+) -> list[SecondEigenvector | None]:
+    """Graphs of one size on their device; None where their angle is not certified."""
     valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     found = second_eigenvectors(tokens, valid, tau=tau, eps=eps)
     eigenvalues, gaps = found.eigenvalues.tolist(), found.gaps.tolist()
@@ -97,8 +97,20 @@ def solve_batch(
     return [
         SecondEigenvector(vectors[i], eigenvalues[i], gaps[i], angles[i], degenerate=False)
         if angles[i] < ACCEPTED_ANGLE
-        else second_eigenvector(tokens[i].float().cpu().numpy(), tau=tau, eps=eps)
+        else None
         for i in range(len(tokens))
+    ]
+
+
+def solve_batch(
+    tokens: Float[Tensor, "graphs tokens dim"], *, tau: float, eps: float
+) -> list[SecondEigenvector]:
+    """Graphs of one size on their device; what that does not certify is solved on the host."""
+    return [
+        second_eigenvector(graph.float().cpu().numpy(), tau=tau, eps=eps)
+        if found is None
+        else found
+        for graph, found in zip(tokens, certified_batch(tokens, tau=tau, eps=eps), strict=True)
     ]
 
 

@@ -1,5 +1,6 @@
 """TokenCut: does the normalised cut of a block's features find an object?"""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,19 +16,26 @@ from probes.discovery_gallery import Gallery
 from probes.discovery_log import Cell, DiscoveryLog, ImageResult, pack_mask
 from probes.discovery_panels import panel, save_masks
 from probes.discovery_scores import cell_name, corloc_score
+from probes.image_stream import read_ahead
 from probes.pictures import sheet
-from probes.spectral import GraphPool
-from probes.spectral_batched import solve_batch
+from probes.shape_batches import padded_batch, same_shape
+from probes.spectral import GraphPool, SecondEigenvector
+from probes.spectral_batched import certified_batch
 from ssl_bench import __version__
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.metrics import is_hit
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
 METHODS = ("tokencut", "lost", "maskcut")
-Graphs = dict[str, Float[Tensor, "rows cols dim"]]
+BatchFeatures = dict[str, Float[Tensor, "batch rows cols dim"]]
+
+_TOKENS_A_BATCH = 8192
+_LINKS_AT_ONCE = 2**29
+"""Entries of the similarity matrices on a device, together: 2 GiB."""
+_DECODERS = 4
 
 
 @dataclass(frozen=True)
@@ -127,16 +135,33 @@ class TokenCut(Cut):
             facets=self.facets,
             device=context.device,
             dtype=context.dtype,
-            pad=True,
         )
+        drawn = set(images.ids[: self.panels])
+        found_in = self._each_image(images, pending, extractor)
+        for sample, found in context.progress(found_in, self.method, len(pending)):
+            grid = _grid(sample, extractor.patch_size)
+            with_panel = sample.image_id in drawn
+            self._draw(sample, found, grid, log.path.parent, with_panel=with_panel)
+            log.add(sample.image_id, image_result(sample, found, grid))
+
+    def _each_image(
+        self, images: ImageSet, pending: Sequence[int], extractor: FeatureExtractor
+    ) -> Iterator[tuple[Sample, dict[str, list[Discovery]]]]:
+        """What is found in each pending image; images of one shape pass the encoder together."""
+
+        def shape(sample: Sample) -> tuple[int, ...]:
+            grid = _grid(sample, extractor.patch_size)
+            return *grid.shape, *self.graph_shape(grid)
+
+        def size(sample: Sample) -> int:
+            return max(1, _TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
+
+        samples = read_ahead(images, pending, lambda sample: sample, workers=_DECODERS)
         with GraphPool(torch.get_num_threads()) as pool:
-            for index in context.progress(pending, self.method, len(pending)):
-                sample = images[index]
-                height, width = sample.image.shape[:2]
-                grid = PatchGrid(height, width, extractor.patch_size)
-                found = self._find_all(extract(extractor, sample), grid, pool)
-                self._draw(sample, found, grid, log.path.parent, with_panel=index < self.panels)
-                log.add(sample.image_id, image_result(sample, found, grid))
+            for batch in same_shape(samples, shape, size):
+                grids = [_grid(sample, extractor.patch_size) for sample in batch]
+                found = self._find_all(extract(extractor, batch, grids[0]), grids, pool)
+                yield from zip(batch, found, strict=True)
 
     def _draw(
         self,
@@ -185,17 +210,42 @@ class TokenCut(Cut):
         )
 
     def _find_all(
-        self, graphs: Graphs, grid: PatchGrid, pool: GraphPool
-    ) -> dict[str, list[Discovery]]:
-        features = list(graphs.values())
-        on_device = features[0].is_cuda and self.method == "tokencut" and not self.weighted
-        if on_device:
-            tokens = torch.stack([self.graph_tokens(f, grid) for f in features])
-            spectra = solve_batch(tokens, tau=self.tau, eps=self.eps)
-            found = pool.map(lambda spectrum: [cut_out(spectrum, grid, self)], spectra)
-        else:
-            found = pool.map(lambda f: self.find(f, grid), features)
-        return dict(zip(graphs, found, strict=True))
+        self, features: BatchFeatures, grids: Sequence[PatchGrid], pool: GraphPool
+    ) -> list[dict[str, list[Discovery]]]:
+        """Objects by cell of each image of a batch."""
+        graphs = [
+            (grid, name, f[i]) for i, grid in enumerate(grids) for name, f in features.items()
+        ]
+        first = next(iter(features.values()))
+        on_device = first.is_cuda and self.method == "tokencut" and not self.weighted
+        certified = (
+            self._certified([f for _, _, f in graphs], grids[0])
+            if on_device
+            else [None] * len(graphs)
+        )
+
+        def find(number: int) -> list[Discovery]:
+            grid, _, values = graphs[number]
+            spectrum = certified[number]
+            return self.find(values, grid) if spectrum is None else [cut_out(spectrum, grid, self)]
+
+        found = pool.map(find, range(len(graphs)))
+        by_image: list[dict[str, list[Discovery]]] = [
+            dict(zip(features, found[i * len(features) :][: len(features)], strict=True))
+            for i in range(len(grids))
+        ]
+        return by_image
+
+    def _certified(
+        self, graphs: Sequence[Float[Tensor, "rows cols dim"]], grid: PatchGrid
+    ) -> list[SecondEigenvector | None]:
+        """Spectra of graphs of one size on their device, as many at once as memory allows."""
+        at_once = max(1, _LINKS_AT_ONCE // math.prod(self.graph_shape(grid)) ** 2)
+        found: list[SecondEigenvector | None] = []
+        for first in range(0, len(graphs), at_once):
+            tokens = [self.graph_tokens(g, grid) for g in graphs[first : first + at_once]]
+            found += certified_batch(torch.stack(tokens), tau=self.tau, eps=self.eps)
+        return found
 
     def _asked_facets(self) -> Sequence[str]:
         return (self.facet,) if isinstance(self.facet, str) else self.facet
@@ -214,19 +264,21 @@ class TokenCut(Cut):
         }
 
 
-def extract(extractor: FeatureExtractor, sample: Sample) -> Graphs:
-    """Features of one image by cell, at its native size.
+def extract(
+    extractor: FeatureExtractor, samples: Sequence[Sample], grid: PatchGrid
+) -> BatchFeatures:
+    """Features by cell of images whose patches fill the same grid, each at its native size.
+
+    Padding is right and below, zero after normalisation.
 
     Raises:
         CheckpointError: they are not finite.
     """
-    image = torch.from_numpy(sample.image.copy()).permute(2, 0, 1).float() / 255
-    try:
-        features = extractor(image[None])
-    except CheckpointError as error:
-        raise CheckpointError(f"{sample.image_id}: {error}") from error
+    height, width = (extractor.patch_size * side for side in grid.shape)
+    images = padded_batch(samples, (height, width), extractor.encoder.mean)
+    features = extractor(images, [sample.image_id for sample in samples])
     return {
-        cell_name(layer, facet): values[0]
+        cell_name(layer, facet): values
         for layer, facets in features.items()
         for facet, values in facets.items()
     }
@@ -258,6 +310,11 @@ def _cell(objects: list[Discovery], true: Float64[np.ndarray, "boxes 4"] | None)
         cell["further_boxes"] = [_whole(other.box) for other in others]
         cell["further_masks"] = [pack_mask(other.mask) for other in others]
     return cell
+
+
+def _grid(sample: Sample, patch_size: int) -> PatchGrid:
+    height, width = sample.image.shape[:2]
+    return PatchGrid(height, width, patch_size)
 
 
 def _whole(box: Float64[np.ndarray, " 4"]) -> list[int]:

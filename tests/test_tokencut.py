@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
-from probes.discovery import PatchGrid, discover
+from probes.discovery import Cut, PatchGrid, discover
 from probes.discovery_log import DiscoveryLog, ImageResult, unpack_mask
 from probes.discovery_scores import corloc_score
 from probes.tokencut import TokenCut
@@ -23,7 +23,15 @@ from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit
 from ssl_bench.progress import show_progress
 
-SIZES = {"a": (40, 56), "b": (33, 47), "c": (40, 56), "d": (24, 24), "e": (1, 1), "f": (3, 17)}
+SIZES = {
+    "a": (40, 56),
+    "b": (33, 47),
+    "c": (40, 56),
+    "d": (24, 24),
+    "e": (1, 1),
+    "f": (3, 17),
+    "g": (40, 48),
+}
 
 
 def picture(image_id: str):
@@ -92,14 +100,17 @@ def context(folder: Path, pictures: Pictures, layers: Sequence[int] = (0, 2), en
     )
 
 
-def found_box(image_id: str, layer: int, facet: Facet = "key"):
+REFERENCE = Cut()
+
+
+def found_box(image_id: str, layer: int, facet: Facet = "key", cut: Cut = REFERENCE):
     """What `discover` alone says of a picture."""
     encoder = tiny_encoder()
     sample = Pictures({image_id: []})[0]
     extractor = FeatureExtractor(encoder, layers=[layer], facets=[facet], pad=True)
     image = torch.from_numpy(sample.image).permute(2, 0, 1)[None] / 255
     grid = PatchGrid(*SIZES[image_id], encoder.patch_size)
-    return discover(extractor(image)[layer][facet][0], grid)
+    return discover(extractor(image)[layer][facet][0], grid, cut)
 
 
 FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
@@ -152,6 +163,7 @@ def test_a_second_run_reads_only_what_the_first_did_not_finish(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
     first = list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes))))
     (path,) = tmp_path.glob("reference/images_*.jsonl")
+    last = json.loads(path.read_text().splitlines()[-1])["image"]
     path.write_bytes(path.read_bytes()[:-20])
 
     again = Pictures(boxes)
@@ -159,7 +171,7 @@ def test_a_second_run_reads_only_what_the_first_did_not_finish(tmp_path):
     third = Pictures(boxes)
     list(TokenCut(panels=0).run(context(tmp_path, third)))
 
-    assert again.read == ["c"]
+    assert again.read == [last]
     assert third.read == []
     assert second == first
 
@@ -262,7 +274,7 @@ def test_a_diverged_encoder_is_reported_with_layer_and_image(tmp_path):
     encoder = tiny_encoder()
     encoder.module.get_parameter("blocks.1.attn.qkv.weight").data.fill_(torch.nan)
 
-    with pytest.raises(CheckpointError, match=r"^a: layer 1 of tiny"):
+    with pytest.raises(CheckpointError, match=r"layer 1 of tiny.* not finite for a;"):
         list(TokenCut().run(context(tmp_path, Pictures({"a": [FAR_AWAY]}), [0, 1], encoder)))
 
 
@@ -323,3 +335,29 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
 
     with pytest.raises(MachineError, match="cannot write"):
         DiscoveryLog(tmp_path / "file", {})
+
+
+@pytest.mark.parametrize(
+    ("mask_padding", "shapes"),
+    [
+        # a and c fill 5 x 7 patches; g 5 x 6, and so does b with its padding; d 3 x 3.
+        (False, [(1, 3, 24, 24), (2, 3, 40, 48), (2, 3, 40, 56)]),
+        # Without its padding b is a graph of 4 x 5 patches.
+        (True, [(1, 3, 24, 24), (1, 3, 40, 48), (1, 3, 40, 48), (2, 3, 40, 56)]),
+    ],
+)
+def test_images_of_one_shape_pass_the_encoder_together_and_keep_their_own_boxes(
+    tmp_path, mask_padding, shapes
+):
+    encoder, seen = tiny_encoder(), []
+    encoder.module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    boxes = {name: [FAR_AWAY] for name in "abcdg"}
+    probe = TokenCut(panels=0, mask_padding=mask_padding)
+
+    list(probe.run(context(tmp_path, Pictures(boxes), (2,), encoder)))
+
+    assert sorted(seen) == shapes
+    (path,) = tmp_path.glob("*/images_*.jsonl")
+    lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
+    kept = {line["image"]: line["cells"]["2/key"]["box"] for line in lines}
+    assert kept == {name: found_box(name, 2, cut=probe).box.tolist() for name in boxes}
