@@ -87,9 +87,28 @@ def second_eigenvectors(
 
 
 def certified_batch(
+    tokens: Float[Tensor, "graphs tokens dim"],
+    *,
+    tau: float,
+    eps: float,
+    links_at_once: int = 2**29,
+) -> list[SecondEigenvector | None]:
+    """Graphs of one size on their device; None where their angle is not certified.
+
+    Args:
+        tokens: As in `second_eigenvectors`.
+        tau: Likewise.
+        eps: Likewise.
+        links_at_once: Pairs of tokens, over all graphs, whose similarity is kept together; four
+            bytes each.
+    """
+    parts = tokens.split(max(1, links_at_once // tokens.shape[1] ** 2))
+    return [found for part in parts for found in _certified(part, tau=tau, eps=eps)]
+
+
+def _certified(
     tokens: Float[Tensor, "graphs tokens dim"], *, tau: float, eps: float
 ) -> list[SecondEigenvector | None]:
-    """Graphs of one size on their device; None where their angle is not certified."""
     valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     found = second_eigenvectors(tokens, valid, tau=tau, eps=eps)
     eigenvalues, gaps = found.eigenvalues.tolist(), found.gaps.tolist()

@@ -33,8 +33,6 @@ METHODS = ("tokencut", "lost", "maskcut")
 BatchFeatures = dict[str, Float[Tensor, "batch rows cols dim"]]
 
 _TOKENS_A_BATCH = 8192
-_LINKS_AT_ONCE = 2**29
-"""Entries of the similarity matrices on a device, together: 2 GiB."""
 _DECODERS = 4
 
 
@@ -213,39 +211,30 @@ class TokenCut(Cut):
         self, features: BatchFeatures, grids: Sequence[PatchGrid], pool: GraphPool
     ) -> list[dict[str, list[Discovery]]]:
         """Objects by cell of each image of a batch."""
-        graphs = [
-            (grid, name, f[i]) for i, grid in enumerate(grids) for name, f in features.items()
-        ]
-        first = next(iter(features.values()))
-        on_device = first.is_cuda and self.method == "tokencut" and not self.weighted
-        certified = (
-            self._certified([f for _, _, f in graphs], grids[0])
-            if on_device
-            else [None] * len(graphs)
-        )
+        grids_of = [grid for grid in grids for _ in features]
+        graphs = [f[image] for image in range(len(grids)) for f in features.values()]
+        certified = self._certified(graphs, grids[0])
 
         def find(number: int) -> list[Discovery]:
-            grid, _, values = graphs[number]
-            spectrum = certified[number]
-            return self.find(values, grid) if spectrum is None else [cut_out(spectrum, grid, self)]
+            spectrum, grid = certified[number], grids_of[number]
+            if spectrum is None:
+                return self.find(graphs[number], grid)
+            return [cut_out(spectrum, grid, self)]
 
-        found = pool.map(find, range(len(graphs)))
-        by_image: list[dict[str, list[Discovery]]] = [
-            dict(zip(features, found[i * len(features) :][: len(features)], strict=True))
-            for i in range(len(grids))
+        found, cells = pool.map(find, range(len(graphs))), len(features)
+        return [
+            dict(zip(features, found[first : first + cells], strict=True))
+            for first in range(0, len(found), cells)
         ]
-        return by_image
 
     def _certified(
         self, graphs: Sequence[Float[Tensor, "rows cols dim"]], grid: PatchGrid
-    ) -> list[SecondEigenvector | None]:
-        """Spectra of graphs of one size on their device, as many at once as memory allows."""
-        at_once = max(1, _LINKS_AT_ONCE // math.prod(self.graph_shape(grid)) ** 2)
-        found: list[SecondEigenvector | None] = []
-        for first in range(0, len(graphs), at_once):
-            tokens = [self.graph_tokens(g, grid) for g in graphs[first : first + at_once]]
-            found += certified_batch(torch.stack(tokens), tau=self.tau, eps=self.eps)
-        return found
+    ) -> Sequence[SecondEigenvector | None]:
+        """What a device knows for sure of graphs of one shape; on a CPU nothing."""
+        if not graphs[0].is_cuda or self.method != "tokencut" or self.weighted:
+            return [None] * len(graphs)
+        tokens = torch.stack([self.graph_tokens(graph, grid) for graph in graphs])
+        return certified_batch(tokens, tau=self.tau, eps=self.eps)
 
     def _asked_facets(self) -> Sequence[str]:
         return (self.facet,) if isinstance(self.facet, str) else self.facet

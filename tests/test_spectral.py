@@ -6,7 +6,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from probes import spectral
 from probes.spectral import GraphPool, second_eigenvector, similarity_graph
-from probes.spectral_batched import second_eigenvectors, solve_batch
+from probes.spectral_batched import certified_batch, second_eigenvectors, solve_batch
 from ssl_bench.errors import DataError
 
 TAU, EPS = 0.2, 1e-5
@@ -241,6 +241,20 @@ def test_graphs_that_a_batch_cannot_certify_are_solved_on_the_host():
         alone = second_eigenvector(graph, tau=TAU, eps=EPS)
         assert one.degenerate == alone.degenerate
         assert one.vector == pytest.approx(alone.vector, abs=1e-6)
+
+
+def test_a_batch_that_is_solved_in_parts_gives_what_it_gives_as_a_whole():
+    features = torch.from_numpy(np.stack([clouds(120, seed) for seed in range(5)])).float()
+    whole = certified_batch(features, tau=TAU, eps=EPS)
+
+    # Two graphs at once: parts of 2, 2 and 1.
+    parts = certified_batch(features, tau=TAU, eps=EPS, links_at_once=2 * 120**2 + 1)
+
+    assert len(parts) == 5
+    for one, other in zip(parts, whole, strict=True):
+        assert one is not None
+        assert other is not None
+        assert one.vector == pytest.approx(other.vector, abs=1e-9)
 
 
 def chain_16():

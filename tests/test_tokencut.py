@@ -361,3 +361,29 @@ def test_images_of_one_shape_pass_the_encoder_together_and_keep_their_own_boxes(
     lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
     kept = {line["image"]: line["cells"]["2/key"]["box"] for line in lines}
     assert kept == {name: found_box(name, 2, cut=probe).box.tolist() for name in boxes}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_finds_the_boxes_of_the_cpu(tmp_path):
+    boxes = {name: [FAR_AWAY] for name in "abcdg"}
+    scores = {
+        device: list(
+            TokenCut(facet=["key", "token"], panels=0).run(
+                replace(context(tmp_path / device, Pictures(boxes)), device=torch.device(device))
+            )
+        )
+        for device in ("cpu", "cuda")
+    }
+
+    assert scores["cuda"] == scores["cpu"]
+    lines = [
+        sorted((tmp_path / device).glob("*/images_*.jsonl"))[0].read_text().splitlines()[1:]
+        for device in scores
+    ]
+    on_cpu, on_gpu = (
+        {json.loads(line)["image"]: json.loads(line) for line in part} for part in lines
+    )
+    for name in boxes:
+        for cell, kept in on_cpu[name]["cells"].items():
+            assert kept["box"] == on_gpu[name]["cells"][cell]["box"] or kept["degenerate"]
