@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 
-from probes.pixel_losses import PIECE_BYTES
+from probes.upsampled_normaliser import PIECE_BYTES
 
 
 def predict_pixels(

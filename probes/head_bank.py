@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from probes.head_optimizers import HeadOptimizer
-from probes.pixel_losses import PIECE_BYTES, PixelLoss, PixelTargets
+from probes.pixel_losses import PixelLoss, PixelTargets
+from probes.upsampled_normaliser import PIECE_BYTES
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ a patch, and only the loss knows about pixels. Each loss gives its gradient with
 through the pixels in pieces that stay in the cache.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -14,12 +13,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from probes.upsampled_normaliser import (
+    corner_weights,
+    log_normaliser,
+    sum_of_log_normalisers,
+)
 from ssl_bench.metrics import IGNORED
-
-# Of one piece: the second-level cache of a CPU core; a GPU wants few, large kernels.
-PIECE_BYTES = {"cpu": 2**20, "cuda": 2**28}
-# Columns below which matrix products and vector instructions lose their speed.
-_NARROWEST = 64
 
 Logits = Float[Tensor, "heads classes batch rows cols"]
 
@@ -112,7 +111,7 @@ def _patch_cross_entropy(
 ) -> tuple[Float[Tensor, " heads"], Logits]:
     label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
     shares = logits.softmax(1)
-    loss = (_log_normaliser(logits, shares, 1) * counted).flatten(1).sum(1)
+    loss = (log_normaliser(logits, shares, 1) * counted).flatten(1).sum(1)
     loss -= (logits * label_weights).flatten(1).sum(1)
     return loss, shares.mul_(counted).sub_(label_weights)
 
@@ -122,8 +121,7 @@ class UpsampledLoss:
     """Cross-entropy of bilinearly upsampled logits against labels on the finer grid.
 
     The four patches around a cell of pixels give all its logits. So the labels' part is a weighted
-    sum of patch logits, and only the normaliser visits the pixels: a product with the bilinear
-    weights, a softmax, and the product with their transpose, piece by piece.
+    sum of patch logits, and only the normaliser visits the pixels.
     """
 
     pixels_per_patch: int
@@ -150,50 +148,11 @@ class UpsampledLoss:
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
         label_weights = targets.label_weights.to(logits)
-        normaliser, by_corner = self._normaliser(_take_corners(logits), targets.counted)
+        corners = _take_corners(logits)
+        counted = targets.counted.flatten(1).to(logits)
+        normaliser, by_corner = sum_of_log_normalisers(corners.flatten(3), counted)
         loss = normaliser - (logits * label_weights).flatten(1).sum(1)
-        return loss, _add_corners(by_corner).sub_(label_weights)
-
-    def _normaliser(
-        self,
-        corners: Float[Tensor, "4 heads classes batch cell_rows cell_cols"],
-        counted: Float[Tensor, "pixels batch cell_rows cell_cols"],
-    ) -> tuple[Float[Tensor, " heads"], Float[Tensor, "4 heads classes batch cell_rows cell_cols"]]:
-        """Sum over the pixels of the log-normaliser, and its gradient by corner."""
-        flat = corners.flatten(3)
-        counted = counted.flatten(1).to(corners)
-        weights = corner_weights(self.pixels_per_patch).to(corners)
-        total, gradient = corners.new_zeros(flat.shape[1]), torch.zeros_like(flat)
-        for heads, cells, pixels in self._pieces(flat):
-            part = flat[:, heads, :, cells]
-            shape = part.shape[1:]
-            logits = (weights[pixels] @ part.reshape(4, -1)).view(-1, *shape)
-            shares = logits.softmax(2)
-            times = counted[pixels, None, cells]
-            total[heads] += (_log_normaliser(logits, shares, 2) * times).sum((0, 2))
-            shares.mul_(times.unsqueeze(2))
-            back = weights[pixels].T @ shares.flatten(1)
-            gradient[:, heads, :, cells] += back.view(4, *shape)
-        return total, gradient.view(corners.shape)
-
-    def _pieces(
-        self, corners: Float[Tensor, "4 heads classes cells"]
-    ) -> Iterator[tuple[slice, slice, slice]]:
-        """Cut (heads, cells, pixels) so that the upsampled logits of a piece stay in the cache."""
-        _, heads, classes, cells = corners.shape
-        pixels = self.pixels_per_patch**2
-        budget = PIECE_BYTES[corners.device.type] // (classes * corners.element_size())
-        some_cells = min(cells, max(_NARROWEST, budget // pixels))
-        some_pixels = min(pixels, max(1, budget // some_cells))
-        some_heads = min(heads, max(1, budget // (some_cells * some_pixels)))
-        for head in range(0, heads, some_heads):
-            for cell in range(0, cells, some_cells):
-                for pixel in range(0, pixels, some_pixels):
-                    yield (
-                        slice(head, head + some_heads),
-                        slice(cell, cell + some_cells),
-                        slice(pixel, pixel + some_pixels),
-                    )
+        return loss, _add_corners(by_corner.view(corners.shape)).sub_(label_weights)
 
 
 @dataclass(frozen=True)
@@ -240,7 +199,7 @@ class ResampledLoss:
                 values = down @ logits[head, :, image] @ across.T
                 counted = targets.counted[0, image].to(logits)
                 shares = values.softmax(0)
-                loss[head] += (_log_normaliser(values, shares, 0) * counted).sum()
+                loss[head] += (log_normaliser(values, shares, 0) * counted).sum()
                 gradient[head, :, image] = down.T @ shares.mul_(counted) @ across
         return loss, gradient.sub_(label_weights)
 
@@ -272,24 +231,6 @@ def label_histograms(
     size = (classes + 1) * rows * cols
     counts = torch.stack([torch.bincount(one.flatten(), minlength=size) for one in index])
     return counts.view(-1, classes + 1, rows, cols).transpose(0, 1)[:classes].float()
-
-
-def corner_weights(pixels_per_patch: int) -> Float[Tensor, "pixels 4"]:
-    """Bilinear weights of the four surrounding patches for the pixels of one cell.
-
-    A cell lies between four patch centres; its pixels are those of bilinear upsampling with
-    `align_corners=False`. Corners: upper left, upper right, lower left, lower right.
-    """
-    first = 0.5 if pixels_per_patch % 2 == 0 else 0.0
-    after = (torch.arange(pixels_per_patch, dtype=torch.float64) + first) / pixels_per_patch
-    sides = torch.stack([1 - after, after], -1)
-    return torch.einsum("yi,xj->yxij", sides, sides).reshape(-1, 4)
-
-
-def _log_normaliser(logits: Tensor, shares: Tensor, axis: int) -> Tensor:
-    """Logarithm of the sum of exponentials, from the softmax that is already known."""
-    # The largest share is at least 1 / classes, so that its logarithm is exact.
-    return logits.amax(axis) - shares.amax(axis).log_()
 
 
 def _pixels_by_cell(

@@ -7,7 +7,8 @@ from probes.feature_cache import standardisation
 from probes.head_bank import HeadBank, Standardisation
 from probes.head_optimizers import SGD, AdamW, Schedule
 from probes.head_training import HeadTraining, joined
-from probes.pixel_losses import PIECE_BYTES, HistogramLoss, UpsampledLoss
+from probes.pixel_losses import HistogramLoss, UpsampledLoss
+from probes.upsampled_normaliser import PIECE_BYTES
 from tests.benchmarks.memory import LiveBytes
 
 SOURCES, BATCH, ROWS, COLS, DIM, CLASSES = 2, 3, 4, 3, 6, 5
@@ -86,7 +87,7 @@ def test_momentum_steps_of_the_bank_equal_separate_runs():
 
 
 def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
-    sources, rates, classes, grid, patch = 6, 8, 21, 6, 16
+    sources, rates, classes, grid, patch = 6, 16, 21, 6, 16
     zeros = torch.zeros(sources, DIM)
     bank = HeadBank(
         Standardisation(zeros, zeros + 1),

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes import pixel_losses
+from probes import upsampled_normaliser
 from probes.pixel_losses import (
     HistogramLoss,
     ModeLoss,
@@ -106,20 +106,21 @@ def test_mode_loss_equals_cross_entropy_of_the_patches_with_their_modes():
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("side", [7, 8])
 @pytest.mark.parametrize("piece_bytes", [1, 2**12, 2**20])
-def test_the_size_of_the_pieces_does_not_move_the_loss(monkeypatch, piece_bytes):
-    loss, labels = UpsampledLoss(8), _labels(8)
+def test_the_size_of_the_pieces_does_not_move_the_loss(monkeypatch, piece_bytes, side):
+    loss, labels = UpsampledLoss(side), _labels(side)
     targets = loss.targets(labels, CLASSES)
     value, gradient = loss.loss_and_gradient(_logits(), targets)
-    monkeypatch.setitem(pixel_losses.PIECE_BYTES, "cpu", piece_bytes)
+    monkeypatch.setitem(upsampled_normaliser.PIECE_BYTES, "cpu", piece_bytes)
     other, other_gradient = loss.loss_and_gradient(_logits(), targets)
     torch.testing.assert_close(value, other)
     torch.testing.assert_close(gradient, other_gradient)
 
 
-@pytest.mark.parametrize("loss", [HistogramLoss(4), UpsampledLoss(4)])
+@pytest.mark.parametrize("loss", [HistogramLoss(4), UpsampledLoss(4), UpsampledLoss(8)])
 def test_logits_far_apart_keep_loss_and_gradient_finite(loss):
-    targets = loss.targets(_labels(4), CLASSES)
+    targets = loss.targets(_labels(loss.pixels_per_patch), CLASSES)
     value, gradient = loss.loss_and_gradient(_logits(torch.float32, scale=1e4), targets)
     assert value.isfinite().all()
     assert gradient.isfinite().all()
