@@ -112,7 +112,8 @@ class Run:
         self.clock = Clock()
         images = plan.data.open()
         self.timeline = plan.train.timeline(len(images))
-        self.description = describe(plan) | {"images": _digest(images)}
+        which = {"images": _digest(images), "image_files": images.fingerprint()}
+        self.description = describe(plan) | which
         self.batches = _batches(plan, images, ranks)
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
@@ -131,7 +132,9 @@ class Run:
             CheckpointError: it is damaged, and the one before too.
         """
         state, path = load_state(self.out, self.ranks.device)
-        if changed := differences(state["configuration"], self.description):
+        # Older states say nothing of the files.
+        before = {"image_files": self.description["image_files"], **state["configuration"]}
+        if changed := differences(before, self.description):
             raise ConfigurationError(
                 f"{path} is of a run with another configuration ({'; '.join(changed)}); "
                 "put it back, or start anew in another folder"

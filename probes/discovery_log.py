@@ -5,6 +5,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class DiscoveryLog:
     """Results by image id, kept in a file that grows by a line an image.
 
     The first line holds the key, whose digest is in the file's name: whatever changes a result
-    must be in the key. A line that a crash cut short is dropped and its image computed again.
+    must be in the key. A line that was cut short or damaged is dropped, its image computed again.
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any], *, forget: bool = False) -> None:
@@ -66,13 +67,16 @@ class DiscoveryLog:
             if forget:
                 self.path.unlink(missing_ok=True)
             self._drop_half_line()
-            lines = self.path.read_text().splitlines() if self.path.exists() else []
+            text = self.path.read_text(errors="replace") if self.path.exists() else ""
+            lines = text.splitlines()
             if not lines:
                 self._append(header)
         except OSError as error:
             raise _cannot_write(self.path, error) from error
         for line in lines[1:]:
-            self._merge(json.loads(line))
+            # Bytes that a failing disk or another writer left say nothing of any image.
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                self._merge(json.loads(line))
 
     def has(self, image_id: str, cells: Sequence[str]) -> bool:
         """Whether all cells of an image are known."""
@@ -96,7 +100,7 @@ class DiscoveryLog:
 
     def _merge(self, line: dict[str, Any]) -> None:
         known = self.images.get(line["image"])
-        cells = {**known.cells, **line["cells"]} if known else line["cells"]
+        cells = {**known.cells, **line["cells"]} if known else {**line["cells"]}
         rows, cols = line["grid"]
         self.images[line["image"]] = ImageResult(
             line["num_boxes"], line["largest_box"], (rows, cols), cells

@@ -130,7 +130,7 @@ class KNN:
             )
 
     def _require_cls(self, context: ProbeContext) -> None:
-        if "cls" in self.facets and not context.encoder.num_prefix_tokens:
+        if "cls" in self.facets and not context.encoder.has_cls:
             raise ConfigurationError(
                 f"{context.encoder.name} has no [CLS] token; take probe.facet=patch_mean"
             )

@@ -1,94 +1,112 @@
 """PCA maps: three principal components of the patch features as red, green and blue."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, UInt8
+from jaxtyping import Bool, Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from probes.pictures import sheet, titled
+from probes.map_reference import FILE, MapReference, load_reference, reference_folder
+from probes.pictures import Picture, heading, sheet, svg_sheet, titled
+from probes.principal_components import (
+    Colours,
+    Map,
+    Moments,
+    Projection,
+    aligned,
+    as_colours,
+    fit_projection,
+    foreground,
+    oriented,
+)
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.metrics import bootstrap_ci95
 
-NUM_COMPONENTS = 3
+PROTOCOLS = ("image", "batch", "dataset")
+BACKGROUNDS = ("keep", "first_component")
+GRIDS = ("png", "svg", "both")
+_TILES_A_ROW = 13
+_SMALL_SPREAD = 10.0
+# What is drawn and how, not what the variance is.
+_NOT_SETTINGS = ("protocol", "facet", "align_to", "grid")
+
+Features = dict[int, Float[Tensor, "_rows _cols _dim"]]
 
 
 @dataclass(frozen=True)
-class Projection:
-    """Where features are projected to.
+class Fitted:
+    """One block: what was fitted to it, and the maps of the first images.
 
     Attributes:
-        mean: Subtracted first.
-        components: Unit rows, by falling variance; the entry of largest magnitude is positive.
-        explained: Percent of the variance in the three components; 0 for constant features.
+        fits: One an image, or one for all.
+        masks: Patches that are shown and that the components were fitted to.
     """
 
-    mean: Float64[Tensor, " dim"]
-    components: Float64[Tensor, "components dim"]
-    explained: float
+    fits: list[Projection]
+    maps: list[Map]
+    masks: list[Bool[Tensor, "_rows _cols"]]
 
-    def apply(
-        self, features: Float[Tensor, "rows cols dim"]
-    ) -> Float64[Tensor, "rows cols components"]:
-        return (features.double() - self.mean) @ self.components.T
+    def fit(self, image: int) -> Projection:
+        return self.fits[image if len(self.fits) > 1 else 0]
 
-
-def fit_projection(tokens: Float[Tensor, "tokens dim"]) -> Projection:
-    """Principal components of tokens in float64, with signs that do not depend on the solver."""
-    centred = tokens.double() - tokens.double().mean(0)
-    variances, vectors = torch.linalg.eigh(centred.T @ centred)
-    components = vectors[:, -NUM_COMPONENTS:].flip(1).T
-    largest = components.gather(1, components.abs().argmax(1, keepdim=True))
-    total = float(variances.clamp(min=0).sum())
-    top = float(variances[-NUM_COMPONENTS:].clamp(min=0).sum())
-    scale = float(tokens.double().square().sum())
-    explained = 100.0 * top / total if total > 1e-12 * scale else 0.0
-    return Projection(tokens.double().mean(0), components * largest.sign(), explained)
-
-
-def as_colours(
-    maps: Sequence[Float64[Tensor, "_rows _cols 3"]],
-) -> list[UInt8[np.ndarray, "_rows _cols 3"]]:
-    """Stretch each component over all given maps from black to full colour; constant is grey."""
-    values = torch.cat([m.reshape(-1, NUM_COMPONENTS) for m in maps])
-    low, high = values.amin(0), values.amax(0)
-    span = high - low
-    shares = [torch.where(span > 0, (m - low) / span.clamp(min=1e-300), 0.5) for m in maps]
-    return [(255 * share).round().to(torch.uint8).numpy() for share in shares]
+    def title(self, layer: int, image: int) -> str:
+        """What stands above a map."""
+        fit = self.fit(image)
+        if fit.is_constant:
+            return f"block {layer}: constant"
+        spread = f" ({fit.spread:.2g})" if fit.spread < _SMALL_SPREAD else ""
+        return f"block {layer}: {float(fit.explained.sum()):.0f} %{spread}"
 
 
 @dataclass(frozen=True)
 class PCA:
-    """PCA maps of the first images of a dataset.
+    """PCA maps of the first images of a dataset, in colours that agree between blocks.
 
     Attributes:
-        protocol: "image" fits the components on each image, "batch" on all of them together, so
-            that a colour means the same in every map.
+        protocol: "image" fits the components on each image, "batch" on all drawn images, "dataset"
+            on all images of the dataset; with these two a colour means the same in every image.
         facet: What is projected: token, token_normed, key, query or value.
-        num_images: How many images, from the first one on.
+        num_images: How many images are drawn, from the first one on.
         image_size: Longer side in pixels; both sides are rounded to multiples of the patch.
+        background: "keep", or "first_component": patches on one side of the first component are
+            left out and the components fitted again without them; see `foreground`.
+        align_to: Folder of pictures, or name of a checkpoint that was probed into the same folder
+            with the same protocol, whose colours are taken over; null for the checkpoint's own
+            last block that varies.
+        grid: What the overview is saved as: png, svg or both.
     """
 
     protocol: str = "image"
     facet: Literal["token", "token_normed", "key", "query", "value"] = "token"
     num_images: int = 8
     image_size: int = 224
+    background: str = "keep"
+    align_to: str | None = None
+    grid: str = "png"
 
     task = "pca"
     role = "images"
 
     def __post_init__(self) -> None:
-        if self.protocol not in ("image", "batch"):
-            raise ConfigurationError(f"probe.protocol must be image or batch, got {self.protocol}")
+        valid = {"protocol": PROTOCOLS, "background": BACKGROUNDS, "grid": GRIDS}
+        for field, choices in valid.items():
+            if (came := getattr(self, field)) not in choices:
+                raise ConfigurationError(f"probe.{field} must be one of {choices}, got {came!r}")
         if self.num_images < 1:
             raise ConfigurationError(f"probe.num_images must be >= 1, got {self.num_images}")
+        if self.protocol == "dataset" and self.background != "keep":
+            raise ConfigurationError(
+                "probe.background must be keep for probe.protocol=dataset, whose images pass the "
+                f"encoder once, got {self.background!r}"
+            )
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, self.facet, "explained_variance") for layer in layers]
@@ -97,23 +115,29 @@ class PCA:
         return dataset.images()
 
     def settings(self) -> dict[str, Any]:
-        return {name: v for name, v in asdict(self).items() if name not in ("protocol", "facet")}
+        fields = {name: v for name, v in asdict(self).items() if name not in _NOT_SETTINGS}
+        # Absent where it is the default, so that records of earlier versions are still found.
+        return {name: v for name, v in fields.items() if (name, v) != ("background", "keep")}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
-        """Score the variance that three components explain and draw the maps."""
+        """Draw the maps, then score the variance that three components explain."""
         images = self.split(context.dataset)
         samples = [images[i] for i in range(min(self.num_images, len(images)))]
-        features = self._features(samples, context)
-        columns = {}
-        for layer in context.layers:
-            score, columns[layer] = self._score(layer, [f[layer] for f in features], context.seed)
-            self._draw_block(layer, samples, columns[layer], context)
-            yield score
-        self._draw_sheet(samples, columns, context)
+        reference = self._given_reference(context, [sample.image_id for sample in samples])
+        features, moments = self._features(images, samples, context)
+        blocks = {
+            layer: self._fit([f[layer] for f in features], moments.get(layer))
+            for layer in context.layers
+        }
+        self._draw(blocks, samples, reference, context)
+        num_images = len(images) if self.protocol == "dataset" else len(samples)
+        for layer, block in blocks.items():
+            yield self._score(layer, block, num_images, context.seed)
 
     def _features(
-        self, samples: Sequence[Sample], context: ProbeContext
-    ) -> list[dict[int, Float[Tensor, "rows cols dim"]]]:
+        self, images: ImageSet, samples: Sequence[Sample], context: ProbeContext
+    ) -> tuple[list[Features], dict[int, Moments]]:
+        """Features of the drawn images, and sums over all where the protocol wants them."""
         extractor = FeatureExtractor(
             context.encoder,
             layers=context.layers,
@@ -121,59 +145,201 @@ class PCA:
             device=context.device,
             dtype=context.dtype,
         )
-        found = []
-        for sample in context.progress(samples, "pca", len(samples)):
+        whole = self.protocol == "dataset"
+        total = len(images) if whole else len(samples)
+        kept: list[Features] = []
+        moments = {layer: Moments() for layer in context.layers} if whole else {}
+        for number in context.progress(range(total), "pca", total):
+            sample = samples[number] if number < len(samples) else images[number]
             image = resize(sample.image, self.image_size, extractor.patch_size)
             blocks = extractor(image[None].to(context.device), [sample.image_id])
-            found.append({layer: facets[self.facet][0].cpu() for layer, facets in blocks.items()})
+            found = {layer: facets[self.facet][0].cpu() for layer, facets in blocks.items()}
+            for layer, sums in moments.items():
+                sums.add(found[layer].flatten(0, 1))
+            if number < len(samples):
+                kept.append(found)
+        return kept, moments
+
+    def _fit(
+        self, features: list[Float[Tensor, "_rows _cols _dim"]], sums: Moments | None
+    ) -> Fitted:
+        together = [features] if self.protocol != "image" else [[f] for f in features]
+        fits, maps, masks = [], [], []
+        for group in together:
+            shown = self._masks(group)
+            tokens = torch.cat([f[mask] for f, mask in zip(group, shown, strict=True)])
+            fits.append(fit_projection(tokens) if sums is None else sums.projection())
+            # Outside the masks 0, where it has no say in an alignment.
+            some = [fits[-1].apply(f) * m[..., None] for f, m in zip(group, shown, strict=True)]
+            maps += oriented(some, shown)
+            masks += shown
+        return Fitted(fits, maps, masks)
+
+    def _masks(
+        self, group: Sequence[Float[Tensor, "_rows _cols _dim"]]
+    ) -> list[Bool[Tensor, "_rows _cols"]]:
+        if self.background == "first_component":
+            return foreground(group)
+        return [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
+
+    def _score(self, layer: int, block: Fitted, num_images: int, seed: int) -> Score:
+        by_component = torch.stack([fit.explained for fit in block.fits]).numpy()
+        explained = by_component.sum(1)
+        ci95 = None
+        if self.protocol == "image":
+            ci95 = bootstrap_ci95(len(explained), lambda i: float(explained[i].mean()), seed=seed)
+        details: dict[str, Any] = {
+            "num_constant": int((explained == 0).sum()),
+            "explained_by_component": by_component.mean(0).tolist(),
+            "spread_percent": float(np.mean([fit.spread for fit in block.fits])),
+        }
+        if self.background != "keep":
+            shown = torch.cat([mask.flatten() for mask in block.masks]).double().mean()
+            details["foreground_percent"] = 100 * float(shown)
+        value = float(explained.mean())
+        return Score(layer, self.facet, "explained_variance", value, ci95, num_images, details)
+
+    def _given_reference(self, context: ProbeContext, images: Sequence[str]) -> MapReference | None:
+        """Maps of another checkpoint if asked for, else those of an earlier run of this one."""
+        if self.align_to is not None:
+            folder = reference_folder(self.align_to, context.artifacts.parent, self._kind)
+            given = load_reference(folder)
+            context.say(f"pca: colours aligned with {given.source}")
+            return given
+        own = context.artifacts / self._kind
+        if not (own / FILE).is_file():
+            return None
+        earlier = load_reference(own)
+        is_replaced = context.overwrite and max(context.layers) >= earlier.layer
+        return None if is_replaced or not earlier.covers(images) else earlier
+
+    @property
+    def _kind(self) -> str:
+        """Name of the folder of the pictures."""
+        more = [self.facet] if self.facet != "token" else []
+        more += ["foreground"] if self.background != "keep" else []
+        return "-".join([self.protocol, *more])
+
+    def _draw(
+        self,
+        blocks: Mapping[int, Fitted],
+        samples: Sequence[Sample],
+        given: MapReference | None,
+        context: ProbeContext,
+    ) -> None:
+        folder = context.artifacts / self._kind
+        ids = [sample.image_id for sample in samples]
+        own = self._reference(blocks, len(samples))
+        reference = own if given is None else given.of(ids)
+        maps = {layer: self._aligned(block.maps, reference) for layer, block in blocks.items()}
+        if given is None or self.align_to is not None:
+            kept = dict(zip(ids, self._aligned(own, reference), strict=True))
+            MapReference(context.encoder.name, max(blocks), kept).save(folder)
+        pictures = self._pictures(blocks, self._colours(blocks, maps), samples)
+        self._draw_tiles(pictures, samples, folder)
+        self._draw_grid(pictures, samples, folder, context)
+        for layer, block in blocks.items():
+            if constant := sum(fit.is_constant for fit in block.fits):
+                context.say(
+                    f"pca: block {layer}: {constant} of {len(block.fits)} maps are constant"
+                )
+
+    def _reference(self, blocks: Mapping[int, Fitted], num_images: int) -> list[Map]:
+        """Of each image the map of the last block that is not constant."""
+        found = []
+        for i in range(num_images):
+            varying = [layer for layer, b in blocks.items() if not b.fit(i).is_constant]
+            found.append(blocks[max(varying or blocks)].maps[i])
         return found
 
-    def _score(
-        self, layer: int, features: list[Float[Tensor, "_rows _cols dim"]], seed: int
-    ) -> tuple[Score, list[UInt8[np.ndarray, "_rows _cols 3"]]]:
-        flat = [f.flatten(0, 1) for f in features]
-        if self.protocol == "batch":
-            shared = fit_projection(torch.cat(flat))
-            colours = as_colours([shared.apply(f) for f in features])
-            explained = np.array([shared.explained])
-            ci95 = None
-        else:
-            fits = [fit_projection(tokens) for tokens in flat]
-            colours = [as_colours([fit.apply(f)])[0] for fit, f in zip(fits, features, strict=True)]
-            explained = np.array([fit.explained for fit in fits])
-            ci95 = bootstrap_ci95(len(fits), lambda i: float(explained[i].mean()), seed=seed)
-        details = {"num_constant": int((explained == 0).sum())}
-        value = float(explained.mean())
-        score = Score(layer, self.facet, "explained_variance", value, ci95, len(features), details)
-        return score, colours
+    def _aligned(self, maps: list[Map], reference: list[Map]) -> list[Map]:
+        if self.protocol != "image":
+            return aligned(maps, reference)
+        return [aligned([m], [r])[0] for m, r in zip(maps, reference, strict=True)]
 
-    def _draw_block(
-        self,
-        layer: int,
-        samples: Sequence[Sample],
-        colours: Sequence[UInt8[np.ndarray, "_rows _cols 3"]],
-        context: ProbeContext,
-    ) -> None:
-        folder = context.artifacts / self.protocol / f"block{layer:02d}"
-        for sample, colour in zip(samples, colours, strict=True):
-            row = [titled(sample.image, sample.image_id), titled(colour, f"block {layer}")]
-            sheet([row], folder / f"{sample.image_id.replace('/', '_')}.png")
+    def _colours(
+        self, blocks: Mapping[int, Fitted], maps: Mapping[int, list[Map]]
+    ) -> dict[int, list[Colours]]:
+        """One stretch for all blocks, of each image alone where components are of an image."""
+        masks = {layer: block.masks for layer, block in blocks.items()}
+        if self.protocol != "image":
+            return as_colours(maps, masks)
+        found: dict[int, list[Colours]] = {layer: [] for layer in maps}
+        for i in range(len(next(iter(maps.values())))):
+            some = as_colours(
+                {layer: [column[i]] for layer, column in maps.items()},
+                {layer: [column[i]] for layer, column in masks.items()},
+            )
+            for layer, colours in some.items():
+                found[layer] += colours
+        return found
 
-    def _draw_sheet(
+    def _pictures(
         self,
+        blocks: Mapping[int, Fitted],
+        colours: Mapping[int, list[Colours]],
         samples: Sequence[Sample],
-        columns: dict[int, list[UInt8[np.ndarray, "_rows _cols 3"]]],
-        context: ProbeContext,
-    ) -> None:
-        rows = [
-            [
-                titled(sample.image, sample.image_id),
-                *(titled(maps[i], f"block {layer}") for layer, maps in columns.items()),
+    ) -> dict[int, list[Picture]]:
+        return {
+            layer: [
+                Picture(colours[layer][i], (block.title(layer, i),)) for i in range(len(samples))
             ]
-            for i, sample in enumerate(samples)
+            for layer, block in blocks.items()
+        }
+
+    def _draw_tiles(
+        self, pictures: Mapping[int, list[Picture]], samples: Sequence[Sample], folder: Path
+    ) -> None:
+        photographs = photographs_of(samples)
+        for layer, column in pictures.items():
+            for sample, *both in zip(samples, photographs, column, strict=True):
+                name = f"{sample.image_id.replace('/', '_')}.png"
+                tiles = [titled(picture.image, *picture.titles) for picture in both]
+                sheet([tiles], folder / f"block{layer:02d}" / name)
+
+    def _draw_grid(
+        self,
+        pictures: Mapping[int, list[Picture]],
+        samples: Sequence[Sample],
+        folder: Path,
+        context: ProbeContext,
+    ) -> None:
+        of_images = [
+            [photograph, *(column[i] for column in pictures.values())]
+            for i, photograph in enumerate(photographs_of(samples))
         ]
-        name = "-".join(map(str, sorted({min(columns), max(columns)})))
-        sheet(rows, context.artifacts / self.protocol / f"blocks-{name}.png")
+        # Several images in a row where each has few blocks.
+        step = max(1, _TILES_A_ROW // (1 + len(pictures)))
+        rows = [
+            [picture for row in of_images[i : i + step] for picture in row]
+            for i in range(0, len(of_images), step)
+        ]
+        name = "blocks-" + "-".join(map(str, sorted({min(pictures), max(pictures)})))
+        line = f"{context.encoder.name}: {self._legend()}"
+        if self.grid in ("png", "both"):
+            tiles = [[titled(p.image, *p.titles) for p in row] for row in rows]
+            sheet([[heading(line)], *tiles], folder / f"{name}.png")
+        if self.grid in ("svg", "both"):
+            svg_sheet(rows, folder / f"{name}.svg", line)
+
+    def _legend(self) -> str:
+        """What the colours of the overview are."""
+        fitted = {
+            "image": "fitted to each image",
+            "batch": f"fitted to these {self.num_images} images",
+            "dataset": "fitted to the whole dataset",
+        }
+        left_out = ", one side of the first component left out" if self.background != "keep" else ""
+        return (
+            f"three principal components of {self.facet} features, "
+            f"{fitted[self.protocol]}{left_out}; above, their share of the variance "
+            f"(and the variance in percent of the mean square, where below {_SMALL_SPREAD:g})"
+        )
+
+
+def photographs_of(samples: Sequence[Sample]) -> list[Picture]:
+    """The photographs under their names."""
+    return [Picture(sample.image, (sample.image_id,)) for sample in samples]
 
 
 def resize(

@@ -1,20 +1,34 @@
-"""Tiles with titles, laid out in rows and saved as PNG."""
+"""Tiles with titles, laid out in rows and saved as PNG or SVG."""
 
+import base64
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from xml.sax.saxutils import escape
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from ssl_bench.files import write_atomically
+from ssl_bench.files import write_atomically, write_text_atomically
 
 TILE_HEIGHT = 144
 LONGEST_TILE = 3 * TILE_HEIGHT
 TITLE_HEIGHT = 18
 MARGIN = 4
 _FONT = ImageFont.load_default(12)
+# Text of an SVG is real text, in whatever font the reader has: about as wide as ours.
+_SVG_FONT = "DejaVu Sans, Helvetica, Arial, sans-serif"
+_SVG_JPEG_QUALITY = 90
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image and the titles above it, before either is drawn."""
+
+    image: UInt8[np.ndarray, "height width 3"]
+    titles: tuple[str, ...]
 
 
 def titled(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Image:
@@ -25,7 +39,7 @@ def titled(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Im
     """
     picture = Image.fromarray(image).resize(tile_size(image), _resampling(image))
     lines = [shortened(title, LONGEST_TILE - 2) for title in titles]
-    width = max([picture.width, *(2 + round(_FONT.getlength(line)) for line in lines)])
+    width = _title_width(titles, picture.width)
     tile = Image.new("RGB", (width, TILE_HEIGHT + TITLE_HEIGHT * len(lines)), "white")
     for number, line in enumerate(lines):
         _write(tile, line, 2 + number * TITLE_HEIGHT)
@@ -71,6 +85,66 @@ def sheet(rows: Sequence[Sequence[Image.Image]], path: Path) -> None:
             left += tile.width + MARGIN
         top += max(tile.height for tile in row) + MARGIN
     save_png(canvas, path)
+
+
+def svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) -> None:
+    """Lay pictures out as `sheet` does and save them as one SVG with real text.
+
+    Small maps are enlarged patch by patch, so that no viewer blurs them; photographs are at twice
+    the size at which they stand.
+    """
+    parts = [_svg_text(heading_line, MARGIN, MARGIN + 13)]
+    top, right = 2 * MARGIN + TITLE_HEIGHT, 2 * MARGIN + 2 + round(_FONT.getlength(heading_line))
+    for row in rows:
+        left, bottom = MARGIN, top
+        for picture in row:
+            title_height = TITLE_HEIGHT * len(picture.titles)
+            width, height = tile_size(picture.image)
+            for number, title in enumerate(picture.titles):
+                line = shortened(title, LONGEST_TILE - 2)
+                parts.append(_svg_text(line, left, top + number * TITLE_HEIGHT + 13))
+            parts.append(_svg_image(picture.image, left, top + title_height, width, height))
+            left += _title_width(picture.titles, width) + MARGIN
+            bottom = max(bottom, top + title_height + height)
+        top, right = bottom + MARGIN, max(right, left)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{right}" height="{top}" '
+        f'viewBox="0 0 {right} {top}" font-family="{_SVG_FONT}" font-size="12">\n'
+        f'<rect width="{right}" height="{top}" fill="white"/>\n'
+    )
+    write_text_atomically(path, head + "\n".join(parts) + "\n</svg>\n")
+
+
+def _svg_text(line: str, left: int, baseline: int) -> str:
+    # As wide as it is in our font: in another one it would run into its neighbour.
+    width = max(1, round(_FONT.getlength(line)))
+    place = f'x="{left + 1}" y="{baseline}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'
+    return f"<text {place}>{escape(line)}</text>"
+
+
+def _svg_image(
+    image: UInt8[np.ndarray, "height width 3"], left: int, top: int, width: int, height: int
+) -> str:
+    picture = Image.fromarray(image)
+    buffer = io.BytesIO()
+    if image.shape[0] < TILE_HEIGHT:
+        times = -(-2 * height // image.shape[0])
+        size = (picture.width * times, picture.height * times)
+        picture.resize(size, Image.Resampling.NEAREST).save(buffer, format="PNG")
+        kind = "png"
+    else:
+        picture.resize((2 * width, 2 * height), Image.Resampling.LANCZOS).save(
+            buffer, format="JPEG", quality=_SVG_JPEG_QUALITY
+        )
+        kind = "jpeg"
+    data = base64.b64encode(buffer.getvalue()).decode()
+    place = f'x="{left}" y="{top}" width="{width}" height="{height}"'
+    return f'<image {place} href="data:image/{kind};base64,{data}"/>'
+
+
+def _title_width(titles: Sequence[str], width: int) -> int:
+    lines = [shortened(title, LONGEST_TILE - 2) for title in titles]
+    return max([width, *(2 + round(_FONT.getlength(line)) for line in lines)])
 
 
 def save_png(picture: Image.Image, path: Path) -> None:

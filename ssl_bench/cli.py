@@ -2,12 +2,13 @@
 
 import argparse
 import difflib
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ssl_bench import __version__
-from ssl_bench.errors import INTERRUPTED, ConfigurationError, SslBenchError
+from ssl_bench.errors import INTERRUPTED, ConfigurationError, MachineError, SslBenchError
 
 EPILOG = """\
 examples:
@@ -16,8 +17,11 @@ examples:
   ssl-bench probe --task tokencut --layer 11
   ssl-bench probe --task all --checkpoint runs/skipless --dataset voc2012 --data-root /data
   ssl-bench probe --task segmentation --layer 0,5,-1 probe.protocol=fast probe.epochs=10
-  ssl-bench table --task segmentation --format latex
+  ssl-bench sweep --checkpoint 'runs/*' --dataset voc2012,ade20k --data-root /data --dry-run
+  ssl-bench table --pivot --metric corloc --best-layer holdout --format latex
+  ssl-bench table --paper figure3 --as 'skip, adamw=runs/skip'
   ssl-bench compare runs/skip runs/skipless --task tokencut
+  ssl-bench report --out results
 
 KEY=VALUE arguments are Hydra overrides of the files in configs/; a wrong key names the nearest.
 """
@@ -39,12 +43,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ssl-bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_probe(commands)
+    _add_sweep(commands)
     _add_pretrain(commands)
     _add_table(commands)
     _add_compare(commands)
+    _add_report(commands)
+    _add_models(commands)
     _add_data(commands)
     _add_quickstart(commands)
-    _command(commands, "doctor", "show versions, devices, disk and what is missing")
+    _add_doctor(commands)
+    _add_completion(commands)
     return parser
 
 
@@ -60,16 +68,45 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
     probe = _command(commands, "probe", "probe the blocks of frozen encoders")
     add = probe.add_argument
     add("--task", required=True, help="tokencut, segmentation, pca; several with commas, or all")
+    _add_probing(add)
+    add("--overwrite", action="store_true", help="compute finished cells again")
+    add("--json", action="store_true", help="print the records as JSON instead of tables")
+
+
+def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "probe many checkpoints on many datasets: here, as commands, or as a SLURM array"
+    sweep = _command(commands, "sweep", summary)
+    add = sweep.add_argument
+    add("--task", default="all", help="several with commas, or all (default all)")
+    _add_probing(add)
+    add("--jobs", type=int, default=1, metavar="N", help="processes at a time (default 1)")
+    add("--json", action="store_true", help="print plan and outcome as JSON")
+    way = sweep.add_mutually_exclusive_group().add_argument
+    way("--dry-run", action="store_true", help="only show the plan")
+    way("--print", action="store_true", help="print a command for each job with pending cells")
+    way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
+    add("--slurm-partition", metavar="NAME", help="default: the cluster's own")
+    add("--slurm-minutes", type=int, default=240, metavar="N", help="for each job (default 240)")
+    add("--slurm-gpus", type=int, default=1, metavar="N", help="for each job (default 1)")
+    add("--slurm-cpus", type=int, default=8, metavar="N", help="for each job (default 8)")
+    add("--slurm-logs", metavar="DIR", help="logs of the jobs (default OUT/slurm)")
+
+
+def _add_probing(add: Callable[..., object]) -> None:
     add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
     add(
         "--checkpoint",
         action="append",
         metavar="URI",
-        help="run folder, .safetensors, DINO .pth, timm:NAME, torchhub:REPO:NAME; may be repeated "
-        "(default: the newest below runs/)",
+        help="run folder, weights file, timm:NAME and others that `ssl-bench models` lists; may be "
+        "repeated (default: the newest below runs/; sweep takes patterns such as 'runs/*')",
     )
     add("--dataset", default="toy", help="several with commas (default toy)")
-    add("--data-root", metavar="DIR", help="where the dataset lies")
+    add(
+        "--data-root",
+        metavar="DIR",
+        help="where the data lies; DATASET=DIR,DATASET=DIR for several",
+    )
     add("--out", default="results", metavar="DIR", help="records and pictures (default results)")
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     add(
@@ -78,7 +115,6 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
         metavar="fail|skip",
         help="skip: leave out images that cannot be read and say so in the records (default fail)",
     )
-    add("--overwrite", action="store_true", help="compute finished cells again")
 
 
 def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -96,8 +132,23 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add = table.add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
     _add_filters(add)
-    add("--format", default="text", help="text, markdown, csv or latex (default text)")
+    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    _add_format(add)
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
+    add("--pivot", action="store_true", help="encoders as rows, datasets and metrics as columns")
+    add("--paper", metavar="TABLE", help="ours beside a published table: table2, figure3, mnist")
+    add(
+        "--as",
+        action="append",
+        dest="encoders",
+        metavar="ROW=CHECKPOINT",
+        help="which checkpoint stands for a row of the published table; may be repeated",
+    )
+    add(
+        "--best-layer",
+        metavar="holdout|oracle",
+        help="of --pivot and --paper: the block that other images choose (default), or the best",
+    )
     add("--figure", metavar="FILE", help="draw the curves too (.png, .svg, .pdf)")
     add("--into", metavar="FILE", help="put the Markdown tables between the markers of a document")
 
@@ -108,17 +159,53 @@ def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("checkpoints", nargs="+", metavar="CHECKPOINT", help="name in tables, sha256, or URI")
     add("--task", default="all", help="several with commas, or all (default all)")
     _add_filters(add)
-    add("--format", default="text", help="text, markdown or latex (default text)")
+    _add_format(add)
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
 
 
+def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "write a folder of pages with curves, tables and pictures from records"
+    add = _command(commands, "report", summary).add_argument
+    add("--task", default="all", help="several with commas, or all (default all)")
+    _add_filters(add)
+    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    add("--out", default="results", metavar="DIR", help="where the records are (default results)")
+    add("--into", metavar="DIR", help="folder of the report (default OUT/report)")
+    add(
+        "--pair",
+        action="append",
+        nargs=2,
+        metavar=("A", "B"),
+        help="put two checkpoints side by side; may be repeated (default: all pairs of up to 6)",
+    )
+
+
+def _add_models(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "list what can be loaded, or say what a file of weights is"
+    add = _command(commands, "models", summary).add_argument
+    add("uris", nargs="*", metavar="FILE_OR_URI", help="what --checkpoint takes")
+    add("--json", action="store_true", help="print it as JSON")
+
+
 def _add_data(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "verify: find files of a dataset that were damaged since their sha256 was listed"
-    add = _command(commands, "data", summary).add_argument
-    add("action", choices=("verify",), help="the first time lists the files, later compares them")
-    add("root", metavar="DIR", help="folder of the dataset")
-    add("--manifest", metavar="FILE", help="the list (default DIR/SHA256SUMS)")
-    add("--update", action="store_true", help="write the list anew")
+    summary = "list, download, check or verify datasets"
+    data = _command(commands, "data", summary)
+    data.description = (
+        "list [NAME]: where datasets come from, their licence, size, tree and classes. "
+        "download NAME: fetch and unpack one. check NAME: what is missing or unreadable. "
+        "verify DIR: list the sha256 of its files, later compare them with that list."
+    )
+    add = data.add_argument
+    add("action", choices=("list", "download", "check", "verify"), help="what to do")
+    add("target", nargs="?", metavar="NAME|DIR", help="a dataset, or the folder of verify")
+    add("--data-root", metavar="DIR", help="where the data lies or shall lie (download, check)")
+    add("--manifest", metavar="FILE", help="list of verify (default DIR/SHA256SUMS)")
+    add("--update", action="store_true", help="let verify write its list anew")
+    add("--json", action="store_true", help="print what was found as JSON")
+
+
+def _add_format(add: Callable[..., object]) -> None:
+    add("--format", help="text, terminal, markdown, latex, csv or json (default text or terminal)")
 
 
 def _add_filters(add: Callable[..., object]) -> None:
@@ -133,11 +220,30 @@ def _add_quickstart(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--overwrite", action="store_true", help="begin anew")
 
 
+def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "show versions, devices, disk, data and what is missing"
+    add = _command(commands, "doctor", summary).add_argument
+    add("--data-root", metavar="DIR", help="look for datasets here, or in DATASET=DIR,DATASET=DIR")
+    add("--json", action="store_true", help="print the findings as JSON")
+
+
+def _add_completion(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = 'print a script for the shell: eval "$(ssl-bench completion bash)"'
+    add = _command(commands, "completion", summary).add_argument
+    add("shell", choices=("bash", "zsh", "tcsh"), help="the shell that will read it")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit codes are those of `ssl_bench.errors`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that knows only ASCII, or a file's name that is no text, ends no command.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        # Here a full disk can still be said; Python itself would only complain while it ends.
+        print(end="", flush=True)
+        return code
     except SslBenchError as error:
         if "--debug" in arguments:
             raise
@@ -150,6 +256,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (such as `head`) has seen enough; Python would complain while closing stdout.
         sys.stdout = None
         return 0
+    except OSError as error:
+        if "--debug" in arguments:
+            raise
+        sys.stdout = None
+        print(f"ssl-bench: {error}; look at the disk and its rights (--debug)", file=sys.stderr)
+        return MachineError.exit_code
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
@@ -162,7 +274,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         close = difflib.get_close_matches(unknown[0], flags, n=2)
         hint = f"did you mean {' or '.join(close)}?" if close else f"flags: {', '.join(flags)}"
         raise ConfigurationError(f"unknown argument {unknown[0]!r}; {hint}")
-    if overrides and options.command not in ("probe", "pretrain"):
+    if overrides and options.command not in ("probe", "sweep", "pretrain", "data"):
         raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
     return _runner(options.command)(options, overrides)
 
@@ -184,18 +296,36 @@ def _flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
 
 
 def _runner(command: str) -> Callable[[argparse.Namespace, list[str]], int]:
+    if command == "completion":
+        return _print_completion
+    if command == "doctor":
+        # Alone, because it is asked where the others cannot be imported.
+        from ssl_bench import doctor
+
+        return doctor.command
     # Imported here because torch alone takes seconds and `--help` needs none of it.
-    from ssl_bench import commands, doctor, quickstart
+    from ssl_bench import commands, data_command, models_command, quickstart, sweep, table_command
+    from ssl_bench.report import command as report_command
 
     return {
         "probe": commands.probe,
+        "sweep": sweep.command,
         "pretrain": commands.pretrain,
-        "table": commands.table,
-        "compare": commands.compare,
-        "data": commands.data,
+        "table": table_command.table,
+        "compare": table_command.compare,
+        "report": report_command.command,
+        "models": models_command.command,
+        "data": data_command.command,
         "quickstart": quickstart.command,
-        "doctor": doctor.command,
     }[command]
+
+
+def _print_completion(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from ssl_bench.completion import completion_script
+
+    del overrides
+    print(completion_script(build_parser(), options.shell))
+    return 0
 
 
 if __name__ == "__main__":

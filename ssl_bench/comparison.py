@@ -1,8 +1,10 @@
 """Is one better than the other? Paired over images, between checkpoints and between blocks."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from ssl_bench.sheets import Sheet, Word
 
 RESAMPLES = 2000
 FOLDS = 5
+_SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,10 @@ class Curve:
         """The metric over images drawn with replacement, the same for all that is scored."""
         sums = bootstrap_sums(_summable(per_image), num_resamples=RESAMPLES)
         return self._score(sums, len(per_image)).numpy()
+
+    def resampled(self, per_image: PerImage) -> Float64[torch.Tensor, " resamples"]:
+        """Likewise for one array of contributions."""
+        return torch.from_numpy(self.resamples(per_image[:, None])[:, 0])
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
         """The block with the largest value on some of the images."""
@@ -150,7 +157,9 @@ def comparisons(
     """
     found = []
     for group in _comparable_groups(records):
-        curves = [_curve(store, [r for r in group if r.checkpoint_sha256 == sha]) for sha in shas]
+        curves = [
+            stored_curve(store, [r for r in group if r.checkpoint_sha256 == sha]) for sha in shas
+        ]
         if not all(curve.per_image for curve in curves):
             continue
         rows = between_blocks(curves[0]) if len(curves) == 1 else between_checkpoints(*curves)
@@ -165,29 +174,91 @@ def comparisons(
     return found
 
 
-def comparison_sheet(record: Record, rows: Sequence[Difference], names: tuple[str, str]) -> Sheet:
-    """A comparison as a table; differences whose interval leaves out 0 are marked."""
-    cells = [
-        (
-            Word(row.name),
-            Word(f"{row.first:.1f}"),
-            Word(f"{row.second:.1f}"),
-            Word(f"{_signed(row.value)} [{_signed(row.low)}, {_signed(row.high)}]", row.is_clear),
+@dataclass(frozen=True)
+class Comparison:
+    """Differences of one metric as a table, over blocks.
+
+    Attributes:
+        record: One of those that were compared; gives what they have in common.
+        names: Heads of the two columns of values.
+        shas: Of the compared weights, one or two.
+    """
+
+    record: Record
+    rows: tuple[Difference, ...]
+    names: tuple[str, str]
+    shas: tuple[str, ...]
+
+    def sheet(self, style: str) -> Sheet:
+        """Differences whose interval leaves out 0 are marked."""
+        del style
+        cells = [
+            (
+                Word(row.name),
+                Word(f"{row.first:.1f}"),
+                Word(f"{row.second:.1f}"),
+                Word(
+                    f"{_signed(row.value)} [{_signed(row.low)}, {_signed(row.high)}]", row.is_clear
+                ),
+            )
+            for row in self.rows
+        ]
+        record = self.record
+        return Sheet(
+            title=(
+                f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
+                f"{record.facet}, protocol {record.protocol}, seed {record.seed}"
+            ),
+            head=("block", *self.names, "difference [95 %]"),
+            rows=tuple(cells),
+            note=(
+                f"paired bootstrap over {record.num_images} images, {RESAMPLES} resamples; "
+                "no correction for the number of rows"
+            ),
         )
-        for row in rows
-    ]
-    return Sheet(
-        title=(
-            f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
-            f"{record.facet}, protocol {record.protocol}, seed {record.seed}"
-        ),
-        head=("block", *names, "difference [95 %]"),
-        rows=tuple(cells),
-        note=(
-            f"paired bootstrap over {record.num_images} images, {RESAMPLES} resamples; "
-            "no correction for the number of rows"
-        ),
-    )
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        """A difference a row, with what tells the comparison from others."""
+        return [
+            {
+                **{name: getattr(self.record, name) for name in _SERIES},
+                "block": row.name,
+                "first_name": self.names[0],
+                "second_name": self.names[1],
+                **_numbers(row),
+                "num_images": self.record.num_images,
+            }
+            for row in self.rows
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """The differences with what is needed to trust them."""
+        return {
+            "kind": "comparison",
+            **{name: getattr(self.record, name) for name in _SERIES},
+            "dataset_fingerprint": self.record.dataset_fingerprint,
+            "settings": dict(self.record.settings),
+            "num_images": self.record.num_images,
+            "resamples": RESAMPLES,
+            "names": list(self.names),
+            "checkpoint_sha256": list(self.shas),
+            "version": self.record.version,
+            "git_commit": self.record.git_commit,
+            "device": self.record.device,
+            "rows": [{"block": row.name, **_numbers(row)} for row in self.rows],
+        }
+
+
+def _numbers(row: Difference) -> dict[str, Any]:
+    values = {
+        "first": row.first,
+        "second": row.second,
+        "difference": row.value,
+        "low": row.low,
+        "high": row.high,
+    }
+    finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+    return {**finite, "interval_leaves_out_0": row.is_clear}
 
 
 def _comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
@@ -200,10 +271,30 @@ def _comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
     return [group for _, group in sorted(groups.items())]
 
 
-def _curve(store: ResultStore, records: Sequence[Record]) -> Curve:
-    kept = {record.layer: store.per_image(record) for record in records}
-    metric = records[0].metric if records else ""
-    return Curve(metric, {layer: found for layer, found in kept.items() if found is not None})
+def stored_curve(store: ResultStore, records: Sequence[Record]) -> Curve:
+    """Of records of one checkpoint and seed; without blocks whose images were not kept.
+
+    Contributions that do not add up to the value of their record join `store.damaged`.
+    """
+    kept = {}
+    for record in records:
+        per_image = store.per_image(record)
+        if per_image is not None and _adds_up(per_image, record):
+            kept[record.layer] = per_image
+        elif per_image is not None:
+            store.damaged.append(store.per_image_path(record))
+    return Curve(records[0].metric if records else "", kept)
+
+
+def _adds_up(per_image: PerImage, record: Record) -> bool:
+    """Whether the value of a record comes from these contributions."""
+    try:
+        value = Curve(record.metric, {}).value(per_image)
+    # Of another shape.
+    except (ValueError, IndexError, RuntimeError):
+        return False
+    is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)
+    return is_near or (math.isnan(value) and math.isnan(record.value))
 
 
 def _summable(per_image: PerImage) -> torch.Tensor:

@@ -52,9 +52,10 @@ class ProbeContext:
 
 @dataclass(frozen=True)
 class Score:
-    """One number of one block, in percent, and how sure it is.
+    """One number of one block and how sure it is.
 
     Attributes:
+        unit: "%", or nothing for a plain number.
         per_image: What each image contributes, in the same order for all blocks, facets and
             encoders; pairs images when two scores are compared.
     """
@@ -67,6 +68,7 @@ class Score:
     num_images: int
     details: Mapping[str, Any] = field(default_factory=dict)
     per_image: PerImage | None = field(default=None, repr=False, compare=False)
+    unit: str = "%"
 
 
 @runtime_checkable
@@ -99,6 +101,61 @@ class Probe(Protocol):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score the layers of the context, each as soon as it is known."""
         ...
+
+
+@runtime_checkable
+class Question(Protocol):
+    """What is asked of an encoder: with its weights and the layers it names the cells."""
+
+    @property
+    def probe(self) -> Probe: ...
+
+    @property
+    def dataset(self) -> Dataset: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def cell_keys(
+    question: Question, images: ImageSet, layers: Sequence[int], checkpoint_sha256: str
+) -> list[CellKey]:
+    """Every cell of a question on the split that its probe scores, known without the encoder."""
+    fingerprint, settings = images.fingerprint(), cell_settings(question)
+    return [
+        CellKey(
+            task=question.probe.task,
+            dataset=images.name,
+            split=images.split,
+            layer=layer,
+            facet=facet,
+            protocol=question.probe.protocol,
+            metric=metric,
+            checkpoint_sha256=checkpoint_sha256,
+            dataset_fingerprint=fingerprint,
+            seed=question.seed,
+            settings=settings,
+        )
+        for layer, facet, metric in question.probe.cells(layers)
+    ]
+
+
+def cell_settings(question: Question) -> dict[str, Any]:
+    """What changes the number and has no field of its own in a key."""
+    gone = _left_out(question.dataset)
+    return {
+        **question.probe.settings(),
+        "dtype": str(question.dtype).removeprefix("torch."),
+        # Among the settings, so that no table shows it beside numbers of all images.
+        **({"left_out": summary(gone)} if gone else {}),
+    }
+
+
+def _left_out(dataset: Dataset) -> dict[str, list[str]]:
+    return dataset.left_out() if isinstance(dataset, ReadableDataset) else {}
 
 
 @dataclass(frozen=True)
@@ -148,7 +205,7 @@ class Evaluation:
         self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool
     ) -> list[Record]:
         images = self.probe.split(self.dataset)
-        keys = self._keys(images)
+        keys = cell_keys(self, images, self.layers, self.encoder.sha256)
         pending = {key for key in keys if overwrite or not store.has(key)}
         layers = tuple(dict.fromkeys(key.layer for key in keys if key in pending))
         where = f"{self.probe.task} on {images.name} {images.split}, {self.encoder.name}"
@@ -181,6 +238,7 @@ class Evaluation:
             overwrite=overwrite,
             say=say,
         )
+        store.save_image_ids(images.fingerprint(), images.ids)
         start = time.monotonic()
         for score in self.probe.run(context):
             record = self._record(score, images, time.monotonic() - start)
@@ -191,39 +249,8 @@ class Evaluation:
         model = f"{self.encoder.name}-{self.encoder.sha256[:8]}".replace("/", "_")
         return store.root / "pictures" / self.probe.task / images.name / model
 
-    def _settings(self) -> dict[str, Any]:
-        left_out = self._left_out()
-        return {
-            **self.probe.settings(),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            # Among the settings, so that no table shows it beside numbers of all images.
-            **({"left_out": summary(left_out)} if left_out else {}),
-        }
-
-    def _left_out(self) -> dict[str, list[str]]:
-        return self.dataset.left_out() if isinstance(self.dataset, ReadableDataset) else {}
-
-    def _keys(self, images: ImageSet) -> list[CellKey]:
-        fingerprint, settings = images.fingerprint(), self._settings()
-        return [
-            CellKey(
-                task=self.probe.task,
-                dataset=images.name,
-                split=images.split,
-                layer=layer,
-                facet=facet,
-                protocol=self.probe.protocol,
-                metric=metric,
-                checkpoint_sha256=self.encoder.sha256,
-                dataset_fingerprint=fingerprint,
-                seed=self.seed,
-                settings=settings,
-            )
-            for layer, facet, metric in self.probe.cells(self.layers)
-        ]
-
     def _record(self, score: Score, images: ImageSet, seconds: float) -> Record:
-        left_out = self._left_out()
+        left_out = _left_out(self.dataset)
         unreadable = {"left_out": counts_and_first(left_out)} if left_out else {}
         return Record(
             task=self.probe.task,
@@ -241,7 +268,7 @@ class Evaluation:
             checkpoint_sha256=self.encoder.sha256,
             dataset_fingerprint=images.fingerprint(),
             seed=self.seed,
-            settings=self._settings(),
+            settings=cell_settings(self),
             version=__version__,
             git_commit=source_commit(),
             torch=torch.__version__,
@@ -249,6 +276,7 @@ class Evaluation:
             seconds=round(seconds, 3),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             details={**score.details, **unreadable},
+            unit=score.unit,
         )
 
 

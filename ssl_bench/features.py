@@ -114,9 +114,10 @@ class FeatureExtractor:
                 block = blocks.get_submodule(str(layer))
                 keep = self._keeper(found[layer], grid)
                 handles.append(block.register_forward_hook(keep))
-                if any(facet in _QKV_PARTS for facet in self.facets):
+                # Some of timm's blocks have none, which `_checked` tells.
+                qkv = dict(block.named_modules()).get("attn.qkv")
+                if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
                     keep_qkv = self._qkv_keeper(found[layer], grid)
-                    qkv = block.get_submodule("attn.qkv")
                     handles.append(qkv.register_forward_hook(keep_qkv))
             deepest = blocks.get_submodule(str(max(self.layers)))
             handles.append(deepest.register_forward_hook(_stop))
@@ -241,5 +242,5 @@ def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
         raise ConfigurationError(
             f"facets must be among {', '.join(FACETS)}, got {', '.join(unknown) or 'none'}"
         )
-    if {"cls", "cls_normed"} & set(facets) and not encoder.num_prefix_tokens:
+    if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
         raise ConfigurationError(f"{encoder.name} has no [CLS] token; ask for facet=token")

@@ -1,6 +1,6 @@
 """Which probe runs on which dataset: composed and built in full before anything is computed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,21 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class PlannedProbe:
-    """A probe and a dataset that fit, built from the configuration."""
+    """A probe and a dataset that fit, built from the configuration.
+
+    Attributes:
+        choice: Names of the files of `configs/probe` and `configs/dataset`.
+        overrides: Those that reach this probe and this dataset.
+        root: Where the dataset lies.
+    """
 
     probe: Probe
     dataset: Dataset
     seed: int
     dtype: torch.dtype
+    choice: tuple[str, str]
+    overrides: tuple[str, ...]
+    root: str | None
 
     def require_images(self) -> None:
         """Make sure, before a model is loaded, that all files the probe needs are there.
@@ -35,9 +44,12 @@ class PlannedProbe:
 
 
 def plan_probes(
-    tasks: Sequence[str], datasets: Sequence[str], overrides: Sequence[str]
+    tasks: Sequence[str],
+    datasets: Sequence[str],
+    overrides: Sequence[str],
+    roots: Mapping[str, str] | None = None,
 ) -> list[PlannedProbe]:
-    """Pair tasks with the datasets that have what they need.
+    """Pair tasks with the datasets that have what they need; `roots` says where those lie.
 
     An override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key.
 
@@ -50,7 +62,9 @@ def plan_probes(
     for override in overrides:
         _require_taker(override, pairs, defaults)
     plan = [
-        _build(_base(*pair), [o for o in overrides if _takes(o, pair[0], default)], pair[0])
+        _build(
+            pair, [o for o in overrides if _takes(o, pair[0], default)], (roots or {}).get(pair[1])
+        )
         for pair, default in zip(pairs, defaults, strict=True)
     ]
     fitting = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
@@ -61,17 +75,48 @@ def plan_probes(
     return fitting
 
 
+def dataset_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
+    """Where each dataset lies, from `DIR` for all of them or `NAME=DIR,NAME=DIR`.
+
+    Raises:
+        ConfigurationError: some parts begin with the name of a dataset and others do not.
+    """
+    if text is None:
+        return {}
+    pairs = [part.partition("=") for part in text.split(",")]
+    known = choices("dataset")
+    named = [bool(equals) and name.strip() in known for name, equals, _ in pairs]
+    if not any(named):
+        return dict.fromkeys(datasets, text)
+    if not all(named):
+        raise ConfigurationError(
+            f"expected --data-root DIR or DATASET=DIR,DATASET=DIR, got {text!r}; "
+            f"datasets: {', '.join(known)}"
+        )
+    return {name.strip(): root for name, _, root in pairs}
+
+
+def with_root(overrides: Sequence[str], root: str | None) -> list[str]:
+    """The overrides behind one for the folder of the data, which may hold any character."""
+    quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
+    return [*quoted, *overrides]
+
+
 def _base(task: str, dataset: str) -> list[str]:
     return [f"probe={task}", f"dataset={dataset}"]
 
 
-def _build(base: Sequence[str], overrides: Sequence[str], task: str) -> PlannedProbe:
-    config = compose_config("probing", [*base, *(_protocol_as_group(o, task) for o in overrides)])
+def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) -> PlannedProbe:
+    grouped = [_protocol_as_group(override, choice[0]) for override in overrides]
+    config = compose_config("probing", [*_base(*choice), *with_root(grouped, root)])
     return PlannedProbe(
         probe=build(config.probe),
         dataset=build(config.dataset),
         seed=config.seed,
         dtype=DTYPES[require_choice("dtype", config.dtype, list(DTYPES))],
+        choice=choice,
+        overrides=tuple(overrides),
+        root=root,
     )
 
 

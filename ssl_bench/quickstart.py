@@ -64,7 +64,7 @@ def _probe(out: Path, *, overwrite: bool) -> None:
     runs = [str(out / model) for model in MODELS]
     flags = {"task": "all", "layer": "all", "checkpoint": runs, "dataset": "toy", "data_root": None}
     flags |= {"out": str(out / "results"), "device": None, "overwrite": overwrite}
-    flags |= {"on_bad_image": "fail"}
+    flags |= {"on_bad_image": "fail", "json": False}
     checkpoints = [word for run in runs for word in ("--checkpoint", run)]
     shown = ["probe", "--task", "all", "--layer", "all", *checkpoints, *PROBING]
     shown += ["--out", str(out / "results")]

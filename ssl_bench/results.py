@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,8 @@ from ssl_bench.files import write_atomically, write_text_atomically
 PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
 predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy."""
+
+_INFINITE = "inf"
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,12 @@ class Record:
     """One cell of a table with everything needed to trust or repeat it.
 
     Attributes:
-        value: In percent.
+        value: In `unit`; infinite where that is the answer, as for a singular matrix.
         ci95: 95 % interval over images, None where the metric has none.
         seconds: Wall-clock time of the pass that gave this cell, shared by the cells of that pass.
         created: ISO 8601, UTC.
         details: What the probe adds, such as per-class IoU; does not identify the cell.
+        unit: "%", or nothing for a plain number.
     """
 
     task: str
@@ -84,17 +87,28 @@ class Record:
     seconds: float
     created: str
     details: Mapping[str, Any] = field(default_factory=dict)
+    unit: str = "%"
 
     def key(self) -> CellKey:
         return CellKey(**{f.name: getattr(self, f.name) for f in fields(CellKey)})
 
+    def as_json(self) -> dict[str, Any]:
+        """The fields as JSON has them; infinity is "inf", what is no number null."""
+        return _finite(asdict(self))
+
 
 class ResultStore:
-    """A folder of records that many processes may write at once."""
+    """A folder of records that many processes may write at once.
+
+    Attributes:
+        unreadable: Files that the last `records` passed over.
+        damaged: Files of images' contributions that do not fit their records.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.unreadable: list[Path] = []
+        self.damaged: list[Path] = []
 
     def path(self, key: CellKey) -> Path:
         return self.root / "records" / key.task / key.dataset / key.filename()
@@ -116,19 +130,45 @@ class ResultStore:
             write_atomically(
                 path.with_suffix(".npz"), lambda file: np.savez_compressed(file, per_image)
             )
-        text = json.dumps(_finite(asdict(record)), indent=1, sort_keys=True, default=list)
+        text = json.dumps(record.as_json(), indent=1, sort_keys=True, default=list)
         write_text_atomically(path, text + "\n")
         return path
 
     def per_image(self, record: Record) -> PerImage | None:
-        """What each image contributed; None where nothing, or only half of it, was kept."""
-        path = self.path(record.key()).with_suffix(".npz")
+        """What each image contributed; None where nothing was kept, or it is `damaged`."""
+        path = self.per_image_path(record)
+        if not path.is_file():
+            return None
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                return arrays["arr_0"]
+                found = arrays["arr_0"]
+            if found.dtype.kind in "biu" and found.shape[:1] == (record.num_images,):
+                return found
         # A damaged file makes the readers of zip and npy fail in any way.
         except Exception:
+            pass
+        self.damaged.append(path)
+        return None
+
+    def save_image_ids(self, fingerprint: str, ids: Sequence[str]) -> None:
+        """Keep the ids behind a dataset's fingerprint, in the order of `per_image`."""
+        write_text_atomically(self._ids_path(fingerprint), json.dumps(list(ids)) + "\n")
+
+    def image_ids(self, fingerprint: str) -> tuple[str, ...] | None:
+        """Ids of all images of a split; None where they were not kept."""
+        try:
+            ids = json.loads(self._ids_path(fingerprint).read_text())
+        except (OSError, ValueError):
             return None
+        whole = isinstance(ids, list) and all(isinstance(name, str) for name in ids)
+        return tuple(ids) if whole else None
+
+    def _ids_path(self, fingerprint: str) -> Path:
+        return self.root / "images" / f"{fingerprint[:16]}.json"
+
+    def per_image_path(self, record: Record) -> Path:
+        """Where they are, if they were kept."""
+        return self.path(record.key()).with_suffix(".npz")
 
     def records(self) -> list[Record]:
         """Every readable record; the paths of the others are in `unreadable`.
@@ -139,6 +179,11 @@ class ResultStore:
         self.unreadable = []
         paths = sorted((self.root / "records").glob("*/*/*.json"))
         found = [record for path in paths if (record := self._read(path)) is not None]
+        if paths and not found:
+            raise DataError(
+                f"none of the {len(paths)} records in {self.root / 'records'} can be read, such as "
+                f"{paths[0]}; run `ssl-bench probe --out {self.root}`"
+            )
         if not found:
             raise DataError(
                 f"no records in {self.root / 'records'}; run `ssl-bench probe --out {self.root}`"
@@ -152,7 +197,12 @@ class ResultStore:
             if fields_read["ci95"] is not None:
                 low, high = fields_read["ci95"]
                 fields_read["ci95"] = (_number(low), _number(high))
-            return _checked(Record(**fields_read))
+            # Later versions may know more about the same cell.
+            known = {item.name for item in fields(Record)}
+            record = _checked(Record(**{k: v for k, v in fields_read.items() if k in known}))
+            if path != self.path(record.key()):
+                raise ValueError("a copy, or of another cell")
+            return record
         # A number too large for a float; brackets within brackets.
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             self.unreadable.append(path)
@@ -160,9 +210,9 @@ class ResultStore:
 
 
 def _finite(value: Any) -> Any:
-    # JSON has no NaN; null keeps the files readable everywhere.
+    # JSON has neither; null and a text keep the files readable everywhere.
     if isinstance(value, float) and not math.isfinite(value):
-        return None
+        return _INFINITE if value == math.inf else None
     if isinstance(value, Mapping):
         return {str(name): _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -170,10 +220,12 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _number(value: float | None) -> float:
+def _number(value: float | str | None) -> float:
     if value is None:
         return math.nan
-    if type(value) not in (int, float) or math.isinf(value):
+    if value == _INFINITE:
+        return math.inf
+    if isinstance(value, str) or type(value) not in (int, float) or math.isinf(value):
         raise ValueError(f"expected a number, got {value!r}")
     return float(value)
 

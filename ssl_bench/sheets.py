@@ -1,19 +1,41 @@
-"""Rows of words as text, Markdown or LaTeX."""
+"""Tables as text, on a terminal, and as Markdown, LaTeX, CSV and JSON."""
 
-from collections.abc import Sequence
+import csv
+import io
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from ssl_bench.errors import ConfigurationError
 
-STYLES = ("text", "markdown", "latex")
+STYLES = ("text", "terminal", "markdown", "latex")
+FORMATS = (*STYLES, "csv", "json")
+_BOLD, _UNDERLINED, _PLAIN = "\033[1m", "\033[4m", "\033[0m"
+_LATEX = {
+    **{character: "\\" + character for character in "_%&#${}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"$\mid$",
+    "±": r"$\pm$",
+    "∞": r"$\infty$",
+    "†": r"$\dagger$",
+    "‡": r"$\ddagger$",
+}
 
 
 @dataclass(frozen=True)
 class Word:
-    """One cell of a sheet; the marked ones are set in bold."""
+    """One cell of a sheet; the marked ones are set in bold, the second ones are underlined."""
 
     text: str
     marked: bool = False
+    second: bool = False
 
 
 @dataclass(frozen=True)
@@ -22,7 +44,7 @@ class Sheet:
 
     Attributes:
         rows: Each starts with the name of the row, which is never marked.
-        note: Where the numbers are from, set below them.
+        note: Where the numbers are from, set below them; may have several lines.
     """
 
     title: str
@@ -31,47 +53,132 @@ class Sheet:
     note: str
 
 
-def set_sheet(sheet: Sheet, style: str) -> str:
-    """The sheet as text, markdown or latex, ending in a newline.
+@runtime_checkable
+class Printable(Protocol):
+    """A table in all its forms."""
+
+    def sheet(self, style: str) -> Sheet:
+        """For people; the style is one of `STYLES`."""
+        ...
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        """One a cell, all with the same fields, in full precision."""
+        ...
+
+    def as_json(self) -> dict[str, Any]:
+        """Every number with what is needed to trust it."""
+        ...
+
+
+def default_format() -> str:
+    """Bold and underlined on a terminal that can, plain text everywhere else."""
+    # None where a service manager closed it.
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    capable = is_terminal and os.environ.get("TERM", "dumb") != "dumb"
+    return "terminal" if capable else "text"
+
+
+def set_tables(tables: Sequence[Printable], style: str) -> str:
+    """Tables one after another; as CSV under one head, as JSON in one array.
 
     Raises:
         ConfigurationError: another style.
     """
-    if style == "markdown":
-        return _as_markdown(sheet)
-    if style == "latex":
-        return _as_latex(sheet)
-    if style == "text":
-        return _as_text(sheet)
-    raise ConfigurationError(f"expected a style of {'|'.join(STYLES)}, got {style!r}")
+    if style == "csv":
+        return _as_csv([row for table in tables for row in table.csv_rows()])
+    if style == "json":
+        return json.dumps([table.as_json() for table in tables], indent=1, default=list) + "\n"
+    if style not in STYLES:
+        raise ConfigurationError(f"expected --format {'|'.join(FORMATS)}, got {style!r}")
+    return "\n".join(set_sheet(table.sheet(style), style) for table in tables)
+
+
+def set_sheet(sheet: Sheet, style: str) -> str:
+    """The sheet in one of `STYLES`, ending in a newline.
+
+    Raises:
+        ConfigurationError: another style.
+    """
+    setters = {
+        "text": _as_text,
+        "terminal": _on_terminal,
+        "markdown": _as_markdown,
+        "latex": _as_latex,
+    }
+    if style not in setters:
+        raise ConfigurationError(f"expected a style of {'|'.join(STYLES)}, got {style!r}")
+    return setters[style](sheet)
+
+
+def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    buffer = io.StringIO()
+    heads = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(buffer, heads, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return buffer.getvalue()
 
 
 def _as_markdown(sheet: Sheet) -> str:
-    lines = [f"**{sheet.title}**", "", _piped([name.replace("|", "\\|") for name in sheet.head])]
+    lines = [f"**{_markdown(sheet.title)}**", "", _piped(map(_markdown, sheet.head))]
     lines.append("|---|" + "---:|" * (len(sheet.head) - 1))
-    lines += [_piped(row) for row in _words(sheet, "**{}**")]
-    return "\n".join([*lines, "", f"<sub>{sheet.note}</sub>"]) + "\n"
+    for row in sheet.rows:
+        escaped = [Word(_markdown(word.text), word.marked, word.second) for word in row]
+        lines.append(_piped(_emphasised(word, "**{}**", "<ins>{}</ins>") for word in escaped))
+    note = "<br>".join(_markdown(line) for line in sheet.note.splitlines())
+    return "\n".join([*lines, "", f"<sub>{note}</sub>"]) + "\n"
 
 
-def _piped(words: Sequence[str]) -> str:
+def _markdown(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def _piped(words: Iterable[str]) -> str:
     return " | ".join(["", *words, ""]).strip()
 
 
 def _as_text(sheet: Sheet) -> str:
-    rows = [list(sheet.head), *_words(sheet, "*{}*")]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    rule = "-" * len(lines[0])
-    return "\n".join([sheet.title, rule, lines[0], rule, *lines[1:], rule, sheet.note]) + "\n"
+    return _ruled(sheet, "*{}*", "_{}_")
+
+
+def _on_terminal(sheet: Sheet) -> str:
+    return _ruled(sheet, _BOLD + "{}" + _PLAIN, _UNDERLINED + "{}" + _PLAIN)
+
+
+def _ruled(sheet: Sheet, bold: str, underlined: str) -> str:
+    words = [[_emphasised(word, bold, underlined) for word in row] for row in sheet.rows]
+    rows = [list(sheet.head), *words]
+    widths = [max(_width(row[i]) for row in rows) for i in range(len(sheet.head))]
+    # Names read from the left, block numbers like all numbers from the right.
+    named = not all(row[0].text.lstrip("-").isdigit() for row in sheet.rows)
+    lines = []
+    for row in rows:
+        gaps = [" " * (width - _width(word)) for word, width in zip(row, widths, strict=True)]
+        cells = [gap + word for gap, word in zip(gaps, row, strict=True)]
+        lines.append("  ".join([row[0] + gaps[0] if named else cells[0], *cells[1:]]).rstrip())
+    rule = "-" * max(map(_width, lines))
+    parts = [sheet.title, rule, lines[0], rule, *lines[1:], rule, sheet.note]
+    return "\n".join(parts) + "\n"
+
+
+def _width(text: str) -> int:
+    for code in (_BOLD, _UNDERLINED, _PLAIN):
+        text = text.replace(code, "")
+    return len(text)
 
 
 def _as_latex(sheet: Sheet) -> str:
-    body = [" & ".join(map(_latex_words, row)) for row in _words(sheet, r"\textbf{{{}}}")]
+    body = []
+    for row in sheet.rows:
+        escaped = [Word(_latex(word.text), word.marked, word.second) for word in row]
+        body.append(
+            " & ".join(_emphasised(w, r"\textbf{{{}}}", r"\underline{{{}}}") for w in escaped)
+        )
     lines = [
-        f"% {sheet.note}",
-        r"\begin{tabular}{" + "r" * len(sheet.head) + "}",
+        *(f"% {line}" for line in sheet.note.splitlines()),
+        r"\begin{tabular}{l" + "r" * (len(sheet.head) - 1) + "}",
         r"\toprule",
-        " & ".join(map(_latex_name, sheet.head)) + r" \\",
+        " & ".join(map(_latex, sheet.head)) + r" \\",
         r"\midrule",
         *(row + r" \\" for row in body),
         r"\bottomrule",
@@ -81,13 +188,15 @@ def _as_latex(sheet: Sheet) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _words(sheet: Sheet, bold: str) -> list[list[str]]:
-    return [[bold.format(w.text) if w.marked else w.text for w in row] for row in sheet.rows]
+def _latex(text: str) -> str:
+    escaped = "".join(_LATEX.get(character, character) for character in text)
+    # After the \\ of the line above, a bracket would be read as its optional argument.
+    return "{[}" + escaped[1:] if escaped.startswith("[") else escaped
 
 
-def _latex_words(text: str) -> str:
-    return text.replace("±", r"$\pm$").replace("†", r"$\dagger$")
-
-
-def _latex_name(text: str) -> str:
-    return "".join("\\" + c if c in "_%&#${}" else c for c in text)
+def _emphasised(word: Word, bold: str, underlined: str) -> str:
+    if not word.text:
+        return ""
+    if word.marked:
+        return bold.format(word.text)
+    return underlined.format(word.text) if word.second else word.text

@@ -1,20 +1,21 @@
 """Tables and curves over depth, rendered from records alone."""
 
-import csv
-import io
+import hashlib
+import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import DataError
 from ssl_bench.files import write_text_atomically
 from ssl_bench.results import Record
-from ssl_bench.sheets import STYLES, Sheet, Word, set_sheet
+from ssl_bench.sheets import Sheet, Word, set_tables
 
-FORMATS = (*STYLES, "csv")
+_SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
+_PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
 _PANELS_A_ROW = 3
 MARKERS = ("<!-- ssl-bench table -->", "<!-- end of ssl-bench table -->")
 
@@ -25,11 +26,59 @@ class Entry:
 
     Attributes:
         arbitrary: Percent of the images whose answer rounding chose; None where none can be.
+        records: What the numbers are from, one a seed, or several a seed where blocks are mixed.
     """
 
     value: float
     half_width: float | None
-    arbitrary: float | None = None
+    arbitrary: float | None
+    records: tuple[Record, ...]
+
+    def text(self) -> str:
+        """The value as a table shows it, such as "32.3 ± 12.1 †2" or "1.2e+04 [9e+03, ∞]"."""
+        if self.records[0].unit != "%":
+            return _number(self.value) + self._ends()
+        width = "" if self.half_width is None else f" ± {self.half_width:.1f}"
+        return f"{self.value:.1f}{width}{self._dagger()}"
+
+    def _ends(self) -> str:
+        """The interval, which is not symmetric where numbers span magnitudes."""
+        ends = [record.ci95 for record in self.records if record.ci95 is not None]
+        if not ends:
+            return ""
+        low, high = (_number(sum(side) / len(ends)) for side in zip(*ends, strict=True))
+        return "" if low == high else f" [{low}, {high}]"
+
+    def _dagger(self) -> str:
+        if not self.arbitrary:
+            return ""
+        return f" †{self.arbitrary:.{0 if self.arbitrary >= 1 else 1}f}"
+
+    def csv_fields(self) -> dict[str, Any]:
+        """Value, interval and what tells the experiment from others."""
+        first = self.records[0]
+        return {
+            "value": self.value,
+            "half_width_95": "" if self.half_width is None else self.half_width,
+            **{name: getattr(first, name) for name in _SERIES},
+            "num_images": first.num_images,
+            "seeds": " ".join(str(seed) for seed in sorted({r.seed for r in self.records})),
+            "checkpoint_sha256": first.checkpoint_sha256,
+            "settings_digest": settings_digest(first),
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Value, interval and every record behind them."""
+        first = self.records[0]
+        return {
+            "model": first.model,
+            "checkpoint_sha256": first.checkpoint_sha256,
+            "depth": first.depth,
+            "value": finite(self.value),
+            "half_width_95": finite(self.half_width),
+            "degenerate_percent": self.arbitrary,
+            "records": [_record_json(record) for record in self.records],
+        }
 
 
 @dataclass(frozen=True)
@@ -44,12 +93,64 @@ class DepthTable:
 
     def best_layer(self, model: str) -> int | None:
         """The block with the highest value of a model; None when it has no finite value."""
+        return next(iter(self._ranked(model)), None)
+
+    def _ranked(self, model: str) -> list[int]:
         values = {
             layer: self.entries[layer, model].value
             for layer in self.layers
-            if (layer, model) in self.entries and not math.isnan(self.entries[layer, model].value)
+            if (layer, model) in self.entries
+            and not math.isnan(self.entries[layer, model].value)
+            # Of percent more is better; of a plain number nobody knows.
+            and self.entries[layer, model].records[0].unit == "%"
         }
-        return max(values, key=values.__getitem__, default=None)
+        return sorted(values, key=lambda layer: -values[layer])
+
+    def sheet(self, style: str) -> Sheet:
+        """The best block of each model is marked; the second one in LaTeX alone.
+
+        Neighbouring blocks are close: which of them comes second says little.
+        """
+        ranked = {model: self._ranked(model) for model in self.models}
+        rows = [
+            (Word(str(layer)), *(self._word(layer, model, ranked, style) for model in self.models))
+            for layer in self.layers
+        ]
+        note = self.provenance + dagger_note(self.entries.values())
+        return Sheet(self.title, ("block", *self.models), tuple(rows), note)
+
+    def _word(
+        self, layer: int, model: str, ranked: Mapping[str, Sequence[int]], style: str
+    ) -> Word:
+        if (layer, model) not in self.entries:
+            return Word("")
+        text = self.entries[layer, model].text()
+        second = style == "latex" and ranked[model][1:2] == [layer]
+        return Word(text, marked=ranked[model][:1] == [layer], second=second)
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        """Fields of every cell, by block and model."""
+        return [
+            {"title": self.title, "block": layer, "model": model, **entry.csv_fields()}
+            for layer, model, entry in self._cells()
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Cells with what is needed to trust them."""
+        cells = [
+            {"layer": layer, "column": model, **entry.as_json()}
+            for layer, model, entry in self._cells()
+        ]
+        series = series_json(next(iter(self.entries.values())).records[0])
+        return {"kind": "blocks", "title": self.title, **series, "cells": cells}
+
+    def _cells(self) -> list[tuple[int, str, Entry]]:
+        return [
+            (layer, model, self.entries[layer, model])
+            for layer in self.layers
+            for model in self.models
+            if (layer, model) in self.entries
+        ]
 
 
 def depth_tables(records: Sequence[Record]) -> list[DepthTable]:
@@ -57,16 +158,27 @@ def depth_tables(records: Sequence[Record]) -> list[DepthTable]:
 
     Numbers that differ in dataset, protocol, facet, settings or images never share a table.
     """
+    ordered = comparable_groups(records)
+    return [_depth_table(group, _difference(group[0], ordered)) for group in ordered]
+
+
+def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
+    """Records whose numbers may stand side by side, whatever the block, the model and the seed."""
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for record in records:
         groups[_comparable(record)].append(record)
-    ordered = [group for _, group in sorted(groups.items())]
-    return [_depth_table(group, _difference(group[0], ordered)) for group in ordered]
+    return [group for _, group in sorted(groups.items())]
 
 
 def _difference(record: Record, groups: Sequence[Sequence[Record]]) -> str:
     """What sets a group apart from the others whose title would be the same."""
     rivals = [group[0] for group in groups if _title(group[0]) == _title(record)]
+    differing = differing_settings(record, rivals)
+    return f" [{', '.join(differing)}]" if differing else ""
+
+
+def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
+    """Settings and data by which a record differs from some of the others."""
     differing = [
         f"{name}={value}"
         for name, value in sorted(record.settings.items())
@@ -74,14 +186,23 @@ def _difference(record: Record, groups: Sequence[Sequence[Record]]) -> str:
     ]
     if any(rival.dataset_fingerprint != record.dataset_fingerprint for rival in rivals):
         differing.append(f"data {record.dataset_fingerprint[:6]}")
-    return f" [{', '.join(differing)}]" if differing else ""
+    return differing
 
 
 def _title(record: Record) -> str:
     return (
-        f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
+        f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
         f"{record.facet}, protocol {record.protocol}"
     )
+
+
+def metric_with_unit(record: Record) -> str:
+    """Such as "corloc (%)"."""
+    return f"{record.metric} ({record.unit})" if record.unit else record.metric
+
+
+def _number(value: float) -> str:
+    return "∞" if value == math.inf else f"{value:.3g}"
 
 
 def _comparable(record: Record) -> tuple[str, ...]:
@@ -91,7 +212,7 @@ def _comparable(record: Record) -> tuple[str, ...]:
 
 
 def _depth_table(records: Sequence[Record], difference: str) -> DepthTable:
-    columns = _column_names(records)
+    columns = model_names(records)
     cells: dict[tuple[int, str], list[Record]] = defaultdict(list)
     for record in records:
         cells[record.layer, columns[record.checkpoint_sha256]].append(record)
@@ -99,31 +220,79 @@ def _depth_table(records: Sequence[Record], difference: str) -> DepthTable:
         title=_title(records[0]) + difference,
         models=tuple(sorted(set(columns.values()))),
         layers=tuple(sorted({record.layer for record in records})),
-        entries={cell: _entry(seeds) for cell, seeds in cells.items()},
-        provenance=_provenance(records),
+        entries={cell: mean_entry(seeds) for cell, seeds in cells.items()},
+        provenance=provenance(records),
     )
 
 
-def _column_names(records: Sequence[Record]) -> dict[str, str]:
+def model_names(records: Sequence[Record]) -> dict[str, str]:
     """Name of each checkpoint; two checkpoints of the same name get their hash's first digits."""
     names = {record.checkpoint_sha256: record.model for record in records}
     shared = [name for name in names.values() if list(names.values()).count(name) > 1]
     return {sha: f"{name} {sha[:6]}" if name in shared else name for sha, name in names.items()}
 
 
-def _entry(seeds: Sequence[Record]) -> Entry:
+def mean_entry(seeds: Sequence[Record]) -> Entry:
+    """The mean of records of one block that differ in their seed alone."""
     value = sum(record.value for record in seeds) / len(seeds)
-    shares = [r.details["degenerate_percent"] for r in seeds if "degenerate_percent" in r.details]
-    arbitrary = sum(shares) / len(shares) if shares else None
-    intervals = [record.ci95 for record in seeds if record.ci95 is not None]
-    if not intervals:
-        return Entry(value, None, arbitrary)
     # Averaging keeps the width of one seed: it never claims more certainty than was measured.
-    half_width = sum(high - low for low, high in intervals) / len(intervals) / 2
-    return Entry(value, half_width, arbitrary)
+    widths = [(r.ci95[1] - r.ci95[0]) / 2 for r in seeds if r.ci95 is not None]
+    return Entry(
+        value=value,
+        half_width=sum(widths) / len(widths) if widths else None,
+        arbitrary=arbitrary_percent(seeds),
+        records=tuple(seeds),
+    )
 
 
-def _provenance(records: Sequence[Record]) -> str:
+def arbitrary_percent(records: Sequence[Record]) -> float | None:
+    """Mean percent of the images whose answer rounding chose; None where none can be."""
+    shares = [r.details["degenerate_percent"] for r in records if "degenerate_percent" in r.details]
+    return sum(shares) / len(shares) if shares else None
+
+
+def dagger_note(entries: Iterable[Entry]) -> str:
+    """What a dagger means, if there is one."""
+    if not any(entry.arbitrary for entry in entries):
+        return ""
+    return "; †: percent of the images that are degenerate, their box is arbitrary"
+
+
+def series_json(record: Record) -> dict[str, Any]:
+    """What all numbers that are comparable with a record's have in common."""
+    return {
+        **{name: getattr(record, name) for name in _SERIES},
+        "dataset_fingerprint": record.dataset_fingerprint,
+        "settings": dict(record.settings),
+        "settings_digest": settings_digest(record),
+    }
+
+
+def settings_digest(record: Record) -> str:
+    """Twelve hexadecimal digits that are the same for the same settings."""
+    text = json.dumps(dict(record.settings), sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def finite(value: float | None) -> float | None:
+    """None for what JSON has no number for."""
+    return None if value is None or not math.isfinite(value) else value
+
+
+def _record_json(record: Record) -> dict[str, Any]:
+    return {
+        "layer": record.layer,
+        "seed": record.seed,
+        "value": finite(record.value),
+        "ci95": None if record.ci95 is None else [finite(end) for end in record.ci95],
+        **{name: getattr(record, name) for name in _PROVENANCE},
+        "file": record.key().filename(),
+    }
+
+
+def provenance(records: Sequence[Record]) -> str:
+    """Images, seeds, versions and machines behind some records, in one line."""
+
     def distinct(values: Sequence[object]) -> str:
         return ", ".join(sorted({str(value) for value in values}))
 
@@ -141,53 +310,12 @@ def _provenance(records: Sequence[Record]) -> str:
 
 
 def render(table: DepthTable, style: str) -> str:
-    """One table as text, markdown, csv or latex; the best block of each model is in bold.
+    """One table as text, markdown, latex, csv or json; the best block of each model is in bold.
 
     Raises:
         ConfigurationError: another style.
     """
-    if style not in FORMATS:
-        raise ConfigurationError(f"expected --format {'|'.join(FORMATS)}, got {style!r}")
-    return _as_csv(table) if style == "csv" else set_sheet(_sheet(table), style)
-
-
-def _sheet(table: DepthTable) -> Sheet:
-    best = {model: table.best_layer(model) for model in table.models}
-    rows = [
-        (Word(str(layer)), *(_word(table, layer, model, best[model]) for model in table.models))
-        for layer in table.layers
-    ]
-    note = table.provenance
-    if any(_arbitrary(entry) for entry in table.entries.values()):
-        note += "; †: percent of the images that are degenerate, their box is arbitrary"
-    return Sheet(table.title, ("block", *table.models), tuple(rows), note)
-
-
-def _word(table: DepthTable, layer: int, model: str, best_layer: int | None) -> Word:
-    entry = table.entries.get((layer, model))
-    if entry is None:
-        return Word("")
-    width = "" if entry.half_width is None else f" ± {entry.half_width:.1f}"
-    return Word(f"{entry.value:.1f}{width}{_arbitrary(entry)}", marked=layer == best_layer)
-
-
-def _arbitrary(entry: Entry) -> str:
-    if not entry.arbitrary:
-        return ""
-    return f" †{entry.arbitrary:.{0 if entry.arbitrary >= 1 else 1}f}"
-
-
-def _as_csv(table: DepthTable) -> str:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(["title", "block", "model", "value", "half_width_95"])
-    for layer in table.layers:
-        for model in table.models:
-            entry = table.entries.get((layer, model))
-            if entry is not None:
-                width = "" if entry.half_width is None else entry.half_width
-                writer.writerow([table.title, layer, model, entry.value, width])
-    return buffer.getvalue()
+    return set_tables([table], style)
 
 
 def insert_between_markers(document: Path, text: str) -> None:
@@ -232,7 +360,9 @@ def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
             _draw_curve(axis, table, model, colours[model])
         axis.set_title(table.title.replace(", ", "\n", 1), fontsize=8)
         axis.set_xlabel("block")
-        axis.set_ylabel("%")
+        axis.set_ylabel(next(iter(table.entries.values())).records[0].unit)
+        if "condition_number" in table.title:
+            axis.set_yscale("log")
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()

@@ -208,6 +208,32 @@ def test_records_are_plain_json_with_every_promised_field(workplace):
     assert len(record["checkpoint_sha256"]) == 64
 
 
+def test_json_is_all_that_stdout_gets_and_holds_the_records(workplace, capsys):
+    assert main([*PROBE, "--layer", "0,2", "--json"]) == 0
+
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    kept = (workplace / "results" / "records").rglob("*.json")
+    by_layer = {record["layer"]: record for record in (json.loads(p.read_text()) for p in kept)}
+    assert found == [by_layer[0], by_layer[2]]
+    assert "records and pictures in results" in err
+
+
+def test_differences_of_data_are_json_too(workplace, capsys):
+    verify = ["data", "verify", "photos", "--manifest", "list", "--json"]
+    assert main(verify) == 0
+    assert json.loads(capsys.readouterr().out) == {"manifest": "list", "listed": 3}
+    (workplace / "photos" / "0.png").write_bytes(b"other")
+    (workplace / "photos" / "1.png").rename(workplace / "photos" / "new.png")
+
+    assert main(verify) == 3
+
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "manifest": "list", "changed": ["0.png"], "missing": ["1.png"], "added": ["new.png"],
+    }  # fmt: skip
+
+
 def test_pictures_show_every_block_beside_the_photograph(workplace):
     assert main([*PROBE, "--layer", "0,2"]) == 0
 

@@ -1,5 +1,6 @@
 """Paired differences, by hand where a resample leaves no choice, else by an independent loop."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -111,6 +112,8 @@ def save(store, sha, layers, **changes):
     for layer, values in layers.items():
         name = {"a": "skip", "d": "skipless"}[sha]
         record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
+        if values is not None:
+            record = replace(record, num_images=len(values), value=100 * values.mean())
         store.save(record, values)
 
 
@@ -151,6 +154,17 @@ def test_the_command_takes_names_and_digests(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| block | skip | skipless | difference [95 %] |" in printed
     assert "| 0 | 33.3 | 100.0 | " in printed
+    assert main(["compare", "skip", "dddd", "--out", str(tmp_path), "--format", "json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    assert table["checkpoint_sha256"] == ["a" * 64, "d" * 64]
+    assert (table["names"], table["num_images"], table["metric"]) == (
+        ["skip", "skipless"],
+        3,
+        "corloc",
+    )
+    first = table["rows"][0]
+    assert (first["block"], first["second"]) == ("0", 100.0)
+    assert first["difference"] == pytest.approx(200 / 3)
     assert main(["compare", "skipp", "skip", "--out", str(tmp_path)]) == 3
     assert "known (name, sha256): skip aaaaaaaa, skipless dddddddd" in capsys.readouterr().err
 

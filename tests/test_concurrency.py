@@ -6,7 +6,9 @@ import random
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +16,11 @@ import pytest
 
 from ssl_bench.cli import main
 from ssl_bench.data.manifests import check_manifest, write_manifest
+from ssl_bench.errors import CheckpointError
+from ssl_bench.files import sha256_of
+from ssl_bench.models import build_vit, load_encoder
 from ssl_bench.results import ResultStore
-from tests.faults import encoder_file, exit_code, fork, photo_folder, probing
+from tests.faults import TINY, encoder_file, exit_code, fork, photo_folder, probing
 from tests.test_results import RECORD
 
 WRITERS = 8
@@ -41,7 +46,7 @@ def test_fault_33_eight_writers_of_the_same_and_of_other_cells_lose_nothing(plac
     def write_forty(writer: int) -> None:
         for layer in range(40):
             record = replace(RECORD, layer=layer, seed=writer % 4)
-            ResultStore(Path("results")).save(record, np.full((50, 3), layer))
+            ResultStore(Path("results")).save(record, np.full((record.num_images, 3), layer))
 
     writers = [fork(lambda w=w: write_forty(w)) for w in range(WRITERS)]
 
@@ -83,6 +88,31 @@ def test_fault_33_commands_that_run_together_finish_the_same_table(place):
 
     assert [exit_code(child) for child in sweeps] == [0] * WRITERS
     assert_complete(Path("results"), 2)
+
+
+def test_fault_48_the_sha256_of_a_checkpoint_that_training_replaces_is_that_of_its_weights(place):
+    path = place / "run/last.safetensors"
+    weights = {}
+    for seed in (0, 1):
+        encoder_file(path, seed=seed)
+        weights[sha256_of(path)] = build_vit(TINY, seed=seed).state_dict()
+
+    def save_for_ever() -> None:
+        for number in count():
+            encoder_file(path, seed=number % 2)
+
+    child = fork(save_for_ever)
+    whole = 0
+    for _ in range(300):
+        with suppress(CheckpointError):
+            encoder = load_encoder(str(path))
+            found = encoder.module.state_dict()
+            assert all(found[k].equal(w) for k, w in weights[encoder.sha256].items())
+            whole += 1
+    os.kill(child, signal.SIGKILL)
+    exit_code(child)
+
+    assert whole > 0
 
 
 @pytest.mark.slow

@@ -104,7 +104,7 @@ def test_a_useless_root_is_refused_when_it_is_used(tmp_path):
         ClassFolders().train()
     with pytest.raises(DataError, match=r"1\.png lies in no class folder"):
         ClassFolders(tmp_path).train()
-    with pytest.raises(DataError, match="has no split train"):
+    with pytest.raises(DataError, match="holds no class folders: expected train/CLASS"):
         ClassFolders(tmp_path / "train").train()
     with pytest.raises(DataError, match="class_folders has no boxes"):
         ClassFolders(tmp_path).discovery()

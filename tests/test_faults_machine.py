@@ -1,4 +1,4 @@
-"""Rows 35 to 41 of the catalogue of faults: archives, networks, caches, disks, processes."""
+"""Rows 35 to 41, 47, 49 and 51 of the catalogue of faults: archives, networks, disks, processes."""
 
 import io
 import os
@@ -226,6 +226,72 @@ def test_fault_40_a_killed_data_worker_is_named_with_a_way_out(place, capsys):
     assert "a data worker died" in said
     assert "try train.num_workers=0" in said
     assert not active_children()
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../encoder.safetensors", "a/../../secret"])
+def test_fault_47_a_list_that_names_files_elsewhere_is_refused_and_none_is_read(
+    place, capsys, name
+):
+    assert main(["data", "verify", "photos"]) == 0
+    listing = place / "photos/SHA256SUMS"
+    listing.write_text(f"{listing.read_text()}{'0' * 64}  {name}\n")
+
+    said = fails(capsys, ["data", "verify", "photos"], 3)
+
+    assert f"line 5 leads out of the folder: {name}" in said
+
+
+def test_fault_47_a_list_that_contradicts_itself_is_refused(place, capsys):
+    assert main(["data", "verify", "photos"]) == 0
+    listing = place / "photos/SHA256SUMS"
+    listing.write_text(f"{'0' * 64}  0.jpg\n{listing.read_text()}")
+
+    assert "gives 0.jpg a second sha256" in fails(capsys, ["data", "verify", "photos"], 3)
+
+
+@pytest.mark.parametrize("mark", ["  ./", " *", " *./"])
+def test_fault_47_the_lists_of_find_and_of_binary_mode_are_understood(place, capsys, mark):
+    assert main(["data", "verify", "photos"]) == 0
+    listing = place / "photos/SHA256SUMS"
+    listing.write_text(listing.read_text().replace("  ", mark))
+
+    assert main(["data", "verify", "photos"]) == 0
+    picture(9).save(place / "photos/2.jpg")
+    assert "1 files below photos differ" in fails(capsys, ["data", "verify", "photos"], 3)
+
+
+@pytest.mark.parametrize("policy", ["fail", "skip"])
+def test_fault_49_a_picture_that_is_a_link_to_nothing_is_named(place, capsys, policy):
+    (place / "photos/2.jpg").unlink()
+    (place / "photos/2.jpg").symlink_to(place / "not there.jpg")
+
+    words = probing("pca", "folder", place / "photos", "--on-bad-image", policy)
+    assert "photos/2.jpg cannot be read (No such file or directory)" in fails(capsys, words, 3)
+    assert "photos/2.jpg" in fails(capsys, pretraining(place / "photos", "run"), 3)
+
+
+@pytest.mark.parametrize("command", [["table"], ["table", "--format", "csv"]])
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [("/dev/full", 5, "No space left on device"), ("ascii.txt", 0, ""), (None, 0, "")],
+)
+def test_fault_51_an_output_that_is_full_or_closed_or_ascii_gives_no_traceback(
+    place, command, output, code, said
+):
+    assert main(probing("pca", "folder", place / "photos")) == 0
+
+    def into_it() -> int:
+        sys.stdout = None if output is None else open(output, "w", encoding="ascii")  # noqa: PTH123, SIM115
+        return main(command)
+
+    came = exit_code(fork(into_it, stderr=place / "said"))
+
+    lines = (place / "said").read_text().splitlines()
+    assert came == code
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)
+    if output == "ascii.txt" and "csv" not in command:
+        assert "\\xb1" in (place / output).read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

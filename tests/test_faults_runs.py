@@ -1,13 +1,15 @@
-"""Rows 27 to 34 and 42 of the catalogue of faults: runs that diverge, are killed, or go on."""
+"""Rows 27 to 34, 42 and 46 of the catalogue of faults: runs that diverge, are killed, or go on."""
 
 import json
 import os
 import signal
+import tarfile
 import time
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 
@@ -18,13 +20,16 @@ from ssl_bench.files import sha256_of
 from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.results import ResultStore
 from tests.faults import (
+    PRETRAIN,
     TINY,
+    class_folders,
     encoder_file,
     exit_code,
     fails,
     fork,
     log_rows,
     photo_folder,
+    picture,
     pretraining,
     probing,
     records,
@@ -215,16 +220,58 @@ def test_fault_34_a_half_written_record_is_said_and_computed_again(place, capsys
     assert {record.layer: record.value for record in records()} == whole
 
 
-@pytest.mark.parametrize("change", [{"value": "40"}, {"value": True}, {"layer": "1"}, {"ci95": 3}])
-def test_fault_34_a_record_with_a_field_of_another_kind_is_no_record(place, capsys, change):
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"value": "40"}, {"value": True}, {"value": [1]}, {"layer": "1"}, {"layer": True}),
+        *({"ci95": 3}, {"ci95": ["1", "2"]}, {"settings": []}, {"model": 7}, {"seed": 0.5}),
+    ],
+    ids=str,
+)
+def test_fault_34_a_record_with_a_field_of_another_kind_is_no_record(
+    place, capsys, monkeypatch, change
+):
     assert main(probing("pca", "folder", place / "photos", "--layer", "0,1")) == 0
     path = ResultStore(Path("results")).path(records()[0].key())
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     capsys.readouterr()
+    # As users run it: what checks types while tests run would refuse such a record first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
     assert main(["table"]) == 0
 
     assert f"ignored {path}" in capsys.readouterr().err
+    assert [record.layer for record in records()] == [1]
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive of classes"])
+def test_fault_46_a_run_does_not_go_on_with_other_images(place, capsys, kind):
+    root, supervised = place / "photos", ["objective=supervised", "data.labels=true"]
+    if kind == "folder":
+        run = pretraining(root, "run", NO_TIME)
+    else:
+        class_folders(place)
+        root = place / "train.tar"
+        pack(place / "train", root)
+        model = [word for word in PRETRAIN if not word.startswith("objective.")]
+        run = ["pretrain", "--data-root", str(root), "--out", "run", *model, *supervised, NO_TIME]
+    assert main(run) == 0
+    before = sha256_of(Path("run/state.pt"))
+    if kind == "folder":
+        picture(77).save(root / "0.jpg", quality=50)
+    else:
+        (place / "train/dog/2.jpg").rename(place / "train/cat/9.jpg")
+        pack(place / "train", root)
+
+    assert "image_files: " in fails(capsys, [*run, "--resume"], 2)
+
+    assert sha256_of(Path("run/state.pt")) == before
+
+
+def pack(folder: Path, path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        for file in sorted(folder.rglob("*.jpg")):
+            archive.add(file, file.relative_to(folder).as_posix())
 
 
 def test_fault_42_a_folder_that_holds_a_run_is_refused_without_resume_or_overwrite(place, capsys):

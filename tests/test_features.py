@@ -322,10 +322,10 @@ def test_features_that_are_not_finite_stop_with_layer_and_image():
         FeatureExtractor(encoder, layers=[0, 2])(images[:2])
 
 
-def test_a_model_that_bypasses_its_qkv_layer_is_refused():
-    encoder = load_encoder("timm:eva02_tiny_patch14_224")
-    images = torch.rand(1, 3, 28, 28)
-    assert FeatureExtractor(encoder, layers=[0])(images)[0]["token"].shape == (1, 2, 2, 192)
+def test_a_model_without_a_qkv_layer_gives_tokens_alone():
+    encoder = load_encoder("timm:vit_pwee_patch16_reg1_gap_256")
+    images = torch.rand(1, 3, 32, 32)
+    assert FeatureExtractor(encoder, layers=[0])(images)[0]["token"].shape == (1, 2, 2, 256)
     with pytest.raises(CheckpointError, match="computes no key in its qkv layer; ask for facet=t"):
         FeatureExtractor(encoder, layers=[0], facets=["key"])(images)
 

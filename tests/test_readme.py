@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ssl_bench.cli import build_parser
 from ssl_bench.data.folder import ImageFolder
 from ssl_bench.evaluation import Evaluation, Probe, Score
 from ssl_bench.features import FeatureExtractor
@@ -47,14 +46,3 @@ def test_the_probe_of_the_readme_runs(tmp_path):
 
     assert [record.layer for record in records] == [0, 1]
     assert all(record.value > 0 for record in records)
-
-
-def test_every_command_of_the_readme_parses():
-    text = README.replace("\\\n", " ")
-    lines = re.findall(r"^\s*(?:\$ )?ssl-bench (.+?)(?:\s+#.*)?$", text, re.MULTILINE)
-
-    assert len(lines) >= 6
-    for line in lines:
-        words = [word for word in line.split() if word != "..."]
-        _, rest = build_parser().parse_known_args(words)
-        assert all("=" in word for word in rest), line

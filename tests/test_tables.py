@@ -1,5 +1,7 @@
 import csv
 import io
+import json
+import math
 import re
 from dataclasses import replace
 
@@ -7,7 +9,15 @@ import pytest
 from test_results import RECORD
 
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.tables import MARKERS, depth_tables, draw_curves, insert_between_markers, render
+from ssl_bench.sheets import set_tables
+from ssl_bench.tables import (
+    MARKERS,
+    depth_tables,
+    draw_curves,
+    insert_between_markers,
+    render,
+    settings_digest,
+)
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
 RECORDS = [
@@ -70,12 +80,67 @@ def test_latex_escapes_names_and_csv_reads_back():
     rows = list(csv.DictReader(io.StringIO(render(table, "csv"))))
 
     assert r"block & skip & skip\_less \\" in latex
-    assert r"1 & \textbf{30.0 $\pm$ 1.0} & 20.0 \\" in latex
+    assert r"1 & \textbf{30.0 $\pm$ 1.0} & \underline{20.0} \\" in latex
     assert [(r["block"], r["model"], float(r["value"])) for r in rows][1] == (
         "0",
         "skip_less",
         25.04,
     )
+
+
+def test_the_second_best_block_is_underlined_in_latex_alone():
+    records = [replace(RECORD, layer=i, value=v, ci95=None) for i, v in enumerate([3.0, 1.0, 2.0])]
+
+    (table,) = depth_tables(records)
+
+    latex = [line.split(" & ")[1] for line in render(table, "latex").splitlines() if " & " in line]
+    assert latex[1:] == [r"\textbf{3.0} \\", r"1.0 \\", r"\underline{2.0} \\"]
+    assert "<ins>" not in render(table, "markdown")
+    assert "_2.0_" not in render(table, "text")
+
+
+def test_json_carries_what_is_needed_to_trust_a_number():
+    seeds = [
+        replace(RECORD, seed=s, value=v, git_commit="c" * 40) for s, v in ((0, 10.0), (1, 20.0))
+    ]
+    lost = replace(RECORD, layer=4, value=math.nan, ci95=(math.nan, math.nan))
+
+    (table,) = json.loads(render(depth_tables([*seeds, lost])[0], "json"))
+
+    assert (table["task"], table["metric"], table["settings"]) == (
+        "tokencut",
+        "corloc",
+        {"tau": 0.2},
+    )
+    assert table["dataset_fingerprint"] == "b" * 64
+    mean, unknown = table["cells"]
+    assert (mean["layer"], mean["model"], mean["checkpoint_sha256"]) == (3, "skip", "a" * 64)
+    assert (mean["value"], mean["half_width_95"]) == (15.0, 5.25)
+    first, second = mean["records"]
+    assert (first["value"], second["value"], second["seed"]) == (10.0, 20.0, 1)
+    assert (first["ci95"], first["num_images"]) == ([35.0, 45.5], 60)
+    assert (first["git_commit"], first["device"]) == ("c" * 40, RECORD.device)
+    assert first["file"] == seeds[0].key().filename()
+    assert (unknown["value"], unknown["records"][0]["ci95"]) == (None, [None, None])
+
+
+def test_the_digest_of_the_settings_depends_on_every_one_but_not_on_their_order():
+    one = settings_digest(replace(RECORD, settings={"tau": 0.2, "eps": 1}))
+
+    assert one == settings_digest(replace(RECORD, settings={"eps": 1, "tau": 0.2}))
+    assert one != settings_digest(replace(RECORD, settings={"tau": 0.2, "eps": 2}))
+
+
+def test_tables_of_several_tasks_are_one_csv_and_one_json():
+    tables = depth_tables([RECORD, replace(RECORD, task="pca")])
+
+    rows = list(csv.DictReader(io.StringIO(set_tables(tables, "csv"))))
+
+    assert [row["task"] for row in rows] == ["pca", "tokencut"]
+    assert [table["task"] for table in json.loads(set_tables(tables, "json"))] == [
+        "pca",
+        "tokencut",
+    ]
 
 
 def test_seeds_are_averaged():
@@ -103,7 +168,7 @@ def test_two_checkpoints_of_one_name_are_told_apart():
 
 
 def test_an_unknown_format_names_the_known_ones():
-    with pytest.raises(ConfigurationError, match=r"text\|markdown\|latex\|csv.*'xml'"):
+    with pytest.raises(ConfigurationError, match=r"markdown\|latex\|csv\|json.*'xml'"):
         render(depth_tables(RECORDS)[0], "xml")
 
 

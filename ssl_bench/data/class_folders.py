@@ -108,7 +108,13 @@ class ClassFolders:
     def _root(self) -> Path:
         if self.root is None:
             raise DataError("a folder with train/CLASS/PICTURE in it is needed: --data-root DIR")
-        return Path(self.root).expanduser()
+        root = Path(self.root).expanduser()
+        if next(root.glob("*/*"), None) is None:
+            raise DataError(
+                f"{root} holds no class folders: expected train/CLASS/PICTURE and "
+                "val/CLASS/PICTURE; see docs/data.md"
+            )
+        return root
 
     @property
     def _val_split(self) -> str:

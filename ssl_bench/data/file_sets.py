@@ -33,8 +33,16 @@ class Files:
         return self.folder / f"{image_id}{self.suffix}"
 
     def size(self, image_id: str) -> int:
-        """Bytes."""
-        return self.path(image_id).stat().st_size
+        """Bytes.
+
+        Raises:
+            DataError: the file is not there, or is a link to nothing.
+        """
+        path = self.path(image_id)
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
 
     def ids(self) -> list[str]:
         """What lies directly in the folder, sorted, without hidden files."""

@@ -16,7 +16,8 @@ from ssl_bench.errors import DataError
 from ssl_bench.files import sha256_of, write_text_atomically
 
 MANIFEST = "SHA256SUMS"
-_LINE = re.compile(r"([0-9a-f]{64})  (.+)")
+# Between them `*` marks what sha256sum read as binary; `find` puts `./` before every name.
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 _THREADS = 8
 _AHEAD = 1024
 Shown = Callable[[Iterable[str], str, int], Iterable[str]]
@@ -75,7 +76,8 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
     """Path to sha256.
 
     Raises:
-        DataError: it cannot be read, or a line is not `DIGEST  PATH`.
+        DataError: it cannot be read, a line is not `DIGEST  PATH`, a path is not below the folder,
+            or two lines disagree.
     """
     try:
         lines = manifest.read_bytes().decode(errors="surrogateescape").split("\n")
@@ -84,10 +86,16 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
-        if match is not None:
-            found[_unescaped(match[2])] = match[1]
-        elif line:
+        if match is None and line:
             raise DataError(f"{manifest} line {number} is not `SHA256  PATH`; write it anew")
+        if match is not None:
+            name = _unescaped(match[2])
+            if name.startswith("/") or ".." in name.split("/"):
+                raise DataError(
+                    f"{manifest} line {number} leads out of the folder: {name}; drop it"
+                )
+            if found.setdefault(name, match[1]) != match[1]:
+                raise DataError(f"{manifest} line {number} gives {name} a second sha256; drop one")
     if not found:
         raise DataError(f"{manifest} lists no file; write it anew")
     return found
@@ -113,7 +121,7 @@ def _digests(root: Path, names: Iterable[str], shown: Shown) -> Iterator[tuple[s
             raise DataError(f"{root / name} cannot be read ({error.strerror})") from error
 
     names = list(names)
-    remaining = iter(shown(names, f"reading {root}", len(names)))
+    remaining = iter(shown(names, f"reading {root.name}", len(names)))
     with ThreadPoolExecutor(_THREADS) as pool:
         while piece := list(islice(remaining, _AHEAD)):
             yield from zip(piece, pool.map(digest, piece), strict=True)

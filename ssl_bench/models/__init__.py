@@ -4,6 +4,7 @@ from ssl_bench.models.build import build_vit
 from ssl_bench.models.checkpoint import save_encoder
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder, encoder_from_vit
+from ssl_bench.models.identity import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading import load_encoder
 from ssl_bench.models.statistics import block_statistics, token_statistics
 from ssl_bench.models.vit import VisionTransformer
@@ -12,11 +13,13 @@ __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
     "Encoder",
+    "EncoderIdentity",
     "ViTConfig",
     "VisionTransformer",
     "block_statistics",
     "build_vit",
     "encoder_from_vit",
+    "identify_encoder",
     "load_encoder",
     "save_encoder",
     "token_statistics",

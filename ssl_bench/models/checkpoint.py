@@ -1,7 +1,8 @@
 """Our checkpoint: one safetensors file that says what it is, and its sha256 beside it."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ssl_bench.models.weights import check_readable, load_weights, read_weights
 
 FORMAT = "ssl-bench"
 _VERSION = "1"
+_SHA256_DIGITS = 64
 
 
 def save_encoder(path: Path, model: VisionTransformer, metadata: Mapping[str, str]) -> None:
@@ -47,8 +49,14 @@ def load_checkpoint(path: Path) -> tuple[VisionTransformer, str]:
     """The model that `save_encoder` wrote and the sha256 of its file.
 
     Raises:
-        CheckpointError: The file is missing, damaged, or of a later version of this format.
+        CheckpointError: The file is missing, damaged, replaced meanwhile, or of a later version of
+            this format.
     """
+    with unreplaced(path):
+        return _load_checkpoint(path)
+
+
+def _load_checkpoint(path: Path) -> tuple[VisionTransformer, str]:
     digest = verified_sha256(path)
     if not _sidecar(path).is_file():
         raise CheckpointError(
@@ -66,6 +74,23 @@ def load_checkpoint(path: Path) -> tuple[VisionTransformer, str]:
     return model, digest
 
 
+def stated_identity(path: Path) -> tuple[ViTConfig, str]:
+    """Configuration and sha256 of a checkpoint of ours; its weights are not read if possible.
+
+    The sha256 is the one beside the file, which `load_checkpoint` holds the file against.
+
+    Raises:
+        CheckpointError: The header cannot be read, or no single sha256 is stated and that of the
+            file is not among them.
+    """
+    config = _config(path, read_metadata(path))
+    sidecar = _sidecar(path)
+    stated = sidecar.read_text(errors="replace").split() if sidecar.is_file() else []
+    # While the weights are replaced two lines stand there.
+    is_single = len(stated) == 2 and len(stated[0]) == _SHA256_DIGITS
+    return config, stated[0] if is_single else verified_sha256(path)
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """What `save_encoder` wrote beside the weights: format, version, config, step, epoch ...
 
@@ -81,6 +106,23 @@ def read_metadata(path: Path) -> dict[str, str]:
             f"{path} is not a readable safetensors file ({error}); it is cut or something else: "
             "copy or download it again"
         ) from error
+
+
+@contextmanager
+def unreplaced(path: Path) -> Iterator[None]:
+    """Refuse what was read of a file that a running pretraining replaced meanwhile.
+
+    Otherwise the sha256 of one checkpoint would stand beside the numbers of the next.
+
+    Raises:
+        CheckpointError: It is another file now.
+    """
+    before = _stamp(path)
+    try:
+        yield
+    finally:
+        if _stamp(path) != before:
+            raise CheckpointError(f"{path} was replaced while it was read; type the command again")
 
 
 def verified_sha256(path: Path) -> str:
@@ -106,6 +148,14 @@ def verified_sha256(path: Path) -> str:
             "changed: copy or download both again"
         )
     return digest
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _sidecar(path: Path) -> Path:

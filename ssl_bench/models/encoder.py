@@ -1,7 +1,9 @@
 """A frozen model with everything a probe must know about it."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -10,6 +12,27 @@ from ssl_bench.models.vit import VisionTransformer
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+Colours = tuple[tuple[float, float, float], tuple[float, float, float]]
+"""Mean and deviation of training images, RGB in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a weights file was found to hold.
+
+    Attributes:
+        layout: Whose names its tensors have.
+        source: Where that layout is published.
+        ignored: Tensors that are not used, or what holds several, and why.
+        note: What was done to the tensors on the way.
+        file: Where they are.
+    """
+
+    layout: str = "memory"
+    source: str = ""
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+    file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -22,11 +45,13 @@ class Encoder:
         uri: What was asked for.
         sha256: Of the weights file, or of the state dict where there is no file.
         num_prefix_tokens: Tokens before the patches: [CLS], registers.
+        num_registers: How many of these are no class tokens; they come last.
         mean: Of the images it was trained on, RGB in [0, 1].
         std: Likewise.
         native_size: Height and width in pixels of its position embedding.
         loaded_keys: Weights taken from the file.
         total_keys: Weights the file holds, heads included.
+        contents: What else the file holds.
     """
 
     module: nn.Module
@@ -43,6 +68,13 @@ class Encoder:
     std: tuple[float, float, float] = IMAGENET_STD
     loaded_keys: int = 0
     total_keys: int = 0
+    num_registers: int = 0
+    contents: Contents = field(default_factory=Contents)
+
+    @property
+    def has_cls(self) -> bool:
+        """Whether the first token is [CLS]."""
+        return self.num_prefix_tokens > self.num_registers
 
 
 def encoder_from_vit(
@@ -52,6 +84,8 @@ def encoder_from_vit(
     uri: str = "memory",
     sha256: str | None = None,
     keys: tuple[int, int] = (0, 0),
+    contents: Contents | None = None,
+    colours: Colours = (IMAGENET_MEAN, IMAGENET_STD),
 ) -> Encoder:
     """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
     config = model.config
@@ -67,7 +101,11 @@ def encoder_from_vit(
         num_prefix_tokens=config.num_prefix_tokens,
         native_size=(config.image_size, config.image_size),
         loaded_keys=keys[0],
+        mean=colours[0],
+        std=colours[1],
         total_keys=keys[1],
+        num_registers=config.num_registers,
+        contents=contents or Contents(),
     )
 
 

@@ -4,13 +4,15 @@ import shutil
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import BinaryIO
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.files import write_atomically
@@ -18,15 +20,30 @@ from ssl_bench.files import write_atomically
 # Long enough for a slow line, short enough that a machine without network answers within 5 s.
 REACH_SECONDS = 3.0
 _STALL_SECONDS = 30.0
-_DINO = "https://dl.fbaipublicfiles.com/dino/{name}/{name}.pth"
-# Addresses of hubconf.py in facebookresearch/dino; its code is not run.
-DINO_WEIGHTS = {
-    "dino_vits16": _DINO.format(name="dino_deitsmall16_pretrain"),
-    "dino_vits8": _DINO.format(name="dino_deitsmall8_pretrain"),
-    "dino_vitb16": _DINO.format(name="dino_vitbase16_pretrain"),
-    "dino_vitb8": _DINO.format(name="dino_vitbase8_pretrain"),
+_FILES = "https://dl.fbaipublicfiles.com"
+# Addresses in hubconf.py of each repository; its code is not run.
+HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
+    "facebookresearch/dino": {
+        name: f"{_FILES}/dino/{folder}/{folder}.pth"
+        for name, folder in (
+            ("dino_vits16", "dino_deitsmall16_pretrain"),
+            ("dino_vits8", "dino_deitsmall8_pretrain"),
+            ("dino_vitb16", "dino_vitbase16_pretrain"),
+            ("dino_vitb8", "dino_vitbase8_pretrain"),
+        )
+    },
+    "facebookresearch/dinov2": {
+        f"dinov2_vit{size}14{suffix}": f"{_FILES}/dinov2/dinov2_vit{size}14/"
+        f"dinov2_vit{size}14{registers}_pretrain.pth"
+        for size in "sbl"
+        for suffix, registers in (("", ""), ("_reg", "_reg4"))
+    },
+    "facebookresearch/deit": {
+        f"deit_{size}_patch16_224": f"{_FILES}/deit/deit_{size}_patch16_224-{digest}.pth"
+        for size, digest in (("tiny", "a1311bcf"), ("small", "cd65a155"), ("base", "b5f2ef4d"))
+    },
 }
-_HUGGING_FACE_FILES = ("model.safetensors", "pytorch_model.bin")
+WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def downloaded_file(url: str) -> Path:
@@ -42,25 +59,40 @@ def downloaded_file(url: str) -> Path:
     return target
 
 
-def hugging_face_file(repository: str) -> Path:
-    """The weights file of a repository in the Hugging Face cache, fetched if it is not there.
+def hugging_face_file(
+    repository: str, names: Sequence[str] = WEIGHTS_FILES, revision: str | None = None
+) -> Path:
+    """The first file of a repository that is there: in the Hugging Face cache, else fetched.
+
+    Args:
+        repository: `org/name`.
+        names: Any of these will do; earlier ones come first.
+        revision: Branch, tag or commit; the main branch without.
 
     Raises:
         CheckpointError: Not cached and not to be had.
     """
-    for name in _HUGGING_FACE_FILES:
-        try:
-            return Path(huggingface_hub.hf_hub_download(repository, name, local_files_only=True))
-        except LocalEntryNotFoundError:
-            continue
+    for name in names:
+        with suppress(LocalEntryNotFoundError):
+            return Path(_from_hub(repository, name, revision, cached=True))
     url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
     _require_network(url)
-    for name in _HUGGING_FACE_FILES:
-        try:
-            return Path(huggingface_hub.hf_hub_download(repository, name))
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
-            continue
-    raise CheckpointError(f"{url} gave no {' or '.join(_HUGGING_FACE_FILES)}; {_local_ways(url)}")
+    for name in names:
+        with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
+            return Path(_from_hub(repository, name, revision, cached=False))
+    at = f" at {revision}" if revision else ""
+    raise CheckpointError(f"{url}{at} gave no {' or '.join(names)}; {_local_ways(url)}")
+
+
+def _from_hub(repository: str, name: str, revision: str | None, *, cached: bool) -> str:
+    try:
+        return huggingface_hub.hf_hub_download(
+            repository, name, revision=revision, local_files_only=cached
+        )
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"{repository!r} is no name of a repository; expected hf-hub:ORG/NAME"
+        ) from error
 
 
 def _require_network(url: str) -> None:
@@ -105,6 +137,7 @@ def _fetch(url: str, file: BinaryIO) -> None:
 
 def _local_ways(url: str) -> str:
     return (
-        f"fetch {url} where there is a network and give the file: --checkpoint FILE.pth for DINO, "
-        "timm:NAME@FILE for others; timm:NAME alone has random weights"
+        f"fetch {url} where there is a network and give the file: --checkpoint FILE.pth for DINO "
+        "and its like, timm:NAME@FILE or local-dir:FOLDER for others; timm:NAME alone has random "
+        "weights"
     )

@@ -1,17 +1,20 @@
 """`load_encoder`: one address, one frozen encoder."""
 
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.checkpoint import is_ours, load_checkpoint, verified_sha256
-from ssl_bench.models.dino import load_dino
-from ssl_bench.models.encoder import Encoder, encoder_from_vit
-from ssl_bench.models.hub import DINO_WEIGHTS, downloaded_file
+from ssl_bench.models.checkpoint import is_ours, load_checkpoint, unreplaced, verified_sha256
+from ssl_bench.models.encoder import Contents, Encoder, encoder_from_vit
+from ssl_bench.models.foreign import load_foreign
+from ssl_bench.models.hub import HUB_WEIGHTS, downloaded_file
 
 _LAST = "last.safetensors"
 _KINDS = (
-    "a run folder, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, timm:NAME@FILE, or "
-    "torchhub:facebookresearch/dino:dino_vits16"
+    "a run folder, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, timm:NAME@FILE, "
+    "hf-hub:ORG/NAME, local-dir:FOLDER or torchhub:facebookresearch/dino:dino_vits16; "
+    "`ssl-bench models` lists them"
 )
 
 
@@ -19,50 +22,79 @@ def load_encoder(uri: str) -> Encoder:
     """Load the frozen encoder that `uri` names; nothing a file holds is ever run.
 
     Args:
-        uri: Our checkpoint or its run folder; a local DINO `.pth`; `timm:NAME` (random weights),
-            `timm:NAME.TAG` (published), `timm:NAME@FILE`; `torchhub:facebookresearch/dino:NAME`.
+        uri: Our checkpoint or its run folder; a local file in the layout of DINO, DINOv2, MAE,
+            iBOT or MoCo-v3; `timm:NAME` (random weights), `timm:NAME.TAG` (published),
+            `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`; `local-dir:FOLDER`;
+            `torchhub:REPOSITORY:NAME`.
 
     Raises:
         CheckpointError: In one line, what was expected, what came and what to do.
     """
-    if uri.startswith("timm:"):
-        # timm takes seconds to import, and our own checkpoints do not need it.
-        from ssl_bench.models.timm_encoder import load_timm
+    scheme, colon, _ = uri.partition(":")
+    loaders: Mapping[str, Callable[[str], Encoder]] = {
+        "timm": _from_timm,
+        "torchhub": _from_torch_hub,
+        "hf-hub": _from_hugging_face,
+        "local-dir": _from_hugging_face,
+    }
+    return loaders.get(scheme, _from_path)(uri) if colon else _from_path(uri)
 
-        return load_timm(uri)
-    if uri.startswith("torchhub:"):
-        return _from_torch_hub(uri)
-    return _from_path(uri)
+
+# timm takes seconds to import, and our own checkpoints do not need it.
+def _from_timm(uri: str) -> Encoder:
+    from ssl_bench.models.timm_encoder import load_timm
+
+    return load_timm(uri)
+
+
+def _from_hugging_face(uri: str) -> Encoder:
+    from ssl_bench.models.hugging_face import load_hugging_face
+
+    return load_hugging_face(uri)
 
 
 def _from_torch_hub(uri: str) -> Encoder:
-    prefix = "torchhub:facebookresearch/dino:"
-    name = uri.removeprefix(prefix)
-    if not uri.startswith(prefix) or name not in DINO_WEIGHTS:
-        known = ", ".join(prefix + known for known in DINO_WEIGHTS)
-        raise CheckpointError(f"unknown {uri!r}; known are {known}")
-    return _from_dino_file(downloaded_file(DINO_WEIGHTS[name]), uri, name)
+    # A branch may follow the repository, as torch.hub writes it: REPOSITORY:main:NAME.
+    match = re.fullmatch(r"torchhub:([^:]+):(?:[^:]+:)?([^:]+)", uri)
+    repository, name = (match[1], match[2]) if match else ("", "")
+    url = HUB_WEIGHTS.get(repository, {}).get(name)
+    if url is None:
+        known = (f"torchhub:{repo}:{one}" for repo, names in HUB_WEIGHTS.items() for one in names)
+        raise CheckpointError(f"unknown {uri!r}; known are {', '.join(known)}")
+    return _from_foreign_file(downloaded_file(url), uri, name)
 
 
 def _from_path(uri: str) -> Encoder:
     path = Path(uri).expanduser()
     if path.is_dir():
+        if (path / "config.json").is_file() and not (path / _LAST).is_file():
+            raise CheckpointError(f"{path} is a folder of Hugging Face; type local-dir:{path}")
         path /= _LAST
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}; give {_KINDS}")
     if path.suffix == ".safetensors" and is_ours(path):
         model, digest = load_checkpoint(path)
         keys = len(model.state_dict())
-        return encoder_from_vit(model, name=_name(path), uri=uri, sha256=digest, keys=(keys, keys))
-    return _from_dino_file(path, uri, _name(path))
+        return encoder_from_vit(
+            model,
+            name=encoder_name(path),
+            uri=uri,
+            sha256=digest,
+            keys=(keys, keys),
+            contents=Contents("ssl-bench", file=path),
+        )
+    return _from_foreign_file(path, uri, encoder_name(path))
 
 
-def _from_dino_file(path: Path, uri: str, name: str) -> Encoder:
-    digest = verified_sha256(path)
-    model, keys = load_dino(path)
-    return encoder_from_vit(model, name=name, uri=uri, sha256=digest, keys=keys)
+def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
+    with unreplaced(path):
+        digest = verified_sha256(path)
+        found = load_foreign(path)
+    return encoder_from_vit(
+        found.model, name=name, uri=uri, sha256=digest, keys=found.keys, contents=found.contents
+    )
 
 
-def _name(path: Path) -> str:
+def encoder_name(path: Path) -> str:
     """The run's name for its last checkpoint, the file's own otherwise."""
     return path.resolve().parent.name if path.name == _LAST else path.stem

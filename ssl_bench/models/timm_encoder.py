@@ -1,9 +1,10 @@
 """timm's Vision Transformers as encoders, with positions resized as in DINO."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import timm
@@ -15,18 +16,19 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.checkpoint import verified_sha256
-from ssl_bench.models.encoder import Encoder, state_dict_sha256
+from ssl_bench.models.encoder import Contents, Encoder, state_dict_sha256
 from ssl_bench.models.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.positions import resize_positions
-from ssl_bench.models.weights import backbone_weights, read_weights
+from ssl_bench.models.timm_attention import give_queries_keys_values
+from ssl_bench.models.weights import Backbone, backbone_weights, read_weights
 
 # Eva holds timm's ViTs with rotary positions, DINOv3 among them.
 PlainViT = VisionTransformer | Eva
 
 _RANDOM_SEED = 0
 _SUPPORTED = (
-    "supported are timm's plain Vision Transformers, which take dynamic_img_size and have "
-    "blocks[i].attn.qkv, for example vit_small_patch16_224"
+    "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
+    "size, for example vit_small_patch16_224"
 )
 
 
@@ -52,7 +54,7 @@ class TimmViT(nn.Module):
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
         """The pooled output of timm."""
         patch_embed: Any = self.model.patch_embed
-        patch_size = patch_embed.patch_size[0]
+        patch_size = patch_embed.feat_ratio()
         size = (images.shape[-2] // patch_size, images.shape[-1] // patch_size)
         with _resized_positions(self.model, size) as positions:
             return torch.func.functional_call(self.model, positions, (images,))
@@ -75,18 +77,39 @@ def load_timm(uri: str) -> Encoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_RANDOM_SEED)
         model = _create(name, None)
-    return _encoder(model, uri, f"{name} (random)", state_dict_sha256(model), (0, 0))
+    return timm_encoder(model, uri=uri, name=f"{name} (random)", sha256=state_dict_sha256(model))
 
 
-def _from_file(uri: str, name: str, path: Path, *, label: str) -> Encoder:
+def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: str) -> Encoder:
+    """Load weights that timm wrote, with what the config.json beside them says.
+
+    Args:
+        config: With `architecture`, and `pretrained_cfg` and `model_args` where they matter.
+        path: The weights.
+        uri: What was asked for.
+        label: How tables call it.
+
+    Raises:
+        CheckpointError: An unknown or unsupported architecture, or a file that does not fit.
+    """
+    name = str(config["architecture"]).partition(".")[0]
+    _check_name(name)
+    return _from_file(uri, name, path, label=label, config=config)
+
+
+def _from_file(
+    uri: str, name: str, path: Path, *, label: str, config: Mapping[str, Any] | None = None
+) -> Encoder:
     digest = verified_sha256(path)
-    weights, total = backbone_weights(read_weights(path))
-    if not weights:
+    backbone = backbone_weights(read_weights(path), path)
+    if not backbone.weights:
         # timm would take "no weights" for "none given" and ask the network.
         raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
     with torch.random.fork_rng(devices=[]):
-        model = _create(name, (path, weights))
-    return _encoder(model, uri, label, digest, (len(model.state_dict()), total))
+        model = _create(name, (path, backbone), config or {})
+    keys = (len(model.state_dict()), backbone.total)
+    contents = Contents("timm", f"timm {timm.__version__}, {name}", backbone.ignored, file=path)
+    return timm_encoder(model, uri=uri, name=label, sha256=digest, keys=keys, contents=contents)
 
 
 def _check_name(name: str) -> None:
@@ -105,17 +128,24 @@ def _check_name(name: str) -> None:
         )
 
 
-def _create(name: str, weights: tuple[Path, dict[str, Tensor]] | None) -> PlainViT:
+def _create(
+    name: str,
+    weights: tuple[Path, Backbone] | None,
+    config: Mapping[str, Any] = MappingProxyType({}),
+) -> PlainViT:
     # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
     # missing keys without a word.
-    loaded = {"state_dict": weights[1], "num_classes": 0, "label_offset": 0} if weights else None
+    loaded = {"num_classes": 0, "label_offset": 0}
+    told = config.get("pretrained_cfg") or {}
+    overlay = {key: told[key] for key in ("mean", "std", "input_size") if key in told}
+    if weights:
+        overlay |= {"state_dict": dict(weights[1].weights), **loaded}
     try:
         model = timm.create_model(
             name,
             pretrained=weights is not None,
-            pretrained_cfg_overlay=loaded,
-            num_classes=0,
-            dynamic_img_size=True,
+            pretrained_cfg_overlay=overlay or None,
+            **{**(config.get("model_args") or {}), "num_classes": 0, "dynamic_img_size": True},
         )
     except TypeError as error:
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
@@ -127,11 +157,10 @@ def _create(name: str, weights: tuple[Path, dict[str, Tensor]] | None) -> PlainV
 
 
 def _check_supported(model: nn.Module, name: str) -> PlainViT:
-    if not isinstance(model, PlainViT) or not all(
-        isinstance(block.get_submodule("attn").qkv, nn.Linear) for block in model.blocks
-    ):
+    if not isinstance(model, PlainViT):
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}")
-    rows, cols = model.patch_embed.patch_size
+    patch_embed: Any = model.patch_embed
+    rows, cols = patch_embed.feat_ratio(as_scalar=False)
     if rows != cols:
         raise CheckpointError(
             f"timm:{name} has patches of {rows} x {cols} pixels, expected squares; {_SUPPORTED}"
@@ -148,27 +177,39 @@ def _published_file(name: str) -> Path:
     raise CheckpointError(f"timm publishes no weights for {name}; use timm:NAME@FILE")
 
 
-def _encoder(model: PlainViT, uri: str, name: str, sha256: str, keys: tuple[int, int]) -> Encoder:
+def timm_encoder(
+    model: PlainViT,
+    *,
+    uri: str,
+    name: str,
+    sha256: str,
+    keys: tuple[int, int] = (0, 0),
+    contents: Contents | None = None,
+) -> Encoder:
+    """Freeze a Vision Transformer of timm; its attention gets one layer for q, k and v."""
     # Any: what timm declares for these is wider than what they are.
     published: Any = model.pretrained_cfg
     patch_embed: Any = model.patch_embed
-    attention: Any = model.blocks.get_submodule("0.attn")
     published.pop("state_dict", None)
+    num_heads = give_queries_keys_values(model.blocks)
+    registers = model.reg_token
     return Encoder(
         module=TimmViT(model).eval().requires_grad_(False),
         name=name,
         uri=uri,
         sha256=sha256,
-        patch_size=patch_embed.patch_size[0],
+        patch_size=patch_embed.feat_ratio(),
         depth=len(model.blocks),
         dim=model.embed_dim,
-        num_heads=attention.num_heads,
+        num_heads=num_heads,
         num_prefix_tokens=model.num_prefix_tokens,
         native_size=patch_embed.img_size,
-        mean=published["mean"],
-        std=published["std"],
+        mean=tuple(published["mean"]),
+        std=tuple(published["std"]),
         loaded_keys=keys[0],
         total_keys=keys[1],
+        num_registers=0 if registers is None else registers.shape[1],
+        contents=contents or Contents("timm", f"timm {timm.__version__}"),
     )
 
 

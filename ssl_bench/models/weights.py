@@ -4,7 +4,8 @@ import argparse
 import pickle
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,27 @@ _CONTAINERS = (
     *("teacher", "state_dict_ema", "model_ema"),
     *("student", "state_dict", "model", "backbone"),
 )
-_PREFIXES = ("module.", "_orig_mod.", "teacher.", "student.", "backbone.")
-_HEADS = ("head.", "head_dist.")
+# Left out at each step is what the table beside them allows, and nothing else.
+_PREFIXES = (
+    *("module.", "_orig_mod.", "teacher.", "student.", "base_encoder.", "backbone."),
+    *("vit.", "dinov2_with_registers.", "dinov2."),
+)
+_BESIDE_CONTAINERS = {
+    "|".join(_CONTAINERS): "another copy of the model; averaged weights lead",
+    r"\w*optim\w*|\w*sched\w*|\w*scaler\w*": "state of training",
+    r"\w*loss\w*|queue|center": "state of a loss",
+    r"\w*rng\w*|args|config|hyper_parameters|callbacks|loops": "state of training",
+}
+_BESIDE_PREFIXES = {
+    r"student\..*": "the student; the teacher leads",
+    r"momentum_encoder\..*": "momentum encoder of MoCo-v3, scored on its base encoder",
+    r"momentum_backbone\..*": "a moving average of the encoder",
+    r"(?:momentum_)?(?:predictor|projector|prototypes)\..*": "a head of pretraining",
+    r"(?:\w+_)?(?:head|loss|center)\w*(?:\..*)?": "a head or its loss, after the encoder",
+    r"(?:classifier|fc|pooler)\..*": "a head, after the encoder",
+    r"decoder\..*": "decoder of MAE, after the encoder",
+}
+_HEADS = {r"(?:head|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
 # Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
 _HARMLESS = [
@@ -65,18 +85,80 @@ def read_weights(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
-def backbone_weights(content: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
-    """The encoder's weights under plain names, and how many tensors stood in its container.
+@dataclass(frozen=True)
+class Backbone:
+    """The tensors of an encoder in somebody's file.
 
-    The teacher comes before the student; prefixes of wrappers and heads are dropped.
+    Attributes:
+        weights: Under names without the prefixes of wrappers.
+        total: Tensors in the container that held them.
+        ignored: Every other tensor of the file, or what held several, and why it is left out.
+        prefixes: What was taken off the names.
     """
+
+    weights: Mapping[str, Tensor]
+    total: int
+    ignored: Mapping[str, str]
+    prefixes: tuple[str, ...] = ()
+
+
+def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
+    """The encoder's weights under plain names; the teacher comes before the student.
+
+    Raises:
+        CheckpointError: A tensor is neither the encoder's nor one that is known to be left out.
+    """
+    ignored: dict[str, str] = {}
     while container := next((c for c in _CONTAINERS if isinstance(content.get(c), Mapping)), None):
+        beside = [name for name, value in content.items() if name != container and _tensors(value)]
+        ignored |= left_out(beside, _BESIDE_CONTAINERS, path)
         content = content[container]
     weights = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-    total = len(weights)
+    nested = [name for name, value in content.items() if name not in weights and _tensors(value)]
+    ignored |= left_out(nested, _BESIDE_CONTAINERS, path)
+    total, prefixes = len(weights), []
     while prefix := next((p for p in _PREFIXES if any(n.startswith(p) for n in weights)), None):
+        beside = [name for name in weights if not name.startswith(prefix)]
+        ignored |= left_out(beside, _BESIDE_PREFIXES, path)
         weights = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-    return {n: w for n, w in weights.items() if not n.startswith(_HEADS)}, total
+        prefixes.append(prefix)
+    heads = [name for name in weights if any(re.fullmatch(head, name) for head in _HEADS)]
+    ignored |= left_out(heads, _HEADS, path)
+    plain = {name: value for name, value in weights.items() if name not in heads}
+    return Backbone(plain, total, ignored, tuple(prefixes))
+
+
+def left_out(names: Iterable[str], known: Mapping[str, str], path: Path) -> dict[str, str]:
+    """Why each tensor is not used.
+
+    Args:
+        names: Of tensors that nobody takes.
+        known: Pattern of whole names to the reason.
+        path: The file to name in an error.
+
+    Raises:
+        CheckpointError: No pattern fits a name.
+    """
+    reasons = {
+        name: next((why for pattern, why in known.items() if re.fullmatch(pattern, name)), None)
+        for name in names
+    }
+    unknown = [name for name, why in reasons.items() if why is None]
+    if unknown:
+        raise CheckpointError(
+            f"{path} holds {_first(unknown)}, which is neither an encoder's nor known to be left "
+            "out; save the encoder's state_dict alone"
+        )
+    return {name: why for name, why in reasons.items() if why is not None}
+
+
+def _tensors(value: object) -> int:
+    """How many tensors there are in containers of any depth."""
+    if isinstance(value, Tensor):
+        return 1
+    if isinstance(value, Mapping):
+        return sum(_tensors(item) for item in value.values())
+    return sum(_tensors(item) for item in value) if isinstance(value, list | tuple) else 0
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:

@@ -1,0 +1,28 @@
+"""What the site shows besides docs/: the README as its first page, and the generated results."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+SHOWN = ("results/*.md", "results/tables/*.md", "results/figures/*", "SECURITY.md")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that do not lie in docs/."""
+    place = {"dest_dir": config.site_dir, "use_directory_urls": config.use_directory_urls}
+    for path in sorted(path for pattern in SHOWN for path in ROOT.glob(pattern)):
+        files.append(File(path.relative_to(ROOT).as_posix(), src_dir=str(ROOT), **place))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    files.append(File.generated(config, "index.md", content=readme))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links between docs/ and what lies beside it lead to the pages of the site."""
+    if page.file.src_uri.startswith("results/"):
+        return markdown
+    inside = markdown.replace("](docs/", "](").replace("](../README.md", "](index.md")
+    return re.sub(r"\]\(\.\./(results/|SECURITY\.md)", r"](\1", inside)

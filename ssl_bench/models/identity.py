@@ -1,0 +1,36 @@
+"""Who an encoder is, without its weights on any device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssl_bench.models.checkpoint import is_ours, stated_identity
+from ssl_bench.models.loading import encoder_name, load_encoder
+
+
+@dataclass(frozen=True)
+class EncoderIdentity:
+    """What names the cells of an encoder; the fields are those of `Encoder`."""
+
+    uri: str
+    name: str
+    sha256: str
+    depth: int
+
+
+def identify_encoder(uri: str) -> EncoderIdentity:
+    """The identity that `load_encoder(uri)` will have.
+
+    Milliseconds for a checkpoint of ours, whose header and sha256 file say it all; any other is
+    loaded and let go again.
+
+    Raises:
+        CheckpointError: As `load_encoder`; damaged weights are found only there.
+    """
+    path = Path(uri).expanduser()
+    if path.is_dir():
+        path /= "last.safetensors"
+    if path.suffix == ".safetensors" and path.is_file() and is_ours(path):
+        config, digest = stated_identity(path)
+        return EncoderIdentity(uri, encoder_name(path), digest, config.depth)
+    encoder = load_encoder(uri)
+    return EncoderIdentity(uri, encoder.name, encoder.sha256, encoder.depth)

@@ -1,0 +1,233 @@
+"""Ours beside a published table, with every known difference between the experiments."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ssl_bench.block_choice import CHOICE_NOTES, NO_CHOICE_NOTE, Chosen, choose_block
+from ssl_bench.published import PublishedColumn, PublishedTable, settings_of
+from ssl_bench.results import Record, ResultStore
+from ssl_bench.sheets import Sheet, Word
+from ssl_bench.tables import comparable_groups, dagger_note, provenance
+
+
+@dataclass(frozen=True)
+class PaperTable:
+    """A published table and, in the cells where there is one, a number of this suite.
+
+    Attributes:
+        encoders: A record of the encoder that stands for a published row, by row.
+        ours: By row and column; None where no held-out choice was possible.
+        unused: Names of other series that fit a column, by column.
+        recorded: Names of the encoders that could be given for a row.
+    """
+
+    published: PublishedTable
+    choice: str
+    encoders: dict[str, Record]
+    ours: dict[tuple[str, str], Chosen | None]
+    unused: dict[str, tuple[str, ...]]
+    recorded: tuple[str, ...]
+
+    def sheet(self, style: str) -> Sheet:
+        """Published values with ours behind them; nothing is ranked."""
+        del style
+        rows = [
+            (Word(row), *(self._word(row, column.name) for column in self.published.columns))
+            for row in self.published.rows
+        ]
+        return Sheet(
+            title=(
+                f"published | ours ± half-width (images): {self.published.title}, "
+                f"{self.published.source}"
+            ),
+            head=("encoder", *(column.name for column in self.published.columns)),
+            rows=tuple(rows),
+            note="\n".join(self.notes()),
+        )
+
+    def _word(self, row: str, column: str) -> Word:
+        value = str(self.published.values[row, column])
+        if (row, column) not in self.ours:
+            return Word(f"{value} | -")
+        chosen = self.ours[row, column]
+        if chosen is None:
+            return Word(f"{value} | ‡")
+        blocks = ",".join(map(str, chosen.layers))
+        images = chosen.entry.records[0].num_images
+        return Word(f"{value} | {chosen.entry.text()} @{blocks} ({images:,})")
+
+    def notes(self) -> list[str]:
+        """How the experiments differ, and what is missing, a sentence each."""
+        published = self.published
+        notes = [
+            "ours is not the same experiment in any cell, and no record knows how an encoder was "
+            "pretrained; what differs besides:",
+            f"published: {published.setup}; not stated: {published.unknown}",
+            *(self._column_note(column) for column in published.columns if self._used(column)),
+            *(
+                f"{row!r} here: {record.model}, {record.depth} blocks, "
+                f"sha256 {record.checkpoint_sha256[:8]}"
+                for row, record in self.encoders.items()
+            ),
+        ]
+        chosen = self._chosen()
+        if any(len(one.offered) > 1 for one in chosen):
+            notes.append(CHOICE_NOTES[self.choice])
+        if None in self.ours.values():
+            notes.append(NO_CHOICE_NOTE)
+        if chosen:
+            records = [record for one in chosen for record in one.entry.records]
+            notes.append(provenance(records) + dagger_note(one.entry for one in chosen))
+        return [*notes, *self._missing()]
+
+    def _chosen(self) -> list[Chosen]:
+        return [chosen for chosen in self.ours.values() if chosen is not None]
+
+    def _used(self, column: PublishedColumn) -> list[Chosen]:
+        found = [self.ours.get((row, column.name)) for row in self.published.rows]
+        return [chosen for chosen in found if chosen is not None]
+
+    def _column_note(self, column: PublishedColumn) -> str:
+        record = self._used(column)[0].entry.records[0]
+        images = ""
+        if column.num_images is not None:
+            images = f"published on {column.num_images:,} images if all were used; "
+        others = self.unused[column.name]
+        also = f"; also recorded: {'; '.join(others)}" if others else ""
+        return f"{column.name}: {images}here: {settings_of(record)}{also}"
+
+    def _missing(self) -> list[str]:
+        notes = []
+        rows = [row for row in self.published.rows if row not in self.encoders]
+        if rows:
+            notes.append(
+                f"no encoder for {', '.join(map(repr, rows))}; give one with --as 'ROW'=CHECKPOINT,"
+                f" recorded here: {', '.join(self.recorded) or 'none'}"
+            )
+        without = [column for column in self.published.columns if not self._used(column)]
+        strange = [column.name for column in without if not column.task]
+        if strange:
+            notes.append(f"this suite has no probe for: {', '.join(strange)}")
+        wanted = [
+            f"{column.name} (--task {column.task} --dataset {column.dataset}, "
+            f"facet {' or '.join(column.facets)})"
+            for column in without
+            if column.task
+        ]
+        if wanted and self.encoders:
+            notes.append(f"no record of these encoders for: {', '.join(wanted)}")
+        return notes
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        """A published cell a row, ours empty where there is none."""
+        return [
+            {
+                "row": row,
+                "column": column.name,
+                "published": self.published.values[row, column.name],
+                "source": self.published.source,
+                **_csv_fields(self.ours.get((row, column.name))),
+            }
+            for row in self.published.rows
+            for column in self.published.columns
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Published cells, ours with what is needed to trust them, and what differs."""
+        cells = [
+            {
+                "row": row,
+                "column": column.name,
+                "published": self.published.values[row, column.name],
+                "ours": _json(self.ours.get((row, column.name))),
+            }
+            for row in self.published.rows
+            for column in self.published.columns
+        ]
+        return {
+            "kind": "published",
+            "paper": self.published.paper,
+            "table": self.published.name,
+            "source": self.published.source,
+            "block_choice": self.choice,
+            "cells": cells,
+            "notes": self.notes(),
+        }
+
+
+def _csv_fields(chosen: Chosen | None) -> dict[str, Any]:
+    if chosen is None:
+        return {}
+    return {"blocks": " ".join(map(str, chosen.layers)), **chosen.entry.csv_fields()}
+
+
+def _json(chosen: Chosen | None) -> dict[str, Any] | None:
+    if chosen is None:
+        return None
+    return {
+        "blocks": list(chosen.layers),
+        "blocks_offered": list(chosen.offered),
+        "settings": settings_of(chosen.entry.records[0]),
+        **chosen.entry.as_json(),
+    }
+
+
+def paper_table(
+    published: PublishedTable,
+    records: Sequence[Record],
+    store: ResultStore,
+    *,
+    encoders: Mapping[str, str],
+    choice: str,
+) -> PaperTable:
+    """Lay records beside a published table.
+
+    Args:
+        published: Its rows and columns are kept.
+        records: Those that may stand there.
+        store: Holds the images' contributions.
+        encoders: sha256 of the weights that stand for a row, by row.
+        choice: How a block is chosen where several were probed; see `choose_block`.
+    """
+    shas = {row: encoders[row] for row in published.rows if row in encoders}
+    candidates = [record for record in records if record.checkpoint_sha256 in shas.values()]
+    ours: dict[tuple[str, str], Chosen | None] = {}
+    unused = {}
+    for column in published.columns:
+        series = _series(column, candidates)
+        unused[column.name] = tuple(_named(group[0]) for group in series[1:])
+        for row, sha in shas.items():
+            fitting = [r for group in series[:1] for r in group if r.checkpoint_sha256 == sha]
+            if fitting:
+                ours[row, column.name] = choose_block(fitting, store, choice)
+    by_sha = {record.checkpoint_sha256: record for record in records}
+    return PaperTable(
+        published=published,
+        choice=choice,
+        encoders={row: by_sha[sha] for row, sha in shas.items() if sha in by_sha},
+        ours=ours,
+        unused=unused,
+        recorded=tuple(sorted({record.model for record in records})),
+    )
+
+
+def _series(column: PublishedColumn, records: Sequence[Record]) -> list[list[Record]]:
+    """Comparable records that fit a column, those nearest to the paper first."""
+
+    def distance(group: Sequence[Record]) -> tuple[bool, bool, int, int, int]:
+        first = group[0]
+        return (
+            first.protocol != "paper",
+            first.metric != column.metric,
+            -len({record.checkpoint_sha256 for record in group}),
+            column.facets.index(first.facet) if first.facet in column.facets else 0,
+            -first.num_images,
+        )
+
+    fitting = [record for record in records if column.is_measured_by(record)]
+    return sorted(comparable_groups(fitting), key=distance)
+
+
+def _named(record: Record) -> str:
+    return f"{record.metric}, {record.facet}, protocol {record.protocol}"

@@ -1,0 +1,233 @@
+"""Published values, and how the experiments behind them differ from a record of this suite."""
+
+import difflib
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.results import Record
+
+_CHOSEN_BY = {
+    "miou_holdout": "learning rate chosen on held-out training images",
+    "miou_oracle": "learning rate chosen on the scored images",
+}
+
+
+@dataclass(frozen=True)
+class PublishedColumn:
+    """What a published column measures.
+
+    Attributes:
+        task: Name of this suite's probe; empty where there is none. Likewise `dataset`, `metric`.
+        facets: Of records that measure the same kind of feature.
+        num_images: Of the usual whole split, which papers do not always name; None for times.
+    """
+
+    name: str
+    task: str
+    dataset: str
+    metric: str
+    facets: tuple[str, ...]
+    num_images: int | None
+
+    def is_measured_by(self, record: Record) -> bool:
+        """Whether a record, of whatever protocol, answers the same question on the same data."""
+        names = (record.task, _family(record.metric))
+        if not self.task or names != (self.task, _family(self.metric)):
+            return False
+        # A dataset of fewer images than published carries their number after a dash.
+        same_data = record.dataset == self.dataset or record.dataset.startswith(f"{self.dataset}-")
+        return same_data and (not self.facets or record.facet in self.facets)
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """A published table; its rows are encoders, its columns what is measured of them.
+
+    Attributes:
+        name: Unique among all papers, such as "table2".
+        setup: What the paper says of the experiment.
+        unknown: What it leaves open.
+        source: Paper, venue and number of the table.
+        values: By row and column, in percent unless the metric says otherwise.
+    """
+
+    paper: str
+    name: str
+    title: str
+    setup: str
+    unknown: str
+    source: str
+    rows: tuple[str, ...]
+    columns: tuple[PublishedColumn, ...]
+    values: dict[tuple[str, str], float]
+
+
+@dataclass(frozen=True)
+class PublishedValue:
+    """One cell of a published table."""
+
+    paper: str
+    table: str
+    row: str
+    column: str
+    task: str
+    dataset: str
+    metric: str
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A published value that may stand beside a record, never as the same experiment.
+
+    Attributes:
+        differs: One sentence: what is known of the published experiment, and of the record.
+    """
+
+    value: PublishedValue
+    differs: str
+
+
+@cache
+def published_tables() -> tuple[PublishedTable, ...]:
+    """All published tables, read once from the file in the package."""
+    text = files("ssl_bench").joinpath("published.json").read_text(encoding="utf-8")
+    tables = tuple(
+        _table(paper, table) for paper in json.loads(text)["papers"] for table in paper["tables"]
+    )
+    names = [table.name for table in tables]
+    if len(set(names)) < len(names):
+        raise ValueError(f"expected every published table to have its own name, got {names}")
+    return tables
+
+
+def published_table(name: str) -> PublishedTable:
+    """A table by its name, such as "table2" or "cutting_the_skip:table2".
+
+    Raises:
+        ConfigurationError: there is none of this name.
+    """
+    known = {f"{table.paper}:{table.name}": table for table in published_tables()}
+    found = [table for full, table in known.items() if name in (full, table.name)]
+    if not found:
+        short = [table.name for table in published_tables()]
+        close = difflib.get_close_matches(name, [*short, *known], n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigurationError(f"no published table {name!r}; {hint}known are {', '.join(known)}")
+    return found[0]
+
+
+def published_values(
+    paper: str | None = None, table: str | None = None
+) -> tuple[PublishedValue, ...]:
+    """All published values, or those of one paper or table.
+
+    Raises:
+        ConfigurationError: an unknown paper or table.
+    """
+    chosen = published_tables()
+    papers = list(dict.fromkeys(one.paper for one in chosen))
+    if paper is not None and paper not in papers:
+        raise ConfigurationError(f"no published paper {paper!r}; known are {', '.join(papers)}")
+    if table is not None:
+        chosen = (published_table(table),)
+    return tuple(
+        _value(one, row, column)
+        for one in chosen
+        if paper in (None, one.paper)
+        for row in one.rows
+        for column in one.columns
+    )
+
+
+def published_beside(record: Record) -> tuple[Beside, ...]:
+    """The published values of the task, dataset and metric of a record, whatever its protocol."""
+    return tuple(
+        Beside(_value(table, row, column), difference_of_settings(table, column, record))
+        for table in published_tables()
+        for column in table.columns
+        if column.is_measured_by(record)
+        for row in table.rows
+    )
+
+
+def difference_of_settings(table: PublishedTable, column: PublishedColumn, record: Record) -> str:
+    """One sentence on both experiments; it claims for none of them to be the other."""
+    images = "" if column.num_images is None else f", {column.num_images:,} images if all were used"
+    return (
+        f"published: {table.setup}{images}, not stated: {table.unknown}; "
+        f"here: {settings_of(record)}"
+    )
+
+
+def settings_of(record: Record) -> str:
+    """What was measured here, in words that compare with those of a paper."""
+    settings = record.settings
+    words = [
+        f"{record.num_images:,} images of {record.dataset} {record.split}",
+        f"protocol {record.protocol}",
+        f"{record.facet} features",
+    ]
+    if settings.get("image_size"):
+        words.append(f"{settings['image_size']} px")
+    if settings.get("epochs"):
+        words.append(f"{settings['epochs']} epochs of the head")
+    if settings.get("train_images"):
+        words.append(f"at most {settings['train_images']} training images")
+    return ", ".join([*words, *filter(None, [_CHOSEN_BY.get(record.metric)])])
+
+
+def _family(metric: str) -> str:
+    return "miou" if metric.startswith("miou") else metric
+
+
+def _value(table: PublishedTable, row: str, column: PublishedColumn) -> PublishedValue:
+    return PublishedValue(
+        paper=table.paper,
+        table=table.name,
+        row=row,
+        column=column.name,
+        task=column.task,
+        dataset=column.dataset,
+        metric=column.metric,
+        value=table.values[row, column.name],
+        source=table.source,
+    )
+
+
+def _table(paper: dict[str, Any], table: dict[str, Any]) -> PublishedTable:
+    columns = tuple(_column(column) for column in table["columns"])
+    values = {}
+    for row in table["rows"]:
+        # Strict: a row with a number too many or too few would shift all that follow.
+        for column, value in zip(columns, row["values"], strict=True):
+            values[row["name"], column.name] = float(value)
+    if len(values) != len(table["rows"]) * len(columns):
+        raise ValueError(f"rows or columns of {table['name']} share a name")
+    return PublishedTable(
+        paper=paper["name"],
+        name=table["name"],
+        title=table["title"],
+        setup=table["setup"],
+        unknown=table["unknown"],
+        source=f"{paper['title']}, {paper['reference']}, {table['where']}",
+        rows=tuple(row["name"] for row in table["rows"]),
+        columns=columns,
+        values=values,
+    )
+
+
+def _column(column: dict[str, Any]) -> PublishedColumn:
+    return PublishedColumn(
+        name=column["name"],
+        task=column["task"],
+        dataset=column["dataset"],
+        metric=column["metric"],
+        facets=tuple(column["facets"]),
+        num_images=column["images"],
+    )

@@ -1,0 +1,86 @@
+"""Who is in a report, and how each is drawn: the same colour and line wherever it appears."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ssl_bench.results import Record
+from ssl_bench.tables import model_names
+
+NUM_COLOURS = 8
+_NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One set of weights.
+
+    Attributes:
+        number: From 0, in the order of the names.
+        name: Unique in the report.
+        model: As recorded; several checkpoints may share it.
+        skipless: Its name says that it has no skip connections; drawn dashed.
+        colour: Shared by an encoder and the skipless one of otherwise the same name.
+        page: File name.
+        folders: Names of the folders that may hold its pictures.
+    """
+
+    number: int
+    sha256: str
+    name: str
+    model: str
+    depth: int
+    skipless: bool
+    colour: int
+    page: str
+    folders: tuple[str, ...]
+
+    @property
+    def style(self) -> str:
+        """Classes of its lines in the style sheet: colour, and dashes for skipless."""
+        again = self.colour // NUM_COLOURS
+        return f"c{self.colour % NUM_COLOURS} d{min(again, 2)}{'s' if self.skipless else ''}"
+
+
+def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
+    """The checkpoints of some records, ordered by name."""
+    latest = {record.checkpoint_sha256: record for record in records}
+    named = sorted((name, sha) for sha, name in model_names(records).items())
+    colours = _colours([name for name, _ in named])
+    return tuple(
+        Checkpoint(
+            number=number,
+            sha256=sha,
+            name=name,
+            model=latest[sha].model,
+            depth=latest[sha].depth,
+            skipless=bool(_NO_SKIP.search(name)),
+            colour=colours[name],
+            page=f"checkpoint-{in_file_names(name)}-{sha[:8]}.html",
+            folders=tuple(sorted({_folder(r) for r in records if r.checkpoint_sha256 == sha})),
+        )
+        for number, (name, sha) in enumerate(named)
+    )
+
+
+def in_file_names(name: str) -> str:
+    """A name that any file system and address can hold."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80]
+
+
+def _folder(record: Record) -> str:
+    return f"{record.model}-{record.checkpoint_sha256[:8]}".replace("/", "_")
+
+
+def _colours(names: Sequence[str]) -> dict[str, int]:
+    """Numbers by name; a pair that differs in skip and skipless alone shares one."""
+    taken: dict[tuple[str, bool], int] = {}
+    numbers: dict[str, int] = {}
+    families: dict[str, int] = {}
+    for name in names:
+        family, skipless = _NO_SKIP.sub("skip", name), bool(_NO_SKIP.search(name))
+        number = families.setdefault(family, len(families))
+        if (family, skipless) in taken:
+            number = families.setdefault(name, len(families))
+        taken[family, skipless] = numbers[name] = number
+    return numbers

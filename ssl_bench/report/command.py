@@ -1,0 +1,28 @@
+"""What the command `report` does once its arguments are read."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssl_bench.commands import say
+from ssl_bench.report.comparing import MOST_PAIRED
+from ssl_bench.report.folder import require_replaceable
+from ssl_bench.report.writing import build_report, write_report
+from ssl_bench.results import ResultStore
+from ssl_bench.table_command import MISFIT, asked_records, say_ignored
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Write a folder of pages about the records of a folder of results."""
+    del overrides
+    store = ResultStore(Path(options.out))
+    folder = Path(options.into).expanduser() if options.into else store.root / "report"
+    require_replaceable(folder)
+    records = asked_records(options, store)
+    report = build_report(store, records, options.pair or [])
+    if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
+        say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
+    write_report(report, folder)
+    say_ignored(store.damaged, MISFIT)
+    say(f"{len(records)} records of {len(report.checkpoints)} checkpoints: {folder / 'index.html'}")
+    return 0

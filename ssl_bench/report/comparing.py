@@ -1,0 +1,261 @@
+"""Pairs of checkpoints: differences with intervals, and the images behind them."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from jaxtyping import Float64
+
+from ssl_bench.comparison import Curve, Difference, stored_curve
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.report.checkpoints import Checkpoint
+from ssl_bench.report.model import Panel
+from ssl_bench.report.outcomes import image_names, image_scores
+from ssl_bench.report.pictures import Gallery
+from ssl_bench.results import PerImage, Record, ResultStore
+
+MOST_PAIRED = 6
+"""With more checkpoints than that, pairs must be asked for."""
+
+_NUM_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two checkpoints that get a page."""
+
+    first: Checkpoint
+    second: Checkpoint
+
+    @property
+    def page(self) -> str:
+        return f"compare-{self.first.sha256[:8]}-{self.second.sha256[:8]}.html"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One checkpoint in one panel, with its bootstrap.
+
+    Attributes:
+        resampled: Scores over images drawn with replacement, one column a block.
+        held_out: Of the block that the images of the other folds choose; likewise
+            `held_out_resampled`.
+        layers_held_out: The blocks that were chosen.
+        names: Of the images.
+        records: Numbers of the records by block.
+    """
+
+    curve: Curve
+    resampled: Mapping[int, Float64[np.ndarray, " resamples"]]
+    held_out: float
+    held_out_resampled: Float64[np.ndarray, " resamples"]
+    layers_held_out: tuple[int, ...]
+    names: tuple[str, ...]
+    records: Mapping[int, int]
+    seed: int
+
+
+@dataclass(frozen=True)
+class ImageDifference:
+    """What one image contributes on both sides, as text, and its difference in points."""
+
+    image: str
+    first: str
+    second: str
+    difference: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A difference and the numbers of the records behind its two sides."""
+
+    difference: Difference
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PanelPair:
+    """Two checkpoints in one panel.
+
+    Attributes:
+        rows: Second minus first block by block.
+        summary: Best blocks on the scored images, then those that held-out images choose.
+        layers: The best block of each side.
+        images: Those whose scores at these blocks differ most.
+        tally: Of images that are right or wrong: both, only the first, only the second, neither.
+    """
+
+    panel: Panel
+    rows: tuple[Row, ...]
+    summary: tuple[Row, ...]
+    layers: tuple[int, int]
+    images: tuple[ImageDifference, ...]
+    tally: tuple[int, int, int, int] | None
+
+
+@dataclass(frozen=True)
+class GalleryPair:
+    """The same pictures of two checkpoints."""
+
+    first: Gallery
+    second: Gallery
+
+
+def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[Sequence[str]]) -> list[Pair]:
+    """All pairs, or those asked for by names or beginnings of the sha256.
+
+    Raises:
+        ConfigurationError: a name is unknown or means several.
+    """
+    wanted = [tuple(_found(name, checkpoints) for name in names) for names in asked]
+    if any(first == second for first, second in wanted):
+        raise ConfigurationError("expected --pair of two different checkpoints, got one twice")
+    if not wanted and len(checkpoints) <= MOST_PAIRED:
+        wanted = list(combinations(checkpoints, 2))
+    return [Pair(first, second) for first, second in dict.fromkeys(wanted)]
+
+
+def _found(name: str, checkpoints: Sequence[Checkpoint]) -> Checkpoint:
+    known = ", ".join(checkpoint.name for checkpoint in checkpoints)
+    found = [c for c in checkpoints if c.name == name] or [
+        c for c in checkpoints if name and (c.model == name or c.sha256.startswith(name))
+    ]
+    if len(found) != 1:
+        what = "several are called" if found else "there is no record of"
+        raise ConfigurationError(f"--pair: {what} {name!r}; expected one of {known}")
+    return found[0]
+
+
+def scored(
+    store: ResultStore, records: Sequence[Record], panel: Panel, checkpoint: Checkpoint
+) -> Scored | None:
+    """The bootstrap of one checkpoint; None where images' contributions were not kept.
+
+    Of several seeds the lowest, because images are paired with those of the same seed.
+    """
+    line = panel.line(checkpoint)
+    numbers = [number for point in line.points for number in point.records] if line else []
+    seed = min((records[number].seed for number in numbers), default=0)
+    chosen = {records[n].layer: n for n in numbers if records[n].seed == seed}
+    curve = stored_curve(store, [records[number] for number in chosen.values()])
+    found = curve.per_image
+    if not found or len({counts.shape for counts in found.values()}) > 1:
+        return None
+    held_out, layers = curve.held_out()
+    columns = curve.resamples(np.stack([*found.values(), held_out], axis=1))
+    return Scored(
+        curve=curve,
+        resampled={layer: columns[:, i] for i, layer in enumerate(found)},
+        held_out=curve.value(held_out),
+        held_out_resampled=columns[:, -1],
+        layers_held_out=tuple(sorted(set(layers))),
+        names=tuple(image_names(store, records[numbers[0]], len(held_out))),
+        records={layer: chosen[layer] for layer in found},
+        seed=seed,
+    )
+
+
+def panel_pair(panel: Panel, first: Scored, second: Scored) -> PanelPair | None:
+    """Second minus first; None where they share no block, images or seed."""
+    layers = sorted(first.resampled.keys() & second.resampled.keys())
+    if not layers or len(first.names) != len(second.names) or first.seed != second.seed:
+        return None
+    best = (first.curve.best_layer(), second.curve.best_layer())
+    sides = (first.curve.per_image[best[0]], second.curve.per_image[best[1]])
+    return PanelPair(
+        panel=panel,
+        rows=tuple(_at_blocks(str(layer), first, second, (layer, layer)) for layer in layers),
+        summary=(
+            _at_blocks(f"best ({best[0]}, {best[1]})", first, second, best),
+            _held_out(first, second),
+        ),
+        layers=best,
+        images=_images(panel.metric, first.names, sides),
+        tally=_tally(*sides) if sides[0].ndim == 1 else None,
+    )
+
+
+def gallery_pairs(first: Sequence[Gallery], second: Sequence[Gallery]) -> list[GalleryPair]:
+    """The galleries that both have, cut down to the blocks and images that both have."""
+    others = {gallery.key: gallery for gallery in second}
+    pairs = []
+    for one in first:
+        other = others.get(one.key)
+        layers = [n for n in one.prefixes if other and n in other.prefixes]
+        images = [image for image in one.files if other and image in other.files]
+        if other and layers and images:
+            pairs.append(GalleryPair(one.only(layers, images), other.only(layers, images)))
+    return pairs
+
+
+def scored_by_panel(
+    store: ResultStore,
+    records: Sequence[Record],
+    panels: Sequence[Panel],
+    pairs: Sequence[Pair],
+    progress: Callable[[Sequence[Panel]], Iterable[Panel]],
+) -> dict[Pair, list[PanelPair]]:
+    """Everything that the pairs can be compared in; each checkpoint is resampled once a panel."""
+    members = {checkpoint for pair in pairs for checkpoint in (pair.first, pair.second)}
+    found: dict[Pair, list[PanelPair]] = defaultdict(list)
+    for panel in progress(panels):
+        sides = {checkpoint: scored(store, records, panel, checkpoint) for checkpoint in members}
+        for pair in pairs:
+            first, second = sides[pair.first], sides[pair.second]
+            compared = panel_pair(panel, first, second) if first and second else None
+            if compared:
+                found[pair].append(compared)
+    return found
+
+
+def _at_blocks(name: str, first: Scored, second: Scored, layers: tuple[int, int]) -> Row:
+    one, other = first.resampled[layers[0]], second.resampled[layers[1]]
+    values = (_value_at(first, layers[0]), _value_at(second, layers[1]))
+    difference = _difference(name, values, other - one)
+    return Row(difference, (first.records[layers[0]],), (second.records[layers[1]],))
+
+
+def _value_at(side: Scored, layer: int) -> float:
+    return side.curve.value(side.curve.per_image[layer])
+
+
+def _held_out(first: Scored, second: Scored) -> Row:
+    chosen = [", ".join(map(str, side.layers_held_out)) for side in (first, second)]
+    resampled = second.held_out_resampled - first.held_out_resampled
+    name = f"held-out choice ({chosen[0]}; {chosen[1]})"
+    difference = _difference(name, (first.held_out, second.held_out), resampled)
+    # All blocks took part in the choice.
+    return Row(difference, tuple(first.records.values()), tuple(second.records.values()))
+
+
+def _difference(
+    name: str, values: tuple[float, float], resampled: Float64[np.ndarray, " resamples"]
+) -> Difference:
+    low, high = np.nanpercentile(resampled, [2.5, 97.5])
+    return Difference(name, *values, float(low), float(high))
+
+
+def _tally(first: PerImage, second: PerImage) -> tuple[int, int, int, int]:
+    one, other = first.astype(bool), second.astype(bool)
+    both, neither = int((one & other).sum()), int((~one & ~other).sum())
+    return both, int((one & ~other).sum()), int((~one & other).sum()), neither
+
+
+def _images(
+    metric: str, names: Sequence[str], sides: tuple[PerImage, PerImage]
+) -> tuple[ImageDifference, ...]:
+    """The images with the largest differences in mean IoU, the first's gains first."""
+    if not metric.startswith("miou") or sides[0].ndim != 3:
+        return ()
+    found = [
+        ImageDifference(name, f"{one:.1f}", f"{other:.1f}", other - one)
+        for name, one, other in zip(names, *map(image_scores, sides), strict=True)
+        if np.isfinite(other - one) and other != one
+    ]
+    found.sort(key=lambda image: image.difference)
+    if len(found) <= 2 * _NUM_SHOWN:
+        return tuple(found)
+    return (*found[:_NUM_SHOWN], *found[-_NUM_SHOWN:])

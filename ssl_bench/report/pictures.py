@@ -1,0 +1,157 @@
+"""Pictures that probes left below OUT/pictures/TASK/DATASET/CHECKPOINT, found by their names."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from ssl_bench.report.checkpoints import Checkpoint
+from ssl_bench.results import Record
+
+_BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
+# One a image without ground truth, for other programs rather than for readers.
+_NOT_SHOWN = "masks"
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures of one kind: of every image, block by block where there is one a block.
+
+    The picture of an image at a block is `prefixes[block] + files[image]`, for all of both.
+
+    Attributes:
+        variant: Protocol and facet, as in the names of the folders.
+        prefixes: Beginnings of paths by block, or one under None for pictures of all blocks.
+        files: Ends of paths by image; "" is the name where a picture shows several images.
+    """
+
+    task: str
+    dataset: str
+    variant: str
+    prefixes: dict[int | None, str]
+    files: dict[str, str]
+
+    @property
+    def key(self) -> tuple[str, str, str, bool, bool]:
+        """Equal for the galleries of two checkpoints that show the same."""
+        return (self.task, self.dataset, self.variant, self.is_sheet, not self.layers)
+
+    @property
+    def is_sheet(self) -> bool:
+        return set(self.files) == {""}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted(layer for layer in self.prefixes if layer is not None))
+
+    def path(self, layer: int | None, image: str) -> str:
+        return self.prefixes[layer] + self.files[image]
+
+    def paths(self) -> list[str]:
+        return [prefix + file for prefix in self.prefixes.values() for file in self.files.values()]
+
+    def only(self, layers: Iterable[int | None], images: Iterable[str]) -> "Gallery":
+        """The same with some blocks and images."""
+        return Gallery(
+            self.task,
+            self.dataset,
+            self.variant,
+            {layer: self.prefixes[layer] for layer in layers},
+            {image: self.files[image] for image in images},
+        )
+
+
+def galleries_of(root: Path, records: Sequence[Record], checkpoint: Checkpoint) -> list[Gallery]:
+    """What there is to see of a checkpoint.
+
+    Args:
+        root: The folder of results.
+        records: Those of the report; their tasks and datasets are looked at.
+        checkpoint: Whose pictures.
+
+    Returns:
+        Galleries whose paths are relative to `root`, with / between folders.
+    """
+    own: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
+    for record in records:
+        if record.checkpoint_sha256 == checkpoint.sha256:
+            own[record.task, record.dataset].add((record.protocol, record.facet))
+    found = []
+    for (task, dataset), variants in sorted(own.items()):
+        for folder in checkpoint.folders:
+            place = root / "pictures" / task / dataset / folder
+            names = _names_below(place)
+            start = f"pictures/{task}/{dataset}/{folder}/"
+            found += _by_block(task, dataset, start, names)
+            found += _panels(task, dataset, start, names, variants)
+    return found
+
+
+def _names_below(place: Path) -> list[PurePosixPath]:
+    """Pictures to show; of those that exist as PNG and SVG the PNG."""
+    paths = [
+        path.relative_to(place) for kind in ("svg", "png") for path in place.rglob(f"*.{kind}")
+    ]
+    by_stem = {path.with_suffix(""): path for path in paths}
+    shown = (path for path in sorted(by_stem.values()) if _NOT_SHOWN not in path.parts)
+    return [PurePosixPath(path.as_posix()) for path in shown]
+
+
+def _by_block(task: str, dataset: str, start: str, names: Sequence[PurePosixPath]) -> list[Gallery]:
+    """Galleries of files in folders of blocks, and of sheets named after blocks."""
+    images: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    sheets: dict[str, list[int]] = defaultdict(list)
+    folders: dict[tuple[str, int], str] = {}
+    for name in names:
+        if found := _BLOCK.match(name.parent.name):
+            variant, layer = _variant(name.parent.parent, found[2]), int(found[1])
+            images[variant][layer].append(name.name)
+            folders[variant, layer] = f"{start}{name.parent}/"
+        elif found := _BLOCK.match(name.stem):
+            variant, layer = _variant(name.parent, found[2]), int(found[1])
+            sheets[variant].append(layer)
+            folders[variant, layer] = start + str(name.parent / name.stem) + "/"
+    galleries = []
+    for variant, by_layer in images.items():
+        # Only images that are drawn at every block: a path needs both.
+        everywhere = set.intersection(*map(set, by_layer.values()))
+        files = {PurePosixPath(file).stem: file for file in sorted(everywhere)}
+        prefixes: dict[int | None, str] = {n: folders[variant, n] for n in sorted(by_layer)}
+        if files:
+            galleries.append(Gallery(task, dataset, variant, prefixes, files))
+    for variant, layers in sheets.items():
+        prefixes = {n: folders[variant, n].rstrip("/") for n in sorted(layers)}
+        galleries.append(Gallery(task, dataset, variant, prefixes, {"": ".png"}))
+    return galleries
+
+
+def _panels(
+    task: str,
+    dataset: str,
+    start: str,
+    names: Sequence[PurePosixPath],
+    variants: Iterable[tuple[str, str]],
+) -> list[Gallery]:
+    """Galleries of pictures that show all blocks at once."""
+    groups: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        if _BLOCK.match(name.parent.name) or _BLOCK.match(name.stem):
+            continue
+        variant, image = _split_panel_name(name, variants)
+        groups[variant][image] = str(name)
+    return [Gallery(task, dataset, v, {None: start}, files) for v, files in groups.items()]
+
+
+def _split_panel_name(name: PurePosixPath, variants: Iterable[tuple[str, str]]) -> tuple[str, str]:
+    """PROTOCOL-FACET-IMAGE.png of a recorded protocol and facet, or FOLDER/NAME.png."""
+    starts = {f"{protocol}-{facet}-": f"{protocol} {facet}" for protocol, facet in variants}
+    # The longest, because one may begin with another.
+    for start in sorted(starts, key=len, reverse=True):
+        if name.name.startswith(start) and not name.parent.name:
+            return starts[start], name.stem.removeprefix(start)
+    return _variant(name.parent, None), name.stem
+
+
+def _variant(folder: PurePosixPath, facet: str | None) -> str:
+    return " ".join(part for part in (*folder.parts, facet or "") if part)

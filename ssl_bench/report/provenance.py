@@ -1,0 +1,70 @@
+"""Where each number is from, as data that the pages show when a number is pressed."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ssl_bench.results import Record, ResultStore
+
+_SHOWN = {
+    "model": "checkpoint",
+    "checkpoint_sha256": "sha256",
+    "task": "task",
+    "dataset": "dataset",
+    "split": "split",
+    "num_images": "images",
+    "dataset_fingerprint": "dataset fingerprint",
+    "layer": "block",
+    "facet": "facet",
+    "protocol": "protocol",
+    "metric": "metric",
+    "value": "value (%)",
+    "ci95": "95 % interval",
+    "seed": "seed",
+    "version": "ssl-bench",
+    "git_commit": "commit",
+    "torch": "torch",
+    "device": "device",
+    "seconds": "seconds of the pass",
+    "created": "date",
+}
+"""Fields of a record and what the pages call them."""
+
+
+def as_script(store: ResultStore, records: Sequence[Record]) -> str:
+    """JavaScript that defines the constant `RECORDS`: names, values by record, and settings.
+
+    What many records share is written once.
+    """
+    shared: dict[str, int] = {}
+    rows = [[_place(shared, value) for value in _values(store, record)] for record in records]
+    names = [*_SHOWN.values(), "record", "settings", "details"]
+    content = {"names": names, "words": [json.loads(word) for word in shared], "rows": rows}
+    return f"const RECORDS = {json.dumps(content, separators=(',', ':'))};\n"
+
+
+def _values(store: ResultStore, record: Record) -> list[Any]:
+    whole = record.as_json()
+    path = store.path(record.key()).relative_to(store.root)
+    rounded = {"value": _rounded(whole["value"]), "ci95": _rounded(whole["ci95"])}
+    plain = [rounded.get(name, whole[name]) for name in _SHOWN]
+    return [*plain, path.as_posix(), whole["settings"], _small(whole["details"])]
+
+
+def _place(shared: dict[str, int], value: Any) -> int:
+    return shared.setdefault(json.dumps(value, sort_keys=True, default=str), len(shared))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _small(details: Mapping[str, Any]) -> dict[str, Any]:
+    """The details that fit on a line; the record has all."""
+    return {
+        name: _rounded(value)
+        for name, value in details.items()
+        if not isinstance(value, Mapping) and len(str(value)) <= 200
+    }

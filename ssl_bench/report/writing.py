@@ -1,0 +1,195 @@
+"""From records to a folder of pages."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import TypeVar
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ssl_bench import __version__
+from ssl_bench.progress import show_progress
+from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
+from ssl_bench.report.comparing import (
+    Pair,
+    PanelPair,
+    gallery_pairs,
+    pairs_of,
+    scored_by_panel,
+)
+from ssl_bench.report.folder import copy_below, replacing
+from ssl_bench.report.model import Panel, panels_of
+from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
+from ssl_bench.report.pages import (
+    CheckpointPage,
+    IndexPage,
+    PairPage,
+    ShownExtremes,
+    Site,
+    class_tables,
+    pair_view,
+    panel_view,
+    runs_of,
+)
+from ssl_bench.report.pictures import Gallery, galleries_of
+from ssl_bench.report.provenance import as_script
+from ssl_bench.report.viewers import address_of, sections_of
+from ssl_bench.results import Record, ResultStore
+
+T = TypeVar("T")
+STATIC = ("style.css", "report.js")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that goes into the pages.
+
+    Attributes:
+        records: Others refer to them by their place here.
+        galleries: By sha256 of the checkpoint.
+        num_unreadable: Files that are no complete records.
+    """
+
+    store: ResultStore
+    records: tuple[Record, ...]
+    checkpoints: tuple[Checkpoint, ...]
+    panels: tuple[Panel, ...]
+    pairs: tuple[Pair, ...]
+    galleries: dict[str, list[Gallery]]
+    num_unreadable: int
+
+    def index_page(self) -> IndexPage:
+        return IndexPage(
+            num_records=len(self.records),
+            num_unreadable=self.num_unreadable,
+            checkpoints=self.checkpoints,
+            pairs=self.pairs,
+            views=tuple(panel_view(panel, self.records) for panel in self.panels),
+        )
+
+    def checkpoint_page(self, checkpoint: Checkpoint) -> CheckpointPage:
+        lines = [(p, line) for p in self.panels if (line := p.line(checkpoint)) is not None]
+        galleries = self.galleries[checkpoint.sha256]
+        outcomes = [
+            outcomes_of(self.store.root, self.records, panel, checkpoint) for panel, _ in lines
+        ]
+        extremes = [extremes_of(self.store, self.records, panel, line) for panel, line in lines]
+        own = [record for record in self.records if record.checkpoint_sha256 == checkpoint.sha256]
+        return CheckpointPage(
+            checkpoint=checkpoint,
+            lines=tuple(lines),
+            pairs=tuple(p for p in self.pairs if checkpoint in (p.first, p.second)),
+            galleries=sections_of([[(checkpoint.name, gallery)] for gallery in galleries]),
+            outcomes=tuple(found for found in outcomes if found),
+            extremes=tuple(_shown(found, galleries) for found in extremes if found),
+            classes=class_tables(lines, self.records),
+            runs=runs_of(own),
+        )
+
+    def pair_page(self, pair: Pair, compared: Sequence[PanelPair]) -> PairPage:
+        shared = gallery_pairs(
+            self.galleries[pair.first.sha256], self.galleries[pair.second.sha256]
+        )
+        sides = [[(pair.first.name, g.first), (pair.second.name, g.second)] for g in shared]
+        return PairPage(
+            pair=pair,
+            views=tuple(pair_view(one, pair.second) for one in compared),
+            galleries=sections_of(sides),
+        )
+
+    def pictures(self) -> list[str]:
+        """Paths relative to the store, each once."""
+        found = (p for galleries in self.galleries.values() for g in galleries for p in g.paths())
+        return list(dict.fromkeys(found))
+
+
+def build_report(
+    store: ResultStore, records: Sequence[Record], asked_pairs: Iterable[Sequence[str]]
+) -> Report:
+    """Gather what is known of some records.
+
+    Raises:
+        ConfigurationError: a pair names a checkpoint that is not there.
+    """
+    checkpoints = checkpoints_of(records)
+    return Report(
+        store=store,
+        records=tuple(records),
+        checkpoints=checkpoints,
+        panels=panels_of(records, checkpoints),
+        pairs=tuple(pairs_of(checkpoints, asked_pairs)),
+        galleries={c.sha256: galleries_of(store.root, records, c) for c in checkpoints},
+        num_unreadable=len(store.unreadable),
+    )
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Write all pages and copy the pictures; an older report is replaced when all is done.
+
+    Raises:
+        ConfigurationError: the folder holds something else.
+        MachineError: it cannot be written.
+    """
+    site = Site(
+        source=report.store.root.resolve().name,
+        version=__version__,
+        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    )
+    render = _renderer(site)
+    with replacing(folder) as new:
+        for path in show_progress(report.pictures(), "pictures"):
+            copy_below(report.store.root, new, path)
+        static = files("ssl_bench.report").joinpath("static")
+        for name in STATIC:
+            _write(new / name, static.joinpath(name).read_text(encoding="utf-8"))
+        _write(new / "records.js", as_script(report.store, report.records))
+        for checkpoint in show_progress(report.checkpoints, "checkpoints"):
+            page = report.checkpoint_page(checkpoint)
+            _write(new / checkpoint.page, render("checkpoint.html", page))
+        compared = scored_by_panel(
+            report.store,
+            report.records,
+            report.panels,
+            report.pairs,
+            lambda panels: show_progress(panels, "comparisons", len(panels)),
+        )
+        for pair in report.pairs:
+            page = report.pair_page(pair, compared.get(pair, []))
+            _write(new / pair.page, render("pair.html", page))
+        _write(new / "index.html", render("index.html", report.index_page()))
+
+
+def _renderer(site: Site) -> Callable[[str, object], str]:
+    environment = Environment(
+        loader=PackageLoader("ssl_bench.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return lambda name, page: environment.get_template(name).render(page=page, site=site)
+
+
+def _write(path: Path, text: str) -> None:
+    # Names of files may hold bytes that are no UTF-8; a page shows them as question marks.
+    path.write_bytes(text.encode(errors="replace"))
+
+
+def _shown(extremes: Extremes, galleries: Sequence[Gallery]) -> ShownExtremes:
+    panel = extremes.panel
+    start = f"{panel.protocol} {panel.facet}"
+    addresses = {
+        image: address_of(gallery, image)
+        for gallery in galleries
+        if (gallery.task, gallery.dataset, gallery.variant) == (panel.task, panel.dataset, start)
+        for image in gallery.files
+    }
+    return ShownExtremes(
+        extremes,
+        tuple(
+            (kind, tuple((s, addresses.get(s.image.replace("/", "_"), "")) for s in scores))
+            for kind, scores in (("worst", extremes.worst), ("best", extremes.best))
+        ),
+    )

@@ -1,0 +1,220 @@
+"""Which cells of checkpoints x probes x datasets are pending, and how long they may take."""
+
+import argparse
+import glob
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ssl_bench.commands import asked_probes, newest_checkpoint, say
+from ssl_bench.errors import CheckpointError, DataError
+from ssl_bench.evaluation import cell_keys
+from ssl_bench.features import resolve_layers
+from ssl_bench.models import EncoderIdentity, identify_encoder
+from ssl_bench.planning import PlannedProbe
+from ssl_bench.results import CellKey, Record, ResultStore
+
+_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
+_SAME_PASS_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The cells of one encoder, one probe and one dataset.
+
+    Attributes:
+        layers: Block indices that were asked for.
+        seconds: What the pending cells took before, for the same question asked of an encoder of
+            the same depth on the same device; None where no record says it.
+        arguments: `ssl-bench` with these computes what is pending and nothing else.
+    """
+
+    encoder: EncoderIdentity
+    planned: PlannedProbe
+    layers: tuple[int, ...]
+    dataset: str
+    split: str
+    keys: tuple[CellKey, ...]
+    pending: tuple[CellKey, ...]
+    seconds: float | None
+    arguments: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        where = f"{self.dataset} {self.split}"
+        return f"{self.planned.probe.task} on {where}, {self.encoder.name}"
+
+
+def plan_sweep(
+    options: argparse.Namespace, overrides: Sequence[str], device: str | None
+) -> list[Job]:
+    """The jobs of a sweep, checkpoint by checkpoint; nothing is computed or written.
+
+    The estimates are for `device`, named as in records.
+
+    Raises:
+        SslBenchError: As `probe` with the same arguments.
+    """
+    uris = expand_checkpoints(options.checkpoint or [newest_checkpoint(Path("runs"))])
+    plan = asked_probes(options, overrides)
+    encoders = _distinct(identify_encoder(uri) for uri in uris)
+    store = ResultStore(Path(options.out))
+    times = RecordedTimes(_records(store), device)
+    jobs = []
+    for encoder in encoders:
+        layers = resolve_layers(options.layer, encoder.depth)
+        for planned in plan:
+            images = planned.probe.split(planned.dataset)
+            keys = cell_keys(planned, images, layers, encoder.sha256)
+            pending = [key for key in keys if not store.has(key)]
+            jobs.append(
+                Job(
+                    encoder=encoder,
+                    planned=planned,
+                    layers=layers,
+                    dataset=images.name,
+                    split=images.split,
+                    keys=tuple(keys),
+                    pending=tuple(pending),
+                    seconds=times.estimate(pending, encoder.depth),
+                    arguments=_arguments(options, planned, encoder.uri),
+                )
+            )
+    return jobs
+
+
+def expand_checkpoints(patterns: Sequence[str]) -> list[str]:
+    """Addresses of encoders, from addresses and patterns of files and run folders.
+
+    Raises:
+        CheckpointError: a pattern matches no weights.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        found += _matching(pattern) if _is_pattern(pattern) else [pattern]
+    return list(dict.fromkeys(found))
+
+
+def _is_pattern(text: str) -> bool:
+    is_address = ":" in text.partition("/")[0]
+    return glob.has_magic(text) and not is_address and not Path(text).exists()
+
+
+def _matching(pattern: str) -> list[str]:
+    # Path.glob takes no absolute pattern.
+    names = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207
+    paths = map(Path, sorted(names))
+    found = [
+        str(path)
+        for path in paths
+        if (path / "last.safetensors").is_file() or (path.is_file() and path.suffix in _WEIGHTS)
+    ]
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint matches {pattern!r}; expected run folders or files of weights "
+            f"({', '.join(_WEIGHTS)}), such as 'runs/*/last.safetensors'"
+        )
+    return found
+
+
+def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:
+    """Without those whose weights came before: their cells are the same."""
+    found: dict[str, EncoderIdentity] = {}
+    for encoder in encoders:
+        first = found.setdefault(encoder.sha256, encoder)
+        if first is not encoder:
+            say(f"{encoder.uri} holds the weights of {first.uri}, which stands for both")
+    return list(found.values())
+
+
+def _records(store: ResultStore) -> list[Record]:
+    try:
+        return store.records()
+    except DataError:
+        return []
+
+
+def _arguments(options: argparse.Namespace, planned: PlannedProbe, uri: str) -> tuple[str, ...]:
+    task, dataset = planned.choice
+    flags = {
+        "--task": task,
+        "--layer": options.layer,
+        "--checkpoint": uri,
+        "--dataset": dataset,
+        "--data-root": planned.root,
+        "--out": options.out,
+        "--device": options.device,
+        "--on-bad-image": None if options.on_bad_image == "fail" else options.on_bad_image,
+    }
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
+    return ("probe", *words, *planned.overrides)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The cells that one forward pass gave."""
+
+    layers: int
+    seconds: float
+
+
+class RecordedTimes:
+    """How long passes took, by what was asked.
+
+    Args:
+        device: As records name it.
+    """
+
+    def __init__(self, records: Iterable[Record], device: str | None) -> None:
+        alike: dict[str, list[Record]] = defaultdict(list)
+        for record in records:
+            if record.device == device:
+                alike[_kind(record.key(), record.depth)].append(record)
+        self._passes: Mapping[str, list[_Pass]] = {k: _passes(v) for k, v in alike.items()}
+
+    def estimate(self, pending: Sequence[CellKey], depth: int) -> float | None:
+        """Seconds for pending cells of one question: the median of passes over as many layers.
+
+        Where there are none of as many layers, other passes scaled by their number of layers.
+        """
+        if not pending:
+            return 0.0
+        passes = self._passes.get(_kind(pending[0], depth), [])
+        count = len({key.layer for key in pending})
+        same = [one.seconds for one in passes if one.layers == count]
+        scaled = [one.seconds / one.layers * count for one in passes]
+        return median(same or scaled) if passes else None
+
+
+def _kind(key: CellKey, depth: int) -> str:
+    same: tuple[Any, ...] = (key.task, key.protocol, key.dataset, key.split, depth)
+    return json.dumps([*same, key.dataset_fingerprint, key.settings], sort_keys=True, default=list)
+
+
+def _passes(records: Iterable[Record]) -> list[_Pass]:
+    """Records of one pass began at the same time, however late each of them was saved."""
+    passes: list[list[Record]] = []
+    began = None
+    for start, record in sorted(_starts(records), key=lambda pair: pair[0]):
+        if began is None or start - began > _SAME_PASS_SECONDS:
+            began = start
+            passes.append([])
+        passes[-1].append(record)
+    return [
+        _Pass(len({one.layer for one in group}), max(one.seconds for one in group))
+        for group in passes
+    ]
+
+
+def _starts(records: Iterable[Record]) -> Iterable[tuple[float, Record]]:
+    for record in records:
+        try:
+            yield datetime.fromisoformat(record.created).timestamp() - record.seconds, record
+        except ValueError:
+            # Somebody's own file; a time that cannot be read gives no estimate.
+            continue

@@ -1,0 +1,96 @@
+"""A SLURM array whose tasks are the jobs of a sweep, submitted through submitit."""
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ssl_bench.errors import MachineError
+
+if TYPE_CHECKING:
+    import submitit
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What each task of the array asks for; the rest goes through sbatch's SBATCH_* variables.
+
+    Attributes:
+        minutes: After which SLURM stops a task; it is queued again and goes on.
+        logs: Folder that every node sees; gets output and errors of each task.
+    """
+
+    partition: str | None
+    minutes: int
+    gpus: int
+    cpus: int
+    logs: Path
+
+
+@dataclass(frozen=True)
+class CommandTask:
+    """Runs a command, and runs it again when SLURM took the node away or time was up.
+
+    This module imports nothing heavy, because every task unpickles this class.
+    """
+
+    words: tuple[str, ...]
+
+    def __call__(self) -> None:
+        code = subprocess.run(self.words, check=False).returncode
+        if code:
+            # An exception is how submitit learns of it, and SLURM through it.
+            raise RuntimeError(f"exit code {code} of: {shlex.join(self.words)}")
+
+    def checkpoint(self) -> "submitit.helpers.DelayedSubmission":
+        """What submitit queues again: the same, since finished cells are skipped."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self)
+
+
+def submit_array(
+    commands: Sequence[Sequence[str]],
+    options: SlurmOptions,
+    *,
+    cluster: Literal["slurm", "local", "debug"] = "slurm",
+) -> "list[submitit.Job[None]]":
+    """Submit one task a command and do not wait; on `cluster` "local" and "debug" they run here.
+
+    Raises:
+        MachineError: submitit or SLURM is not there, or SLURM refuses.
+    """
+    if cluster == "slurm":
+        _require_slurm()
+    try:
+        import submitit
+        from submitit.core.utils import FailedJobError
+    except ImportError as error:
+        raise MachineError(
+            "--slurm needs submitit; run: pip install 'ssl-bench[slurm]', or use --print"
+        ) from error
+    executor = submitit.AutoExecutor(options.logs, cluster=cluster)
+    executor.update_parameters(
+        name="ssl-bench",
+        timeout_min=options.minutes,
+        gpus_per_node=options.gpus,
+        cpus_per_task=options.cpus,
+        **({"slurm_partition": options.partition} if options.partition else {}),
+    )
+    try:
+        with executor.batch():
+            return [executor.submit(CommandTask(tuple(words))) for words in commands]
+    except FailedJobError as error:
+        raise MachineError(f"sbatch refused the array: {error}") from error
+
+
+def _require_slurm() -> None:
+    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    if missing:
+        raise MachineError(
+            f"no {' and no '.join(missing)} in PATH; run this on a machine that submits to SLURM, "
+            "or use --print"
+        )

@@ -1,0 +1,194 @@
+"""What the commands table and compare do once their arguments are read."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssl_bench.block_choice import CHOICES
+from ssl_bench.commands import asked_names, say
+from ssl_bench.comparison import Comparison, comparisons
+from ssl_bench.composition import choices, require_choice
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.models import load_encoder
+from ssl_bench.paper_tables import paper_table
+from ssl_bench.pivot import pivot_table
+from ssl_bench.published import PublishedTable, published_table
+from ssl_bench.results import Record, ResultStore
+from ssl_bench.sheets import FORMATS, Printable, default_format, set_tables
+from ssl_bench.tables import depth_tables, draw_curves, insert_between_markers
+
+FILTERS = ("dataset", "metric", "facet", "protocol")
+"""Fields of a record by which `table` and `compare` choose."""
+
+_INCOMPLETE = "not a complete record in its place; the next probe computes what is missing"
+MISFIT = "not what its record comes from; a probe with --overwrite makes both anew"
+
+
+def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print tables of the records in a folder."""
+    del overrides
+    style = _format(options.format)
+    _check_together(options)
+    store = ResultStore(Path(options.out))
+    records = asked_records(options, store)
+    tables = _tables(options, records, store)
+    say_ignored(store.damaged, MISFIT)
+    _print(tables, style, store)
+    if options.into:
+        insert_between_markers(Path(options.into), set_tables(tables, "markdown"))
+        say(f"written into {options.into}")
+    if options.figure:
+        draw_curves(depth_tables(records), Path(options.figure))
+        say(f"drawn: {options.figure}")
+    return 0
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    if options.best_layer is not None:
+        require_choice("--best-layer", options.best_layer, CHOICES)
+        if not (options.pivot or options.paper):
+            raise ConfigurationError("--best-layer needs --pivot or --paper TABLE")
+    if options.pivot and options.paper:
+        raise ConfigurationError("expected --pivot or --paper TABLE, got both")
+    if options.encoders and not options.paper:
+        raise ConfigurationError("--as 'ROW'=CHECKPOINT needs --paper TABLE")
+
+
+def _tables(
+    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
+) -> Sequence[Printable]:
+    choice = options.best_layer or "holdout"
+    if options.pivot:
+        return [pivot_table(records, store, choice)]
+    if options.paper is None:
+        return depth_tables(records)
+    published = published_table(options.paper)
+    encoders = _encoders(options.encoders or [], published, records, store)
+    return [paper_table(published, records, store, encoders=encoders, choice=choice)]
+
+
+def _encoders(
+    given: Sequence[str], published: PublishedTable, records: Sequence[Record], store: ResultStore
+) -> dict[str, str]:
+    """sha256 of the weights for each named row."""
+    found = {}
+    for pair in given:
+        row, equals, name = pair.partition("=")
+        if not equals:
+            raise ConfigurationError(f"expected --as 'ROW'=CHECKPOINT, got {pair!r}")
+        row = require_choice("row", row.strip(), published.rows)
+        if row in found:
+            raise ConfigurationError(f"expected one checkpoint for row {row!r}, got several")
+        found[row] = recorded_checkpoint(name.strip(), records, store)[0]
+    return found
+
+
+def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the differences between two checkpoints, or between the blocks of one."""
+    del overrides
+    style = _format(options.format)
+    if len(options.checkpoints) > 2:
+        raise ConfigurationError(f"expected one or two checkpoints, got {len(options.checkpoints)}")
+    store = ResultStore(Path(options.out))
+    records = _of_tasks(options.task, store.records())
+    chosen = [recorded_checkpoint(name, records, store) for name in options.checkpoints]
+    records = _filtered(options, records)
+    names = [model for _, model in chosen]
+    if len(set(names)) < len(names):
+        names = [f"{model} {sha[:6]}" for sha, model in chosen]
+    heads = (names[0], names[1]) if len(names) == 2 else ("best block", names[0])
+    shas = tuple(sha for sha, _ in chosen)
+    tables = [
+        Comparison(record, tuple(rows), heads, shas)
+        for record, rows in comparisons(store, records, shas)
+    ]
+    say_ignored(store.unreadable, _INCOMPLETE)
+    say_ignored(store.damaged, MISFIT)
+    _print(tables, style, store)
+    return 0
+
+
+def _print(tables: Sequence[Printable], style: str, store: ResultStore) -> None:
+    print(set_tables(tables, style), end="" if style in ("csv", "json") else "\n")
+    for path in store.damaged:
+        say(f"ignored {path}: it does not fit its record; `ssl-bench probe --overwrite` mends it")
+
+
+def _format(asked: str | None) -> str:
+    return default_format() if asked is None else require_choice("format", asked, FORMATS)
+
+
+def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
+    records = _of_tasks(options.task, store.records())
+    say_ignored(store.unreadable, _INCOMPLETE)
+    records = _of_layers(_filtered(options, records), options.layer)
+    if not records:
+        raise DataError(f"no records of --task {options.task} in {store.root}")
+    return records
+
+
+def say_ignored(paths: Sequence[Path], why: str) -> None:
+    for path in dict.fromkeys(paths):
+        say(f"ignored {path}: {why}")
+
+
+def _of_tasks(asked: str, records: Sequence[Record]) -> list[Record]:
+    tasks = asked_names("task", asked, choices("probe"))
+    return [record for record in records if record.task in tasks]
+
+
+def _filtered(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
+    for name in FILTERS:
+        records = _only(records, name, getattr(options, name))
+    return list(records)
+
+
+def _only(records: Sequence[Record], name: str, wanted: str | None) -> list[Record]:
+    if wanted is None:
+        return list(records)
+    have = sorted({getattr(record, name) for record in records})
+    # A protocol with changed options has commas in its name.
+    words = [wanted] if wanted in have else wanted.split(",")
+    chosen = [require_choice(name, word.strip(), have) for word in words]
+    return [record for record in records if getattr(record, name) in chosen]
+
+
+def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
+    """Records of some blocks; -1 is the last one of each encoder.
+
+    Raises:
+        ConfigurationError: not whole numbers.
+        DataError: no record is of any of them.
+    """
+    if asked == "all":
+        return list(records)
+    try:
+        layers = {int(word) for word in asked.split(",")}
+    except ValueError as error:
+        raise ConfigurationError(
+            f"expected --layer 11, -1, 0,5,11 or all, got {asked!r}"
+        ) from error
+    found = [r for r in records if r.layer in layers or r.layer - r.depth in layers]
+    if records and not found:
+        have = ", ".join(map(str, sorted({record.layer for record in records})))
+        raise DataError(f"no record of block {asked}; recorded are {have}")
+    return found
+
+
+def recorded_checkpoint(
+    name: str, records: Sequence[Record], store: ResultStore
+) -> tuple[str, str]:
+    """Weights and name of a checkpoint given by its name in tables, its sha256 or its URI.
+
+    Raises:
+        DataError: there is no record of it, or there are several of this name.
+    """
+    models = {record.checkpoint_sha256: record.model for record in records}
+    found = [sha for sha, model in models.items() if name == model or sha.startswith(name)]
+    if not found and (Path(name).exists() or ":" in name):
+        found = [sha for sha in models if sha == load_encoder(name).sha256]
+    if len(found) != 1:
+        known = ", ".join(f"{model} {sha[:8]}" for sha, model in sorted(models.items()))
+        many = "several checkpoints are" if found else "no record is"
+        raise DataError(f"{many} of {name!r} in {store.root}; known (name, sha256): {known}")
+    return found[0], models[found[0]]

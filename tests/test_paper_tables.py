@@ -1,0 +1,150 @@
+"""Ours beside published values: never as equals, and with everything that differs."""
+
+import csv
+import io
+import json
+from typing import Any
+
+import pytest
+from test_pivot import hits, save
+
+from ssl_bench.cli import main
+from ssl_bench.paper_tables import paper_table
+from ssl_bench.published import published_table
+from ssl_bench.results import ResultStore
+from ssl_bench.sheets import set_tables
+
+VOC: dict[str, Any] = {"dataset": "voc2012", "split": "trainval"}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ResultStore(tmp_path)
+
+
+def laid(store, name="figure3", choice="holdout", **encoders):
+    rows = {"skip": "skip, soap", "skipless": "skipless, soap"}
+    shas = {rows[row]: sha * 64 for row, sha in encoders.items()}
+    return paper_table(published_table(name), store.records(), store, encoders=shas, choice=choice)
+
+
+def test_rows_and_columns_are_the_published_ones_and_ours_stands_where_it_fits(store):
+    save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
+    save(store, "d", 11, hits(1, 1, 0, 0), dataset="toy")
+
+    lines = set_tables([laid(store, skip="a", skipless="d")], "text").splitlines()
+
+    assert lines[0].startswith("published | ours ± half-width (images): TokenCut with DINO")
+    assert lines[2].split() == ["encoder", "VOC2012", "COCO20k"]
+    assert [line.strip() for line in lines[4:6]] == [
+        "skip, adamw                             32.3 | -  21.2 | -",
+        "skipless, adamw                         53.5 | -  36.5 | -",
+    ]
+    assert lines[7].split("  ")[0] == "skip, soap"
+    assert "49.4 | 25.0 @11 (4)" in lines[7]
+    assert "63.2 | -" in lines[8]
+    assert "27.5 | -" in lines[7]
+
+
+def test_the_notes_name_every_known_difference_and_what_is_missing(store):
+    save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
+    save(store, "d", 11, hits(1, 0, 0, 0), **VOC)
+
+    notes = laid(store, skip="a").notes()
+
+    assert notes[0].startswith("ours is not the same experiment in any cell")
+    assert "DINO on ImageNet-1k for 300 epochs" in notes[1]
+    assert "not stated: patch size" in notes[1]
+    assert notes[2] == (
+        "VOC2012: published on 11,540 images if all were used; here: 4 images of voc2012 trainval, "
+        "protocol reference, key features"
+    )
+    assert notes[3] == "'skip, soap' here: skip, 12 blocks, sha256 aaaaaaaa"
+    assert "no encoder for 'skip, adamw'" in notes[-2]
+    assert notes[-2].endswith("recorded here: skip, skipless")
+    assert notes[-1].startswith("no record of these encoders for: COCO20k (--task tokencut")
+
+
+def test_what_this_suite_cannot_measure_is_said(store):
+    save(store, "a", 0, hits(1, 0))
+
+    notes = paper_table(
+        published_table("mnist"), store.records(), store, encoders={}, choice="holdout"
+    ).notes()
+
+    assert notes[-1] == "this suite has no probe for: accuracy"
+    assert "'ViT, no skip, no layer norm'" in notes[-2]
+
+
+def test_of_several_series_the_nearest_to_the_paper_is_shown_and_the_others_are_named(store):
+    fields: dict[str, Any] = {"task": "segmentation", "dataset": "voc2012", "facet": "token"}
+    save(store, "a", 5, hits(1, 0, 0, 0), metric="miou_oracle", protocol="fast", **fields)
+    save(store, "a", 5, hits(1, 1, 1, 0), metric="miou_oracle", protocol="paper", **fields)
+    save(store, "a", 5, hits(1, 1, 1, 1), metric="miou_holdout", protocol="ssl_bench", **fields)
+
+    table = laid(store, "table2", skip="a")
+
+    (chosen,) = [one for one in table.ours.values() if one is not None]
+    assert (chosen.entry.value, chosen.entry.records[0].protocol) == (75.0, "paper")
+    assert table.unused["VOC2012, single"] == (
+        "miou_oracle, token, protocol fast",
+        "miou_holdout, token, protocol ssl_bench",
+    )
+    assert "also recorded: miou_oracle, token, protocol fast" in " ".join(table.notes())
+
+
+def test_multi_scale_heads_stand_in_the_multi_scale_columns_alone(store):
+    fields: dict[str, Any] = {"task": "segmentation", "dataset": "voc2012", "metric": "miou_oracle"}
+    save(store, "a", 11, hits(1, 0), facet="multi", **fields)
+
+    table = laid(store, "table2", skip="a")
+
+    assert list(table.ours) == [("skip, soap", "VOC2012, multi-scale")]
+
+
+def test_the_choice_of_the_block_is_named_as_what_it_is(store):
+    for layer in (0, 1):
+        save(store, "a", layer, hits(1, 0, layer), **VOC)
+        save(store, "d", layer, hits(1, 0, layer), keep=False, **VOC)
+
+    held_out = laid(store, skip="a", skipless="d")
+    oracle = laid(store, choice="oracle", skip="a")
+
+    assert held_out.ours["skipless, soap", "VOC2012"] is None
+    text = set_tables([held_out], "text")
+    assert "63.2 | ‡" in text
+    assert "‡: no block was chosen" in text
+    assert "held-out choice" in text
+    assert "ORACLE" in " ".join(oracle.notes())
+
+
+def test_csv_and_json_hold_every_published_cell(store):
+    save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
+    table = laid(store, skip="a")
+
+    rows = list(csv.DictReader(io.StringIO(set_tables([table], "csv"))))
+    (whole,) = json.loads(set_tables([table], "json"))
+
+    assert len(rows) == len(whole["cells"]) == 12
+    (ours,) = [row for row in rows if row["value"]]
+    assert (ours["row"], ours["column"]) == ("skip, soap", "VOC2012")
+    assert (ours["published"], ours["value"]) == ("49.4", "25.0")
+    (cell,) = [cell for cell in whole["cells"] if cell["ours"]]
+    assert cell["published"] == 49.4
+    assert cell["ours"]["records"][0]["num_images"] == 4
+    assert whole["notes"] == table.notes()
+
+
+def test_the_command_maps_rows_to_checkpoints(store, capsys):
+    save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
+    command = ["table", "--out", str(store.root), "--paper", "cutting_the_skip:figure3"]
+
+    assert main([*command, "--as", "skip, soap=aaaa", "--format", "markdown"]) == 0
+    assert r"| skip, soap | 49.4 \| 25.0 @11 (4) | 27.5 \| - |" in capsys.readouterr().out
+    assert main([*command, "--as", "skp, soap=skip"]) == 2
+    assert "did you mean skip, soap" in capsys.readouterr().err
+    assert main([*command, "--as", "skip, soap"]) == 2
+    assert "expected --as 'ROW'=CHECKPOINT" in capsys.readouterr().err
+    assert main([*command, "--as", "skip, soap=skip", "--as", "skip, soap=aaaa"]) == 2
+    assert "got several" in capsys.readouterr().err
+    assert main([*command, "--as", "skip, soap=nobody"]) == 3

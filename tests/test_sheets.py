@@ -1,0 +1,99 @@
+"""Sheets in every style, with characters that mean something there."""
+
+import pytest
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.sheets import Sheet, Word, default_format, set_sheet
+
+SHEET = Sheet(
+    title="a title",
+    head=("encoder", "voc_1", "b|c"),
+    rows=(
+        (Word("skip & 100%"), Word("32.3 ± 1.2 †4", marked=True), Word("5.0")),
+        (Word("[x]"), Word("7.0", second=True), Word("", marked=True)),
+    ),
+    note="one\ntwo",
+)
+
+
+def test_latex_is_escaped_and_set_with_booktabs():
+    assert set_sheet(SHEET, "latex").splitlines() == [
+        "% one",
+        "% two",
+        r"\begin{tabular}{lrr}",
+        r"\toprule",
+        r"encoder & voc\_1 & b$\mid$c \\",
+        r"\midrule",
+        r"skip \& 100\% & \textbf{32.3 $\pm$ 1.2 $\dagger$4} & 5.0 \\",
+        r"{[}x] & \underline{7.0} &  \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+        "% a title",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "escaped"),
+    [(r"a\b{c}", r"a\textbackslash{}b\{c\}"), ("~^<", r"\textasciitilde{}\textasciicircum{}"
+      r"\textless{}")],
+)  # fmt: skip
+def test_no_name_breaks_latex(name, escaped):
+    sheet = Sheet("", ("block", name), ((Word("0"), Word(name)),), "")
+
+    assert set_sheet(sheet, "latex").count(escaped) == 2
+
+
+def test_markdown_keeps_bars_and_tags_of_names_from_being_read():
+    lines = set_sheet(SHEET, "markdown").splitlines()
+
+    assert lines[2] == r"| encoder | voc_1 | b\|c |"
+    assert lines[5] == "| [x] | <ins>7.0</ins> |  |"
+    assert lines[-1] == "<sub>one<br>two</sub>"
+    tagged = Sheet("", ("a", "b"), ((Word("<script>"), Word("1")),), "")
+    assert "<script>" not in set_sheet(tagged, "markdown")
+
+
+def test_columns_of_text_end_at_the_same_place_and_names_begin_at_it():
+    lines = set_sheet(SHEET, "text").splitlines()[2:6]
+
+    assert lines == [
+        "encoder                voc_1  b|c",
+        "---------------------------------",
+        "skip & 100%  *32.3 ± 1.2 †4*  5.0",
+        "[x]                    _7.0_",
+    ]
+
+
+def test_block_numbers_are_read_from_the_right():
+    sheet = Sheet("", ("block", "a"), ((Word("9"), Word("1")), (Word("10"), Word("2"))), "")
+
+    assert set_sheet(sheet, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
+
+
+def test_codes_of_a_terminal_take_no_room():
+    plain = [
+        line.replace("*", "").replace("_", "")
+        for line in set_sheet(
+            Sheet("", ("a", "b"), ((Word("1"), Word("22")),), ""), "text"
+        ).splitlines()
+    ]
+    marked = Sheet("", ("a", "b"), ((Word("1"), Word("22", marked=True)),), "")
+
+    lines = set_sheet(marked, "terminal").splitlines()
+
+    assert "\033[1m22\033[0m" in lines[4]
+    assert [line.replace("\033[1m", "").replace("\033[0m", "") for line in lines] == plain
+
+
+def test_a_pipe_gets_plain_text_and_a_terminal_gets_bold(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    assert default_format() == "text"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert default_format() == "terminal"
+    monkeypatch.setenv("TERM", "dumb")
+    assert default_format() == "text"
+
+
+def test_an_unknown_style_names_the_known_ones():
+    with pytest.raises(ConfigurationError, match=r"text\|terminal\|markdown\|latex, got 'pdf'"):
+        set_sheet(SHEET, "pdf")
