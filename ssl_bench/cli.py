@@ -304,12 +304,13 @@ def _runner(command: str) -> Callable[[argparse.Namespace, list[str]], int]:
 
         return doctor.command
     # Imported here because torch alone takes seconds and `--help` needs none of it.
-    from ssl_bench import commands, data_command, models_command, quickstart, sweep, table_command
+    from ssl_bench import commands, data_command, models_command, quickstart, table_command
     from ssl_bench.report import command as report_command
+    from ssl_bench.sweep import command as sweep_command
 
     return {
         "probe": commands.probe,
-        "sweep": sweep.command,
+        "sweep": sweep_command.command,
         "pretrain": commands.pretrain,
         "table": table_command.table,
         "compare": table_command.compare,

@@ -27,8 +27,8 @@ from ssl_bench.files import remove_orphans
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, with_root
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.sheets import default_format, set_tables
-from ssl_bench.tables import depth_tables
+from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.sheets import default_format, set_tables
 
 ON_BAD_IMAGE = ("fail", "skip")
 

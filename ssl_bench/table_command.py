@@ -4,18 +4,18 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.block_choice import CHOICES
 from ssl_bench.commands import asked_names, say
-from ssl_bench.comparison import Comparison, comparisons
 from ssl_bench.composition import choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import load_encoder
-from ssl_bench.paper_tables import paper_table
-from ssl_bench.pivot import pivot_table
-from ssl_bench.published import PublishedTable, published_table
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.sheets import FORMATS, Printable, default_format, set_tables
-from ssl_bench.tables import depth_tables, draw_curves, insert_between_markers
+from ssl_bench.tables.block_choice import CHOICES
+from ssl_bench.tables.comparison import Comparison, comparisons
+from ssl_bench.tables.depth import depth_tables, draw_curves, insert_between_markers
+from ssl_bench.tables.paper import paper_table
+from ssl_bench.tables.pivot import pivot_table
+from ssl_bench.tables.published import PublishedTable, published_table
+from ssl_bench.tables.sheets import FORMATS, Printable, default_format, set_tables
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which `table` and `compare` choose."""

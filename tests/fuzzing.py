@@ -43,7 +43,7 @@ from ssl_bench.files import sha256_of
 from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
-from ssl_bench.tables import depth_tables, insert_between_markers, render
+from ssl_bench.tables.depth import depth_tables, insert_between_markers, render
 from tests.faults import DINO_LIKE, OBJECT, TINY, encoded, picture
 from tests.test_results import RECORD
 

@@ -9,7 +9,10 @@ import torch
 from test_results import RECORD
 
 from ssl_bench.cli import main
-from ssl_bench.comparison import (
+from ssl_bench.errors import DataError
+from ssl_bench.metrics import iou_per_class
+from ssl_bench.results import ResultStore
+from ssl_bench.tables.comparison import (
     RESAMPLES,
     Curve,
     between_blocks,
@@ -17,9 +20,6 @@ from ssl_bench.comparison import (
     comparisons,
     difference,
 )
-from ssl_bench.errors import DataError
-from ssl_bench.metrics import iou_per_class
-from ssl_bench.results import ResultStore
 
 GENERATOR = np.random.default_rng(0)
 

@@ -9,10 +9,10 @@ import pytest
 from test_pivot import hits, save
 
 from ssl_bench.cli import main
-from ssl_bench.paper_tables import paper_table
-from ssl_bench.published import published_table
 from ssl_bench.results import ResultStore
-from ssl_bench.sheets import set_tables
+from ssl_bench.tables.paper import paper_table
+from ssl_bench.tables.published import published_table
+from ssl_bench.tables.sheets import set_tables
 
 VOC: dict[str, Any] = {"dataset": "voc2012", "split": "trainval"}
 

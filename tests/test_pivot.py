@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from test_results import RECORD
 
-from ssl_bench.block_choice import Chosen, choose_block
 from ssl_bench.cli import main
-from ssl_bench.pivot import column_names, pivot_table
 from ssl_bench.results import ResultStore
-from ssl_bench.sheets import set_tables
+from ssl_bench.tables.block_choice import Chosen, choose_block
+from ssl_bench.tables.pivot import column_names, pivot_table
+from ssl_bench.tables.sheets import set_tables
 
 NAMES = {"a": "skip", "d": "skipless", "e": "other"}
 

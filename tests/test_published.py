@@ -6,7 +6,7 @@ import pytest
 from test_results import RECORD
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.published import (
+from ssl_bench.tables.published import (
     published_beside,
     published_table,
     published_tables,

@@ -16,8 +16,6 @@ from test_results import RECORD
 
 from probes.pca import PCA
 from ssl_bench.cli import main
-from ssl_bench.comparison import Curve as Scores
-from ssl_bench.comparison import comparisons
 from ssl_bench.data.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Evaluation
@@ -30,6 +28,8 @@ from ssl_bench.report.model import panels_of
 from ssl_bench.report.outcomes import extremes_of, outcomes_of
 from ssl_bench.report.pictures import galleries_of
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.tables.comparison import Curve as Scores
+from ssl_bench.tables.comparison import comparisons
 from tests.faults import encoder_file, photo_folder
 
 SKIP, SKIPLESS = "a" * 64, "c" * 64

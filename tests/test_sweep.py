@@ -18,7 +18,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.planning import dataset_roots
 from ssl_bench.results import ResultStore
-from ssl_bench.sweep_plan import RecordedTimes, expand_checkpoints
+from ssl_bench.sweep.plan import RecordedTimes, expand_checkpoints
 from tests.faults import (
     DINO_LIKE,
     class_folders,

@@ -13,7 +13,7 @@ import torch.distributed.run
 
 from ssl_bench.cli import build_parser, main
 from ssl_bench.models import load_encoder
-from ssl_bench.sweep_slurm import CommandTask, SlurmOptions, submit_array
+from ssl_bench.sweep.slurm import CommandTask, SlurmOptions, submit_array
 from tests.faults import PRETRAIN, encoder_file, fails, log_rows, photo_folder
 from tests.test_sweep import PHOTOS, values
 

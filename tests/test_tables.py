@@ -9,8 +9,7 @@ import pytest
 from test_results import RECORD
 
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.sheets import set_tables
-from ssl_bench.tables import (
+from ssl_bench.tables.depth import (
     MARKERS,
     depth_tables,
     draw_curves,
@@ -18,6 +17,7 @@ from ssl_bench.tables import (
     render,
     settings_digest,
 )
+from ssl_bench.tables.sheets import set_tables
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
 RECORDS = [

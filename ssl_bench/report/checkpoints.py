@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssl_bench.results import Record
-from ssl_bench.tables import model_names
+from ssl_bench.tables.depth import model_names
 
 NUM_COLOURS = 8
 _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)

@@ -8,13 +8,13 @@ from itertools import combinations
 import numpy as np
 from jaxtyping import Float64
 
-from ssl_bench.comparison import Curve, Difference, stored_curve
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Panel
 from ssl_bench.report.outcomes import image_names, image_scores
 from ssl_bench.report.pictures import Gallery
 from ssl_bench.results import PerImage, Record, ResultStore
+from ssl_bench.tables.comparison import Curve, Difference, stored_curve
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.results import Record
-from ssl_bench.tables import (
+from ssl_bench.tables.depth import (
     arbitrary_percent,
     comparable_groups,
     differing_settings,

@@ -96,7 +96,7 @@ class Beside:
 @cache
 def published_tables() -> tuple[PublishedTable, ...]:
     """All published tables, read once from the file in the package."""
-    text = files("ssl_bench").joinpath("published.json").read_text(encoding="utf-8")
+    text = files("ssl_bench.tables").joinpath("published.json").read_text(encoding="utf-8")
     tables = tuple(
         _table(paper, table) for paper in json.loads(text)["papers"] for table in paper["tables"]
     )

@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_bench.block_choice import (
+from ssl_bench.results import Record, ResultStore
+from ssl_bench.tables.block_choice import (
     CHOICE_NOTES,
     NO_CHOICE_NOTE,
     Chosen,
     choose_block,
 )
-from ssl_bench.results import Record, ResultStore
-from ssl_bench.sheets import Sheet, Word
-from ssl_bench.tables import (
+from ssl_bench.tables.depth import (
     comparable_groups,
     dagger_note,
     differing_settings,
@@ -21,6 +20,7 @@ from ssl_bench.tables import (
     provenance,
     series_json,
 )
+from ssl_bench.tables.sheets import Sheet, Word
 
 
 @dataclass(frozen=True)

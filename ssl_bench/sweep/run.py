@@ -15,7 +15,7 @@ import torch
 from ssl_bench.commands import announced_encoder, planned_evaluation, say
 from ssl_bench.errors import SslBenchError
 from ssl_bench.results import ResultStore
-from ssl_bench.sweep_plan import Job
+from ssl_bench.sweep.plan import Job
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_bench.block_choice import CHOICE_NOTES, NO_CHOICE_NOTE, Chosen, choose_block
-from ssl_bench.published import PublishedColumn, PublishedTable, settings_of
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.sheets import Sheet, Word
-from ssl_bench.tables import comparable_groups, dagger_note, provenance
+from ssl_bench.tables.block_choice import CHOICE_NOTES, NO_CHOICE_NOTE, Chosen, choose_block
+from ssl_bench.tables.depth import comparable_groups, dagger_note, provenance
+from ssl_bench.tables.published import PublishedColumn, PublishedTable, settings_of
+from ssl_bench.tables.sheets import Sheet, Word
 
 
 @dataclass(frozen=True)

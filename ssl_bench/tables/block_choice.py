@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssl_bench.comparison import FOLDS, stored_curve
 from ssl_bench.metrics import interval95
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables import Entry, arbitrary_percent, mean_entry
+from ssl_bench.tables.comparison import FOLDS, stored_curve
+from ssl_bench.tables.depth import Entry, arbitrary_percent, mean_entry
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {

@@ -12,7 +12,7 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.files import write_text_atomically
 from ssl_bench.results import Record
-from ssl_bench.sheets import Sheet, Word, set_tables
+from ssl_bench.tables.sheets import Sheet, Word, set_tables
 
 _SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")

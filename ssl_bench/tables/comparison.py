@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int64, Shaped
 from ssl_bench.errors import DataError
 from ssl_bench.metrics import bootstrap_sums, mean_iou, pixel_accuracy
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.sheets import Sheet, Word
+from ssl_bench.tables.sheets import Sheet, Word
 
 RESAMPLES = 2000
 FOLDS = 5

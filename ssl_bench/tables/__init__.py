@@ -1,0 +1,1 @@
+"""What records say, as tables: over blocks, over encoders, in pairs, beside published ones."""
