@@ -110,7 +110,7 @@ def test_a_configuration_survives_json():
         ({"drop_path": 1.0}, r"must lie in \[0, 1\), got 1.0"),
         ({"drop_path": 0.1, "skip_mlp": False}, "set model.drop_path=0"),
         ({"num_registers": -1}, "must be 0 or more, got -1"),
-        ({"init": "magic"}, "one of default, skipless, mimetic, got 'magic'"),
+        ({"init": "magic"}, "one of default, skipless, mimetic, xavier, osa, got 'magic'"),
         ({"init": "skipless", "init_options": {"alhpa": 1.0}}, "did you mean: alpha"),
         ({"init": "skipless", "init_options": {"alpha": "big"}}, "kind of 1.8, got 'big'"),
         (

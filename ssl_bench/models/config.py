@@ -1,6 +1,6 @@
 """The frozen description of an encoder; what a checkpoint stores beside its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers import initialiser_of
 
+AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
+GrayingKind = Literal["none", "svd", "dct"]
 Norm = Literal["layernorm", "none"]
 PositionEmbedding = Literal["learned", "sinusoidal"]
 
@@ -19,6 +21,13 @@ class ViTConfig:
     Args:
         image_size: Side in pixels for which positions are stored; other sizes resize them.
         mlp_ratio: Hidden width of the MLP over `dim`.
+        attention: "linear" has no softmax; "osa_qr" and "osa_newton_schulz" rotate the tokens, see
+            `ssl_bench.models.attention.OrthogonalAttention`; they have no biases.
+        graying: What a block does to its tokens first, see
+            `ssl_bench.models.graying.TokenGraying`.
+        graying_exponent: In (0, 1]; 1 changes nothing. The default is the paper's for "dct", which
+            takes .85 to .97 there, and "svd" .5 to .9.
+        graying_layers: Blocks that do so; None stands for all.
         skip_attention: Add the input of the attention sub-block to its output.
         skip_mlp: Add the input of the MLP sub-block to its output.
         drop_path: Probability, in [0, 1), to drop a sub-block of the last block for a sample; it
@@ -35,6 +44,10 @@ class ViTConfig:
     depth: int = 12
     num_heads: int = 6
     mlp_ratio: float = 4.0
+    attention: AttentionKind = "softmax"
+    graying: GrayingKind = "none"
+    graying_exponent: float = 0.95
+    graying_layers: Sequence[int] | None = None
     skip_attention: bool = True
     skip_mlp: bool = True
     norm: Norm = "layernorm"
@@ -50,6 +63,7 @@ class ViTConfig:
         object.__setattr__(self, "init_options", given)
         self._check_types()
         self._check_sizes()
+        self._check_graying()
         self._check_names()
         initialiser_of(self.init, self.init_options)
 
@@ -117,8 +131,30 @@ class ViTConfig:
         if not 0 <= self.drop_path < 1:
             raise ConfigurationError(f"model.drop_path must lie in [0, 1), got {self.drop_path}")
 
+    def _check_graying(self) -> None:
+        if not 0 < self.graying_exponent <= 1:
+            raise ConfigurationError(
+                f"model.graying_exponent must lie in (0, 1], got {self.graying_exponent}"
+            )
+        if self.graying_layers is None:
+            return
+        # JSON and YAML give lists; equal configurations shall be equal.
+        object.__setattr__(self, "graying_layers", tuple(self.graying_layers))
+        outside = [layer for layer in self.graying_layers if layer not in range(self.depth)]
+        if outside or not self.graying_layers:
+            raise ConfigurationError(
+                f"model.graying_layers must lie in 0..{self.depth - 1}, got {outside or 'none'}; "
+                "model.graying=none grays no block, null every one"
+            )
+
     def _check_names(self) -> None:
-        for name, kinds in (("norm", Norm), ("position_embedding", PositionEmbedding)):
+        choices = {
+            "attention": AttentionKind,
+            "graying": GrayingKind,
+            "norm": Norm,
+            "position_embedding": PositionEmbedding,
+        }
+        for name, kinds in choices.items():
             value, known = getattr(self, name), get_args(kinds)
             if value not in known:
                 raise ConfigurationError(
@@ -128,6 +164,15 @@ class ViTConfig:
             raise ConfigurationError(
                 f"model.drop_path needs both skips, got {self.drop_path} for a skipless encoder; "
                 "set model.drop_path=0"
+            )
+        if self.attention.startswith("osa") and self.qkv_bias:
+            raise ConfigurationError(
+                f"model.attention={self.attention} has no biases; set model.qkv_bias=false"
+            )
+        if self.init == "osa" and self.num_heads < 2:
+            raise ConfigurationError(
+                "model.init=osa draws 2 x head width orthogonal columns of model.dim entries, so "
+                f"model.num_heads must be 2 or more, got {self.num_heads}"
             )
 
 

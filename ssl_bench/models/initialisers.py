@@ -156,10 +156,66 @@ class MimeticInit:
         return DefaultInit().mlp(dim, hidden_dim, generator)
 
 
-INITIALISERS: dict[str, type[DefaultInit] | type[SkiplessInit] | type[MimeticInit]] = {
+@dataclass(frozen=True)
+class XavierInit:
+    """Uniform of variance 2 / (inputs + outputs), each of the six matrices on its own.
+
+    Source: Glorot and Bengio (2010), as for the ViT of Zhang and Martens, "Orthogonal
+    Self-Attention", appendix D.
+    """
+
+    def attention(
+        self,
+        dim: int,
+        num_heads: int,  # noqa: ARG002 - the same for any number of heads
+        generator: Generator,
+    ) -> AttentionWeights:
+        query, key, value, output = (xavier_uniform(dim, dim, generator) for _ in range(4))
+        return AttentionWeights(query, key, value, output)
+
+    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
+        return MlpWeights(
+            first=xavier_uniform(dim, hidden_dim, generator),
+            second=xavier_uniform(hidden_dim, dim, generator),
+        )
+
+
+@dataclass(frozen=True)
+class OsaInit:
+    """Orthogonal self-attention that starts near the identity, for two heads or more.
+
+    Per head [W_Q, W_K] is uniform among the dim x 2 d_v matrices of orthonormal columns, W_V and
+    W_O^T among those of d_v columns. The MLP as without skips, SUO.
+
+    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4; the small alpha of 4.3 is
+    `ssl_bench.models.attention.OrthogonalAttention`'s own.
+    """
+
+    def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
+        width = dim // num_heads
+        pairs, values, outputs = (
+            [uniform_orthogonal(dim, cols, generator, gain=False) for _ in range(num_heads)]
+            for cols in (2 * width, width, width)
+        )
+        return AttentionWeights(
+            query=torch.cat([pair[:, :width] for pair in pairs], dim=1),
+            key=torch.cat([pair[:, width:] for pair in pairs], dim=1),
+            value=torch.cat(values, dim=1),
+            output=torch.cat(outputs, dim=1).T,
+        )
+
+    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
+        return SkiplessInit().mlp(dim, hidden_dim, generator)
+
+
+_Kind = DefaultInit | SkiplessInit | MimeticInit | XavierInit | OsaInit
+
+INITIALISERS: dict[str, type[_Kind]] = {
     "default": DefaultInit,
     "skipless": SkiplessInit,
     "mimetic": MimeticInit,
+    "xavier": XavierInit,
+    "osa": OsaInit,
 }
 
 
@@ -184,6 +240,11 @@ def truncated_normal(
     """Normal, cut at -2 and 2 as in official DINO: absolute bounds, which 0.02 never reaches."""
     weights = torch.empty(rows, cols, dtype=torch.float64)
     return torch.nn.init.trunc_normal_(weights, std=std, generator=generator)
+
+
+def xavier_uniform(rows: int, cols: int, generator: Generator) -> Float64[Tensor, "{rows} {cols}"]:
+    """Uniform between -b and b, b = sqrt(6 / (rows + cols))."""
+    return _uniform(rows, cols, generator) * (2 / (rows + cols)) ** 0.5
 
 
 def noisy_identity_heads(

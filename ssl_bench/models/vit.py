@@ -1,12 +1,16 @@
 """The Vision Transformer, with and without skip connections; parameters named as in DINO."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.attention import OrthogonalAttention
 from ssl_bench.models.config import ViTConfig
+from ssl_bench.models.graying import TokenGraying
 from ssl_bench.models.positions import resize_positions, sinusoidal_positions
 
 Tokens = Float[Tensor, "batch tokens dim"]
@@ -49,6 +53,21 @@ class Attention(nn.Module):
         return self.proj(heads.transpose(1, 2).flatten(2))
 
 
+class LinearAttention(Attention):
+    """Q K^T / sqrt(head width) / sqrt(tokens) in the place of the softmax; linear in tokens.
+
+    Source: "Always Skip Attention", section 4, which leaves out both factors; the second is that of
+    Saratchandran et al., "Rethinking Softmax" (arXiv 2410.18613), to which it refers.
+    """
+
+    def forward(self, x: Tokens) -> Tokens:
+        qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each batch heads tokens head_dim
+        scale = (x.shape[1] * q.shape[-1]) ** -0.5
+        heads = q @ (k.mT @ (scale * v))
+        return self.proj(heads.transpose(1, 2).flatten(2))
+
+
 class Mlp(nn.Module):
     """Two linear layers with a GELU between them."""
 
@@ -62,18 +81,23 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm attention, then pre-norm MLP; each adds its input only if its skip is on."""
+    """Pre-norm attention, then pre-norm MLP; each adds its input only if its skip is on.
+
+    Where tokens are grayed, it is before all this.
+    """
 
     def __init__(self, config: ViTConfig, *, drop_path: float) -> None:
         super().__init__()
         self.skip_attention, self.skip_mlp = config.skip_attention, config.skip_mlp
         self.drop_path = drop_path
+        self.graying = TokenGraying(config.graying, config.graying_exponent)
         self.norm1 = _norm(config)
-        self.attn = Attention(config.dim, config.num_heads, qkv_bias=config.qkv_bias)
+        self.attn = _attention(config)
         self.norm2 = _norm(config)
         self.mlp = Mlp(config.dim, config.hidden_dim)
 
     def forward(self, x: Tokens) -> Tokens:
+        x = self.graying(x)
         x = self._join(x, self.attn(self.norm1(x)), skip=self.skip_attention)
         return self._join(x, self.mlp(self.norm2(x)), skip=self.skip_mlp)
 
@@ -105,7 +129,7 @@ class VisionTransformer(nn.Module):
             self.pos_embed.data[0, 1:] = waves
         step = config.drop_path / max(1, config.depth - 1)
         self.blocks = nn.ModuleList(
-            Block(config, drop_path=step * layer) for layer in range(config.depth)
+            Block(_of_layer(config, layer), drop_path=step * layer) for layer in range(config.depth)
         )
         self.norm = _norm(config)
 
@@ -132,6 +156,20 @@ class VisionTransformer(nn.Module):
             registers = self.reg_token.expand(len(images), -1, -1)
             x = torch.cat([x[:, :1], registers, x[:, 1:]], dim=1)
         return x
+
+
+def _attention(config: ViTConfig) -> Attention | OrthogonalAttention:
+    if config.attention in ("softmax", "linear"):
+        kind = Attention if config.attention == "softmax" else LinearAttention
+        return kind(config.dim, config.num_heads, qkv_bias=config.qkv_bias)
+    basis = "qr" if config.attention == "osa_qr" else "newton_schulz"
+    return OrthogonalAttention(config.dim, config.num_heads, basis)
+
+
+def _of_layer(config: ViTConfig, layer: int) -> ViTConfig:
+    layers = config.graying_layers
+    is_gray = layers is None or layer in layers
+    return config if is_gray else replace(config, graying="none")
 
 
 def _norm(config: ViTConfig) -> nn.Module:

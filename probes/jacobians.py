@@ -1,0 +1,231 @@
+"""Singular values of the Jacobian of one block: all of them, or the extreme ones by Lanczos."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+Point = Float64[Tensor, "tokens dim"]
+Function = Callable[[Tensor], Tensor]
+"""Tokens of one image in, as many tokens out."""
+
+_ROWS_AT_ONCE = 128
+_FAILURE = 0.05
+
+
+@contextmanager
+def differentiable_attention() -> Iterator[None]:
+    """Meanwhile attention is computed step by step: the fused kernels have no forward mode."""
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def exact_jacobian(function: Function, x: Point) -> Float64[Tensor, "outputs inputs"]:
+    """Derivatives of all outputs by all inputs, both flattened row by row.
+
+    Memory (tokens * dim)^2 * 8 bytes; as many backward passes as outputs.
+    """
+    with differentiable_attention():
+        rows = torch.func.jacrev(function, chunk_size=_ROWS_AT_ONCE)(x)
+    return rows.reshape(-1, x.numel())
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """A square matrix known by its products alone.
+
+    Attributes:
+        apply: Its product with a vector.
+        apply_transposed: That of its transpose.
+    """
+
+    size: int
+    apply: Callable[[Tensor], Tensor]
+    apply_transposed: Callable[[Tensor], Tensor]
+
+
+def jacobian_map(function: Function, x: Point) -> LinearMap:
+    """The Jacobian at `x` by Jacobian-vector and vector-Jacobian products, on flat vectors."""
+
+    def flat(vector: Tensor) -> Tensor:
+        return function(vector.reshape(x.shape)).flatten()
+
+    point = x.flatten()
+    with differentiable_attention():
+        pullback = torch.func.vjp(flat, point)[1]
+
+    def apply(vector: Tensor) -> Tensor:
+        with differentiable_attention():
+            return torch.func.jvp(flat, (point,), (vector,))[1]
+
+    return LinearMap(point.numel(), apply, lambda vector: pullback(vector)[0])
+
+
+@dataclass(frozen=True)
+class Bidiagonal:
+    """What k steps of Golub-Kahan leave of a matrix A: A V = U B, A^T U = V B^T + b v e_k^T.
+
+    Attributes:
+        diagonal: Of the upper bidiagonal B; its last entry is 0 where A was found to be singular.
+        above: Next to the diagonal; the last entry is b, 0 where the space was exhausted.
+    """
+
+    size: int
+    diagonal: Float64[Tensor, " steps"]
+    above: Float64[Tensor, " steps"]
+
+    def matrix(self) -> Float64[Tensor, "steps steps"]:
+        return torch.diag(self.diagonal) + torch.diag(self.above[:-1], 1)
+
+
+def bidiagonalise(linear: LinearMap, start: Float64[Tensor, " size"], steps: int) -> Bidiagonal:
+    """Golub-Kahan bidiagonalisation with full reorthogonalisation.
+
+    Cost: two products a step, and steps^2 * size * 8 operations; memory 2 * steps * size numbers.
+
+    Source: Golub and Kahan, 1965; Golub and Van Loan, "Matrix Computations", section 10.4.
+    """
+    right, left = [start / start.norm()], []
+    diagonal, above = [], []
+    for _ in range(min(steps, linear.size)):
+        u, length = _orthogonal(linear.apply(right[-1]), left)
+        scale = max([length, *diagonal, *above])
+        # A V y = 0 for the y with B y = 0: the matrix is singular, and there is no next vector.
+        if length <= linear.size * torch.finfo(torch.float64).eps * scale:
+            diagonal, above = [*diagonal, 0.0], [*above, 0.0]
+            break
+        left.append(u)
+        diagonal.append(length)
+        v, length = _orthogonal(linear.apply_transposed(u), right)
+        if length <= linear.size * torch.finfo(torch.float64).eps * scale:
+            above.append(0.0)
+            break
+        right.append(v)
+        above.append(length)
+    return Bidiagonal(linear.size, _vector(diagonal, start), _vector(above, start))
+
+
+def _orthogonal(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, float]:
+    """The part of a vector that is orthogonal to a basis, of length 1, and its length before."""
+    if basis:
+        matrix = torch.stack(basis)
+        # Twice is enough; once leaves what cancellation brought in.
+        for _ in range(2):
+            vector = vector - matrix.T @ (matrix @ vector)
+    length = float(vector.norm())
+    return (vector / length if length else vector), length
+
+
+def _vector(values: list[float], like: Tensor) -> Float64[Tensor, " steps"]:
+    return torch.tensor(values, dtype=torch.float64, device=like.device)
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """What Lanczos knows of the singular values of a matrix.
+
+    Attributes:
+        largest: Never above the largest singular value.
+        smallest: Never below the smallest one.
+        largest_residual: Some singular value lies within it of `largest`.
+        smallest_residual: Likewise; infinite where `smallest` is from a witness.
+        largest_at_most: Bound from above that holds with probability .975 over the start.
+        smallest_at_least: Bound from below, likewise.
+        effective_rank: Estimate by quadrature from one start.
+    """
+
+    size: int
+    steps: int
+    largest: float
+    smallest: float
+    largest_residual: float
+    smallest_residual: float
+    largest_at_most: float
+    smallest_at_least: float
+    effective_rank: float
+
+    @property
+    def condition_number_at_least(self) -> float:
+        """A bound from below without any probability; infinite where rounding hides the rest."""
+        return _ratio(self.largest, self.smallest, self.size)
+
+    @property
+    def condition_number_at_most(self) -> float:
+        """A bound from above that holds with probability .95 over the start."""
+        return _ratio(self.largest_at_most, self.smallest_at_least, self.size)
+
+
+def extremes(
+    linear: LinearMap, *, steps: int, seed: int, witness: Float64[Tensor, " size"]
+) -> Extremes:
+    """Bounds of the largest and smallest singular value, from a random start.
+
+    The k singular values of B lie between those of the matrix, whatever the steps: their quotient
+    never overstates the condition number. From above it is bounded only where the spectrum is
+    narrow, about (k / 5)^2 at most; beyond, the bound is infinite.
+
+    Args:
+        linear: The matrix.
+        steps: Of `bidiagonalise`.
+        seed: Of the start, which is uniform on the sphere.
+        witness: A vector that may be sent to zero; ||A w|| / ||w|| is a bound too.
+
+    Source: the bounds are those of Kuczynski and Wozniakowski, "Estimating the largest eigenvalue
+    by the power and Lanczos algorithms with a random start", 1992, theorem 4.2, for A^T A and for
+    ||A||^2 I - A^T A; the quadrature is that of Golub and Meurant, "Matrices, Moments and
+    Quadrature", 1994.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randn(linear.size, generator=generator, dtype=torch.float64).to(witness.device)
+    found = bidiagonalise(linear, start, steps)
+    left, values, right = torch.linalg.svd(found.matrix())
+    residuals = (found.above[-1] * left[-1]).abs()
+    through_witness = float(linear.apply(witness).norm() / witness.norm())
+    largest, smallest = float(values[0]), float(values[-1])
+    is_witness = through_witness < smallest
+    above, below = _random_start_bounds(largest, smallest, found)
+    return Extremes(
+        size=linear.size,
+        steps=len(values),
+        largest=largest,
+        smallest=min(smallest, through_witness),
+        largest_residual=float(residuals[0]),
+        smallest_residual=math.inf if is_witness else float(residuals[-1]),
+        largest_at_most=above,
+        smallest_at_least=min(below, through_witness),
+        effective_rank=_rank_by_quadrature(values, right[:, 0].square(), linear.size),
+    )
+
+
+def _random_start_bounds(largest: float, smallest: float, found: Bidiagonal) -> tuple[float, float]:
+    """The largest singular value from above, the smallest from below."""
+    if found.above[-1] == 0:
+        # Nothing that the start can reach is left, and a random start reaches everything.
+        return largest, smallest
+    steps, both = len(found.diagonal), _FAILURE / 2
+    error = (math.log(1.648 * math.sqrt(found.size) / both) / (2 * steps - 1)) ** 2
+    if error >= 1:
+        return math.inf, 0.0
+    above = largest**2 / (1 - error)
+    return math.sqrt(above), math.sqrt(max(0.0, (smallest**2 - error * above) / (1 - error)))
+
+
+def _rank_by_quadrature(
+    values: Float64[Tensor, " steps"], weights: Float64[Tensor, " steps"], size: int
+) -> float:
+    """exp(log S - T / S) with S and T the traces of s and s log s."""
+    total = size * (weights * values).sum()
+    if not total > 0:
+        return 0.0
+    with_logs = -size * (weights * torch.special.entr(values)).sum()
+    return float((total.log() - with_logs / total).exp())
+
+
+def _ratio(largest: float, smallest: float, size: int) -> float:
+    singular = smallest <= size * torch.finfo(torch.float64).eps * largest
+    return math.inf if singular else largest / smallest

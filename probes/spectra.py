@@ -1,0 +1,73 @@
+"""How well conditioned matrices are, from their singular values, in float64."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+Values = Float64[Tensor, "*some values"]
+"""Singular values, the largest first."""
+
+
+def singular_values(matrices: Float[Tensor, "*some rows cols"]) -> Values:
+    """All of them, in float64."""
+    return torch.linalg.svdvals(matrices.double())
+
+
+def condition_number(values: Values, size: int) -> Float64[Tensor, "*some"]:
+    """Largest over smallest singular value; infinite for a singular matrix, zero among them.
+
+    Args:
+        values: Of a matrix.
+        size: The larger side of that matrix; a matrix is singular where its smallest value is at
+            most size * 2.2e-16 of the largest, which is what rounding makes of a zero.
+    """
+    largest, smallest = values[..., 0], values[..., -1]
+    singular = smallest <= size * torch.finfo(torch.float64).eps * largest
+    return torch.where(singular, torch.inf, largest / smallest.where(~singular, 1.0))
+
+
+def effective_rank(values: Values) -> Float64[Tensor, "*some"]:
+    """Exponential of the entropy of the normalised singular values; 0 for a zero matrix.
+
+    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
+    """
+    total = values.sum(-1, keepdim=True)
+    shares = values / total.where(total > 0, 1.0)
+    rank = torch.special.entr(shares).sum(-1).exp()
+    return rank.where(total[..., 0] > 0, 0.0)
+
+
+def mean_cosine(tokens: Float[Tensor, "tokens dim"]) -> float:
+    """Mean cosine over all pairs of different tokens, in [-1, 1]; 0 with a zero token.
+
+    NaN for a single token, which has no pair.
+    """
+    unit = F.normalize(tokens.double(), dim=1, eps=1e-300)
+    count = len(tokens)
+    if count < 2:
+        return float("nan")
+    pairs = unit.sum(0).square().sum() - unit.square().sum()
+    return float(pairs) / (count * (count - 1))
+
+
+def median_with_ci95(
+    per_image: Float64[np.ndarray, "images values"], *, seed: int, num_resamples: int = 1000
+) -> tuple[float, tuple[float, float] | None]:
+    """Median over images and values, and its 95 % interval over images drawn with replacement.
+
+    Infinite values count as larger than all others; the ends of the interval are resampled medians
+    themselves, because nothing lies between infinity and another number.
+
+    Returns:
+        None for the interval of a single image; NaN for the median where any value is NaN.
+    """
+    count, value = len(per_image), float(np.median(per_image))
+    if count < 2 or np.isnan(value):
+        return value, None
+    generator = np.random.default_rng(seed)
+    draws = generator.integers(count, size=(num_resamples, count))
+    medians = np.sort(np.median(per_image[draws].reshape(num_resamples, -1), axis=1))
+    low, high = np.floor(0.025 * (num_resamples - 1)), np.ceil(0.975 * (num_resamples - 1))
+    return value, (float(medians[int(low)]), float(medians[int(high)]))

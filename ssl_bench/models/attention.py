@@ -1,0 +1,190 @@
+"""Orthogonal self-attention: a rotation of the tokens in place of weighted means of them."""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from ssl_bench.errors import ConfigurationError
+
+Basis = Literal["qr", "newton_schulz"]
+Tokens = Float[Tensor, "batch tokens dim"]
+HeadTokens = Float[Tensor, "batch heads tokens width"]
+Square = Float[Tensor, "*batch rank rank"]
+
+NEWTON_SCHULZ_ITERATIONS = 6
+_NORM_FLOOR = 1e-7
+# Taylor polynomial of the exponential: three groups of four terms, all but the constant one.
+_DEGREE = 12
+# More would scale to zero what float32 can hold.
+_MOST_DOUBLINGS = 100
+
+
+class OrthogonalAttention(nn.Module):
+    """Multi-head attention with A = exp(S), S = alpha / sqrt(d_v) (Q K^T - K Q^T), no biases.
+
+    S is skew-symmetric, so that A is orthogonal; the tokens x tokens matrix is never formed. With
+    B a basis of the columns of M = [Q, K] and s = B^T S B, of at most 2 d_v rows,
+    A V = V + B (exp(s) - I) B^T V. Linear in tokens; no order of the tokens matters.
+
+    Args:
+        basis: "qr" by reduced QR, "newton_schulz" by six iterations from M / ||M||_F, which leave
+            the directions of small singular values short and A less than orthogonal.
+        alpha: At the start, in every head; each head learns its own.
+
+    Source: Zhang and Martens, "Orthogonal Self-Attention", equations 5-9. Different here: the
+    gradients through QR. The paper's divide by the diagonal of R and explode near rank deficiency;
+    exp(S) does not depend on the basis, so that B is held fixed here, and what leaves its span
+    counts to first order: the same derivative, finite everywhere.
+    """
+
+    def __init__(self, dim: int, num_heads: int, basis: Basis = "qr", alpha: float = 0.1) -> None:
+        super().__init__()
+        if basis not in get_args(Basis):
+            raise ConfigurationError(
+                f"basis must be one of {', '.join(get_args(Basis))}, got {basis!r}"
+            )
+        self.num_heads, self.basis = num_heads, basis
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.proj = nn.Linear(dim, dim, bias=False)
+        self.alpha = nn.Parameter(torch.full((num_heads,), alpha))
+
+    def forward(self, x: Tokens) -> Tokens:
+        queries_keys, values = self._projected(x)
+        heads = self._rotated(queries_keys, values)
+        return self.proj(heads.transpose(1, 2).flatten(2))
+
+    def attention(self, x: Tokens) -> Float[Tensor, "batch heads tokens tokens"]:
+        """The matrix A of every head, for figures and tests; quadratic in tokens."""
+        queries_keys, values = self._projected(x)
+        identity = torch.eye(x.shape[1], dtype=values.dtype, device=x.device)
+        return self._rotated(queries_keys, identity.expand(*values.shape[:2], -1, -1))
+
+    def _projected(
+        self, x: Tokens
+    ) -> tuple[Float[Tensor, "batch heads tokens twice_width"], HeadTokens]:
+        """M = [Q, K] and V of every head, float32 or wider."""
+        qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
+        # Nothing below is meant for bfloat16, and no decomposition takes it.
+        q, k, v = qkv.to(torch.promote_types(qkv.dtype, torch.float32)).permute(2, 0, 3, 1, 4)
+        return torch.cat([q, k], dim=-1), v
+
+    def _rotated(
+        self, m: Float[Tensor, "batch heads tokens twice_width"], v: HeadTokens
+    ) -> HeadTokens:
+        """A V without A."""
+        with without_autocast(m.device):
+            scale = (self.alpha / math.sqrt(m.shape[-1] // 2))[:, None, None]
+            if self.basis == "qr":
+                return _rotated_in_span(m, v, scale)
+            return _rotated_in_basis(newton_schulz_basis(m), m, v, scale)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Products keep the precision of their factors meanwhile."""
+    # Tensors without values, on which FLOPs are counted, have none.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+def _rotated_in_basis(
+    basis: Float[Tensor, "batch heads tokens rank"],
+    m: Float[Tensor, "batch heads tokens twice_width"],
+    v: HeadTokens,
+    scale: Float[Tensor, "heads 1 1"],
+) -> HeadTokens:
+    """V + B (exp(s) - I) B^T V, where exp(s) - I = phi(s) s."""
+    inside = basis.mT @ m
+    turned = scale * _turned(inside)
+    exponential = phi(turned @ inside.mT)
+    return v + basis @ (exponential @ (turned @ (inside.mT @ (basis.mT @ v))))
+
+
+def _rotated_in_span(
+    m: Float[Tensor, "batch heads tokens twice_width"],
+    v: HeadTokens,
+    scale: Float[Tensor, "heads 1 1"],
+) -> HeadTokens:
+    """The same with an orthonormal basis of M's columns that is held fixed.
+
+    `outside` is zero but for rounding. Its derivative is not: with it the derivative is that of
+    V + M phi(J M^T M) J M^T V = exp(S) V, where S = M J M^T.
+    """
+    basis = torch.linalg.qr(m.detach()).Q
+    inside = basis.mT @ m
+    outside = m - basis @ inside
+    turned = scale * _turned(inside)
+    exponential = phi(turned @ inside.mT)
+    within = basis @ (exponential @ (turned @ (m.mT @ v)))
+    across = scale * _turned(outside) @ (inside.mT @ (exponential @ (basis.mT @ v)))
+    return v + within + across
+
+
+def _turned(
+    m: Float[Tensor, "*batch rows twice_width"],
+) -> Float[Tensor, "*batch rows twice_width"]:
+    """[-K, Q] of [Q, K]: its product with [Q, K]^T is skew-symmetric, Q K^T - K Q^T."""
+    q, k = m.chunk(2, dim=-1)
+    return torch.cat([-k, q], dim=-1)
+
+
+def newton_schulz_basis(
+    m: Float[Tensor, "*batch tokens rank"], iterations: int = NEWTON_SCHULZ_ITERATIONS
+) -> Float[Tensor, "*batch tokens rank"]:
+    """M_K of M <- M (3 I - M^T M) / 2 from M / ||M||_F; its singular values lie in [0, 1].
+
+    All iterates are M times a polynomial of M^T M, so that they cost nothing that grows with the
+    tokens.
+    """
+    norm = torch.linalg.matrix_norm(m, keepdim=True)
+    start = m / (norm + _NORM_FLOOR)
+    gram = start.mT @ start
+    identity = torch.eye(m.shape[-1], dtype=m.dtype, device=m.device)
+    product = step = 1.5 * identity - 0.5 * gram
+    for _ in range(iterations - 1):
+        gram = step @ gram @ step
+        step = 1.5 * identity - 0.5 * gram
+        product = product @ step
+    return start @ product
+
+
+def phi(skew: Square) -> Square:
+    """(exp(S) - I) S^-1 = I + S / 2 + S^2 / 6 + ... of skew-symmetric matrices, singular ones too.
+
+    Taylor polynomial of S / 2^n, then n times phi(2 X) = phi(X) + phi(X) X phi(X) / 2. Products
+    alone, so that gradients cost twice the values; those of `torch.matrix_exp` take the exponential
+    of a matrix of twice the side.
+    """
+    doublings = _doublings(skew)
+    small = skew * torch.exp2(-doublings.to(skew.dtype))
+    value = _taylor(small)
+    # A copy without values, such as FLOPs are counted on, cannot say how many.
+    count = 0 if skew.is_meta else int(doublings.max())
+    for number in range(count):
+        is_due = number < doublings
+        value = torch.where(is_due, value + value @ small @ value / 2, value)
+        small = torch.where(is_due, 2 * small, small)
+    return value
+
+
+def _doublings(skew: Square) -> Int64[Tensor, "*batch 1 1"]:
+    """How often each matrix must be halved until the polynomial is exact to rounding."""
+    largest = (torch.finfo(skew.dtype).eps * math.factorial(_DEGREE + 1)) ** (1 / (_DEGREE + 1))
+    # Singular values of a skew-symmetric matrix come in pairs.
+    bound = torch.linalg.matrix_norm(skew.detach(), keepdim=True) / math.sqrt(2)
+    exponent = torch.log2(bound / largest).ceil().nan_to_num(0.0)
+    return exponent.clamp(0, _MOST_DOUBLINGS).long()
+
+
+def _taylor(small: Square) -> Square:
+    """Sum of X^n / (n + 1)! for n below the degree, in five products."""
+    square = small @ small
+    identity = torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
+    powers = torch.stack([identity.expand_as(small), small, square, square @ small])
+    terms = [1 / math.factorial(number + 1) for number in range(_DEGREE)]
+    coefficients = torch.tensor(terms, dtype=small.dtype, device=small.device).view(-1, 4)
+    low, middle, high = torch.tensordot(coefficients, powers, dims=1)
+    fourth = square @ square
+    return low + fourth @ (middle + fourth @ high)
