@@ -16,8 +16,9 @@ PIECE_BYTES = {"cpu": 2**20, "cuda": 2**28}
 _NARROWEST = 64
 # Pixels along a cell from which powers are faster than exponentials.
 _POWERS_FROM = 8
-# exp(-60) is far above the smallest float32; so are its powers and products here.
-_LARGEST_STEP = 60.0
+# A class that matters at one corner, at most a step and 17 (24 bits) below the highest logit, is
+# another step lower at the next: exp(-2 * 35 - 17) is about the smallest float32 of full precision.
+_LARGEST_STEP = 35.0
 
 Corners = Float[Tensor, "4 heads classes cells"]
 Counted = Float[Tensor, "pixels cells"]
@@ -77,16 +78,14 @@ def by_powers(corners: Corners, counted: Counted) -> Sums:
     # A row is visited less often than a pixel is; pieces may be larger.
     for heads, cells in product(*_cuts(corners, side, pieces=2)[:2]):
         top = highest[heads, cells]
-        upper_left, upper_right, lower_left, lower_right = (
-            corners[:, heads, :, cells] - top[:, None]
-        )
+        first, last = (corners[:, heads, :, cells] - top[:, None]).unflatten(0, (2, 2)).unbind(1)
+        upper_step, lower_step = (last - first).div_(side)
+        upper_left, lower_left = torch.lerp(first, last, after[0])
         back = gradient[:, heads, :, cells]
         for times, below in zip(by_row[:, :, None, cells], after, strict=True):
             left = torch.lerp(upper_left, lower_left, below)
-            step = torch.lerp(upper_right, lower_right, below).sub_(left).div_(side)
-            exponentials = _geometric(
-                left.add_(step, alpha=side * after[0]).exp_(), step.exp_(), side
-            )
+            step = torch.lerp(upper_step, lower_step, below)
+            exponentials = _geometric(left.exp_(), step.exp_(), side)
             sums = exponentials.sum(2)
             total[heads] += ((sums.log() + top) * times).sum((0, 2))
             exponentials.mul_((times / sums).unsqueeze(2))
@@ -106,7 +105,8 @@ def _geometric(
         more = min(known, n - known)
         torch.mul(series[:more], ratio, out=series[known : known + more])
         known += more
-        ratio = ratio * ratio
+        if known < n:
+            ratio = ratio * ratio
     return series
 
 

@@ -67,7 +67,11 @@ def _command(
 def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
     probe = _command(commands, "probe", "probe the blocks of frozen encoders")
     add = probe.add_argument
-    add("--task", required=True, help="tokencut, segmentation, pca; several with commas, or all")
+    add(
+        "--task",
+        required=True,
+        help="such as tokencut, segmentation, pca, knn, retrieval; several with commas, or all",
+    )
     _add_probing(add)
     add("--overwrite", action="store_true", help="compute finished cells again")
     add("--json", action="store_true", help="print the records as JSON instead of tables")

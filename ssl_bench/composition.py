@@ -101,6 +101,11 @@ def has_key(config: DictConfig, key: str) -> bool:
     return key in _flatten(config)
 
 
+def keys(config: DictConfig) -> list[str]:
+    """What can be overridden, such as "probe.epochs"."""
+    return [key for key in _flatten(config) if not key.endswith("_target_")]
+
+
 @cache
 def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
     """What the files say; composed once, because it takes a tenth of a second each time."""

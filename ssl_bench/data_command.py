@@ -3,12 +3,12 @@
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ssl_bench.commands import say
 from ssl_bench.composition import build, compose_config, require_choice
 from ssl_bench.data.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.checking import SplitState, check_dataset
@@ -20,6 +20,7 @@ from ssl_bench.data.unpacking import UNPACKED, require_space, unpack
 from ssl_bench.data.voc import CLASS_NAMES
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.files import write_text_atomically
+from ssl_bench.planning import with_root
 from ssl_bench.progress import show_progress
 
 _MARKS = ".ssl-bench"
@@ -35,11 +36,6 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigurationError(f"`ssl-bench data {options.action}` takes no {overrides[0]!r}")
     actions = {"list": _list, "download": _download, "verify": _verify}
     return actions[options.action](options)
-
-
-def say(line: str) -> None:
-    """Tell the user on stderr; stdout is for what was asked for."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -65,6 +61,7 @@ def _source(name: str | None) -> Source:
 def _line(source: Source) -> str:
     size = _bytes(source.size) if source.downloads else "-"
     way = f"download {source.name}" if source.downloads else "by hand"
+    way = "made at first use" if source.name == "toy" else way
     return f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}"
 
 
@@ -117,10 +114,8 @@ def _bytes(size: int) -> str:
 
 def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> Any:
     """The dataset of a configuration, not opened."""
-    quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
-    return build(
-        compose_config("probing", ["probe=pca", f"dataset={name}", *quoted, *overrides]).dataset
-    )
+    chosen = with_root(["probe=pca", f"dataset={name}", *overrides], root)
+    return build(compose_config("probing", chosen).dataset)
 
 
 def _download(options: argparse.Namespace) -> int:
@@ -130,10 +125,9 @@ def _download(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"{source.name} has no free address: {source.by_hand}")
     root = _root(options)
     pending = [one for one in source.downloads if not _mark(root, one).is_file()]
-    missing = [one for one in pending if not (root / one.name).is_file()]
     say(f"{source.title}: {source.licence}; {source.homepage}")
     # Archive and files are on the disk at the same time.
-    require_space(sum(one.size for one in missing) + sum(one.size for one in pending), root)
+    require_space(sum(_lacking(one, root) + one.size for one in pending), root)
     for one in pending:
         _fetch(one, root)
     state = {"dataset": source.name, "root": str(root), "fetched": [one.name for one in pending]}
@@ -146,13 +140,28 @@ def _download(options: argparse.Namespace) -> int:
     return 0
 
 
+def _lacking(one: Download, root: Path) -> int:
+    """Bytes of a file that earlier calls did not fetch, about."""
+    target = _target(one, root)
+    if target.is_file():
+        return 0
+    part = target.with_name(f"{target.name}.part")
+    return max(0, one.size - (part.stat().st_size if part.is_file() else 0))
+
+
+def _target(one: Download, root: Path) -> Path:
+    return (root if _is_archive(one) else root / one.into) / one.name
+
+
+def _is_archive(one: Download) -> bool:
+    return one.name.lower().endswith(UNPACKED)
+
+
 def _fetch(one: Download, root: Path) -> None:
-    is_archive = one.name.lower().endswith(UNPACKED)
-    folder = root / one.into
     say(f"{one.published.url}, {_bytes(one.size)}")
-    path = download(one.published, (root if is_archive else folder) / one.name)
-    if is_archive:
-        unpack(path, folder, show_progress)
+    path = download(one.published, _target(one, root))
+    if _is_archive(one):
+        unpack(path, root / one.into, show_progress)
         # Before the mark: it must not survive a loss of power that the files do not.
         os.sync()
     write_text_atomically(_mark(root, one), f"{one.published.digest}\n")

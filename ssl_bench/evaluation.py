@@ -195,7 +195,8 @@ class Evaluation:
             except UnreadableImage as error:
                 sieve = self.dataset
                 if not isinstance(sieve, ReadableDataset):
-                    raise
+                    way = "or leave such images out with --on-bad-image skip"
+                    raise UnreadableImage(f"{error}, {way}") from error
                 if not sieve.leave_out_unreadable(show_progress):
                     raise
                 gone = summary(sieve.left_out())

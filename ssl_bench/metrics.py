@@ -80,8 +80,11 @@ def bootstrap_sums(
 
 
 def interval95(values: Float64[Tensor, " resamples"]) -> tuple[float, float]:
-    """The middle 95 % of a statistic over resamples; NaN is left out."""
-    low, high = np.nanpercentile(values.cpu().numpy(), [2.5, 97.5])
+    """The middle 95 % of a statistic over resamples; NaN is left out, of nothing else it is NaN."""
+    known = values[~values.isnan()].cpu().numpy()
+    if not len(known):
+        return np.nan, np.nan
+    low, high = np.percentile(known, [2.5, 97.5])
     return float(low), float(high)
 
 
@@ -121,8 +124,7 @@ def bootstrap_ci95(
     values = [
         statistic(generator.integers(num_images, size=num_images)) for _ in range(num_resamples)
     ]
-    low, high = np.nanpercentile(values, [2.5, 97.5])
-    return float(low), float(high)
+    return interval95(torch.tensor(values, dtype=torch.float64))
 
 
 @dataclass(frozen=True, eq=False)

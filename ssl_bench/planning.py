@@ -2,11 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from omegaconf import DictConfig
 
-from ssl_bench.composition import build, choices, compose_config, has_key, nearest, require_choice
+from ssl_bench.composition import (
+    build,
+    choices,
+    compose_config,
+    has_key,
+    keys,
+    nearest,
+    require_choice,
+)
 from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
@@ -167,5 +176,12 @@ def _require_taker(
     if key == "probe.protocol":
         known = {p for t, d in zip(tasks, defaults, strict=True) for p in _protocols(t, d)}
         raise ConfigurationError(f"unknown protocol {value!r}; {nearest(value, known)}")
-    # Composing with it writes the message with the nearest names.
-    compose_config("probing", [*_base(*pairs[0]), override])
+    _refuse_key(key, {name for default in defaults for name in keys(default)}, pairs[0][1])
+
+
+def _refuse_key(key: str, known: set[str], dataset: str) -> NoReturn:
+    others = {task: compose_config("probing", _base(task, dataset)) for task in choices("probe")}
+    owners = [task for task, config in others.items() if has_key(config, key)]
+    if owners:
+        raise ConfigurationError(f"{key} is a setting of --task {', '.join(owners)} alone")
+    raise ConfigurationError(f"unknown key {key!r}; {nearest(key, known)}")

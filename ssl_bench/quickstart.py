@@ -10,7 +10,8 @@ from pathlib import Path
 from ssl_bench import commands
 from ssl_bench.commands import say
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.depth import depth_tables, draw_curves
+from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.drawing import draw_curves
 
 MODELS = ("vit_tiny_skip", "vit_tiny_skipless")
 HEADLINES = ("miou_holdout", "corloc", "explained_variance")

@@ -20,6 +20,9 @@ PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
 predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy."""
 
+UNRANKED_METRICS = frozenset({"explained_variance"})
+"""In percent, and yet more is not better."""
+
 _INFINITE = "inf"
 
 
@@ -88,6 +91,11 @@ class Record:
     created: str
     details: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "%"
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether more is better; of a plain number nobody knows."""
+        return self.unit == "%" and self.metric not in UNRANKED_METRICS
 
     def key(self) -> CellKey:
         return CellKey(**{f.name: getattr(self, f.name) for f in fields(CellKey)})

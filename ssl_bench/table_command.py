@@ -7,11 +7,12 @@ from pathlib import Path
 from ssl_bench.commands import asked_names, say
 from ssl_bench.composition import choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.models import load_encoder
+from ssl_bench.models import identify_encoder
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.block_choice import CHOICES
 from ssl_bench.tables.comparison import Comparison, comparisons
-from ssl_bench.tables.depth import depth_tables, draw_curves, insert_between_markers
+from ssl_bench.tables.depth import depth_tables, insert_between_markers, model_names
+from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
 from ssl_bench.tables.published import PublishedTable, published_table
@@ -33,7 +34,7 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     records = asked_records(options, store)
     tables = _tables(options, records, store)
     say_ignored(store.damaged, MISFIT)
-    _print(tables, style, store)
+    _print(tables, style)
     if options.into:
         insert_between_markers(Path(options.into), set_tables(tables, "markdown"))
         say(f"written into {options.into}")
@@ -91,6 +92,8 @@ def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigurationError(f"expected one or two checkpoints, got {len(options.checkpoints)}")
     store = ResultStore(Path(options.out))
     records = _of_tasks(options.task, store.records())
+    if not records:
+        raise DataError(f"no records of --task {options.task} in {store.root}")
     chosen = [recorded_checkpoint(name, records, store) for name in options.checkpoints]
     records = _filtered(options, records)
     names = [model for _, model in chosen]
@@ -104,14 +107,12 @@ def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     ]
     say_ignored(store.unreadable, _INCOMPLETE)
     say_ignored(store.damaged, MISFIT)
-    _print(tables, style, store)
+    _print(tables, style)
     return 0
 
 
-def _print(tables: Sequence[Printable], style: str, store: ResultStore) -> None:
+def _print(tables: Sequence[Printable], style: str) -> None:
     print(set_tables(tables, style), end="" if style in ("csv", "json") else "\n")
-    for path in store.damaged:
-        say(f"ignored {path}: it does not fit its record; `ssl-bench probe --overwrite` mends it")
 
 
 def _format(asked: str | None) -> str:
@@ -184,9 +185,12 @@ def recorded_checkpoint(
         DataError: there is no record of it, or there are several of this name.
     """
     models = {record.checkpoint_sha256: record.model for record in records}
-    found = [sha for sha, model in models.items() if name == model or sha.startswith(name)]
-    if not found and (Path(name).exists() or ":" in name):
-        found = [sha for sha in models if sha == load_encoder(name).sha256]
+    shown = model_names(records)
+    found = [sha for sha, model in models.items() if name in (model, shown[sha])]
+    if not found and name:
+        found = [sha for sha in models if sha.startswith(name)]
+    if not found and name and (Path(name).exists() or ":" in name):
+        found = [sha for sha in (identify_encoder(name).sha256,) if sha in models]
     if len(found) != 1:
         known = ", ".join(f"{model} {sha[:8]}" for sha, model in sorted(models.items()))
         many = "several checkpoints are" if found else "no record is"

@@ -14,12 +14,15 @@ from ssl_bench.metrics import iou_per_class
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import (
     RESAMPLES,
+    Comparison,
     Curve,
+    Difference,
     between_blocks,
     between_checkpoints,
     comparisons,
     difference,
 )
+from ssl_bench.tables.sheets import NO_VALUE
 
 GENERATOR = np.random.default_rng(0)
 
@@ -30,6 +33,22 @@ def hits(*values):
 
 def curve(**layers):
     return Curve("corloc", {int(name[1:]): values for name, values in layers.items()})
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_difference_of_what_has_no_value_is_a_dash():
+    nothing = np.zeros((4, 3, 2), np.int64)
+    metric = Curve("miou_oracle", {0: nothing})
+
+    row = difference("0", metric, nothing, nothing)
+
+    assert (row.first_text, row.second_text, row.text, row.is_clear) == (*[NO_VALUE] * 3, False)
+    sheet = Comparison(replace(RECORD, metric="miou_oracle"), (row,), ("a", "b"), ("a",)).sheet("")
+    assert [word.text for word in sheet.rows[0]] == ["0", *[NO_VALUE] * 3]
+
+
+def test_a_difference_shows_its_sign_and_interval():
+    assert Difference("0", 10.0, 12.5, -1.0, 6.0).text == "+2.5 [-1.0, +6.0]"
 
 
 def test_an_image_by_image_shift_has_no_uncertainty():

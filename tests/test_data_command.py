@@ -7,6 +7,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -147,6 +148,26 @@ def test_a_download_is_unpacked_and_passes_the_check(
     said = capsys.readouterr().out
     assert "train      2 images of 2 published, 2 read as a sample: ok" in said
     assert "discovery  3 images of 3 published" in said
+
+
+def test_the_files_of_a_tar_are_not_looked_for_one_by_one(published, tmp_path, monkeypatch):
+    root = published(packed(voc_tree(tmp_path / "made"), "tar"))
+
+    def searched(archive: tarfile.TarFile, name: str) -> NoReturn:
+        raise AssertionError(f"{name} of {archive.name}: goes through all members")
+
+    monkeypatch.setattr(tarfile.TarFile, "getmember", searched)
+    assert download(root) == 0
+
+
+def test_a_download_that_goes_on_needs_no_space_for_what_is_there(published, tmp_path, monkeypatch):
+    content = packed(voc_tree(tmp_path / "made"), "tar")
+    root = published(content)
+    root.mkdir(parents=True)
+    (root / "voc.tar.part").write_bytes(content[: len(content) // 2])
+    free = len(content) + len(content) // 2 + 1
+    monkeypatch.setattr(unpacking.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    assert download(root) == 0
 
 
 def test_what_was_fetched_is_not_fetched_again_even_without_its_archive(

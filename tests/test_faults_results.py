@@ -58,7 +58,7 @@ def test_fault_43_contributions_that_do_not_give_the_value_of_their_record_are_s
     assert main(["compare", "encoder"]) == 0
 
     came = capsys.readouterr()
-    assert f"ignored {path}: " in came.err
+    assert came.err.count(f"ignored {path}: ") == 1
     assert "--overwrite" in came.err
     assert re.findall(r"(?m)^ *(\d+) ", came.out) == ["1"]
 
@@ -154,7 +154,10 @@ def test_fault_45_two_checkpoints_of_one_name_are_never_one_column(place, capsys
         assert main(command) == 0
         out = capsys.readouterr().out
         assert all(f"run {sha[:6]}" in out for sha in shas)
+    assert main(["compare", f"run {shas[0][:6]}", f"run {shas[1][:6]}"]) == 0
+    capsys.readouterr()
     assert "several checkpoints are of 'run'" in fails(capsys, ["compare", "run"], 3)
+    assert "no record is of ''" in fails(capsys, ["compare", ""], 3)
     pictures = Path("results/pictures/tokencut/voc2012").iterdir()
     assert sorted(path.name for path in pictures) == [f"run-{sha[:8]}" for sha in shas]
 

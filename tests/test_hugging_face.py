@@ -3,6 +3,7 @@
 The names of transformers are restated from its repository; the tensors are random.
 """
 
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -171,6 +172,34 @@ def test_a_folder_of_timm_is_built_as_its_configuration_says(tmp_path):
 def test_a_folder_of_timm_with_another_file_is_refused(tmp_path):
     folder, _ = timm_folder(tmp_path / "mine", model_args={"depth": 3})
     assert "does not fit" in message_of(f"local-dir:{folder}")
+
+
+def test_a_folder_of_timm_takes_its_weights_from_nowhere_else(tmp_path):
+    other, _ = timm_folder(tmp_path / "other")
+    arguments = {"depth": 2, "checkpoint_path": str(other / "model.safetensors")}
+    folder, _ = timm_folder(tmp_path / "mine", model_args=arguments)
+    assert "model_args" in message_of(f"local-dir:{folder}")
+
+
+@pytest.mark.parametrize("module", ["hugging_face.load_foreign", "timm_encoder.read_weights"])
+def test_weights_of_a_folder_that_are_replaced_while_they_are_read_are_refused(
+    tmp_path, monkeypatch, module
+):
+    if module.startswith("timm"):
+        folder, _ = timm_folder(tmp_path / "hf")
+    else:
+        folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
+    name, _, function = module.partition(".")
+    read = getattr(importlib.import_module(f"ssl_bench.models.{name}"), function)
+
+    def replaced_then_read(path, *more):
+        copy = path.with_suffix(".new")
+        copy.write_bytes(path.read_bytes())
+        copy.replace(path)
+        return read(path, *more)
+
+    monkeypatch.setattr(f"ssl_bench.models.{module}", replaced_then_read)
+    assert "was replaced while it was read" in message_of(f"local-dir:{folder}")
 
 
 def test_a_folder_without_the_files_says_what_belongs_there(tmp_path):

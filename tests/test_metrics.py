@@ -124,6 +124,15 @@ def test_bootstrap_by_matrix_product_equals_drawing_images_one_resample_at_a_tim
     assert interval95(iou_per_class(sums).nanmean(-1)) == pytest.approx(slow)
 
 
+@pytest.mark.filterwarnings("error")
+def test_where_no_resample_has_a_value_there_is_no_interval():
+    nothing = torch.full((5,), NAN, dtype=torch.float64)
+
+    assert np.isnan(interval95(nothing)).all()
+    assert np.isnan(bootstrap_ci95(3, lambda _: NAN)).all()
+    assert interval95(torch.cat([nothing, nothing.new_tensor([1.0, 1.0])])) == (1.0, 1.0)
+
+
 def test_the_interval_holds_the_estimate_and_is_a_point_for_equal_images():
     hits = np.arange(50) < 20
     low, high = bootstrap_ci95(50, lambda chosen: corloc(hits[chosen]))

@@ -171,6 +171,21 @@ def test_of_a_plain_number_no_block_and_no_encoder_is_best(store):
     assert set_tables([alone], "text").startswith("encoders: tokencut, condition_number, block 1")
 
 
+def test_of_explained_variance_no_block_and_no_encoder_is_best(store):
+    for layer in (0, 1):
+        save(store, "a", layer, hits(1, 0, layer), metric="explained_variance")
+        save(store, "d", layer, hits(1, 0, 0), metric="explained_variance")
+    records = store.records()
+
+    several = pivot_table(records, store, "oracle")
+    alone = pivot_table([record for record in records if record.layer == 1], store, "oracle")
+
+    assert [row[1] for row in cells(several)][1:] == ["‡", "‡"]
+    assert "--best-layer oracle" not in set_tables([several], "text")
+    assert "more of it is not better" in set_tables([several], "text")
+    assert [row[1] for row in cells(alone)][1:] == ["66.7", "33.3"]
+
+
 def test_other_blocks_for_another_encoder_are_said(store):
     for sha, layers in (("a", (0, 1)), ("d", (1,))):
         for layer in layers:
@@ -195,7 +210,7 @@ def test_other_blocks_for_another_encoder_are_said(store):
             ],
             ["toy, corloc", "toy, miou, segmentation", "toy, miou, retrieval"],
         ),
-        ([{}, {"settings": {"tau": 0.3}}], ["toy, tau=0.2", "toy, tau=0.3"]),
+        ([{}, {"settings": {"tau": 0.3}}], ["toy, reference", "toy, reference, tau=0.3"]),
         ([{}, {"split": "train"}], ["toy, val", "toy, train"]),
     ],
 )

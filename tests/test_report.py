@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import re
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,7 +19,7 @@ from test_results import RECORD
 from probes.pca import PCA
 from ssl_bench.cli import main
 from ssl_bench.data.folder import ImageFolder
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import load_encoder
 from ssl_bench.report.checkpoints import checkpoints_of
@@ -30,6 +32,7 @@ from ssl_bench.report.pictures import galleries_of
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.comparison import Curve as Scores
 from ssl_bench.tables.comparison import comparisons
+from ssl_bench.tables.sheets import NO_VALUE
 from tests.faults import encoder_file, photo_folder
 
 SKIP, SKIPLESS = "a" * 64, "c" * 64
@@ -94,10 +97,86 @@ def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
 
     (line,) = panels_of(records, checkpoints_of(records))[0].lines
 
-    assert [point.text for point in line.points] == ["45.0 ± 5.0", "no value", "9.0"]
-    assert (line.points[0].low, line.points[0].high) == (40.5, 50.5)
+    assert [point.text for point in line.points] == ["45.0 ± 5.0", NO_VALUE, "9.0"]
+    assert (line.points[0].entry.low, line.points[0].entry.high) == (40.5, 50.5)
     assert line.points[0].records == (0, 1)
     assert line.best == line.points[0]
+
+
+def plain(**changes) -> Record:
+    return cell(**{"task": "conditioning", "metric": "condition_number", "unit": "", **changes})
+
+
+def test_of_a_plain_number_no_block_is_best_and_its_interval_is_shown_by_its_ends():
+    records = [
+        plain(value=12345.0, ci95=(9e3, math.inf), layer=0),
+        plain(value=math.inf, ci95=None, layer=1),
+        cell(task="pca", metric="explained_variance", layer=0),
+        cell(layer=0),
+    ]
+
+    panels = panels_of(records, checkpoints_of(records))
+
+    lines = {panel.metric: panel.lines[0] for panel in panels}
+    texts = [point.text for point in lines["condition_number"].points]
+    assert texts == ["1.23e+04 [9e+03, ∞]", "∞"]
+    assert [point.sort_key for point in lines["condition_number"].points] == ["12345.0", "Infinity"]
+    best = {metric: line.best is not None for metric, line in lines.items()}
+    assert best == {"condition_number": False, "explained_variance": False, "corloc": True}
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([cell()], "Values are percent; bands and ± are"),
+        ([plain()], "Values are plain numbers; bands and [ ] are"),
+        (
+            [cell(), plain()],
+            "Values are percent, except plain numbers: condition_number; bands, ± and [ ] are",
+        ),
+    ],
+    ids=["percent", "plain numbers", "both"],
+)
+def test_pages_say_percent_of_percent_alone(tmp_path, records, said):
+    store = ResultStore(tmp_path)
+    for record in records:
+        store.save(record)
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert said in Elements(page).text
+    charts = re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)
+    assert ['text x="6" y="236">%<' in chart for chart in charts] == [
+        record.unit == "%" for record in sorted(records, key=lambda record: record.task)
+    ]
+    assert ("Highest value over blocks" in page) == any(record.unit for record in records)
+    script = (tmp_path / "report" / "records.js").read_text()
+    assert ('"plain number"' in script) == any(not record.unit for record in records)
+
+
+def test_means_over_seeds_say_what_is_of_one_seed_alone(tmp_path):
+    store = ResultStore(tmp_path)
+    for seed in (1, 0):
+        record = cell(seed=seed, task="segmentation", metric="miou_oracle")
+        save(store, replace(record, details={"iou_by_class": {"dog": 3.0}}), counts(PERFECT, HALF))
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    (page,) = (tmp_path / "report").glob("checkpoint-*.html")
+    assert "are of the lowest seed alone" in page.read_text()
+    shutil.rmtree(store.root / "records")
+    save(store, record, counts(PERFECT, HALF))
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    assert "are of the lowest seed alone" not in page.read_text()
+
+
+def test_the_records_of_a_point_stand_in_the_order_of_their_seeds():
+    records = [cell(seed=2), cell(seed=0), cell(seed=1)]
+
+    (line,) = panels_of(records, checkpoints_of(records))[0].lines
+
+    assert line.points[0].records == (1, 2, 0)
 
 
 def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
@@ -108,9 +187,9 @@ def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
     panels = panels_of(records, checkpoints_of(records))
 
     assert [panel.difference for panel in panels] == [
-        " [tau=0.2, data bbbbbb]",
-        " [tau=0.3, data bbbbbb]",
-        " [tau=0.2, data dddddd]",
+        ", eps=1 [tau=0.2, data bbbbbb]",
+        ", eps=1, tau=0.3 [data bbbbbb]",
+        ", eps=1 [tau=0.2, data dddddd]",
     ]
     assert [line.checkpoint.name for line in panels[0].lines] == ["skip", "skipless"]
 
@@ -146,7 +225,9 @@ def test_no_two_of_many_checkpoints_look_the_same():
         (0.0, 10.0, (0, 2, 4, 6, 8, 10)),
         (21.4, 33.0, (20, 25, 30, 35)),
         (-3.1, 0.9, (-4, -3, -2, -1, 0, 1)),
-        (97.0, 97.0, (96.4, 96.6, 96.8, 97.0, 97.2, 97.4, 97.6)),
+        (97.0, 97.0, (96.5, 97.0, 97.5)),
+        (100 / 3, 100 / 3 + 1e-14, (32.5, 33.0, 33.5, 34.0)),
+        (1e18, 1e18, (0.999e18, 0.9995e18, 1e18, 1.0005e18, 1.001e18)),
         (0.001, 0.0042, (0.001, 0.002, 0.003, 0.004, 0.005)),
     ],
 )
@@ -155,9 +236,8 @@ def test_ticks_are_round_and_hold_all_values(low, high, ticks):
 
     assert found[0] <= low
     assert found[-1] >= high
-    assert len(found) <= 7
-    if high > low:
-        assert found == pytest.approx(ticks)
+    assert len(found) <= 6
+    assert found == pytest.approx(ticks)
 
 
 def test_a_curve_spans_the_drawing_and_a_missing_value_breaks_it():
@@ -175,6 +255,43 @@ def test_a_band_goes_up_the_upper_ends_and_back_along_the_lower_ones():
 
     left, right = chart.left + 10, chart.right - 10
     assert chart.curves[0].band == f"M{left} 10L{right} 10L{right} 206L{left} 206Z"
+
+
+def test_plain_numbers_that_span_magnitudes_lie_on_powers_of_ten():
+    chart = draw([curve(1.0, 10.0, math.inf, 1000.0)], unit="")
+
+    (drawn,) = chart.curves
+    assert [tick.label for tick in chart.y_ticks] == ["1", "10", "100", "1000"]
+    assert [tick.label for tick in draw([curve(0.0, 3e5)], unit="").y_ticks][-1] == "3e5"
+    heights = [chart.bottom, chart.bottom - 196 / 3, chart.top, chart.top]
+    assert [mark.y for mark in drawn.marks] == pytest.approx(heights, abs=0.1)
+    assert [mark.is_infinite for mark in drawn.marks] == [False, False, True, False]
+    assert drawn.line.count("M") == 1
+
+
+def test_the_band_of_a_plain_number_ends_where_its_interval_does():
+    chart = draw([curve(10.0, 10.0, low=1.0, high=math.inf), curve(1000.0)], unit="")
+
+    left, right = chart.left + 10, chart.right - 10
+    assert chart.curves[0].band == f"M{left} 10L{right} 10L{right} 206L{left} 206Z"
+
+
+@pytest.mark.parametrize(
+    ("values", "unit"), [((1.0, 100.0), ""), ((0.0, 1000.0), ""), ((0.1, 99.0), "%")]
+)
+def test_other_numbers_lie_on_even_steps(values, unit):
+    steps = [float(tick.label) for tick in draw([curve(*values)], unit=unit).y_ticks]
+
+    assert np.diff(steps, 2) == pytest.approx(0)
+
+
+def test_powers_of_ten_are_few_however_many_there_are():
+    chart = draw([curve(3e-7, 5e11)], unit="")
+
+    powers = [math.log10(float(tick.label)) for tick in chart.y_ticks]
+    assert len(powers) <= 6
+    assert max(len(tick.label) for tick in chart.y_ticks) <= 5
+    assert (powers[0] <= -7, powers[-1] >= 12) == (True, True)
 
 
 def test_a_published_value_far_away_does_not_flatten_the_curves():
@@ -231,8 +348,9 @@ def test_a_pair_shows_every_kind_of_picture_that_both_have(tmp_path):
     assert all("skipless-cccccccc" in path for pair in pairs for path in pair.second.paths())
 
 
-def discovery_log(settings, **outcomes) -> str:
+def discovery_log(settings, dtype="torch.float32", version=RECORD.version, **outcomes) -> str:
     key = {"checkpoint_sha256": SKIP, "dataset_fingerprint": "b" * 64, "settings": settings}
+    key |= {"dtype": dtype, "version": version}
     lines = [{"key": key, "format": 2}]
     for image, (hit, degenerate, boxes) in outcomes.items():
         found = {"3/key": {"hit": hit, "degenerate": degenerate}}
@@ -245,6 +363,10 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
     folder = tmp_path / "pictures/tokencut/toy/skip-aaaaaaaa/reference"
     folder.mkdir(parents=True)
     (folder / "images_0.jsonl").write_text(discovery_log({"tau": 0.3}, x=(True, False, 1)))
+    others = ({"dtype": "torch.float16"}, {"version": "0.0"})
+    for number, other in enumerate(others):
+        log = discovery_log({"tau": 0.2}, **other, y=(True, False, 1))
+        (folder / f"images_0{number}.jsonl").write_text(log)
     (folder / "images_1.jsonl").write_text(
         discovery_log(
             {"tau": 0.2}, a=(True, False, 1), b=(False, False, 2), c=(True, True, 1), d=(True, 0, 0)
@@ -417,6 +539,46 @@ def test_a_report_takes_the_place_of_an_older_one_only_when_it_is_whole(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
+@pytest.mark.parametrize("name", ["old", "new"])
+def test_an_interrupt_between_two_names_leaves_the_older_report(tmp_path, monkeypatch, name):
+    with replacing(tmp_path / "report") as new:
+        (new / "index.html").write_text("first")
+    rename = Path.rename
+
+    def interrupted(path, target):
+        if path.suffix == ".new" or name == "old":
+            monkeypatch.undo()
+            if name == "old":
+                rename(path, target)
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "report") as new:
+        (new / "index.html").write_text("second")
+
+    assert (tmp_path / "report" / "index.html").read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+
+
+def test_an_older_report_that_cannot_be_put_back_is_kept(tmp_path, monkeypatch):
+    with replacing(tmp_path / "report") as new:
+        (new / "index.html").write_text("first")
+    rename = Path.rename
+
+    def refused(path, target):
+        if path.name == "report":
+            return rename(path, target)
+        raise OSError("no")
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(MachineError), replacing(tmp_path / "report"):
+        pass
+
+    (kept,) = tmp_path.glob(".report.*.old/index.html")
+    assert kept.read_text() == "first"
+
+
 @pytest.fixture(scope="module")
 def evil_report(tmp_path_factory) -> Path:
     """A report of records in which every name is markup."""
@@ -486,7 +648,7 @@ def test_the_provenance_of_a_number_names_its_record(evil_report):
     assert (evil_report.parent / first["record"]).is_file()
     assert first["settings"] == {EVIL: EVIL}
     # 6 of 12 pixels in the union of the first class, 4 of 10 in that of the second.
-    assert (first["value (%)"], first["95 % interval"]) == (45, [35, 45.5])
+    assert (first["value"], first["unit"], first["95 % interval"]) == (45, "%", [35, 45.5])
     assert set(pressed) == {"0", "1"}
 
 

@@ -1,5 +1,6 @@
 """A report in a browser: opened from disk, sorted, filtered, in the dark and on a phone."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -84,8 +85,15 @@ def report(tmp_path_factory) -> Path:
             names = {"task": "segmentation", "dataset": "scenes", "metric": "miou_oracle"}
             save(store, replace(record, **names, details={"iou_by_class": {NAME: 50.0}}), pixels)
             draw(root, record)
+            value = (3.0, math.inf, 2e4)[layer]
+            store.save(plain(record, value=value, ci95=(value / 2, math.inf)))
     assert main(["report", "--out", str(root)]) == 0
     return root / "report"
+
+
+def plain(record: Record, **changes) -> Record:
+    names = {"task": "conditioning", "metric": "condition_number", "unit": ""}
+    return replace(record, **{**names, **changes})
 
 
 def draw(root: Path, record: Record) -> None:
@@ -168,6 +176,22 @@ def test_a_head_sorts_by_number_and_back(browser, report):
     assert head.get_attribute("aria-sort") is None
 
 
+def test_infinity_is_above_every_number(browser, report):
+    open_page(browser, report, "index.html")
+    table = "article[data-task=conditioning] table"
+    browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
+
+    find(browser, f"{table} th:nth-child(2) button").send_keys(Keys.ENTER)
+
+    assert column(browser, table, 1) == ["3 [1.5, ∞]", "2e+04 [1e+04, ∞]", "∞"]
+    assert (
+        browser.execute_script(
+            "return document.querySelectorAll('article[data-task=conditioning] .endless').length"
+        )
+        == 2
+    )
+
+
 def test_a_choice_hides_what_does_not_match_and_show_all_brings_it_back(browser, report):
     open_page(browser, report, "index.html")
 
@@ -177,7 +201,7 @@ def test_a_choice_hides_what_does_not_match_and_show_all_brings_it_back(browser,
     find(browser, "select[data-field=task] option[value=tokencut]").click()
     assert len(shown("#best tbody tr")) == len(shown("article")) == 1
     assert len(shown("main section h2")) == 2
-    assert find(browser, "#shown").text == "1 of 2 panels shown"
+    assert find(browser, "#shown").text == "1 of 3 panels shown"
     find(browser, "input[data-model='1']").click()
     assert len(shown("#best thead th")) == 2
     assert len(shown("article g[data-m='1']")) == 0

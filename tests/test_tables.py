@@ -6,18 +6,19 @@ import re
 from dataclasses import replace
 
 import pytest
+from matplotlib import pyplot
 from test_results import RECORD
 
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.tables.depth import (
     MARKERS,
     depth_tables,
-    draw_curves,
     insert_between_markers,
     render,
     settings_digest,
 )
-from ssl_bench.tables.sheets import set_tables
+from ssl_bench.tables.drawing import draw_curves
+from ssl_bench.tables.sheets import NO_VALUE, set_tables
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
 RECORDS = [
@@ -39,6 +40,15 @@ def test_rows_are_blocks_columns_are_models_and_the_best_block_is_bold():
         "| 0 | 10.0 ± 2.0 | **25.0** |",
         "| 1 | **30.0 ± 1.0** | 20.0 |",
     ]
+
+
+def test_a_name_that_two_checkpoints_share_is_told_apart_in_every_table():
+    one, other = RECORDS[0], replace(SKIPLESS, model="skip")
+    alone = replace(one, metric="detection_rate")
+
+    tables = depth_tables([one, other, alone])
+
+    assert [table.models for table in tables] == [("skip aaaaaa", "skip dddddd"), ("skip aaaaaa",)]
 
 
 def test_blocks_that_were_not_probed_are_empty():
@@ -158,7 +168,8 @@ def test_numbers_that_cannot_be_compared_stand_in_tables_of_their_own():
     titles = [table.title for table in depth_tables([*RECORDS, other])]
 
     assert len(titles) == 2
-    assert {title.rpartition(" [")[2] for title in titles} == {"tau=0.2]", "tau=0.3]"}
+    assert titles[0].endswith("protocol reference")
+    assert titles[1].endswith("protocol reference, tau=0.3")
 
 
 def test_two_checkpoints_of_one_name_are_told_apart():
@@ -177,6 +188,54 @@ def test_curves_are_drawn_with_one_line_a_model(tmp_path):
 
     drawing = (tmp_path / "curves.svg").read_text()
     assert drawing.count('id="FillBetweenPolyCollection') == 2
+
+
+def drawn_axes(monkeypatch, tmp_path, records):
+    """The first panel as matplotlib has it."""
+    found = []
+    monkeypatch.setattr(pyplot, "close", found.append)
+    draw_curves(depth_tables(records), tmp_path / "curves.svg")
+    monkeypatch.undo()
+    pyplot.close(found[0])
+    return found[0].axes[0]
+
+
+@pytest.mark.parametrize(("unit", "scale"), [("", "log"), ("%", "linear")])
+def test_the_unit_chooses_the_axis_and_the_band_is_the_interval(tmp_path, monkeypatch, unit, scale):
+    record = replace(RECORD, metric="spread", unit=unit, value=2.0, ci95=(1.0, 9.0))
+
+    axis = drawn_axes(monkeypatch, tmp_path, [record, replace(record, layer=4)])
+
+    assert axis.get_yscale() == scale
+    (band,) = axis.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (1.0, 9.0)
+
+
+def test_an_endless_interval_reaches_the_top_of_the_drawing(tmp_path, monkeypatch):
+    record = replace(RECORD, metric="spread", unit="", value=2e6, ci95=(1e6, math.inf))
+
+    axis = drawn_axes(monkeypatch, tmp_path, [record, replace(record, layer=4, value=math.inf)])
+
+    heights = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert heights.max() == axis.lines[0].get_ydata()[1] == axis.get_ylim()[1]
+    assert 1e5 < axis.get_ylim()[0] < 1e6
+    assert [text.get_text() for text in axis.texts] == ["∞"]
+
+
+def test_more_explained_variance_is_not_better():
+    records = [replace(record, metric="explained_variance") for record in RECORDS]
+
+    (table,) = depth_tables(records)
+
+    assert table.best_layer("skip") is None
+    assert not any("**" in row for row in render(table, "markdown").splitlines() if "|" in row)
+
+
+def test_what_is_no_number_is_a_dash():
+    (table,) = depth_tables([replace(RECORD, value=math.nan, ci95=(math.nan, math.nan))])
+
+    assert table.entries[3, "skip"].text() == NO_VALUE
 
 
 def test_a_model_has_its_colour_in_every_panel(tmp_path):

@@ -74,7 +74,9 @@ def _opened(archive: Path) -> Iterator[Opener]:
             yield opened.open
     else:
         with tarfile.open(archive, "r:") as opened:
-            yield opened.extractfile
+            # By name tarfile would go through all members for each of them.
+            by_name = {member.name: member for member in opened.getmembers()}
+            yield lambda name: opened.extractfile(by_name[name])
 
 
 def _write(open_member: Opener, name: str, path: Path) -> None:

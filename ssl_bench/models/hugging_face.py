@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.checkpoint import verified_sha256
+from ssl_bench.models.checkpoint import unreplaced, verified_sha256
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours, Encoder, encoder_from_vit
 from ssl_bench.models.foreign import Told, load_foreign
 from ssl_bench.models.hub import WEIGHTS_FILES, hugging_face_file
@@ -84,10 +84,10 @@ def _from_transformers(
 ) -> Encoder:
     weights = folder.file(*WEIGHTS_FILES)
     _require_plain(config, weights)
-    digest = verified_sha256(weights)
-    found = load_foreign(
-        weights, Told(config["num_attention_heads"], float(config["layer_norm_eps"]))
-    )
+    told = Told(config["num_attention_heads"], float(config["layer_norm_eps"]))
+    with unreplaced(weights):
+        digest = verified_sha256(weights)
+        found = load_foreign(weights, told)
     if config["hidden_size"] != found.model.config.dim:
         raise CheckpointError(
             f"{weights} has the width {found.model.config.dim}, config.json says "

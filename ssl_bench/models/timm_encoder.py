@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,7 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.checkpoint import verified_sha256
+from ssl_bench.models.checkpoint import unreplaced, verified_sha256
 from ssl_bench.models.encoder import Contents, Encoder, state_dict_sha256
 from ssl_bench.models.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.positions import resize_positions
@@ -94,14 +95,23 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     """
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
+    arguments = config.get("model_args") or {}
+    # Such as checkpoint_path, which would put other weights in place of these.
+    strange = [name for name in signature(timm.create_model).parameters if name in arguments]
+    if strange:
+        raise CheckpointError(
+            f"config.json beside {path} has {', '.join(strange)} among model_args, expected the "
+            "architecture's arguments alone; take it out"
+        )
     return _from_file(uri, name, path, label=label, config=config)
 
 
 def _from_file(
     uri: str, name: str, path: Path, *, label: str, config: Mapping[str, Any] | None = None
 ) -> Encoder:
-    digest = verified_sha256(path)
-    backbone = backbone_weights(read_weights(path), path)
+    with unreplaced(path):
+        digest = verified_sha256(path)
+        backbone = backbone_weights(read_weights(path), path)
     if not backbone.weights:
         # timm would take "no weights" for "none given" and ask the network.
         raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")

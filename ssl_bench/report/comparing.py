@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
+import torch
 from jaxtyping import Float64
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.metrics import interval95
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Panel
 from ssl_bench.report.outcomes import image_names, image_scores
@@ -234,8 +236,7 @@ def _held_out(first: Scored, second: Scored) -> Row:
 def _difference(
     name: str, values: tuple[float, float], resampled: Float64[np.ndarray, " resamples"]
 ) -> Difference:
-    low, high = np.nanpercentile(resampled, [2.5, 97.5])
-    return Difference(name, *values, float(low), float(high))
+    return Difference(name, *values, *interval95(torch.from_numpy(resampled)))
 
 
 def _tally(first: PerImage, second: PerImage) -> tuple[int, int, int, int]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 400, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42, 10, 10, 34
+_LONGEST_LABEL = 5
 
 
 @dataclass(frozen=True)
 class Spot:
-    """One value of a curve; NaN breaks the line.
+    """One value of a curve; NaN breaks the line, infinity lies at the upper edge.
 
     Attributes:
         hint: Shown when it is pointed at.
@@ -64,6 +65,7 @@ class Mark:
     y: float
     hint: str
     doubtful: bool
+    is_infinite: bool
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Chart:
     """A drawing of `WIDTH` x `HEIGHT`.
 
     Attributes:
+        unit: Of the heights; empty for plain numbers.
         zero: Height of the line at zero where values of both signs are shown, else None.
         levels: Values without a block and what they stand for.
     """
@@ -92,6 +95,7 @@ class Chart:
     curves: tuple[DrawnCurve, ...]
     levels: tuple[Tick, ...]
     zero: float | None
+    unit: str = "%"
     width: int = WIDTH
     height: int = HEIGHT
     left: int = _LEFT
@@ -102,35 +106,44 @@ class Chart:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where blocks and values lie in a drawing."""
+    """Where blocks and values lie in a drawing, the values by their logarithm if `is_log`."""
 
     first_layer: int
     last_layer: int
     low: float
     high: float
+    is_log: bool = False
 
     def x(self, layer: int) -> float:
         step = (WIDTH - _LEFT - _RIGHT - 20) / max(1, self.last_layer - self.first_layer)
         return round(_LEFT + 10 + step * (layer - self.first_layer), 1)
 
     def y(self, value: float) -> float:
-        share = (value - self.low) / (self.high - self.low)
+        if value == math.inf:
+            return float(_TOP)
+        low, value, high = (
+            math.log10(v) if self.is_log else v for v in (self.low, value, self.high)
+        )
+        share = (value - low) / (high - low)
         return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
 
 
-def draw(curves: Sequence[Curve], references: Sequence[Reference] = ()) -> Chart:
+def draw(curves: Sequence[Curve], references: Sequence[Reference] = (), unit: str = "%") -> Chart:
     """Lay curves out over their blocks; the axes hold every value and interval.
 
-    References stay away where they would widen the axes.
+    References stay away where they would widen the axes. Plain numbers, without a unit, that are
+    positive and span more than a factor of 100 lie on powers of ten.
     """
     spots = [spot for curve in curves for spot in curve.spots]
     layers = sorted({spot.layer for spot in spots}) or [0]
     heights = _finite([v for s in spots for v in (s.value, s.low, s.high)])
-    ticks = nice_ticks(min(heights, default=0.0), max(heights, default=1.0))
-    frame = Frame(layers[0], layers[-1], ticks[0], ticks[-1])
+    low, high = min(heights, default=0.0), max(heights, default=1.0)
+    is_log = not unit and 0 < 100 * low < high
+    ticks = powers_of_ten(low, high) if is_log else nice_ticks(low, high)
+    frame = Frame(layers[0], layers[-1], ticks[0], ticks[-1], is_log)
     return Chart(
         x_ticks=tuple(Tick(frame.x(layer), str(layer)) for layer in _thinned(layers)),
-        y_ticks=tuple(Tick(frame.y(value), f"{value:g}") for value in ticks),
+        y_ticks=tuple(Tick(frame.y(value), _label(value)) for value in ticks),
         curves=tuple(_drawn(curve, frame) for curve in curves),
         levels=tuple(
             Tick(frame.y(level.value), level.name)
@@ -138,6 +151,7 @@ def draw(curves: Sequence[Curve], references: Sequence[Reference] = ()) -> Chart
             if frame.low <= level.value <= frame.high
         ),
         zero=frame.y(0.0) if frame.low < 0 < frame.high else None,
+        unit=unit,
     )
 
 
@@ -146,8 +160,10 @@ def nice_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
 
     The steps are 1, 2 or 5 times a power of ten.
     """
-    if not high > low:
-        low, high = low - 0.5, high + 0.5
+    # Values that are equal but for rounding leave no step between them.
+    if high - low <= 1e-6 * max(1.0, abs(high)):
+        margin = max(0.5, 1e-3 * abs(high))
+        low, high = low - margin, high + margin
     power = 10.0 ** math.floor(math.log10((high - low) / most))
     for step in (power, 2 * power, 5 * power, 10 * power, 20 * power):
         first, last = math.floor(low / step), math.ceil(high / step)
@@ -156,10 +172,17 @@ def nice_ticks(low: float, high: float, most: int = 6) -> tuple[float, ...]:
     return tuple(round(number * step, 10) for number in range(first, last + 1))
 
 
+def powers_of_ten(low: float, high: float, most: int = 6) -> tuple[float, ...]:
+    """Powers of ten in even steps from at or below `low` to at or above `high`, at most `most`."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    step = -(-(last - first) // (most - 1))
+    return tuple(10.0 ** (first + step * i) for i in range(-(-(last - first) // step) + 1))
+
+
 def _drawn(curve: Curve, frame: Frame) -> DrawnCurve:
     runs: list[list[Spot]] = [[]]
     for spot in curve.spots:
-        if math.isfinite(spot.value):
+        if not math.isnan(spot.value):
             runs[-1].append(spot)
         elif runs[-1]:
             runs.append([])
@@ -171,7 +194,7 @@ def _drawn(curve: Curve, frame: Frame) -> DrawnCurve:
         line="".join(_path([(frame.x(s.layer), frame.y(s.value)) for s in run]) for run in runs),
         band="".join(_band(run, frame) for run in runs),
         marks=tuple(
-            Mark(frame.x(s.layer), frame.y(s.value), s.hint, s.doubtful)
+            Mark(frame.x(s.layer), frame.y(s.value), s.hint, s.doubtful, s.value == math.inf)
             for run in runs
             for s in run
         ),
@@ -181,7 +204,7 @@ def _drawn(curve: Curve, frame: Frame) -> DrawnCurve:
 def _band(run: Sequence[Spot], frame: Frame) -> str:
     """Up the upper ends of the intervals and back along the lower ones."""
     sure = [(s.layer, s.low, s.high) for s in run if s.low is not None and s.high is not None]
-    sure = [(layer, low, high) for layer, low, high in sure if math.isfinite(low + high)]
+    sure = [(layer, low, high) for layer, low, high in sure if not math.isnan(low + high)]
     if not sure:
         return ""
     upper = [(frame.x(layer), frame.y(high)) for layer, _, high in sure]
@@ -191,6 +214,15 @@ def _band(run: Sequence[Spot], frame: Frame) -> str:
 
 def _path(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:g} {y:g}" for x, y in places)
+
+
+def _label(value: float) -> str:
+    """Short enough for the room beside the axis, such as "2.5e5"."""
+    text = f"{value:g}"
+    if len(text) <= _LONGEST_LABEL:
+        return text
+    digits, _, power = f"{value:.3e}".partition("e")
+    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
 def _finite(values: Sequence[float | None]) -> list[float]:

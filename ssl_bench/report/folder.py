@@ -4,7 +4,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ssl_bench.errors import ConfigurationError, MachineError
@@ -49,14 +49,17 @@ def replacing(folder: Path) -> Iterator[Path]:
             folder.rename(old)
         new.rename(folder)
     except OSError as error:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
         raise MachineError(
             f"cannot write {folder}: {error.strerror or error}; free space or choose another folder"
         ) from error
     finally:
+        # Whatever came between the two names, an interrupt too: the older report goes back.
+        if old.exists() and not folder.exists():
+            with suppress(OSError):
+                old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def copy_below(source: Path, target: Path, relative: str) -> None:

@@ -3,17 +3,18 @@
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, field
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import (
-    arbitrary_percent,
+    Entry,
     comparable_groups,
     differing_settings,
+    mean_entry,
     provenance,
 )
+from ssl_bench.tables.deviations import named_protocol
 
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""
@@ -21,41 +22,36 @@ PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 
 @dataclass(frozen=True)
 class Point:
-    """The score of one block, averaged over seeds, in percent.
+    """The score of one block, averaged over seeds.
 
     Attributes:
-        low: Of the 95 % interval, None without one; likewise `high`.
-        arbitrary: Percent of the images whose answer rounding chose; None where none can be.
-        records: Numbers of the records it comes from.
+        records: Numbers of the records it comes from, in the order of their seeds.
+        entry: What the tables of the command line show.
     """
 
     layer: int
-    value: float
-    low: float | None
-    high: float | None
-    arbitrary: float | None
     records: tuple[int, ...]
+    # Records hold mappings, which have no hash.
+    entry: Entry = field(compare=False)
+
+    @property
+    def value(self) -> float:
+        return self.entry.value
+
+    @property
+    def arbitrary(self) -> float | None:
+        return self.entry.arbitrary
 
     @property
     def text(self) -> str:
-        """As in the tables of the command line."""
-        return f"{self.number}{self.interval}{self.dagger}"
+        return self.entry.text()
 
     @property
-    def number(self) -> str:
-        return "no value" if math.isnan(self.value) else f"{self.value:.1f}"
-
-    @property
-    def interval(self) -> str:
-        if self.low is None or self.high is None or math.isnan(self.value):
+    def sort_key(self) -> str:
+        """As JavaScript reads numbers; empty where there is no value."""
+        if math.isnan(self.value):
             return ""
-        return f" ± {(self.high - self.low) / 2:.1f}"
-
-    @property
-    def dagger(self) -> str:
-        if not self.arbitrary:
-            return ""
-        return f" †{self.arbitrary:.{0 if self.arbitrary >= 1 else 1}f}"
+        return "Infinity" if self.value == math.inf else str(self.value)
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,12 @@ class Line:
 
     @property
     def best(self) -> Point | None:
-        """The highest point; None when no block has a value."""
-        finite = [point for point in self.points if not math.isnan(point.value)]
+        """The highest point; None when no block has a value or more is not better."""
+        finite = [
+            point
+            for point in self.points
+            if not math.isnan(point.value) and point.entry.records[0].is_ranked
+        ]
         return max(finite, key=lambda point: point.value, default=None)
 
     @property
@@ -94,6 +94,7 @@ class Panel:
     dataset: str
     split: str
     metric: str
+    unit: str
     facet: str
     protocol: str
     difference: str
@@ -107,6 +108,10 @@ class Panel:
     @property
     def title(self) -> str:
         return f"{self.metric}, {self.facet}, protocol {self.protocol}{self.difference}"
+
+    @property
+    def is_ranked(self) -> bool:
+        return any(line.best for line in self.lines)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -153,6 +158,7 @@ def _panel(
         dataset=first.dataset,
         split=first.split,
         metric=first.metric,
+        unit=first.unit,
         facet=first.facet,
         protocol=first.protocol,
         difference=difference,
@@ -162,21 +168,32 @@ def _panel(
 
 
 def _difference(record: Record, firsts: Sequence[Record]) -> str:
-    """What sets a panel apart from the others of the same names."""
+    """What the protocol's name leaves out, and what sets a panel apart from others of its names."""
     same = (*PANEL_FIELDS, "split")
     rivals = [r for r in firsts if all(getattr(r, n) == getattr(record, n) for n in same)]
     differing = differing_settings(record, rivals)
-    return f" [{', '.join(differing)}]" if differing else ""
+    changed = named_protocol(record).removeprefix(record.protocol)
+    return changed + (f" [{', '.join(differing)}]" if differing else "")
 
 
 def _point(seeds: Mapping[int, Record]) -> Point:
-    records = list(seeds.values())
-    intervals = [r.ci95 for r in records if r.ci95 is not None]
-    return Point(
-        layer=records[0].layer,
-        value=fmean([r.value for r in records]),
-        low=fmean([low for low, _ in intervals]) if intervals else None,
-        high=fmean([high for _, high in intervals]) if intervals else None,
-        arbitrary=arbitrary_percent(records),
-        records=tuple(seeds),
-    )
+    numbers = sorted(seeds, key=lambda number: seeds[number].seed)
+    entry = mean_entry([seeds[number] for number in numbers])
+    return Point(entry.records[0].layer, tuple(numbers), entry)
+
+
+def said_units(panels: Sequence[Panel]) -> str:
+    """Such as "percent, except plain numbers: condition_number"."""
+    plain = sorted({panel.metric for panel in panels if not panel.unit})
+    if not plain:
+        return "percent"
+    if all(not panel.unit for panel in panels):
+        return "plain numbers"
+    return f"percent, except plain numbers: {', '.join(plain)}"
+
+
+def said_intervals(panels: Sequence[Panel]) -> str:
+    """How intervals are written: what is symmetric with "±", what is not with its ends."""
+    signs = [("±", any(panel.unit for panel in panels))]
+    signs.append(("[ ]", any(not panel.unit for panel in panels)))
+    return " and ".join(sign for sign, is_used in signs if is_used)

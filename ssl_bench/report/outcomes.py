@@ -144,6 +144,8 @@ def _is_of(key: Any, record: Record) -> bool:
         and key.get("checkpoint_sha256") == record.checkpoint_sha256
         and key.get("dataset_fingerprint") == record.dataset_fingerprint
         and key.get("settings") == settings
+        and key.get("dtype") == f"torch.{record.settings.get('dtype')}"
+        and key.get("version") == record.version
     )
 
 

@@ -8,11 +8,19 @@ from typing import Any
 from ssl_bench.report.checkpoints import Checkpoint, in_file_names
 from ssl_bench.report.comparing import Pair, PanelPair
 from ssl_bench.report.curves import Chart, Curve, Reference, Spot, draw
-from ssl_bench.report.model import PANEL_FIELDS, Line, Panel, Point
+from ssl_bench.report.model import (
+    PANEL_FIELDS,
+    Line,
+    Panel,
+    Point,
+    said_intervals,
+    said_units,
+)
 from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
 from ssl_bench.report.viewers import GallerySection
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import provenance
+from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.published import PublishedValue, published_beside
 
 _DOUBTFUL_PERCENT = 50.0
@@ -83,6 +91,19 @@ class IndexPage:
     @property
     def num_panels(self) -> int:
         return len(self.views)
+
+    @property
+    def ranked(self) -> tuple[Panel, ...]:
+        """Where more is better."""
+        return tuple(view.panel for view in self.views if view.panel.is_ranked)
+
+    @property
+    def units(self) -> str:
+        return said_units([view.panel for view in self.views])
+
+    @property
+    def intervals(self) -> str:
+        return said_intervals([view.panel for view in self.views])
 
     @property
     def has_skipless(self) -> bool:
@@ -171,6 +192,16 @@ class CheckpointPage:
     def has_arbitrary(self) -> bool:
         return any(point.arbitrary for _, line in self.lines for point in line.points)
 
+    @property
+    def units(self) -> str:
+        return said_units([panel for panel, _ in self.lines])
+
+    @property
+    def has_one_seed_of_several(self) -> bool:
+        """Whether something on the page is of one seed beside means over several."""
+        several = any(len(point.records) > 1 for _, line in self.lines for point in line.points)
+        return several and bool(self.outcomes or self.extremes or self.classes)
+
 
 @dataclass(frozen=True)
 class PairView:
@@ -208,7 +239,7 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
         # Not beside a part of the dataset.
         if value.dataset == panel.dataset
     ]
-    return PanelView(panel, draw(curves, levels), published)
+    return PanelView(panel, draw(curves, levels, panel.unit), published)
 
 
 def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
@@ -220,7 +251,7 @@ def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
             one.value,
             one.low,
             one.high,
-            f"block {one.name}: {one.value:+.1f} [{one.low:+.1f}, {one.high:+.1f}]",
+            f"block {one.name}: {one.text}",
         )
         for one in differences
     )
@@ -244,7 +275,9 @@ def runs_of(records: Sequence[Record]) -> tuple[Run, ...]:
     """Settings of some records, each once."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
-        title = f"{record.task} on {record.dataset} {record.split}, protocol {record.protocol}"
+        title = (
+            f"{record.task} on {record.dataset} {record.split}, protocol {named_protocol(record)}"
+        )
         same = (record.dataset_fingerprint, sorted(record.settings.items()))
         groups[title, repr(same)].append(record)
     return tuple(
@@ -261,7 +294,7 @@ def runs_of(records: Sequence[Record]) -> tuple[Run, ...]:
 def _spot(checkpoint: Checkpoint, point: Point) -> Spot:
     doubtful = (point.arbitrary or 0.0) >= _DOUBTFUL_PERCENT
     hint = f"{checkpoint.name}, block {point.layer}: {point.text}"
-    return Spot(point.layer, point.value, point.low, point.high, hint, doubtful)
+    return Spot(point.layer, point.value, point.entry.low, point.entry.high, hint, doubtful)
 
 
 def _published(panel: Panel, records: Sequence[Record]) -> tuple[Published, ...]:

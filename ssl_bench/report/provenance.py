@@ -18,7 +18,8 @@ _SHOWN = {
     "facet": "facet",
     "protocol": "protocol",
     "metric": "metric",
-    "value": "value (%)",
+    "value": "value",
+    "unit": "unit",
     "ci95": "95 % interval",
     "seed": "seed",
     "version": "ssl-bench",
@@ -46,8 +47,13 @@ def as_script(store: ResultStore, records: Sequence[Record]) -> str:
 def _values(store: ResultStore, record: Record) -> list[Any]:
     whole = record.as_json()
     path = store.path(record.key()).relative_to(store.root)
-    rounded = {"value": _rounded(whole["value"]), "ci95": _rounded(whole["ci95"])}
-    plain = [rounded.get(name, whole[name]) for name in _SHOWN]
+    shown = _rounded if record.unit else _short
+    changed = {
+        "value": shown(whole["value"]),
+        "ci95": shown(whole["ci95"]),
+        "unit": record.unit or "plain number",
+    }
+    plain = [changed.get(name, whole[name]) for name in _SHOWN]
     return [*plain, path.as_posix(), whole["settings"], _small(whole["details"])]
 
 
@@ -59,6 +65,13 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_rounded(item) for item in value]
     return round(value, 4) if isinstance(value, float) else value
+
+
+def _short(value: Any) -> Any:
+    """Six digits, because plain numbers may be of any magnitude."""
+    if isinstance(value, (list, tuple)):
+        return [_short(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _small(details: Mapping[str, Any]) -> dict[str, Any]:

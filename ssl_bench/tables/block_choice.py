@@ -20,10 +20,11 @@ CHOICE_NOTES = {
         "which flatters every encoder"
     ),
 }
-NO_CHOICE_NOTE = (
-    "‡: no block was chosen: no values of single images were kept to choose on other images, or "
-    "more of this number is not better; --layer N shows one block, --best-layer oracle the best"
+NO_IMAGES_NOTE = (
+    "‡: no block was chosen: no values of single images were kept to choose on other images; "
+    "--layer N shows one block, --best-layer oracle the best"
 )
+UNRANKED_NOTE = "‡ of {}: no block was chosen: more of it is not better; --layer N shows one block"
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,10 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
         choice: "holdout" or "oracle"; of no account where there is one block.
 
     Returns:
-        None where a held-out choice lacks the values of single images, and for plain numbers, of
-        which nobody knows whether more is better.
+        None where a held-out choice lacks the values of single images, and for what is not ranked.
     """
     offered = tuple(sorted({record.layer for record in records}))
-    if len(offered) > 1 and records[0].unit != "%":
+    if len(offered) > 1 and not records[0].is_ranked:
         return None
     if len(offered) == 1 or choice == "oracle":
         return _oracle(records, offered)
@@ -87,7 +87,8 @@ def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
     low, high = interval95(curve.resampled(mixed))
     return Entry(
         value=curve.value(mixed),
-        half_width=(high - low) / 2,
+        low=low,
+        high=high,
         # Folds are of equal size, so a block counts as often as it was chosen.
         arbitrary=arbitrary_percent([by_layer[layer] for layer in layers]),
         records=tuple(by_layer[layer] for layer in sorted(set(layers))),
@@ -102,7 +103,8 @@ def _mean(entries: Sequence[Entry], offered: tuple[int, ...]) -> Chosen:
     records = tuple(record for entry in entries for record in entry.records)
     entry = Entry(
         value=sum(entry.value for entry in entries) / len(entries),
-        half_width=mean([entry.half_width for entry in entries]),
+        low=mean([entry.low for entry in entries]),
+        high=mean([entry.high for entry in entries]),
         arbitrary=mean([entry.arbitrary for entry in entries]),
         records=records,
     )

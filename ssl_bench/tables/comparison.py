@@ -11,9 +11,10 @@ import torch
 from jaxtyping import Float64, Int64, Shaped
 
 from ssl_bench.errors import DataError
-from ssl_bench.metrics import bootstrap_sums, mean_iou, pixel_accuracy
+from ssl_bench.metrics import bootstrap_sums, interval95, mean_iou, pixel_accuracy
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.tables.sheets import Sheet, Word
+from ssl_bench.tables.deviations import named_protocol
+from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word
 
 RESAMPLES = 2000
 FOLDS = 5
@@ -99,12 +100,28 @@ class Difference:
         """Whether the interval leaves out 0."""
         return self.low > 0 or self.high < 0
 
+    @property
+    def first_text(self) -> str:
+        """The value of the first; a dash where it has none."""
+        return _shown(self.first, ".1f")
+
+    @property
+    def second_text(self) -> str:
+        return _shown(self.second, ".1f")
+
+    @property
+    def text(self) -> str:
+        """Such as "+2.5 [-1.0, +6.0]"; a dash where one side has no value."""
+        if math.isnan(self.value) or math.isnan(self.low + self.high):
+            return _shown(self.value, "+.1f")
+        return f"{self.value:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
+
 
 def difference(name: str, curve: Curve, first: PerImage, second: PerImage) -> Difference:
     """Compare two arrays of contributions of the same images to one metric."""
     resampled = curve.resamples(np.stack([first, second], axis=1))
-    low, high = np.nanpercentile(resampled[:, 1] - resampled[:, 0], [2.5, 97.5])
-    return Difference(name, curve.value(first), curve.value(second), float(low), float(high))
+    interval = interval95(torch.from_numpy(resampled[:, 1] - resampled[:, 0]))
+    return Difference(name, curve.value(first), curve.value(second), *interval)
 
 
 def between_checkpoints(first: Curve, second: Curve) -> list[Difference]:
@@ -195,11 +212,9 @@ class Comparison:
         cells = [
             (
                 Word(row.name),
-                Word(f"{row.first:.1f}"),
-                Word(f"{row.second:.1f}"),
-                Word(
-                    f"{_signed(row.value)} [{_signed(row.low)}, {_signed(row.high)}]", row.is_clear
-                ),
+                Word(row.first_text),
+                Word(row.second_text),
+                Word(row.text, row.is_clear),
             )
             for row in self.rows
         ]
@@ -207,7 +222,7 @@ class Comparison:
         return Sheet(
             title=(
                 f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
-                f"{record.facet}, protocol {record.protocol}, seed {record.seed}"
+                f"{record.facet}, protocol {named_protocol(record)}, seed {record.seed}"
             ),
             head=("block", *self.names, "difference [95 %]"),
             rows=tuple(cells),
@@ -305,5 +320,5 @@ def _named(layers: Sequence[int]) -> str:
     return ", ".join(str(layer) for layer in sorted(set(layers)))
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.1f}"
+def _shown(value: float, style: str) -> str:
+    return NO_VALUE if math.isnan(value) else f"{value:{style}}"

@@ -1,4 +1,4 @@
-"""Tables and curves over depth, rendered from records alone."""
+"""Tables over depth, rendered from records alone."""
 
 import hashlib
 import json
@@ -12,30 +12,38 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.files import write_text_atomically
 from ssl_bench.results import Record
-from ssl_bench.tables.sheets import Sheet, Word, set_tables
+from ssl_bench.tables.deviations import changed_settings, named_protocol
+from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word, set_tables
 
 _SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
-_PANELS_A_ROW = 3
 MARKERS = ("<!-- ssl-bench table -->", "<!-- end of ssl-bench table -->")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One cell: the mean over seeds and the half-width of its 95 % interval, in percent.
+    """One cell: the mean over seeds with its 95 % interval, in the unit of its records.
 
     Attributes:
+        low: Of the interval, the mean over seeds; None without one; likewise `high`.
         arbitrary: Percent of the images whose answer rounding chose; None where none can be.
         records: What the numbers are from, one a seed, or several a seed where blocks are mixed.
     """
 
     value: float
-    half_width: float | None
+    low: float | None
+    high: float | None
     arbitrary: float | None
     records: tuple[Record, ...]
 
+    @property
+    def half_width(self) -> float | None:
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
     def text(self) -> str:
         """The value as a table shows it, such as "32.3 ± 12.1 †2" or "1.2e+04 [9e+03, ∞]"."""
+        if math.isnan(self.value):
+            return NO_VALUE
         if self.records[0].unit != "%":
             return _number(self.value) + self._ends()
         width = "" if self.half_width is None else f" ± {self.half_width:.1f}"
@@ -43,10 +51,9 @@ class Entry:
 
     def _ends(self) -> str:
         """The interval, which is not symmetric where numbers span magnitudes."""
-        ends = [record.ci95 for record in self.records if record.ci95 is not None]
-        if not ends:
+        if self.low is None or self.high is None:
             return ""
-        low, high = (_number(sum(side) / len(ends)) for side in zip(*ends, strict=True))
+        low, high = _number(self.low), _number(self.high)
         return "" if low == high else f" [{low}, {high}]"
 
     def _dagger(self) -> str:
@@ -91,8 +98,13 @@ class DepthTable:
     entries: dict[tuple[int, str], Entry]
     provenance: str
 
+    @property
+    def unit(self) -> str:
+        """Of all values."""
+        return next(iter(self.entries.values())).records[0].unit
+
     def best_layer(self, model: str) -> int | None:
-        """The block with the highest value of a model; None when it has no finite value."""
+        """The block with the highest value of a model; None when none has one or is better."""
         return next(iter(self._ranked(model)), None)
 
     def _ranked(self, model: str) -> list[int]:
@@ -101,8 +113,7 @@ class DepthTable:
             for layer in self.layers
             if (layer, model) in self.entries
             and not math.isnan(self.entries[layer, model].value)
-            # Of percent more is better; of a plain number nobody knows.
-            and self.entries[layer, model].records[0].unit == "%"
+            and self.entries[layer, model].records[0].is_ranked
         }
         return sorted(values, key=lambda layer: -values[layer])
 
@@ -158,8 +169,8 @@ def depth_tables(records: Sequence[Record]) -> list[DepthTable]:
 
     Numbers that differ in dataset, protocol, facet, settings or images never share a table.
     """
-    ordered = comparable_groups(records)
-    return [_depth_table(group, _difference(group[0], ordered)) for group in ordered]
+    ordered, names = comparable_groups(records), model_names(records)
+    return [_depth_table(group, _difference(group[0], ordered), names) for group in ordered]
 
 
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
@@ -178,11 +189,15 @@ def _difference(record: Record, groups: Sequence[Sequence[Record]]) -> str:
 
 
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
-    """Settings and data by which a record differs from some of the others."""
+    """Settings and data by which a record differs from some of the others.
+
+    Without those that `named_protocol` says.
+    """
+    said = changed_settings(record)
     differing = [
         f"{name}={value}"
         for name, value in sorted(record.settings.items())
-        if any(rival.settings.get(name) != value for rival in rivals)
+        if name not in said and any(rival.settings.get(name) != value for rival in rivals)
     ]
     if any(rival.dataset_fingerprint != record.dataset_fingerprint for rival in rivals):
         differing.append(f"data {record.dataset_fingerprint[:6]}")
@@ -192,7 +207,7 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
 def _title(record: Record) -> str:
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
-        f"{record.facet}, protocol {record.protocol}"
+        f"{record.facet}, protocol {named_protocol(record)}"
     )
 
 
@@ -211,8 +226,10 @@ def _comparable(record: Record) -> tuple[str, ...]:
     return (*names, record.facet, record.dataset_fingerprint, settings)
 
 
-def _depth_table(records: Sequence[Record], difference: str) -> DepthTable:
-    columns = model_names(records)
+def _depth_table(
+    records: Sequence[Record], difference: str, names: Mapping[str, str]
+) -> DepthTable:
+    columns = {record.checkpoint_sha256: names[record.checkpoint_sha256] for record in records}
     cells: dict[tuple[int, str], list[Record]] = defaultdict(list)
     for record in records:
         cells[record.layer, columns[record.checkpoint_sha256]].append(record)
@@ -236,10 +253,12 @@ def mean_entry(seeds: Sequence[Record]) -> Entry:
     """The mean of records of one block that differ in their seed alone."""
     value = sum(record.value for record in seeds) / len(seeds)
     # Averaging keeps the width of one seed: it never claims more certainty than was measured.
-    widths = [(r.ci95[1] - r.ci95[0]) / 2 for r in seeds if r.ci95 is not None]
+    lows = [record.ci95[0] for record in seeds if record.ci95 is not None]
+    highs = [record.ci95[1] for record in seeds if record.ci95 is not None]
     return Entry(
         value=value,
-        half_width=sum(widths) / len(widths) if widths else None,
+        low=sum(lows) / len(lows) if lows else None,
+        high=sum(highs) / len(highs) if highs else None,
         arbitrary=arbitrary_percent(seeds),
         records=tuple(seeds),
     )
@@ -334,50 +353,3 @@ def insert_between_markers(document: Path, text: str) -> None:
     if not found or not closed:
         raise DataError(f"{document} has no lines {begin!r} and {end!r} to put the table between")
     write_text_atomically(document, f"{before}{begin}\n{text}{end}{after}")
-
-
-def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
-    """Draw score over blocks, one panel a table, one line a model, with its 95 % band.
-
-    A model has the same colour in all panels. The suffix of the path chooses the format, such as
-    .png or .svg.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.lines import Line2D
-
-    models = sorted({model for table in tables for model in table.models})
-    colours = {model: f"C{number}" for number, model in enumerate(models)}
-    rows, columns = -(-len(tables) // _PANELS_A_ROW), min(len(tables), _PANELS_A_ROW)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.2 * columns, 3.4 * rows + 0.4), squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axis, table in zip(axes.flat, tables, strict=False):
-        for model in table.models:
-            _draw_curve(axis, table, model, colours[model])
-        axis.set_title(table.title.replace(", ", "\n", 1), fontsize=8)
-        axis.set_xlabel("block")
-        axis.set_ylabel(next(iter(table.entries.values())).records[0].unit)
-        if "condition_number" in table.title:
-            axis.set_yscale("log")
-        axis.grid(alpha=0.3)
-    for axis in axes.flat[len(tables) :]:
-        axis.set_axis_off()
-    lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
-    figure.legend(lines, models, loc="outside lower center", ncols=min(len(models), 4), fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _draw_curve(axis: Any, table: DepthTable, model: str, colour: str) -> None:
-    layers = [layer for layer in table.layers if (layer, model) in table.entries]
-    entries = [table.entries[layer, model] for layer in layers]
-    values = [entry.value for entry in entries]
-    axis.plot(layers, values, marker="o", markersize=3, color=colour)
-    low = [entry.value - (entry.half_width or 0) for entry in entries]
-    high = [entry.value + (entry.half_width or 0) for entry in entries]
-    axis.fill_between(layers, low, high, alpha=0.15, color=colour)

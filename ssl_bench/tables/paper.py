@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.block_choice import CHOICE_NOTES, NO_CHOICE_NOTE, Chosen, choose_block
+from ssl_bench.tables.block_choice import CHOICE_NOTES, NO_IMAGES_NOTE, Chosen, choose_block
 from ssl_bench.tables.depth import comparable_groups, dagger_note, provenance
+from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.published import PublishedColumn, PublishedTable, settings_of
 from ssl_bench.tables.sheets import Sheet, Word
 
@@ -75,7 +76,7 @@ class PaperTable:
         if any(len(one.offered) > 1 for one in chosen):
             notes.append(CHOICE_NOTES[self.choice])
         if None in self.ours.values():
-            notes.append(NO_CHOICE_NOTE)
+            notes.append(NO_IMAGES_NOTE)
         if chosen:
             records = [record for one in chosen for record in one.entry.records]
             notes.append(provenance(records) + dagger_note(one.entry for one in chosen))
@@ -230,4 +231,4 @@ def _series(column: PublishedColumn, records: Sequence[Record]) -> list[list[Rec
 
 
 def _named(record: Record) -> str:
-    return f"{record.metric}, {record.facet}, protocol {record.protocol}"
+    return f"{record.metric}, {record.facet}, protocol {named_protocol(record)}"

@@ -8,7 +8,8 @@ from typing import Any
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.block_choice import (
     CHOICE_NOTES,
-    NO_CHOICE_NOTE,
+    NO_IMAGES_NOTE,
+    UNRANKED_NOTE,
     Chosen,
     choose_block,
 )
@@ -20,6 +21,7 @@ from ssl_bench.tables.depth import (
     provenance,
     series_json,
 )
+from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.sheets import Sheet, Word
 
 
@@ -50,7 +52,7 @@ class PivotTable:
         return Sheet(self._title(), head, tuple(rows), "\n".join(self._notes()))
 
     def _ranks(self, column: str) -> list[str]:
-        if self.columns[column].unit != "%":
+        if not self.columns[column].is_ranked:
             return []
         found = [self.cells.get((model, column)) for model in self.models]
         values = {chosen.entry.value for chosen in found if chosen is not None}
@@ -90,8 +92,7 @@ class PivotTable:
 
     def _notes(self) -> list[str]:
         notes = [] if self.choice == "block" else [CHOICE_NOTES[self.choice]]
-        if None in self.cells.values():
-            notes.append(NO_CHOICE_NOTE)
+        notes += self._no_choice_notes()
         if len({chosen.offered for chosen in self._chosen()}) > 1:
             notes.append("not every encoder was probed at the same blocks in every column")
         notes += [f"{name}: {_described(record)}" for name, record in self.columns.items()]
@@ -100,6 +101,12 @@ class PivotTable:
             notes.append(provenance(records) + dagger_note(c.entry for c in self._chosen()))
         notes.append("marked: the highest and the second of a column; no test of the difference")
         return notes
+
+    def _no_choice_notes(self) -> list[str]:
+        lacking = [self.columns[c] for (_, c), chosen in self.cells.items() if chosen is None]
+        unranked = sorted({record.metric for record in lacking if not record.is_ranked})
+        notes = [NO_IMAGES_NOTE] if any(record.is_ranked for record in lacking) else []
+        return [*notes, UNRANKED_NOTE.format(", ".join(unranked))] if unranked else notes
 
     def csv_rows(self) -> list[dict[str, Any]]:
         """A cell a row."""
@@ -135,7 +142,7 @@ class PivotTable:
 def _described(record: Record) -> str:
     return (
         f"{record.task}, {record.metric}, {record.split}, {record.facet}, "
-        f"protocol {record.protocol}, {record.num_images:,} images"
+        f"protocol {named_protocol(record)}, {record.num_images:,} images"
     )
 
 
@@ -173,8 +180,9 @@ def column_names(records: Sequence[Record]) -> list[str]:
     """What tells each of some series from the others, in as few words as will do."""
     metrics = len({record.metric for record in records}) > 1
     words = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
-    for field in ("split", "task", "facet", "protocol"):
-        words = _told_apart(words, [[str(getattr(record, field))] for record in records])
+    for field in ("split", "task", "facet"):
+        words = _told_apart(words, [[getattr(record, field)] for record in records])
+    words = _told_apart(words, [[named_protocol(record)] for record in records])
     last = []
     for name, record in zip(words, records, strict=True):
         rivals = [r for w, r in zip(words, records, strict=True) if w == name]

@@ -13,6 +13,9 @@ from ssl_bench.errors import ConfigurationError
 
 STYLES = ("text", "terminal", "markdown", "latex")
 FORMATS = (*STYLES, "csv", "json")
+NO_VALUE = "\N{EN DASH}"
+"""Stands where a value is no number."""
+
 _BOLD, _UNDERLINED, _PLAIN = "\033[1m", "\033[4m", "\033[0m"
 _LATEX = {
     **{character: "\\" + character for character in "_%&#${}"},
@@ -22,6 +25,7 @@ _LATEX = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"$\mid$",
+    NO_VALUE: "--",
     "±": r"$\pm$",
     "∞": r"$\infty$",
     "†": r"$\dagger$",

@@ -20,7 +20,7 @@ function sortTable(button) {
   rows.sort(([one], [other]) => {
     // Empty cells stay below, whichever way the rest is sorted.
     if (one === null || other === null) return (one === null) - (other === null);
-    const order = isNumber ? one - other : one.localeCompare(other, "en", { numeric: true });
+    const order = isNumber ? (one > other) - (one < other) : one.localeCompare(other, "en", { numeric: true });
     return descending ? -order : order;
   });
   body.append(...rows.map(([, row]) => row));

@@ -1,0 +1,72 @@
+"""Curves over depth, drawn by matplotlib from tables."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ssl_bench.tables.depth import DepthTable
+
+_PANELS_A_ROW = 3
+
+
+def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
+    """Draw score over blocks, one panel a table, one line a model, with its 95 % band.
+
+    A model has the same colour in all panels. The suffix of the path chooses the format, such as
+    .png or .svg.
+    """
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+
+    models = sorted({model for table in tables for model in table.models})
+    colours = {model: f"C{number}" for number, model in enumerate(models)}
+    rows, columns = -(-len(tables) // _PANELS_A_ROW), min(len(tables), _PANELS_A_ROW)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(4.2 * columns, 3.4 * rows + 0.4), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for axis, table in zip(axes.flat, tables, strict=False):
+        _draw_panel(axis, table, colours)
+    for axis in axes.flat[len(tables) :]:
+        axis.set_axis_off()
+    lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
+    figure.legend(lines, models, loc="outside lower center", ncols=min(len(models), 4), fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, str]) -> None:
+    ends = [end for e in table.entries.values() for end in (e.value, e.low, e.high)]
+    heights = [end for end in ends if end is not None and math.isfinite(end)]
+    if not table.unit and min(heights, default=0.0) > 0:
+        axis.set_yscale("log")
+    top = 2 * max(heights, default=0.5)
+    for model in table.models:
+        _draw_curve(axis, table, model, colours[model], top)
+    if math.inf in ends:
+        axis.set_ylim(top=top)
+    axis.set_title(table.title.replace(", ", "\n", 1), fontsize=8)
+    axis.set_xlabel("block")
+    axis.set_ylabel(table.unit)
+    axis.grid(alpha=0.3)
+
+
+def _draw_curve(axis: Any, table: DepthTable, model: str, colour: str, top: float) -> None:
+    """Infinity is drawn at the top."""
+    cells = {
+        layer: table.entries[layer, model]
+        for layer in table.layers
+        if (layer, model) in table.entries
+    }
+    values = [min(entry.value, top) for entry in cells.values()]
+    axis.plot(list(cells), values, marker="o", markersize=3, color=colour)
+    for layer in (layer for layer, entry in cells.items() if entry.value == math.inf):
+        axis.annotate("∞", (layer, top), color=colour, ha="center", va="bottom")
+    low = [entry.value if entry.low is None else min(entry.low, top) for entry in cells.values()]
+    high = [entry.value if entry.high is None else min(entry.high, top) for entry in cells.values()]
+    axis.fill_between(list(cells), low, high, alpha=0.15, color=colour)
