@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from test_report import SKIP, SKIPLESS, cell, counts, save, skipless
+from report_cells import SKIP, SKIPLESS, cell, counts, save, skipless
 
 from ssl_bench.cli import main
 from ssl_bench.results import Record, ResultStore

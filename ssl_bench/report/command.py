@@ -9,7 +9,7 @@ from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.folder import require_replaceable
 from ssl_bench.report.writing import build_report, write_report
 from ssl_bench.results import ResultStore
-from ssl_bench.table_command import MISFIT, asked_records, say_ignored
+from ssl_bench.table_command import MISFIT, asked_records, recorded_checkpoint, say_ignored
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -19,7 +19,14 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     folder = Path(options.into).expanduser() if options.into else store.root / "report"
     require_replaceable(folder)
     records = asked_records(options, store)
-    report = build_report(store, records, options.pair or [])
+    pairs = [
+        (
+            recorded_checkpoint(first, records, store)[0],
+            recorded_checkpoint(second, records, store)[0],
+        )
+        for first, second in options.pair or []
+    ]
+    report = build_report(store, records, pairs)
     if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
         say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
     write_report(report, folder)

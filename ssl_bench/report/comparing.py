@@ -106,29 +106,19 @@ class GalleryPair:
     second: Gallery
 
 
-def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[Sequence[str]]) -> list[Pair]:
-    """All pairs, or those asked for by names or beginnings of the sha256.
+def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[tuple[str, str]]) -> list[Pair]:
+    """All pairs, or those asked for by the sha256 of their weights.
 
     Raises:
-        ConfigurationError: a name is unknown or means several.
+        ConfigurationError: one checkpoint twice.
     """
-    wanted = [tuple(_found(name, checkpoints) for name in names) for names in asked]
+    by_sha = {checkpoint.sha256: checkpoint for checkpoint in checkpoints}
+    wanted = [(by_sha[first], by_sha[second]) for first, second in asked]
     if any(first == second for first, second in wanted):
         raise ConfigurationError("expected --pair of two different checkpoints, got one twice")
     if not wanted and len(checkpoints) <= MOST_PAIRED:
         wanted = list(combinations(checkpoints, 2))
     return [Pair(first, second) for first, second in dict.fromkeys(wanted)]
-
-
-def _found(name: str, checkpoints: Sequence[Checkpoint]) -> Checkpoint:
-    known = ", ".join(checkpoint.name for checkpoint in checkpoints)
-    found = [c for c in checkpoints if c.name == name] or [
-        c for c in checkpoints if name and (c.model == name or c.sha256.startswith(name))
-    ]
-    if len(found) != 1:
-        what = "several are called" if found else "there is no record of"
-        raise ConfigurationError(f"--pair: {what} {name!r}; expected one of {known}")
-    return found[0]
 
 
 def scored(

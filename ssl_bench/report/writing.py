@@ -106,7 +106,7 @@ class Report:
 
 
 def build_report(
-    store: ResultStore, records: Sequence[Record], asked_pairs: Iterable[Sequence[str]]
+    store: ResultStore, records: Sequence[Record], asked_pairs: Iterable[tuple[str, str]]
 ) -> Report:
     """Gather what is known of some records.
 
