@@ -7,7 +7,7 @@ or a full disk at any moment leaves at least one of them whole.
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -31,7 +31,7 @@ def save_state(out: Path, state: Mapping[str, Any]) -> None:
         MachineError: the folder cannot be written or the disk is full; older files stay intact.
     """
     arrived, current = out / _ARRIVED, out / STATE
-    write_atomically(arrived, lambda file: torch.save({**_FORMAT, **state}, file))
+    write_atomically(arrived, lambda file: _write({**_FORMAT, **state}, file))
     lines = [f"{sha256_of(arrived)}  {STATE}\n"]
     if current.is_file():
         lines.append(f"{sha256_of(current)}  {PREVIOUS}\n")
@@ -42,6 +42,16 @@ def save_state(out: Path, state: Mapping[str, Any]) -> None:
         arrived.replace(current)
     except OSError as error:
         raise MachineError(f"cannot rename {arrived}: {error.strerror or error}") from error
+
+
+def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        # torch closes its archive after a disk was full, and fails at that instead.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from error
+        raise
 
 
 def load_state(out: Path, device: torch.device) -> tuple[dict[str, Any], Path]:

@@ -156,6 +156,16 @@ def test_fault_30_a_full_disk_leaves_the_old_training_state(place, capsys):
     assert [row["step"] for row in log_rows("run")] == [1, 2]
 
 
+@pytest.mark.parametrize("limit", [40, 2_000, 9_000, 20_000])
+def test_fault_30_a_full_disk_is_said_wherever_in_the_state_it_strikes(place, limit):
+    state = {"weights": torch.zeros(10_000), "step": 3}
+
+    with small_files(limit), pytest.raises(MachineError, match=r"cannot write state\.new\.pt"):
+        save_state(Path(), state)
+
+    assert list(Path().glob("*state*")) == []
+
+
 def test_fault_30_a_full_disk_leaves_no_half_of_a_record(place, capsys):
     with small_files(500):
         said = fails(capsys, probing("pca", "folder", place / "photos"), 5)
