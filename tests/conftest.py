@@ -10,6 +10,7 @@ install_import_hook(["ssl_bench", "pretrain", "probes"], "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from faults import encoder_file, photo_folder  # noqa: E402
 from web import WebServer  # noqa: E402
 
 torch.set_num_threads(1)
@@ -37,3 +38,12 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebServer]:
     with WebServer() as server:
         yield server
         server.shutdown()
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """The working folder, with an encoder and a few photographs."""
+    monkeypatch.chdir(tmp_path)
+    encoder_file(tmp_path / "encoder.safetensors")
+    photo_folder(tmp_path / "photos")
+    return tmp_path

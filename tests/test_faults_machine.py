@@ -26,7 +26,6 @@ from tests.faults import (
     exit_code,
     fails,
     fork,
-    photo_folder,
     picture,
     pretraining,
     probing,
@@ -35,14 +34,6 @@ from tests.faults import (
 )
 
 REPOSITORY = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    photo_folder(tmp_path / "photos")
-    return tmp_path
 
 
 def tar_with(path: Path, name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> None:

@@ -22,21 +22,12 @@ from tests.faults import (
     encoder_file,
     fails,
     peak_memory_mib,
-    photo_folder,
     pickled_mark,
     pretraining,
     probing,
     records,
     voc,
 )
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    photo_folder(tmp_path / "photos")
-    return tmp_path
 
 
 def with_checkpoint(uri: str | Path, *more: str) -> list[str]:

@@ -10,18 +10,10 @@ import pytest
 
 from ssl_bench.cli import main
 from ssl_bench.results import Record, ResultStore
-from tests.faults import encoder_file, fails, photo_folder, probing, records, voc
+from tests.faults import encoder_file, fails, probing, records, voc
 
 REPOSITORY = Path(__file__).parents[1]
 ALL = ("--layer", "all")
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    photo_folder(tmp_path / "photos")
-    return tmp_path
 
 
 def with_checkpoint(arguments: list[str], path: str) -> list[str]:

@@ -23,12 +23,10 @@ from tests.faults import (
     PRETRAIN,
     TINY,
     class_folders,
-    encoder_file,
     exit_code,
     fails,
     fork,
     log_rows,
-    photo_folder,
     picture,
     pretraining,
     probing,
@@ -39,14 +37,6 @@ from tests.faults import (
 CPU = torch.device("cpu")
 NO_TIME = "train.max_minutes=0.0"  # one step, then everything is saved
 ALWAYS = "train.checkpoint_minutes=0.0"
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    encoder_file(tmp_path / "encoder.safetensors")
-    photo_folder(tmp_path / "photos")
-    return tmp_path
 
 
 def leaves(value, prefix=""):

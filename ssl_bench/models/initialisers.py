@@ -59,14 +59,18 @@ class DefaultInit:
         num_heads: int,  # noqa: ARG002 - the same for any number of heads
         generator: Generator,
     ) -> AttentionWeights:
-        query, key, value, output = (truncated_normal(dim, dim, generator) for _ in range(4))
+        query, key, value, output = (self.draw(dim, dim, generator) for _ in range(4))
         return AttentionWeights(query, key, value, output)
 
     def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
         return MlpWeights(
-            first=truncated_normal(dim, hidden_dim, generator),
-            second=truncated_normal(hidden_dim, dim, generator),
+            first=self.draw(dim, hidden_dim, generator),
+            second=self.draw(hidden_dim, dim, generator),
         )
+
+    def draw(self, rows: int, cols: int, generator: Generator) -> Float64[Tensor, "{rows} {cols}"]:
+        """One matrix; all are drawn alike, each on its own."""
+        return truncated_normal(rows, cols, generator)
 
 
 @dataclass(frozen=True)
@@ -157,27 +161,15 @@ class MimeticInit:
 
 
 @dataclass(frozen=True)
-class XavierInit:
+class XavierInit(DefaultInit):
     """Uniform of variance 2 / (inputs + outputs), each of the six matrices on its own.
 
     Source: Glorot and Bengio (2010), as for the ViT of Zhang and Martens, "Orthogonal
     Self-Attention", appendix D.
     """
 
-    def attention(
-        self,
-        dim: int,
-        num_heads: int,  # noqa: ARG002 - the same for any number of heads
-        generator: Generator,
-    ) -> AttentionWeights:
-        query, key, value, output = (xavier_uniform(dim, dim, generator) for _ in range(4))
-        return AttentionWeights(query, key, value, output)
-
-    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
-        return MlpWeights(
-            first=xavier_uniform(dim, hidden_dim, generator),
-            second=xavier_uniform(hidden_dim, dim, generator),
-        )
+    def draw(self, rows: int, cols: int, generator: Generator) -> Float64[Tensor, "{rows} {cols}"]:
+        return xavier_uniform(rows, cols, generator)
 
 
 @dataclass(frozen=True)
