@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-import torch
 from jaxtyping import Float64
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.metrics import interval95
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Panel
 from ssl_bench.report.outcomes import image_names, image_scores
 from ssl_bench.report.pictures import Gallery
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.tables.comparison import Curve, Difference, stored_curve
+from ssl_bench.tables.comparison import Curve, Difference, resampled_difference, stored_curve
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""
@@ -206,7 +204,7 @@ def scored_by_panel(
 def _at_blocks(name: str, first: Scored, second: Scored, layers: tuple[int, int]) -> Row:
     one, other = first.resampled[layers[0]], second.resampled[layers[1]]
     values = (_value_at(first, layers[0]), _value_at(second, layers[1]))
-    difference = _difference(name, values, other - one)
+    difference = resampled_difference(name, values, other - one)
     return Row(difference, (first.records[layers[0]],), (second.records[layers[1]],))
 
 
@@ -218,15 +216,9 @@ def _held_out(first: Scored, second: Scored) -> Row:
     chosen = [", ".join(map(str, side.layers_held_out)) for side in (first, second)]
     resampled = second.held_out_resampled - first.held_out_resampled
     name = f"held-out choice ({chosen[0]}; {chosen[1]})"
-    difference = _difference(name, (first.held_out, second.held_out), resampled)
+    difference = resampled_difference(name, (first.held_out, second.held_out), resampled)
     # All blocks took part in the choice.
     return Row(difference, tuple(first.records.values()), tuple(second.records.values()))
-
-
-def _difference(
-    name: str, values: tuple[float, float], resampled: Float64[np.ndarray, " resamples"]
-) -> Difference:
-    return Difference(name, *values, *interval95(torch.from_numpy(resampled)))
 
 
 def _tally(first: PerImage, second: PerImage) -> tuple[int, int, int, int]:

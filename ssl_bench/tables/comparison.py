@@ -120,8 +120,15 @@ class Difference:
 def difference(name: str, curve: Curve, first: PerImage, second: PerImage) -> Difference:
     """Compare two arrays of contributions of the same images to one metric."""
     resampled = curve.resamples(np.stack([first, second], axis=1))
-    interval = interval95(torch.from_numpy(resampled[:, 1] - resampled[:, 0]))
-    return Difference(name, curve.value(first), curve.value(second), *interval)
+    values = (curve.value(first), curve.value(second))
+    return resampled_difference(name, values, resampled[:, 1] - resampled[:, 0])
+
+
+def resampled_difference(
+    name: str, values: tuple[float, float], resampled: Float64[np.ndarray, " resamples"]
+) -> Difference:
+    """Two values and how their difference varies over images drawn with replacement."""
+    return Difference(name, *values, *interval95(torch.from_numpy(resampled)))
 
 
 def between_checkpoints(first: Curve, second: Curve) -> list[Difference]:
