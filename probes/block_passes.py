@@ -16,7 +16,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import Encoder, VisionTransformer, build_vit, encoder_from_vit
+from ssl_bench.models import Encoder, EncoderModule, build_encoder, encoder_from_model
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,14 @@ def block_passes(
     """By layer the passes of all images, which are squeezed to squares of the same size.
 
     Raises:
-        ConfigurationError: The patch does not divide the size.
+        ConfigurationError: The patch does not divide the size, or the encoder has no attention.
         CheckpointError: Features are not finite.
     """
+    if not encoder.num_heads:
+        raise ConfigurationError(
+            f"conditioning expects blocks of attention and an MLP, {encoder.name} has "
+            "convolutions; take --task pca, segmentation, retrieval or knn"
+        )
     double = in_float64(encoder)
     extractor = FeatureExtractor(double, layers=context.layers, device=context.device)
     blocks = double.module.get_submodule("blocks")
@@ -96,13 +101,13 @@ def initialised_again(encoder: Encoder, seed: int) -> Encoder:
     Raises:
         ConfigurationError: The encoder does not tell how it was initialised.
     """
-    if not isinstance(encoder.module, VisionTransformer):
+    if not isinstance(encoder.module, EncoderModule):
         raise ConfigurationError(
             f"probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got {encoder.name}"
         )
-    model = build_vit(encoder.module.config, seed=seed)
+    model = build_encoder(encoder.module.config, seed=seed)
     colours = (encoder.mean, encoder.std)
-    return encoder_from_vit(model, name=encoder.name, uri=encoder.uri, colours=colours)
+    return encoder_from_model(model, name=encoder.name, uri=encoder.uri, colours=colours)
 
 
 def squared(

@@ -127,7 +127,9 @@ class FeatureExtractor:
                 handle.remove()
 
     def _keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Callable:
-        def keep(_block: nn.Module, _inputs: tuple, tokens: Tensor) -> None:
+        def keep(_block: nn.Module, _inputs: tuple, output: Tensor) -> None:
+            # Convolutional blocks give maps; their norm, like all norms, takes tokens.
+            tokens = output.flatten(2).transpose(1, 2) if output.ndim == 4 else output
             if "token" in self.facets:
                 features["token"] = self._patches(tokens, grid)
             if "cls" in self.facets:

@@ -154,11 +154,12 @@ def _format(file: Path | None) -> str:
 def _lines(report: FileReport) -> list[str]:
     megabytes = f", {report.size / 1e6:.1f} MB" if report.size else ""
     special = f"{report.class_tokens} [CLS], {report.registers} registers"
+    heads = f", {report.heads} heads" if report.heads else ", no attention"
     height, width = report.image_size
     rows = [
         ("file", f"{report.format}{megabytes}"),
         ("layout", f"{report.layout} {f'({report.source})' if report.source else ''}".strip()),
-        ("encoder", f"{report.depth} blocks, width {report.width}, {report.heads} heads"),
+        ("encoder", f"{report.depth} blocks, width {report.width}{heads}"),
         ("tokens", f"patches of {report.patch_size} pixels, {special}"),
         ("images", f"{height} x {width}, mean {_list(report.mean)}, deviation {_list(report.std)}"),
         ("parameters", f"{report.parameters:,}"),

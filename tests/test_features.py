@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FACETS, FeatureExtractor, pad_to_patch, resolve_layers
-from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_vit, load_encoder
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, load_encoder
 from ssl_bench.models.positions import resize_positions
 from ssl_bench.models.timm_encoder import TimmViT
 
@@ -17,7 +17,9 @@ ALL = (0, 1, 2)
 
 
 def ours(**changes: Any) -> Encoder:
-    return encoder_from_vit(build_vit(ViTConfig(**{**TINY.to_dict(), **changes}), seed=0), name="x")
+    return encoder_from_model(
+        build_vit(ViTConfig(**{**TINY.to_dict(), **changes}), seed=0), name="x"
+    )
 
 
 def timm_twin(encoder: Encoder, **kwargs: Any) -> Encoder:
@@ -60,7 +62,7 @@ def test_an_encoder_of_ours_equals_timm_at_full_size(tmp_path):
     torch.save(model.state_dict(), tmp_path / "tiny.pth")
     theirs = load_encoder(f"timm:vit_tiny_patch16_224@{tmp_path}/tiny.pth")
     images = torch.rand(1, 3, 224, 224)
-    mine = Encoder(**{**vars(encoder_from_vit(model, name="x")), "mean": theirs.mean,
+    mine = Encoder(**{**vars(encoder_from_model(model, name="x")), "mean": theirs.mean,
                       "std": theirs.std})  # fmt: skip
     features = [
         FeatureExtractor(encoder, layers=range(12), facets=["token", "token_normed", "key"])(images)

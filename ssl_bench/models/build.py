@@ -4,6 +4,8 @@ import torch
 from torch import Generator, nn
 
 from ssl_bench.models.config import ViTConfig
+from ssl_bench.models.conv_mixer import ConvMixer, ConvMixerBlock, ConvMixerConfig
+from ssl_bench.models.convolution_initialisers import filter_initialiser_of
 from ssl_bench.models.initialisers import Initialiser, initialiser_of
 from ssl_bench.models.vit import Block, VisionTransformer
 
@@ -27,11 +29,39 @@ def build_vit(config: ViTConfig, *, seed: int) -> VisionTransformer:
 
 
 @torch.no_grad()
-def _initialise_tokens(model: VisionTransformer, generator: Generator) -> None:
-    # Official DINO leaves the patch convolution at PyTorch's default; this is its formula.
-    bound = (3 * model.config.patch_size**2) ** -0.5
-    for parameter in model.patch_embed.proj.parameters():
+def build_conv_mixer(config: ConvMixerConfig, *, seed: int) -> ConvMixer:
+    """A ConvMixer whose weights depend on `config` and `seed` alone; the global RNG is left alone.
+
+    Depthwise filters come last, so that all other weights are the same under any `init`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = ConvMixer(config)
+    generator = torch.Generator().manual_seed(seed)
+    _draw_uniform(model.patch_embed.proj, generator)
+    for block in model.blocks:
+        assert isinstance(block, ConvMixerBlock)
+        _draw_uniform(block.depthwise, generator)
+        _draw_uniform(block.pointwise, generator)
+    initialiser = filter_initialiser_of(config.init, config.init_options)
+    for layer, block in enumerate(model.blocks):
+        assert isinstance(block, ConvMixerBlock)
+        depth = layer / max(1, config.depth - 1)
+        filters = initialiser.filters(config.dim, config.kernel_size, depth, generator)
+        block.depthwise.weight.copy_(filters[:, None])
+    return model
+
+
+def _draw_uniform(convolution: nn.Conv2d, generator: Generator) -> None:
+    """Weights and biases as PyTorch draws them by default."""
+    bound = convolution.weight[0].numel() ** -0.5
+    for parameter in convolution.parameters():
         nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+
+@torch.no_grad()
+def _initialise_tokens(model: VisionTransformer, generator: Generator) -> None:
+    # Official DINO leaves the patch convolution at PyTorch's default.
+    _draw_uniform(model.patch_embed.proj, generator)
     for name in ("cls_token", "reg_token", "pos_embed"):
         parameter = model.get_parameter(name) if hasattr(model, name) else None
         if parameter is not None and parameter.requires_grad:

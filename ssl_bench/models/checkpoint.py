@@ -12,16 +12,17 @@ from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.files import sha256_of, write_atomically, write_text_atomically
-from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.vit import VisionTransformer
+from ssl_bench.models.kinds import EncoderConfig, EncoderModule, config_of, empty_encoder, kind_of
 from ssl_bench.models.weights import check_readable, load_weights, read_weights
 
 FORMAT = "ssl-bench"
 _VERSION = "1"
 _SHA256_DIGITS = 64
+# What a checkpoint holds that does not say it, as all did when there was one kind.
+_UNNAMED_KIND = "vit"
 
 
-def save_encoder(path: Path, model: VisionTransformer, metadata: Mapping[str, str]) -> None:
+def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) -> None:
     """Write weights, configuration and `metadata`; equal content gives equal bytes.
 
     A kill at any moment leaves a file that loads: while the weights are replaced, the sha256 file
@@ -31,6 +32,8 @@ def save_encoder(path: Path, model: VisionTransformer, metadata: Mapping[str, st
         MachineError: The folder cannot be written or the disk is full; older files stay intact.
     """
     ours = {"format": FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
+    if (kind := kind_of(model.config)) != _UNNAMED_KIND:
+        ours["kind"] = kind
     content = _serialised(model.state_dict(), {**metadata, **ours})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
     sidecar = _sidecar(path)
@@ -45,7 +48,7 @@ def is_ours(path: Path) -> bool:
     return read_metadata(path).get("format") == FORMAT
 
 
-def load_checkpoint(path: Path) -> tuple[VisionTransformer, str]:
+def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     """The model that `save_encoder` wrote and the sha256 of its file.
 
     Raises:
@@ -56,7 +59,7 @@ def load_checkpoint(path: Path) -> tuple[VisionTransformer, str]:
         return _load_checkpoint(path)
 
 
-def _load_checkpoint(path: Path) -> tuple[VisionTransformer, str]:
+def _load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     digest = verified_sha256(path)
     if not _sidecar(path).is_file():
         raise CheckpointError(
@@ -69,12 +72,12 @@ def _load_checkpoint(path: Path) -> tuple[VisionTransformer, str]:
             f"{path} has format version {metadata.get('version')}, this program reads {_VERSION}; "
             "install a newer ssl-bench"
         )
-    model = VisionTransformer(_config(path, metadata))
+    model = empty_encoder(_config(path, metadata))
     load_weights(model, read_weights(path), path)
     return model, digest
 
 
-def stated_identity(path: Path) -> tuple[ViTConfig, str]:
+def stated_identity(path: Path) -> tuple[EncoderConfig, str]:
     """Configuration and sha256 of a checkpoint of ours; its weights are not read if possible.
 
     The sha256 is the one beside the file, which `load_checkpoint` holds the file against.
@@ -92,7 +95,7 @@ def stated_identity(path: Path) -> tuple[ViTConfig, str]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What `save_encoder` wrote beside the weights: format, version, config, step, epoch ...
+    """What `save_encoder` wrote beside the weights: format, version, kind, config, step ...
 
     Raises:
         CheckpointError: Not a readable safetensors file.
@@ -162,9 +165,10 @@ def _sidecar(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def _config(path: Path, metadata: Mapping[str, str]) -> ViTConfig:
+def _config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
     try:
-        return ViTConfig.from_dict(json.loads(metadata["config"]))
+        kind = metadata.get("kind", _UNNAMED_KIND)
+        return config_of(kind, json.loads(metadata["config"]))
     except (KeyError, TypeError, json.JSONDecodeError, ConfigurationError) as error:
         raise CheckpointError(
             f"{path} holds a model configuration that cannot be read ({error}); "

@@ -1,11 +1,17 @@
 """The frozen description of an encoder; what a checkpoint stores beside its weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.fields import (
+    check_divisible,
+    check_positive,
+    check_types,
+    from_dict,
+    without_defaults,
+)
 from ssl_bench.models.initialisers import initialiser_of
 
 AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
@@ -59,9 +65,8 @@ class ViTConfig:
     init_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        given = {key: value for key, value in self.init_options.items() if value is not None}
-        object.__setattr__(self, "init_options", given)
-        self._check_types()
+        object.__setattr__(self, "init_options", without_defaults(self.init_options))
+        check_types(self)
         self._check_sizes()
         self._check_graying()
         self._check_names()
@@ -93,37 +98,16 @@ class ViTConfig:
         Raises:
             ConfigurationError: A key that no version of this class knows, or a wrong value.
         """
-        known = [item.name for item in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = ", ".join(get_close_matches(key, known)) or ", ".join(known)
-                raise ConfigurationError(f"model has no key {key!r}; did you mean: {near}?")
-        return cls(**values)
-
-    def _check_types(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.type is int and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ConfigurationError(f"model.{item.name} must be a whole number, got {value!r}")
-            if item.type is bool and not isinstance(value, bool):
-                raise ConfigurationError(f"model.{item.name} must be true or false, got {value!r}")
-            if item.type is float:
-                if not isinstance(value, int | float):
-                    raise ConfigurationError(f"model.{item.name} must be a number, got {value!r}")
-                object.__setattr__(self, item.name, float(value))
+        return from_dict(cls, values)
 
     def _check_sizes(self) -> None:
-        for name in ("image_size", "patch_size", "dim", "depth", "num_heads", "mlp_ratio"):
-            if getattr(self, name) <= 0:
-                raise ConfigurationError(
-                    f"model.{name} must be positive, got {getattr(self, name)}"
-                )
+        check_positive(self, ("image_size", "patch_size", "dim", "depth", "num_heads", "mlp_ratio"))
         if self.num_registers < 0:
             raise ConfigurationError(
                 f"model.num_registers must be 0 or more, got {self.num_registers}"
             )
-        _check_divisible("image_size", self.image_size, "patch_size", self.patch_size)
-        _check_divisible("dim", self.dim, "num_heads", self.num_heads)
+        check_divisible(self, "image_size", "patch_size")
+        check_divisible(self, "dim", "num_heads")
         if self.position_embedding == "sinusoidal" and self.dim % 4:
             raise ConfigurationError(
                 f"model.dim must be a multiple of 4 for sinusoidal positions, got {self.dim}"
@@ -174,13 +158,3 @@ class ViTConfig:
                 "model.init=osa draws 2 x head width orthogonal columns of model.dim entries, so "
                 f"model.num_heads must be 2 or more, got {self.num_heads}"
             )
-
-
-def _check_divisible(name: str, value: int, divisor_name: str, divisor: int) -> None:
-    if value % divisor:
-        lower = value - value % divisor
-        near = " or ".join(str(size) for size in (lower, lower + divisor) if size)
-        raise ConfigurationError(
-            f"model.{name} must be a multiple of model.{divisor_name} = {divisor}, got {value}; "
-            f"take {near}"
-        )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ssl_bench.models.vit import VisionTransformer
+from ssl_bench.models.kinds import EncoderModule
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -37,18 +37,20 @@ class Contents:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A frozen Vision Transformer, whatever library it comes from.
+    """A frozen encoder of patches, whatever library it comes from.
 
     Args:
-        module: Has `blocks`, `norm` and, in each block, `attn.qkv`; in evaluation mode.
+        module: Has `blocks`, `norm` and, in each block with attention, `attn.qkv`; in evaluation
+            mode. A block gives tokens, or maps with channels first.
         name: How tables call it.
         uri: What was asked for.
         sha256: Of the weights file, or of the state dict where there is no file.
+        num_heads: 0 where there is no attention.
         num_prefix_tokens: Tokens before the patches: [CLS], registers.
         num_registers: How many of these are no class tokens; they come last.
         mean: Of the images it was trained on, RGB in [0, 1].
         std: Likewise.
-        native_size: Height and width in pixels of its position embedding.
+        native_size: Height and width in pixels of its position embedding, or of its training.
         loaded_keys: Weights taken from the file.
         total_keys: Weights the file holds, heads included.
         contents: What else the file holds.
@@ -77,8 +79,8 @@ class Encoder:
         return self.num_prefix_tokens > self.num_registers
 
 
-def encoder_from_vit(
-    model: VisionTransformer,
+def encoder_from_model(
+    model: EncoderModule,
     *,
     name: str,
     uri: str = "memory",

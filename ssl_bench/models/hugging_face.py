@@ -7,7 +7,13 @@ from typing import Any
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.checkpoint import unreplaced, verified_sha256
-from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours, Encoder, encoder_from_vit
+from ssl_bench.models.encoder import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Colours,
+    Encoder,
+    encoder_from_model,
+)
 from ssl_bench.models.foreign import Told, load_foreign
 from ssl_bench.models.hub import WEIGHTS_FILES, hugging_face_file
 
@@ -93,7 +99,7 @@ def _from_transformers(
             f"{weights} has the width {found.model.config.dim}, config.json says "
             f"{config['hidden_size']}; fetch both again"
         )
-    return encoder_from_vit(
+    return encoder_from_model(
         found.model,
         name=folder.name,
         uri=uri,

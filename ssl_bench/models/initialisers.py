@@ -6,8 +6,7 @@ end. Biases start at 0 everywhere.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import scipy.linalg
@@ -16,6 +15,7 @@ from jaxtyping import Float, Float64
 from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.choice import chosen
 
 _DEFAULT_STD = 0.02
 # Keeps the factors of a zero matrix zero instead of 0 / 0.
@@ -122,9 +122,10 @@ class SkiplessInit:
 
 @dataclass(frozen=True)
 class MimeticInit:
-    """Attention that looks trained: W_Q W_K^T near +I, W_V W_O near -I; MLP as by default.
+    """Attention that looks trained: W_Q W_K^T near +I, W_V W_O near -I; and an MLP if asked.
 
-    The thesis needs `position_embedding=sinusoidal` with it.
+    The thesis needs `position_embedding=sinusoidal` with it. Both options of the MLP are added to
+    the first matrix of the default draw.
 
     Args:
         alpha1: Share of noise in W_Q W_K^T of each head.
@@ -132,9 +133,14 @@ class MimeticInit:
         alpha2: Share of noise in W_V W_O over all heads.
         beta2: Share of the negative identity in it.
         noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
+        mlp_mean: Added to all entries, of either sign.
+        mlp_input_std: Deviation of a normal number that each input channel adds to its weights
+            towards all hidden units.
 
     Source: Trockman, "Mimetic initialization" (2025), section 3.2, equations 3.12-3.18. Equation
     3.15 prints Sigma without the root for W_V; we take the root on both sides, as the text says.
+    MLP: section 3.4, equations 3.40 and 3.39, where y = W x: its 1_p b_n^T repeats a row of the n
+    inputs for the p hidden units. "N(0, sigma I)" is read as sigma, not its root, the deviation.
     """
 
     alpha1: float = 0.7
@@ -142,9 +148,15 @@ class MimeticInit:
     alpha2: float = 0.4
     beta2: float = 0.4
     noise: str = "normal"
+    mlp_mean: float = 0.0
+    mlp_input_std: float = 0.0
 
     def __post_init__(self) -> None:
         _check_noise(self.noise)
+        if self.mlp_input_std < 0:
+            raise ConfigurationError(
+                f"model.init_options.mlp_input_std must be >= 0, got {self.mlp_input_std}"
+            )
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
         query, key = noisy_identity_heads(
@@ -157,7 +169,11 @@ class MimeticInit:
         return AttentionWeights(query, key, value=left * roots, output=roots[:, None] * right)
 
     def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
-        return DefaultInit().mlp(dim, hidden_dim, generator)
+        plain = DefaultInit().mlp(dim, hidden_dim, generator)
+        # From a generator of its own, so that all that is drawn later stays as it is without.
+        own = Generator().manual_seed(int(plain.first[0, 0].view(torch.int64)))
+        of_inputs = self.mlp_mean + self.mlp_input_std * _normal(dim, 1, own)
+        return MlpWeights(first=plain.first + of_inputs, second=plain.second)
 
 
 @dataclass(frozen=True)
@@ -217,13 +233,7 @@ def initialiser_of(name: str, options: Mapping[str, Any]) -> Initialiser:
     Raises:
         ConfigurationError: An unknown name or option, or a value of the wrong type.
     """
-    if name not in INITIALISERS:
-        raise ConfigurationError(
-            f"model.init must be one of {', '.join(INITIALISERS)}, got {name!r}"
-        )
-    kind = INITIALISERS[name]
-    defaults = {item.name: item.default for item in fields(kind)}
-    return kind(**{key: _option(name, defaults, key, value) for key, value in options.items()})
+    return chosen(INITIALISERS, name, options)
 
 
 def truncated_normal(
@@ -313,18 +323,3 @@ def _check_noise(noise: str) -> None:
         raise ConfigurationError(
             f"model.init_options.noise must be one of {', '.join(_NOISES)}, got {noise!r}"
         )
-
-
-def _option(name: str, defaults: Mapping[str, Any], key: str, value: Any) -> Any:
-    if key not in defaults:
-        near = ", ".join(get_close_matches(key, defaults) or defaults)
-        hint = f"did you mean: {near}?" if near else "it has none; set model.init_options={}"
-        raise ConfigurationError(f"model.init={name} has no option {key!r}; {hint}")
-    wanted = type(defaults[key])
-    if wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, wanted):
-        raise ConfigurationError(
-            f"model.init_options.{key} must be of the kind of {defaults[key]!r}, got {value!r}"
-        )
-    return value

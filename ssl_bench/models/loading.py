@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.checkpoint import is_ours, load_checkpoint, unreplaced, verified_sha256
-from ssl_bench.models.encoder import Contents, Encoder, encoder_from_vit
+from ssl_bench.models.encoder import Contents, Encoder, encoder_from_model
 from ssl_bench.models.foreign import load_foreign
 from ssl_bench.models.hub import HUB_WEIGHTS, downloaded_file
 
@@ -75,7 +75,7 @@ def _from_path(uri: str) -> Encoder:
     if path.suffix == ".safetensors" and is_ours(path):
         model, digest = load_checkpoint(path)
         keys = len(model.state_dict())
-        return encoder_from_vit(
+        return encoder_from_model(
             model,
             name=encoder_name(path),
             uri=uri,
@@ -90,7 +90,7 @@ def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
     with unreplaced(path):
         digest = verified_sha256(path)
         found = load_foreign(path)
-    return encoder_from_vit(
+    return encoder_from_model(
         found.model, name=name, uri=uri, sha256=digest, keys=found.keys, contents=found.contents
     )
 

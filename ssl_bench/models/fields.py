@@ -1,0 +1,61 @@
+"""What the configurations of all encoders check of their fields."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from ssl_bench.errors import ConfigurationError
+
+T = TypeVar("T")
+
+
+def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
+    """A configuration of that class with the fields that `values` names.
+
+    Raises:
+        ConfigurationError: A key that no version of the class knows, or a wrong value.
+    """
+    known = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            near = ", ".join(get_close_matches(key, known)) or ", ".join(known)
+            raise ConfigurationError(f"model has no key {key!r}; did you mean: {near}?")
+    return kind(**values)
+
+
+def check_types(config: Any) -> None:
+    """Refuse what is no number or truth value where one belongs; whole numbers become floats."""
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if item.type is int and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ConfigurationError(f"model.{item.name} must be a whole number, got {value!r}")
+        if item.type is bool and not isinstance(value, bool):
+            raise ConfigurationError(f"model.{item.name} must be true or false, got {value!r}")
+        if item.type is float:
+            if not isinstance(value, int | float):
+                raise ConfigurationError(f"model.{item.name} must be a number, got {value!r}")
+            object.__setattr__(config, item.name, float(value))
+
+
+def check_positive(config: Any, names: Sequence[str]) -> None:
+    for name in names:
+        if getattr(config, name) <= 0:
+            raise ConfigurationError(f"model.{name} must be positive, got {getattr(config, name)}")
+
+
+def check_divisible(config: Any, name: str, divisor_name: str) -> None:
+    """Refuse a field that another one does not divide; the message names the nearest that fit."""
+    value, divisor = getattr(config, name), getattr(config, divisor_name)
+    if value % divisor:
+        lower = value - value % divisor
+        near = " or ".join(str(size) for size in (lower, lower + divisor) if size)
+        raise ConfigurationError(
+            f"model.{name} must be a multiple of model.{divisor_name} = {divisor}, got {value}; "
+            f"take {near}"
+        )
+
+
+def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are None, which stands for the default."""
+    return {key: value for key, value in options.items() if value is not None}
