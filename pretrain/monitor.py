@@ -1,14 +1,16 @@
 """How good the encoder is by now: measured on labelled images every few epochs of a run."""
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 from torch import Tensor, nn
 
 from pretrain.augmentation import Images, normalise
@@ -39,6 +41,7 @@ class Monitor:
         knn_epochs: Every so many epochs, and after the last step, the images of the validation
             split take the class that the nearest training images vote for: `knn_top1`, percent.
         accuracy_epochs: Likewise the head of a supervised run: `val_top1`.
+        results: Folder of results in which the finished run leaves its last `val_top1` as a record.
         neighbours: How many training images vote.
         temperature: A neighbour's vote is exp(cosine similarity / temperature).
         train_images: At most so many vote, drawn once.
@@ -53,6 +56,7 @@ class Monitor:
     known_only: bool = False
     knn_epochs: int | None = None
     accuracy_epochs: int | None = None
+    results: str | None = None
     neighbours: int = 20
     temperature: float = 0.07
     train_images: int = 10_000
@@ -66,6 +70,8 @@ class Monitor:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"monitor.{name} must be 1 or more, got {value}")
+        if self.results is not None and self.accuracy_epochs is None:
+            raise ConfigurationError("monitor.results=DIR needs monitor.accuracy_epochs")
         if self.temperature <= 0 or not 0 < self.crop_share <= 1:
             raise ConfigurationError(
                 "monitor.temperature must be > 0 and monitor.crop_share in (0, 1], got "
@@ -116,8 +122,9 @@ class Observer:
         self, options: Monitor, folders: ClassFolders, learner: Learner, timeline: Timeline
     ) -> None:
         self.options, self.learner, self.timeline = options, learner, timeline
-        self.val = _Drawn.of(folders.val(), options.val_images)
-        self.train = _Drawn.of(folders.train(), options.train_images)
+        self.root = Path(folders.root or "").expanduser().absolute()
+        self.val = Drawn.of(folders.val(), options.val_images)
+        self.train = Drawn.of(folders.train(), options.train_images)
         if options.knn_epochs is not None and options.neighbours > len(self.train.indices):
             raise ConfigurationError(
                 f"monitor.neighbours must be at most the {len(self.train.indices)} training "
@@ -160,12 +167,17 @@ class Observer:
         is_last = step == self.timeline.total_steps
         return is_last or step % (epochs * self.timeline.steps_per_epoch) == 0
 
-    def _accuracy(self) -> float:
+    def hits(self) -> Bool[Tensor, " images"] | None:
+        """Which of the images of `val` the head names right; None for one that diverged."""
         assert isinstance(self.learner, Classifier)
         found = self._outputs(self.val, self.learner.classify)
         if not found.features.isfinite().all():
-            return math.nan
-        return _percent(found.features.argmax(1) == found.labels)
+            return None
+        return found.features.argmax(1) == found.labels
+
+    def _accuracy(self) -> float:
+        hits = self.hits()
+        return math.nan if hits is None else percent(hits)
 
     def _knn(self) -> float:
         # Not called as a module: a compiled one would be compiled anew for these shapes.
@@ -180,10 +192,10 @@ class Observer:
             neighbours=[self.options.neighbours],
             temperature=self.options.temperature,
         )
-        return _percent(ranks == 0)
+        return percent(ranks == 0)
 
     @torch.no_grad()
-    def _outputs(self, drawn: "_Drawn", compute: Callable[[Images], Tensor]) -> LabelledFeatures:
+    def _outputs(self, drawn: "Drawn", compute: Callable[[Images], Tensor]) -> LabelledFeatures:
         """What a network gives for each image, and the classes."""
         assert isinstance(self.learner, nn.Module)
         device = next(self.learner.parameters()).device
@@ -207,16 +219,27 @@ class Observer:
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class Drawn:
     """Some images of a set, the same in every run."""
 
     images: ImageSet
     indices: tuple[int, ...]
 
     @classmethod
-    def of(cls, images: ImageSet, at_most: int) -> "_Drawn":
+    def of(cls, images: ImageSet, at_most: int) -> "Drawn":
         order = np.random.default_rng(0).permutation(len(images))
         return cls(images, tuple(sorted(order[:at_most].tolist())))
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.images.ids[index] for index in self.indices)
+
+    def fingerprint(self) -> str:
+        """That of the set, and where some are left out of those that are not."""
+        whole = self.images.fingerprint()
+        if len(self.indices) == len(self.images):
+            return whole
+        return hashlib.sha256("\n".join((whole, *self.ids)).encode()).hexdigest()
 
     def batches(self, size: int) -> Iterator[tuple[int, ...]]:
         for start in range(0, len(self.indices), size):
@@ -240,5 +263,6 @@ def described(measures: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.1f} %" for name, value in measures.items())
 
 
-def _percent(right: Tensor) -> float:
+def percent(right: Bool[Tensor, " images"]) -> float:
+    """Share of those that are true."""
     return 100 * right.double().mean().item()

@@ -3,6 +3,7 @@
 # torch documents its foreach functions but does not export them to type checkers.
 # pyright: reportPrivateImportUsage=false
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from pretrain.soap import SOAP
 
 __all__ = ["SOAP", "AdamW", "OptimizerRecipe", "Soap", "clip_per_tensor", "parameter_groups"]
+
+_BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
 
 
 @runtime_checkable
@@ -79,21 +82,49 @@ class Soap:
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    named_parameters: Iterable[tuple[str, nn.Parameter]], *, layer_decay: float = 1.0
 ) -> list[dict[str, Any]]:
     """The decayed parameters, then those exempt from weight decay; frozen ones are left out.
 
     Exempt are biases and vectors. Class token and position embedding are decayed.
 
+    A `layer_decay` other than 1 gives such a pair for each layer, the embedding's first, then the
+    blocks', that of final norm and head last; `lr_scale` is layer_decay to the number of layers
+    above.
+
     Source: `get_params_groups` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
+    and, for the layers, BEiT, https://arxiv.org/abs/2106.08254, as in `param_groups_lrd` of
+    https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/util/lr_decay.py
     """
+    named = [(name, value) for name, value in named_parameters if value.requires_grad]
+    if layer_decay == 1.0:
+        return _decayed_and_exempt(named)
+    blocks = [_BLOCK.match(name) for name, _ in named]
+    last = max((int(block[1]) for block in blocks if block), default=-1) + 2
+    members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(last + 1)]
+    for name, value in named:
+        members[_layer_of(name, last)].append((name, value))
+    return [
+        {**group, "lr_scale": layer_decay ** (last - layer)}
+        for layer, those in enumerate(members)
+        for group in _decayed_and_exempt(those)
+    ]
+
+
+def _decayed_and_exempt(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     decayed, exempt = [], []
-    for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            is_exempt = name.endswith(".bias") or parameter.ndim == 1
-            (exempt if is_exempt else decayed).append(parameter)
+    for name, parameter in named:
+        is_exempt = name.endswith(".bias") or parameter.ndim == 1
+        (exempt if is_exempt else decayed).append(parameter)
     return [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
+
+
+def _layer_of(name: str, last: int) -> int:
+    if block := _BLOCK.match(name):
+        return int(block[1]) + 1
+    is_embedding = name.startswith("backbone.") and not name.startswith("backbone.norm.")
+    return 0 if is_embedding else last
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,7 @@ from ssl_bench.errors import ConfigurationError
 
 # They change how fast, where and until when a run computes, not what.
 _FREE = (
+    "start_from",  # what was there, its sha256 says
     "data.root",
     "data.in_memory",
     "data.keep_encoded",
@@ -99,6 +100,8 @@ class TrainOptions:
         num_workers: Processes that read and crop images; 0 for none. Without a number: one for
             each CPU core the process may use beside a GPU, none beside a CPU that computes.
         warmup_epochs: Of the learning rate, at most a tenth of the run.
+        layer_decay: Factor of the learning rate from each layer to the one below, in (0, 1]; the
+            head has the full rate. For fine-tuning, .65 to .75; 1 makes no difference.
         clip: Largest norm of the gradient of each single tensor; none for no clipping.
         precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
         compile: With torch.compile; on CUDA if not said.
@@ -117,6 +120,7 @@ class TrainOptions:
     seed: int = 0
     warmup_epochs: float = 10.0
     final_lr: float = 1e-6
+    layer_decay: float = 1.0
     weight_decay: float = 0.04
     final_weight_decay: float = 0.4
     clip: float | None = 3.0
@@ -136,6 +140,10 @@ class TrainOptions:
         if self.precision not in ("auto", "float32", "bfloat16"):
             raise ConfigurationError(
                 f"train.precision must be auto, float32 or bfloat16, got {self.precision!r}"
+            )
+        if not 0 < self.layer_decay <= 1:
+            raise ConfigurationError(
+                f"train.layer_decay must lie above 0 and be at most 1, got {self.layer_decay}"
             )
         if self.seed < 0:
             raise ConfigurationError(f"train.seed must be 0 or more, got {self.seed}")
@@ -181,14 +189,41 @@ def usable_cores() -> int:
 def describe(component: Any) -> Any:
     """A component as plain types; a dataclass as the call that makes it."""
     if is_dataclass(component):
-        kind = type(component)
-        target = {"_target_": f"{kind.__module__}.{kind.__qualname__}"}
-        return target | {f.name: describe(getattr(component, f.name)) for f in fields(component)}
+        values = {f.name: describe(getattr(component, f.name)) for f in fields(component)}
+        return {"_target_": _target(component)} | values
     if isinstance(component, Mapping):
         return {str(key): describe(value) for key, value in component.items()}
     if isinstance(component, Sequence) and not isinstance(component, str):
         return [describe(value) for value in component]
     return component
+
+
+def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
+    """An older description of a component, with what it could not say yet at its default.
+
+    A dataclass's default is what a run did before there was a choice. Fields without one, and all
+    those of another class than the component's, stay as they are.
+    """
+    whole = {"_target_": _target(component), **older}
+    if whole["_target_"] != _target(component):
+        return whole
+    for item in fields(component):
+        value, default = getattr(component, item.name), _default(item)
+        if item.name not in whole and default is not MISSING:
+            whole[item.name] = describe(default)
+        inner = whole.get(item.name)
+        if is_dataclass(value) and isinstance(inner, Mapping):
+            kind = {"_target_": _target(default)} if is_dataclass(default) else {}
+            whole[item.name] = in_full({**kind, **inner}, value)
+    return whole
+
+
+def _target(component: Any) -> str:
+    return f"{type(component).__module__}.{type(component).__qualname__}"
+
+
+def _default(item: Field) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import RandAugment
 
 from pretrain.augmentation import Images, normalise
-from pretrain.multicrop import crop, draw_boxes
+from pretrain.plain_crop import PlainCrop
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 
@@ -69,12 +69,7 @@ class SingleCrop:
     mixup: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("scale", "aspect_ratio"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high:
-                raise ConfigurationError(
-                    f"crops.{name} expects 0 < least <= largest, got [{low}, {high}]"
-                )
+        PlainCrop(self.scale, self.aspect_ratio)  # refuses ranges without meaning
         for name in ("num_ops", "cutout", "mixup"):
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"crops.{name} must be 0 or more, got {self}")
@@ -122,12 +117,8 @@ class SingleCrop:
         self, sample: Sample, generator: np.random.Generator, size: int
     ) -> tuple[UInt8[Tensor, "3 size size"], int, Int64[np.ndarray, " 2"], float]:
         assert sample.label is not None
-        image = sample.image
-        (box,) = draw_boxes(generator, image.shape[:2], np.array([self.scale]), self.aspect_ratio)
-        # PyTorch warns about memory it may not write to.
-        pixels = crop(torch.from_numpy(image if image.flags.writeable else image.copy()), box, size)
-        if generator.random() < self.flip_probability:
-            pixels = pixels.flip(-1)
+        plain = PlainCrop(self.scale, self.aspect_ratio, self.flip_probability)
+        pixels = plain.cut_one(sample.image, generator, size)
         pixels = self._augmented(pixels, int(generator.integers(2**62)))
         centre = generator.integers(0, size, size=2)
         share = generator.beta(self.mixup, self.mixup) if self.mixup else 1.0

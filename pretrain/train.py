@@ -13,6 +13,7 @@ import torch
 import yaml
 from torch.utils.data import DataLoader
 
+from pretrain.accuracy import record_accuracy
 from pretrain.batches import Batches, Share, in_memory
 from pretrain.board import Board, require_tensorboard
 from pretrain.checkpoint import (
@@ -28,16 +29,17 @@ from pretrain.monitor import Monitor, described
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Objective
 from pretrain.optimizers import AdamW, OptimizerRecipe
-from pretrain.options import DataOptions, TrainOptions, describe, differences
+from pretrain.options import DataOptions, TrainOptions, describe, differences, in_full
 from pretrain.ranks import Ranks, joined
 from pretrain.report import Report
+from pretrain.start import SHA256, require_apart, sha256_at_resume, start_from
 from pretrain.stopping import StopRequest, leave_signals_to_the_parent, stop_requests
 from pretrain.trainer import Trainer
 from pretrain.watch import Watch
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
 from ssl_bench.files import write_text_atomically
-from ssl_bench.models import ViTConfig
+from ssl_bench.models import EncoderConfig, ViTConfig
 from ssl_bench.models.checkpoint import save_encoder
 
 ENCODER, CONFIG, LOG, BOARD = "last.safetensors", "config.yaml", "log.jsonl", "tensorboard"
@@ -45,17 +47,29 @@ ENCODER, CONFIG, LOG, BOARD = "last.safetensors", "config.yaml", "log.jsonl", "t
 
 @dataclass(frozen=True)
 class Pretraining:
-    """An encoder, what it learns for, with which optimizer, from which images, for how long."""
+    """An encoder, what it learns for, with which optimizer, from which images, for how long.
 
-    model: ViTConfig = field(default_factory=ViTConfig)
+    Attributes:
+        start_from: Address of a checkpoint, as `load_encoder` takes it, whose weights the encoder
+            starts with; random ones without.
+    """
+
+    model: EncoderConfig = field(default_factory=ViTConfig)
     objective: Objective = field(default_factory=Dino)
     optimizer: OptimizerRecipe = field(default_factory=AdamW)
     data: DataOptions = field(default_factory=DataOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     monitor: Monitor = field(default_factory=Monitor)
+    start_from: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.start_from, str | None):
+            raise ConfigurationError(
+                f"start_from expects an address such as runs/mae, got {self.start_from!r}"
+            )
 
     @property
-    def encoder(self) -> ViTConfig:
+    def encoder(self) -> EncoderConfig:
         """The model at the size of the large crops."""
         return replace(self.model, image_size=self.data.image_size or self.model.image_size)
 
@@ -78,13 +92,17 @@ class Pretraining:
             Path of the encoder's weights.
 
         Raises:
-            ConfigurationError: `out` holds a run, or another one than this; training diverged.
+            ConfigurationError: `out` holds a run, or another one than this; `start_from` is of
+                another architecture; training diverged.
+            CheckpointError: `start_from` or the state of the run cannot be read.
             Preempted: SIGTERM or SIGUSR1 came, and everything is saved.
             KeyboardInterrupt: likewise for SIGINT.
             MachineError: a folder cannot be written, or TensorBoard is asked for and missing.
         """
         if self.train.tensorboard:
             require_tensorboard()
+        if self.start_from is not None:
+            require_apart(self.start_from, out)
         name = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with ExitStack() as stack:
             request = stack.enter_context(stop_requests())
@@ -97,6 +115,8 @@ class Pretraining:
             run = Run(self, out, ranks, request)
             if resume and has_state(out):
                 run.restore()
+            else:
+                run.begin()
             if ranks.is_first:
                 plain = yaml.safe_dump(dict(config or describe(self)), sort_keys=False)
                 write_text_atomically(out / CONFIG, plain)
@@ -124,6 +144,12 @@ class Run:
         self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
         self.step = 0
 
+    def begin(self) -> None:
+        """Take the weights of another run, where the plan says so."""
+        if self.plan.start_from is not None:
+            encoders = self.trainer.learner.encoders
+            self.description[SHA256] = start_from(self.plan.start_from, encoders)
+
     def restore(self) -> None:
         """Go back to the last state that was saved.
 
@@ -132,9 +158,11 @@ class Run:
             CheckpointError: it is damaged, and the one before too.
         """
         state, path = load_state(self.out, self.ranks.device)
-        # Older states say nothing of the files.
-        before = {"image_files": self.description["image_files"], **state["configuration"]}
-        if changed := differences(before, self.description):
+        # Older states say nothing of the files, nor of options that came later.
+        older = {"image_files": self.description["image_files"], **state["configuration"]}
+        if self.plan.start_from is not None:
+            self.description[SHA256] = sha256_at_resume(self.plan.start_from, older)
+        if changed := differences(in_full(older, self.plan), self.description):
             raise ConfigurationError(
                 f"{path} is of a run with another configuration ({'; '.join(changed)}); "
                 "put it back, or start anew in another folder"
@@ -163,6 +191,8 @@ class Run:
             self.save(report)
             if self.step < total:
                 self._leave(report)
+            else:
+                self._record_accuracy(report)
 
     def _journal(self) -> Journal | None:
         if not self.ranks.is_first:
@@ -260,6 +290,14 @@ class Run:
             "data_wait": 100 * waited / seconds,
             "mfu": self.trainer.utilisation(seconds),
         }
+
+    def _record_accuracy(self, report: Report) -> None:
+        results = self.plan.monitor.results
+        if results is None or self.observer is None or not self.ranks.is_first:
+            return
+        weights = self.out / ENCODER
+        if path := record_accuracy(Path(results), self.observer, weights, self.description):
+            report.say(f"accuracy recorded in {path}")
 
     def _wants_to_stop(self) -> bool:
         return self.request.received is not None or self._time_is_up()

@@ -38,7 +38,9 @@ class Trainer:
             for module in learner.compilable():
                 module.compile(dynamic=False)
         self.network = ranks.wrap(learner.student)
-        self.optimizer = recipe.build(parameter_groups(learner.student.named_parameters()))
+        named = learner.student.named_parameters()
+        groups = parameter_groups(named, layer_decay=options.layer_decay)
+        self.optimizer = recipe.build(groups)
         total = timeline.total_steps
         top = recipe.lr * options.batch_size / _REFERENCE_BATCH
         self.lr = Cosine(top, options.final_lr, total, options.warmup_steps(timeline))
@@ -80,10 +82,12 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _set_rates(self, step: int) -> None:
-        decayed, _ = self.optimizer.param_groups
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr(step)
-        decayed["weight_decay"] = self.weight_decay(step)
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group["lr"] = self.lr(step) * group.get("lr_scale", 1.0)
+        # Each is followed by one that is exempt.
+        for decayed in groups[::2]:
+            decayed["weight_decay"] = self.weight_decay(step)
 
     def _accumulate(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
         """Gradients of the mean loss over all parts; mean of what they report."""

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from pretrain.multicrop import MultiCrop
 from pretrain.objectives.cross_view import cross_view_loss
-from pretrain.objectives.objective import Views
+from pretrain.objectives.objective import Views, require_vit
 from pretrain.schedules import Cosine, Linear, Timeline
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
+from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 
 # Openings counted in epochs take no more than this share of a short run.
 _FREEZE_SHARE, _TEMPERATURE_SHARE = 0.1, 0.3
@@ -66,14 +66,19 @@ class Dino:
 
     def build(
         self,
-        model: ViTConfig,
+        model: EncoderConfig,
         timeline: Timeline,
         *,
         seed: int,
         class_names: Sequence[str] = (),
     ) -> "DinoLearner":
-        """A student, and a teacher that equals it; classes are of no interest."""
+        """A student, and a teacher that equals it; classes are of no interest.
+
+        Raises:
+            ConfigurationError: the model is no Vision Transformer.
+        """
         del class_names
+        model = require_vit(model, "dino", "its teacher does not follow batch statistics")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             head = DinoHead(model.dim, self)
@@ -164,6 +169,10 @@ class DinoLearner(nn.Module):
     @property
     def encoder(self) -> VisionTransformer:
         return self.teacher.backbone
+
+    @property
+    def encoders(self) -> Sequence[VisionTransformer]:
+        return self.student.backbone, self.teacher.backbone
 
     def compilable(self) -> Iterable[nn.Module]:
         return self.student.backbone, self.teacher.backbone

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from pretrain.schedules import Timeline
 from ssl_bench.data.samples import Sample
-from ssl_bench.models import VisionTransformer, ViTConfig
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import EncoderConfig, EncoderModule, ViTConfig
 
 Views = Sequence[Tensor]
 """Images of one size or several, and what else a loss needs to know of them, such as labels."""
@@ -26,8 +27,13 @@ class Learner(Protocol):
         ...
 
     @property
-    def encoder(self) -> VisionTransformer:
+    def encoder(self) -> EncoderModule:
         """The encoder worth keeping."""
+        ...
+
+    @property
+    def encoders(self) -> Sequence[EncoderModule]:
+        """That one and others like it, which start with the same weights."""
         ...
 
     def compilable(self) -> Iterable[nn.Module]:
@@ -96,7 +102,7 @@ class Objective(Protocol):
 
     def build(
         self,
-        model: ViTConfig,
+        model: EncoderConfig,
         timeline: Timeline,
         *,
         seed: int,
@@ -104,3 +110,18 @@ class Objective(Protocol):
     ) -> Learner:
         """A learner at its start; `class_names` are those of the training images, if any."""
         ...
+
+
+def require_vit(model: EncoderConfig, objective: str, reason: str) -> ViTConfig:
+    """The model itself, for an objective that trains Vision Transformers alone.
+
+    Raises:
+        ConfigurationError: It is another one.
+    """
+    if not isinstance(model, ViTConfig):
+        raise ConfigurationError(
+            f"objective={objective} expects a Vision Transformer, since {reason}; got a "
+            f"{type(model).__name__.removesuffix('Config')}: take model=vit_small_skip or "
+            "objective=supervised"
+        )
+    return model

@@ -1,4 +1,4 @@
-"""Supervised training of the same encoders: [CLS] -> linear head -> cross-entropy."""
+"""Supervised training of the same encoders: [CLS] or mean patch -> linear head -> loss."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from pretrain.objectives.objective import Views
 from pretrain.schedules import Timeline
 from pretrain.single_crop import SingleCrop
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
+from ssl_bench.models import EncoderConfig, EncoderModule, build_encoder
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Supervised:
 
     def build(
         self,
-        model: ViTConfig,
+        model: EncoderConfig,
         timeline: Timeline,
         *,
         seed: int,
@@ -57,7 +57,7 @@ class Supervised:
             head = nn.Linear(model.dim, len(class_names))
             nn.init.trunc_normal_(head.weight, std=0.02)
             nn.init.zeros_(head.bias)
-        return SupervisedLearner(self, SupervisedNetwork(build_vit(model, seed=seed), head))
+        return SupervisedLearner(self, SupervisedNetwork(build_encoder(model, seed=seed), head))
 
     def _check(self, class_names: Sequence[str]) -> None:
         if len(class_names) < 2:
@@ -76,7 +76,7 @@ class Supervised:
 class SupervisedNetwork(nn.Module):
     """Encoder and head."""
 
-    def __init__(self, backbone: VisionTransformer, head: nn.Linear) -> None:
+    def __init__(self, backbone: EncoderModule, head: nn.Linear) -> None:
         super().__init__()
         self.backbone, self.head = backbone, head
 
@@ -94,8 +94,12 @@ class SupervisedLearner(nn.Module):
         self.options, self.student = options, student
 
     @property
-    def encoder(self) -> VisionTransformer:
+    def encoder(self) -> EncoderModule:
         return self.student.backbone
+
+    @property
+    def encoders(self) -> Sequence[EncoderModule]:
+        return (self.student.backbone,)
 
     def compilable(self) -> Iterable[nn.Module]:
         return (self.student.backbone,)

@@ -1,0 +1,113 @@
+"""The accuracy of a finished supervised run as a record, beside those of the probes."""
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+from torch import nn
+
+from pretrain.monitor import Observer
+from pretrain.schedules import Timeline
+from pretrain.start import SHA256
+from ssl_bench import __version__
+from ssl_bench.evaluation import device_name
+from ssl_bench.metrics import bootstrap_ci95
+from ssl_bench.models import identify_encoder
+from ssl_bench.results import SUPERVISED, Record, ResultStore, source_commit
+
+_PLACES = frozenset({"data", "monitor", "start_from"})
+
+
+def record_accuracy(
+    results: Path, observer: Observer, weights: Path, description: Mapping[str, Any]
+) -> Path | None:
+    """Measure how often the head of a run is right, and write it down with the images it was on.
+
+    The dataset has the name of its folder, so that of a paper's needs a folder of that name.
+
+    Args:
+        results: Folder of a `ResultStore`, where several runs may stand.
+        observer: Its validation images count.
+        weights: File of the encoder below the head.
+        description: Of the run, as in its state.
+
+    Returns:
+        The record's file; None for a head that diverged.
+
+    Raises:
+        DataError: an image cannot be read.
+        MachineError: the folder cannot be written.
+    """
+    start = time.monotonic()
+    right = observer.hits()
+    if right is None:
+        return None
+    hits = right.cpu().numpy()
+    store = ResultStore(results)
+    record = _record(hits, observer, weights, description, time.monotonic() - start)
+    store.save_image_ids(record.dataset_fingerprint, observer.val.ids)
+    return store.save(record, hits)
+
+
+def _record(
+    hits: Bool[np.ndarray, " images"],
+    observer: Observer,
+    weights: Path,
+    description: Mapping[str, Any],
+    seconds: float,
+) -> Record:
+    assert isinstance(observer.learner, nn.Module)
+    encoder = identify_encoder(str(weights))
+    return Record(
+        task=SUPERVISED,
+        dataset=re.sub(r"\W+", "_", observer.root.name).lower(),
+        split=observer.val.images.split,
+        layer=encoder.depth - 1,
+        depth=encoder.depth,
+        facet="head",
+        protocol="central_square",
+        metric="top1",
+        value=100 * float(hits.mean()),
+        ci95=bootstrap_ci95(len(hits), lambda chosen: 100 * float(hits[chosen].mean())),
+        num_images=len(hits),
+        model=encoder.name,
+        checkpoint_sha256=encoder.sha256,
+        dataset_fingerprint=observer.val.fingerprint(),
+        seed=description["train"]["seed"],
+        settings={
+            "image_size": observer.learner.encoder.config.image_size,
+            "crop_share": observer.options.crop_share,
+        },
+        version=__version__,
+        git_commit=source_commit(),
+        torch=torch.__version__,
+        device=device_name(next(observer.learner.parameters()).device),
+        seconds=round(seconds, 3),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        details={
+            "training": recipe_of(description, observer.timeline),
+            "configuration": _public(description),
+        },
+    )
+
+
+def recipe_of(description: Mapping[str, Any], timeline: Timeline) -> str:
+    """How the encoder was trained, in words that compare with a paper's."""
+    train, optimizer = description["train"], description["optimizer"]
+    epochs = timeline.total_steps / timeline.steps_per_epoch
+    # Rates hold for a batch of 256, see pretrain/trainer.py.
+    rate = optimizer["lr"] * train["batch_size"] / 256
+    kind = optimizer["_target_"].rpartition(".")[2]
+    start = f", from weights {description[SHA256][:8]}" if SHA256 in description else ""
+    return f"{epochs:g} epochs, batch {train['batch_size']}, {kind} at {rate:g}{start}"
+
+
+def _public(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what only says where files lie."""
+    return {name: part for name, part in description.items() if name not in _PLACES}

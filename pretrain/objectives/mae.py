@@ -1,0 +1,260 @@
+"""MAE: the encoder sees a part of the patches, and a light decoder paints the others."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from pretrain.objectives.objective import Views, require_vit
+from pretrain.plain_crop import PlainCrop
+from pretrain.schedules import Timeline
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import EncoderConfig, VisionTransformer, ViTConfig, build_vit
+
+_EPS = 1e-6
+# Below this share of what the mean costs, a decoder has begun to paint.
+_LEARNT = 0.99
+_STD = 0.02
+
+Images = Float[Tensor, "batch 3 height width"]
+Orders = Int64[Tensor, "batch patches"]
+
+
+@dataclass(frozen=True)
+class Mae:
+    """Hyperparameters of MAE.
+
+    The published decoder (512 wide, 8 blocks, 16 heads, for ViT-B and larger) costs as much beside
+    a ViT-B of 768 as ours does beside a ViT-S of 384: two thirds of its width, heads of 32.
+
+    Attributes:
+        mask_ratio: Share of the patches that the encoder does not see.
+        normalised_pixels: Paint every patch with its own mean 0 and deviation 1; the image's
+            normalised pixels otherwise.
+
+    Source: https://arxiv.org/abs/2111.06377, and
+    https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/models_mae.py
+    """
+
+    mask_ratio: float = 0.75
+    decoder_dim: int = 256
+    decoder_depth: int = 8
+    decoder_heads: int = 8
+    normalised_pixels: bool = True
+    crops: PlainCrop = field(default_factory=PlainCrop)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_ratio < 1:
+            raise ConfigurationError(
+                f"objective.mask_ratio must lie between 0 and 1, got {self.mask_ratio}"
+            )
+        for name in ("decoder_dim", "decoder_depth", "decoder_heads"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(
+                    f"objective.{name} must be 1 or more, got {getattr(self, name)}"
+                )
+        # Sines and cosines of two coordinates share the width.
+        if self.decoder_dim % math.lcm(4, self.decoder_heads):
+            raise ConfigurationError(
+                "objective.decoder_dim must be a multiple of 4 and of objective.decoder_heads = "
+                f"{self.decoder_heads}, got {self.decoder_dim}"
+            )
+
+    def build(
+        self,
+        model: EncoderConfig,
+        timeline: Timeline,
+        *,
+        seed: int,
+        class_names: Sequence[str] = (),
+    ) -> "MaeLearner":
+        """An encoder and a decoder; classes are of no interest.
+
+        Raises:
+            ConfigurationError: the encoder is no Vision Transformer, or has too few patches.
+        """
+        del timeline, class_names
+        model = require_vit(model, "mae", "others have no patches that can be left out")
+        num_visible = self._num_visible(model.grid_size**2)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            decoder = MaeDecoder(model, self, seed=seed)
+        network = MaeNetwork(build_vit(model, seed=seed), decoder, num_visible)
+        return MaeLearner(self, network)
+
+    def _num_visible(self, num_patches: int) -> int:
+        # 1 - .9 is a little less than .1, which must not cost a patch.
+        num_visible = math.floor(num_patches * (1 - self.mask_ratio) + 1e-9)
+        if not 0 < num_visible < num_patches:
+            raise ConfigurationError(
+                f"objective.mask_ratio={self.mask_ratio} shows {num_visible} of {num_patches} "
+                "patches, expected some but not all; change it, or take larger images"
+            )
+        return num_visible
+
+
+class MaeDecoder(nn.Module):
+    """From the encoder's tokens to the pixels of every patch: blocks as an encoder has them."""
+
+    positions: Tensor
+
+    def __init__(self, encoder: ViTConfig, options: Mae, *, seed: int) -> None:
+        super().__init__()
+        self.num_prefix_tokens = encoder.num_prefix_tokens
+        like = ViTConfig(
+            image_size=encoder.image_size,
+            patch_size=encoder.patch_size,
+            dim=options.decoder_dim,
+            depth=options.decoder_depth,
+            num_heads=options.decoder_heads,
+            position_embedding="sinusoidal",
+        )
+        # Another seed: the encoder's weights shall not come again where the sizes agree.
+        transformer = build_vit(like, seed=seed + 1)
+        self.embed = nn.Linear(encoder.dim, like.dim)
+        self.mask_token = nn.Parameter(_STD * torch.randn(1, 1, like.dim))
+        self.blocks, self.norm = transformer.blocks, transformer.norm
+        self.pixels = nn.Linear(like.dim, 3 * like.patch_size**2)
+        for linear in (self.embed, self.pixels):
+            nn.init.trunc_normal_(linear.weight, std=_STD)
+            nn.init.zeros_(linear.bias)
+        # Nothing that a checkpoint must keep.
+        positions = transformer.pos_embed.detach()[:, 1:]
+        self.register_buffer("positions", positions, persistent=False)
+
+    def forward(
+        self, tokens: Float[Tensor, "batch visible dim"], order: Orders
+    ) -> Float[Tensor, "batch patches values"]:
+        """Predicted values of all patches, row by row.
+
+        Args:
+            tokens: [CLS] and registers, then the visible patches.
+            order: Numbers of all patches, the visible ones first, in the order of their tokens.
+        """
+        prefix, visible = _split(self.embed(tokens), self.num_prefix_tokens)
+        num_hidden = order.shape[1] - visible.shape[1]
+        hidden = self.mask_token.expand(len(tokens), num_hidden, -1)
+        patches = take(torch.cat([visible, hidden], dim=1), order.argsort(dim=1))
+        x = torch.cat([prefix, patches + self.positions], dim=1)
+        for block in self.blocks:
+            x = block(x)
+        _, patches = _split(self.norm(x), self.num_prefix_tokens)
+        return self.pixels(patches)
+
+
+class MaeNetwork(nn.Module):
+    """Encoder and decoder."""
+
+    def __init__(self, backbone: VisionTransformer, decoder: MaeDecoder, num_visible: int) -> None:
+        super().__init__()
+        self.backbone, self.decoder, self.num_visible = backbone, decoder, num_visible
+
+    def forward(self, images: Images, order: Orders) -> Float[Tensor, "batch patches values"]:
+        """Predicted values of all patches; the encoder sees the first `num_visible` of `order`."""
+        return self.decoder(self.encode(images, order[:, : self.num_visible]), order)
+
+    def encode(
+        self, images: Images, visible: Int64[Tensor, "batch visible"]
+    ) -> Float[Tensor, "batch tokens dim"]:
+        """The encoder's tokens, [CLS] and registers first; other patches never enter a block."""
+        num_prefix_tokens = self.backbone.config.num_prefix_tokens
+        prefix, patches = _split(self.backbone.embed(images), num_prefix_tokens)
+        x = torch.cat([prefix, take(patches, visible)], dim=1)
+        for block in self.backbone.blocks:
+            x = block(x)
+        return self.backbone.norm(x)
+
+
+class MaeLearner(nn.Module):
+    """A network and its loss."""
+
+    def __init__(self, options: Mae, student: MaeNetwork) -> None:
+        super().__init__()
+        self.options, self.student = options, student
+
+    @property
+    def encoder(self) -> VisionTransformer:
+        return self.student.backbone
+
+    @property
+    def encoders(self) -> Sequence[VisionTransformer]:
+        return (self.student.backbone,)
+
+    def compilable(self) -> Iterable[nn.Module]:
+        return (self.student,)
+
+    def loss(
+        self, network: Callable[..., Any], views: Views, step: int
+    ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        """Mean squared error over the hidden patches; `views` holds images alone.
+
+        The masks come out of PyTorch's global generator, which the trainer seeds in every step:
+        one batch in two parts has other masks than in one.
+        """
+        del step
+        (images,) = views
+        order = self._draw_order(images)
+        hidden = order[:, self.student.num_visible :]
+        predictions = take(network(images, order), hidden).float()
+        targets = take(self.targets(images), hidden)
+        loss = F.mse_loss(predictions, targets)
+        return loss, {"mean_loss": targets.square().mean()}
+
+    def targets(self, images: Images) -> Float[Tensor, "batch patches values"]:
+        """What the decoder should say of every patch."""
+        patches = patchify(images, self.encoder.config.patch_size)
+        if not self.options.normalised_pixels:
+            return patches
+        variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
+        return (patches - mean) / (variance + _EPS).sqrt()
+
+    def hold_gradients(self, step: int) -> None:
+        """Everything is trained from the first step on."""
+
+    def follow(self, step: int) -> None:
+        """Nothing follows the student."""
+
+    def values(self, step: int) -> dict[str, float]:
+        del step
+        return {}
+
+    def symptom(self, row: Mapping[str, Any]) -> str | None:
+        """A decoder that paints every hidden patch in its mean, or worse."""
+        if row["loss"] < _LEARNT * row["mean_loss"]:
+            return None
+        return (
+            f"the loss, {row['loss']:.3f}, is no less than that of painting every hidden patch in "
+            f"its mean, {row['mean_loss']:.3f}; try a lower optimizer.lr, such as 1.5e-4 with "
+            "optimizer.betas=[0.9,0.95], or a smaller objective.mask_ratio"
+        )
+
+    def _draw_order(self, images: Images) -> Orders:
+        """A permutation of the patches for every image, drawn where the images are."""
+        num_patches = self.encoder.config.grid_size**2
+        noise = torch.rand(len(images), num_patches, device=images.device)
+        return noise.argsort(dim=1, stable=True)
+
+
+def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches values"]:
+    """The pixels of every patch, row by row; in a patch likewise, three colours a pixel."""
+    tiles = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
+    # batch 3 rows height cols width -> batch rows cols height width 3
+    return tiles.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+
+
+def take(
+    values: Float[Tensor, "batch patches dim"], numbers: Int64[Tensor, "batch taken"]
+) -> Float[Tensor, "batch taken dim"]:
+    """Some of the patches of every image, in the order of their numbers."""
+    return values.gather(1, numbers[..., None].expand(-1, -1, values.shape[2]))
+
+
+def _split(
+    tokens: Float[Tensor, "batch tokens dim"], count: int
+) -> tuple[Float[Tensor, "batch prefix dim"], Float[Tensor, "batch patches dim"]]:
+    return tokens[:, :count], tokens[:, count:]
