@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Float16, Int64, UInt8
+from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
 from probes.feature_file import FeatureFile
@@ -29,22 +29,24 @@ VERSION = 1
 class TrainingFeatures:
     """Cached features and labels; entry `views * i + v` is view v of image i.
 
+    Where an image as a whole has a class, it is one patch with one label.
+
     Attributes:
-        blocks: Patch features, in host memory or memory-mapped.
+        blocks: Features, float16 where they are those of patches, in host memory or memory-mapped.
         tier: Where the features are.
         passes: How often each view passed the encoder: 0 if a file held the features.
     """
 
     layers: tuple[int, ...]
-    blocks: Float16[Tensor, "layers entries rows cols dim"]
-    labels: UInt8[Tensor, "entries height width"]
+    blocks: Float[Tensor, "layers entries rows cols dim"]
+    labels: Integer[Tensor, "entries height width"]
     tier: Literal["memory", "disk"]
     passes: int
 
     def layer_bytes(self) -> int:
-        return 2 * prod(self.blocks.shape[1:])
+        return self.blocks.element_size() * prod(self.blocks.shape[1:])
 
-    def of_layers(self, layers: Sequence[int]) -> Float16[Tensor, "chosen entries rows cols dim"]:
+    def of_layers(self, layers: Sequence[int]) -> Float[Tensor, "chosen entries rows cols dim"]:
         """Some layers, in the order asked for, in memory; a view where that is possible."""
         indices = [self.layers.index(layer) for layer in layers]
         if self.tier == "memory" and indices == list(range(indices[0], indices[-1] + 1)):
@@ -201,7 +203,7 @@ def extract(
 
 
 def standardisation(
-    blocks: Float16[Tensor, "layers entries rows cols dim"],
+    blocks: Float[Tensor, "layers entries rows cols dim"],
     entries: Int64[Tensor, " chosen"],
     *,
     batch_size: int = 16,

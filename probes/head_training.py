@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Float16, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from probes.feature_cache import TrainingFeatures, standardisation
@@ -17,6 +17,19 @@ from ssl_bench.evaluation import Progress
 
 # The layers whose features, concatenated, one head sees.
 Source = tuple[int, ...]
+
+
+def sources_of(layers: Sequence[int], layers_mode: str) -> list[Source]:
+    """What each head sees: every layer alone ("single"), or several up to the last asked one.
+
+    "multi" are the layers at 1/4, 1/2, 3/4 and all of the depth up to it, "last4" the last four.
+    """
+    last = max(layers)
+    if layers_mode == "multi":
+        return [tuple(sorted({max(0, (last + 1) * q // 4 - 1) for q in (1, 2, 3, 4)}))]
+    if layers_mode == "last4":
+        return [tuple(range(max(0, last - 3), last + 1))]
+    return [(layer,) for layer in sorted(layers)]
 
 
 @runtime_checkable
@@ -94,7 +107,7 @@ class HeadTraining:
         shown = progress(range(len(batches)), f"heads of layers {first} to {last}", len(batches))
         for step in shown:
             chosen = batches[step]
-            labels = features.labels[chosen].to(self.device, torch.uint8)
+            labels = features.labels[chosen].to(self.device)
             bank.step(
                 joined(take(blocks, chosen, self.device), len(sources)),
                 self.loss,
@@ -159,7 +172,7 @@ class SourceStatistics:
 
 
 def source_statistics(
-    blocks: Float16[Tensor, "layers entries rows cols dim"],
+    blocks: Float[Tensor, "layers entries rows cols dim"],
     sources: Sequence[Source],
     entries: Int64[Tensor, " chosen"],
     device: torch.device,
@@ -180,17 +193,17 @@ def joined(
 
 
 def take(
-    blocks: Float16[Tensor, "layers entries rows cols dim"],
+    blocks: Float[Tensor, "layers entries rows cols dim"],
     chosen: Int64[Tensor, " some"],
     device: torch.device,
-) -> Float16[Tensor, "layers some rows cols dim"]:
+) -> Float[Tensor, "layers some rows cols dim"]:
     """Some entries, on the device of the heads."""
     return blocks.index_select(1, chosen.to(blocks.device)).to(device)
 
 
 def near_blocks(
     features: TrainingFeatures, sources: Sequence[Source], device: torch.device
-) -> Float16[Tensor, "layers entries rows cols dim"]:
+) -> Float[Tensor, "layers entries rows cols dim"]:
     """The layers of all sources, in device memory if they take half of what is free or less."""
     blocks = features.of_layers([layer for source in sources for layer in source])
     if device.type != "cuda":

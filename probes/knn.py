@@ -1,29 +1,26 @@
 """k-NN classification: do images of one class lie together?"""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Int64
 from torch import Tensor
 
-from probes.image_stream import batches, read_ahead
+from probes.image_features import ImagePass, asked_facets, is_constant
+from probes.image_stream import batches
 from probes.training_split import TrainingSplit
-from ssl_bench.data.central_square import central_square
-from ssl_bench.data.samples import Dataset, ImageSet, Sample
+from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.metrics import LabelledFeatures, bootstrap_sums, interval95, knn_ranks
 
-FACETS: dict[str, Facet] = {"cls": "cls_normed", "patch_mean": "token_normed"}
+_FACETS = ("cls", "patch_mean")
 _TOPS = (1, 5)
 _NOT_SETTINGS = frozenset({"protocol", "facet", "batch_size", "memory_gib", "num_workers"})
-# Unit vectors closer than this to each other tell nothing apart.
-_CONSTANT = 1e-6
 
 Cell = tuple[int, str]
 
@@ -67,11 +64,7 @@ class KNN:
             raise ConfigurationError(
                 f"probe.neighbours expects numbers >= 1, got {list(self.neighbours)}"
             )
-        unknown = set(self._asked_facets()).difference(FACETS)
-        if unknown or not self._asked_facets():
-            raise ConfigurationError(
-                f"probe.facet must be among {', '.join(FACETS)}, got {self.facet}"
-            )
+        asked_facets(self.facet, _FACETS)
         if self.temperature <= 0 or not 0 < self.crop_share <= 1:
             raise ConfigurationError(
                 "probe.temperature must be > 0 and probe.crop_share in (0, 1], got "
@@ -80,7 +73,7 @@ class KNN:
 
     @property
     def facets(self) -> tuple[str, ...]:
-        return tuple(facet for facet in FACETS if facet in self._asked_facets())
+        return asked_facets(self.facet, _FACETS)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [
@@ -109,18 +102,14 @@ class KNN:
         train, val = context.dataset.train(), self.split(context.dataset)
         split = TrainingSplit.draw(train, at_most=self.train_images, holdout=0.0, seed=context.seed)
         self._require_enough(len(split.indices), train)
-        self._require_cls(context)
-        bytes_a_layer = 4 * len(self.facets) * (len(split.indices) + len(val)) * context.encoder.dim
-        at_once = max(1, int(self.memory_gib * 2**30 / bytes_a_layer))
+        image_pass = self._image_pass(context)
+        at_once = image_pass.layers_at_once(len(split.indices) + len(val), self.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
-            bank = self._describe(train, split.indices, layers, context)
-            queries = self._describe(val, range(len(val)), layers, context)
-            for cell in bank:
-                vote = _Vote(queries[cell], bank[cell], len(val.class_names))
+            bank = image_pass.run(train, split.indices, layers)
+            queries = image_pass.run(val, range(len(val)), layers)
+            for cell in itertools.product(layers, self.facets):
+                vote = _Vote(queries.of(*cell), bank.of(*cell), len(val.class_names))
                 yield from self._scores(cell, vote, context)
-
-    def _asked_facets(self) -> list[str]:
-        return [self.facet] if isinstance(self.facet, str) else list(self.facet)
 
     def _require_enough(self, num_images: int, train: ImageSet) -> None:
         if max(self.neighbours) > num_images:
@@ -129,53 +118,15 @@ class KNN:
                 f"{train.split}, got {max(self.neighbours)}"
             )
 
-    def _require_cls(self, context: ProbeContext) -> None:
-        if "cls" in self.facets and not context.encoder.has_cls:
-            raise ConfigurationError(
-                f"{context.encoder.name} has no [CLS] token; take probe.facet=patch_mean"
-            )
-
-    def _describe(
-        self,
-        images: ImageSet,
-        indices: Sequence[int],
-        layers: Sequence[int],
-        context: ProbeContext,
-    ) -> dict[Cell, LabelledFeatures]:
-        """Features of images by layer and facet, in host memory."""
-        extractor = FeatureExtractor(
-            context.encoder,
-            layers=layers,
-            facets=[FACETS[facet] for facet in self.facets],
-            device=context.device,
-            dtype=context.dtype,
+    def _image_pass(self, context: ProbeContext) -> ImagePass:
+        return ImagePass(
+            context=context,
+            facets=self.facets,
+            image_size=self.image_size,
+            crop_share=self.crop_share,
+            batch_size=self.batch_size,
+            workers=self.num_workers,
         )
-        shape = (len(indices), extractor.dim)
-        features = {(la, facet): torch.empty(shape) for la in layers for facet in self.facets}
-        prepared = read_ahead(images, indices, self._preparer(context), workers=self.num_workers)
-        shown = context.progress(prepared, f"{images.split} images", len(indices))
-        labels: list[int] = []
-        for batch in batches(shown, self.batch_size):
-            pixels = torch.stack([pixels for pixels, _ in batch]).to(context.device)
-            rows = slice(len(labels), len(labels) + len(batch))
-            ids = [images.ids[index] for index in indices[rows]]
-            for layer, found in extractor(pixels.float() / 255, ids).items():
-                for facet in self.facets:
-                    features[layer, facet][rows] = _as_vectors(found[FACETS[facet]]).cpu()
-            labels += [label for _, label in batch]
-        classes = torch.tensor(labels)
-        return {cell: LabelledFeatures(values, classes) for cell, values in features.items()}
-
-    def _preparer(
-        self, context: ProbeContext
-    ) -> Callable[[Sample], tuple[UInt8[Tensor, "3 size size"], int]]:
-        size = self.image_size or min(context.encoder.native_size)
-
-        def prepare(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
-            assert sample.label is not None
-            return central_square(sample.image, size, share=self.crop_share), sample.label
-
-        return prepare
 
     def _scores(self, cell: Cell, vote: "_Vote", context: ProbeContext) -> Iterator[Score]:
         ranks = vote.ranks(self, context.device)
@@ -186,7 +137,7 @@ class KNN:
         details = {
             "num_classes": vote.num_classes,
             "bank": len(vote.bank.labels),
-            "constant_features": vote.is_constant(),
+            "constant_features": is_constant(vote.bank.features),
         }
         for column, (k, top) in enumerate(names):
             has_meaning = vote.num_classes >= top
@@ -218,14 +169,3 @@ class _Vote:
             neighbours=probe.neighbours,
             temperature=probe.temperature,
         ).cpu()
-
-    def is_constant(self) -> bool:
-        """Whether all images of the bank look the same to the block."""
-        unit = F.normalize(self.bank.features, dim=1)
-        return bool((unit - unit[0]).abs().max() < _CONSTANT)
-
-
-def _as_vectors(
-    features: Float[Tensor, "batch dim"] | Float[Tensor, "batch rows cols dim"],
-) -> Float[Tensor, "batch dim"]:
-    return features if features.ndim == 2 else features.flatten(1, 2).mean(1)

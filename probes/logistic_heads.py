@@ -31,6 +31,7 @@ class LogisticTraining:
         rates: C, which multiplies the sum of the loss beside half the squared weights; the bias
             is free, as in scikit-learn.
         batch_size: Images that are looked at together; the result does not depend on it.
+        gradient_tolerance: A head ends where no entry of the mean loss's gradient exceeds it.
     """
 
     rates: tuple[float, ...]
@@ -41,6 +42,7 @@ class LogisticTraining:
     classes: int
     seed: int
     device: torch.device
+    gradient_tolerance: float = 1e-6
 
     knob = "c_value"
 
@@ -60,7 +62,12 @@ class LogisticTraining:
         name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
         # One item a fit: how many steps it takes is not known before.
         (found,) = (
-            minimise(objective, objective.start(), max_iterations=self.max_iterations)
+            minimise(
+                objective,
+                objective.start(),
+                max_iterations=self.max_iterations,
+                gradient_tolerance=self.gradient_tolerance,
+            )
             for _ in progress(range(1), name, 1)
         )
         objective.place(found.values)
@@ -82,7 +89,7 @@ class LogisticTraining:
         sources, dim = standardisation.mean.shape
         weight = standardisation.mean.new_zeros(sources, len(self.rates), self.classes, dim)
         batches = entries.split(self.batch_size)
-        labels = (features.labels[some].to(self.device, torch.uint8) for some in batches)
+        labels = (features.labels[some].to(self.device) for some in batches)
         targets = [self.loss.targets(some, self.classes) for some in labels]
         counted = torch.stack([some.counted.sum() for some in targets]).double()
         total = counted.sum().clamp(min=1)

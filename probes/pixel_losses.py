@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
 from probes.upsampled_normaliser import (
@@ -48,7 +48,7 @@ class PixelLoss(Protocol):
         """Labels along a side of an image of so many patches."""
         ...
 
-    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
+    def targets(self, labels: Integer[Tensor, "batch height width"], classes: int) -> PixelTargets:
         """Prepare the labels of a batch once for all heads."""
         ...
 
@@ -99,6 +99,23 @@ class ModeLoss:
         counts = label_histograms(labels.clamp(max=classes), self.pixels_per_patch, classes + 1)
         winners = F.one_hot(counts.argmax(0), classes + 1).movedim(-1, 0)[:classes].float()
         return PixelTargets(winners, winners.sum(0, keepdim=True))
+
+    def loss_and_gradient(
+        self, logits: Logits, targets: PixelTargets
+    ) -> tuple[Float[Tensor, " heads"], Logits]:
+        return _patch_cross_entropy(logits, targets)
+
+
+@dataclass(frozen=True)
+class LabelLoss:
+    """Cross-entropy of the logits of each image, its only patch, against its class."""
+
+    def label_size(self, grid: int) -> int:
+        return grid
+
+    def targets(self, labels: Int64[Tensor, "batch 1 1"], classes: int) -> PixelTargets:
+        one_hot = F.one_hot(labels, classes).movedim(-1, 0).float()
+        return PixelTargets(one_hot, torch.ones_like(one_hot[:1]))
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets

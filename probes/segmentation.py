@@ -6,7 +6,7 @@ from typing import Any
 
 from probes.feature_cache import TrainingPass
 from probes.head_optimizers import SGD, AdamW, Schedule
-from probes.head_training import HeadTraining, Source, Training
+from probes.head_training import HeadTraining, Source, Training, sources_of
 from probes.logistic_heads import LogisticTraining
 from probes.pixel_losses import HistogramLoss, ModeLoss, PixelLoss, ResampledLoss, UpsampledLoss
 from probes.scored_images import PatchScoring, Scoring, SlidingScoring, SquashedScoring
@@ -201,12 +201,7 @@ class Segmentation:
 
     def sources(self, layers: Sequence[int]) -> list[Source]:
         """The layers that each head sees."""
-        last = max(layers)
-        if self.layers_mode == "multi":
-            return [tuple(sorted({max(0, (last + 1) * q // 4 - 1) for q in (1, 2, 3, 4)}))]
-        if self.layers_mode == "last4":
-            return [tuple(range(max(0, last - 3), last + 1))]
-        return [(layer,) for layer in sorted(layers)]
+        return sources_of(layers, self.layers_mode)
 
     @property
     def _token(self) -> Facet:

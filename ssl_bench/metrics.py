@@ -201,6 +201,18 @@ def vote_rank(
     """How many classes come before the true one when every voter votes for the class it names."""
     totals = votes.new_zeros(len(votes), num_classes).scatter_add_(1, named, votes)
     own = totals.gather(1, targets[:, None])
+    return torch.where(own[:, 0] > 0, class_rank(totals, targets), num_classes)
+
+
+def class_rank(
+    scores: Float[Tensor, "*heads queries classes"], targets: Int64[Tensor, " queries"]
+) -> Int64[Tensor, "*heads queries"]:
+    """How many classes come before the true one; of equal scores the lower class is the first.
+
+    Where a score is not finite, nothing is known and all classes come before it.
+    """
+    num_classes = scores.shape[-1]
+    own = scores.gather(-1, targets.expand(scores.shape[:-1])[..., None])
     lower = torch.arange(num_classes, device=targets.device) < targets[:, None]
-    before = (totals > own) | ((totals == own) & lower)
-    return torch.where(own[:, 0] > 0, before.sum(1), num_classes)
+    before = (scores > own) | ((scores == own) & lower)
+    return torch.where(scores.isfinite().all(-1), before.sum(-1), num_classes)

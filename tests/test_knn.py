@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from coloured_classes import coloured_classes
 
+from probes.image_features import ImagePass
 from probes.knn import KNN
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.class_folders import ClassFolders
@@ -15,7 +16,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.metrics import LabelledFeatures, knn_ranks, nearest, vote_rank
-from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_vit
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
 from ssl_bench.progress import show_progress
 
@@ -90,25 +91,13 @@ def test_the_central_square_keeps_its_share_of_the_shorter_side():
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Six classes by colour, five training and two validation pictures of each, with noise."""
-    root = tmp_path_factory.mktemp("colours")
-    generator = np.random.default_rng(0)
-    for name, colour in enumerate([(250, 0, 0), (0, 250, 0), (0, 0, 250), (250, 250, 0),
-                                   (0, 250, 250), (250, 0, 250)]):  # fmt: skip
-        for split, count in (("train", 5), ("val", 2)):
-            folder = root / split / f"class{name}"
-            folder.mkdir(parents=True)
-            for number in range(count):
-                noise = generator.integers(-90, 90, (20, 26, 3))
-                pixels = np.clip(np.array(colour) + noise, 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-    return root
+    return coloured_classes(tmp_path_factory.mktemp("colours"))
 
 
 @pytest.fixture(scope="module")
 def encoder():
     config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
-    return encoder_from_vit(build_vit(config, seed=0), name="tiny")
+    return encoder_from_model(build_vit(config, seed=0), name="tiny")
 
 
 @pytest.fixture
@@ -189,10 +178,8 @@ def test_an_image_that_is_in_the_bank_finds_itself(context, root):
 def test_little_memory_takes_more_passes_and_gives_the_same(context, monkeypatch):
     whole = scores(KNN(neighbours=[3]), context)
     passes = []
-    describe = KNN._describe
-    monkeypatch.setattr(
-        KNN, "_describe", lambda self, *rest: passes.append(1) or describe(self, *rest)
-    )
+    run = ImagePass.run
+    monkeypatch.setattr(ImagePass, "run", lambda self, *rest: passes.append(1) or run(self, *rest))
 
     parts = scores(KNN(neighbours=[3], memory_gib=1e-9), context)
 
@@ -236,7 +223,7 @@ def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(contex
     model = build_vit(config, seed=0)
     for name, weight in (("weight", 0.0), ("bias", 1.0)):
         torch.nn.init.constant_(model.get_parameter(f"norm.{name}"), weight)
-    constant = ProbeContext(**{**vars(context), "encoder": encoder_from_vit(model, name="flat")})
+    constant = ProbeContext(**{**vars(context), "encoder": encoder_from_model(model, name="flat")})
 
     found = scores(KNN(neighbours=[3]), constant)
 

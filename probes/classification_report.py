@@ -1,0 +1,109 @@
+"""From places of the true class to accuracies: the chosen rates, how sure, what to be wary of."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Int64
+from torch import Tensor
+
+from ssl_bench.evaluation import Score
+from ssl_bench.metrics import bootstrap_sums, interval95
+
+TOPS = (1, 5)
+
+
+def metrics(*, holdout: bool) -> list[str]:
+    """Names of what is scored, in the order in which `ClassificationReport` does it."""
+    choices = ["holdout", "oracle"] if holdout else ["oracle"]
+    return [f"top{top}_{choice}" for choice in choices for top in TOPS]
+
+
+@dataclass(frozen=True)
+class ClassificationReport:
+    """All that is known of the heads of one source.
+
+    Attributes:
+        knob: What the rates are: learning rates, or another hyperparameter that is chosen.
+        ranks: How many classes each head puts before the true one, over the scored images; all
+            where it diverged.
+        held_out: Likewise over the images held out of training; None where all were used.
+        constant: Share of the channels, from 0 to 1, that are the same for all training images.
+        missing: How many classes no training image has.
+        shared: Details that are the same for all sources.
+    """
+
+    layer: int
+    facet: str
+    knob: str
+    rates: Sequence[float]
+    num_classes: int
+    ranks: Int64[Tensor, "rates images"]
+    held_out: Int64[Tensor, "rates held_out_images"] | None
+    constant: float
+    missing: int
+    seed: int
+    shared: Mapping[str, Any]
+
+    def scores(self) -> Iterator[Score]:
+        """Top-1 and top-5 at the rate chosen without and with a look at the scored images.
+
+        Always the best by top-1, of equally good ones the first.
+        """
+        oracle = _best(self.ranks)
+        if self.held_out is not None:
+            yield from self._scores("holdout", _best(self.held_out))
+        yield from self._scores("oracle", oracle)
+
+    def _scores(self, choice: str, rate: int) -> Iterator[Score]:
+        details = {**self._details(rate), **self.shared}
+        for top in TOPS:
+            hits = self.ranks[rate] < top
+            sums = bootstrap_sums(hits.long(), seed=self.seed)
+            has_meaning = self.num_classes >= top
+            yield Score(
+                layer=self.layer,
+                facet=self.facet,
+                metric=f"top{top}_{choice}",
+                value=float(100 * hits.double().mean()) if has_meaning else math.nan,
+                ci95=interval95(100 * sums / len(hits)) if has_meaning else None,
+                num_images=len(hits),
+                details=details,
+                per_image=hits.numpy(),
+            )
+
+    def _details(self, rate: int) -> dict[str, Any]:
+        return {
+            self.knob: self.rates[rate],
+            f"{self.knob}s": list(self.rates),
+            "top1_by_rate": _top1(self.ranks),
+            "top1_by_rate_held_out": None if self.held_out is None else _top1(self.held_out),
+            "num_classes": self.num_classes,
+            "constant_features": self.constant == 1,
+            "constant_channels_percent": round(100 * self.constant, 1),
+            "warnings": self._warnings(rate),
+        }
+
+    def _warnings(self, rate: int) -> list[str]:
+        warnings, name = [], self.knob.replace("_", " ")
+        if len(self.rates) > 1 and rate in (0, len(self.rates) - 1):
+            warnings.append(f"the chosen {name} {self.rates[rate]:g} is at the edge of its grid")
+        diverged = (self.ranks == self.num_classes).any(1).tolist()
+        if any(diverged):
+            names = (f"{r:g}" for r, gone in zip(self.rates, diverged, strict=True) if gone)
+            warnings.append(f"heads diverged: {name} {', '.join(names)}")
+        if self.missing:
+            warnings.append(f"{self.missing} of {self.num_classes} classes have no training image")
+        if self.constant == 1:
+            warnings.append("degenerate: all training images have the same features")
+        return warnings
+
+
+def _best(ranks: Int64[Tensor, "rates images"]) -> int:
+    right = (ranks == 0).sum(1).tolist()
+    return right.index(max(right))
+
+
+def _top1(ranks: Int64[Tensor, "rates images"]) -> list[float]:
+    return (100 * (ranks == 0).double().mean(1)).tolist()
