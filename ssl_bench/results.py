@@ -23,6 +23,9 @@ predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy.
 UNRANKED_METRICS = frozenset({"explained_variance"})
 """In percent, and yet more is not better."""
 
+SUPERVISED = "supervised"
+"""Task of the record that a supervised run leaves of itself; no probe asks for it."""
+
 _INFINITE = "inf"
 
 

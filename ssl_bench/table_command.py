@@ -8,7 +8,7 @@ from ssl_bench.commands import asked_names, say
 from ssl_bench.composition import choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import identify_encoder
-from ssl_bench.results import Record, ResultStore
+from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.tables.block_choice import CHOICES
 from ssl_bench.tables.comparison import Comparison, comparisons
 from ssl_bench.tables.depth import depth_tables, insert_between_markers, model_names
@@ -134,7 +134,7 @@ def say_ignored(paths: Sequence[Path], why: str) -> None:
 
 
 def _of_tasks(asked: str, records: Sequence[Record]) -> list[Record]:
-    tasks = asked_names("task", asked, choices("probe"))
+    tasks = asked_names("task", asked, [*choices("probe"), SUPERVISED])
     return [record for record in records if record.task in tasks]
 
 

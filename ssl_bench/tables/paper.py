@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_bench.results import Record, ResultStore
+from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.tables.block_choice import CHOICE_NOTES, NO_IMAGES_NOTE, Chosen, choose_block
 from ssl_bench.tables.depth import comparable_groups, dagger_note, provenance
 from ssl_bench.tables.deviations import named_protocol
@@ -62,8 +62,8 @@ class PaperTable:
         """How the experiments differ, and what is missing, a sentence each."""
         published = self.published
         notes = [
-            "ours is not the same experiment in any cell, and no record knows how an encoder was "
-            "pretrained; what differs besides:",
+            f"ours is not the same experiment in any cell{self._unknown_training()}; "
+            "what differs besides:",
             f"published: {published.setup}; not stated: {published.unknown}",
             *(self._column_note(column) for column in published.columns if self._used(column)),
             *(
@@ -81,6 +81,12 @@ class PaperTable:
             records = [record for one in chosen for record in one.entry.records]
             notes.append(provenance(records) + dagger_note(one.entry for one in chosen))
         return [*notes, *self._missing()]
+
+    def _unknown_training(self) -> str:
+        records = [record for one in self._chosen() for record in one.entry.records]
+        if records and all(record.task == SUPERVISED for record in records):
+            return ""
+        return ", and no record of a probe knows how an encoder was pretrained"
 
     def _chosen(self) -> list[Chosen]:
         return [chosen for chosen in self.ours.values() if chosen is not None]
@@ -110,12 +116,7 @@ class PaperTable:
         strange = [column.name for column in without if not column.task]
         if strange:
             notes.append(f"this suite has no probe for: {', '.join(strange)}")
-        wanted = [
-            f"{column.name} (--task {column.task} --dataset {column.dataset}, "
-            f"facet {' or '.join(column.facets)})"
-            for column in without
-            if column.task
-        ]
+        wanted = [_how_to_measure(column) for column in without if column.task]
         if wanted and self.encoders:
             notes.append(f"no record of these encoders for: {', '.join(wanted)}")
         return notes
@@ -155,6 +156,18 @@ class PaperTable:
             "cells": cells,
             "notes": self.notes(),
         }
+
+
+def _how_to_measure(column: PublishedColumn) -> str:
+    if column.task == SUPERVISED:
+        return (
+            f"{column.name} (the head of a supervised run itself: `ssl-bench pretrain ... "
+            f"monitor.results=DIR`, images in a folder named {column.dataset})"
+        )
+    return (
+        f"{column.name} (--task {column.task} --dataset {column.dataset}, "
+        f"facet {' or '.join(column.facets)})"
+    )
 
 
 def _csv_fields(chosen: Chosen | None) -> dict[str, Any]:

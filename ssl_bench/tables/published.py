@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.results import Record
+from ssl_bench.results import SUPERVISED, Record
 
 _CHOSEN_BY = {
     "miou_holdout": "learning rate chosen on held-out training images",
@@ -173,6 +173,8 @@ def settings_of(record: Record) -> str:
         f"protocol {record.protocol}",
         f"{record.facet} features",
     ]
+    if record.task == SUPERVISED:
+        words[-1] = f"its own head after {record.details.get('training', 'training')}"
     if settings.get("image_size"):
         words.append(f"{settings['image_size']} px")
     if settings.get("epochs"):
