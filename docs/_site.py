@@ -25,4 +25,5 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri.startswith("results/"):
         return markdown
     inside = markdown.replace("](docs/", "](").replace("](../README.md", "](index.md")
-    return re.sub(r"\]\(\.\./(results/|SECURITY\.md)", r"](\1", inside)
+    # A page of a folder in docs/ climbs one step more, here as there.
+    return re.sub(r"\]\(\.\./((?:\.\./)*(?:results/|SECURITY\.md))", r"](\1", inside)

@@ -122,7 +122,7 @@ def _add_probing(add: Callable[..., object]) -> None:
 
 
 def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    pretrain = _command(commands, "pretrain", "pretrain an encoder with DINO")
+    pretrain = _command(commands, "pretrain", "pretrain an encoder")
     add = pretrain.add_argument
     add("--out", metavar="DIR", help="run folder (default runs/MODEL-OPTIMIZER-TIME)")
     add("--data-root", metavar="DIR", help="folder of images (default: the toy scenes)")

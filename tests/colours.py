@@ -12,7 +12,7 @@ from probes.segmentation import Segmentation
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_vit
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 
 CLASS_NAMES = ("red", "green", "blue", "never")
 SIZES = ((24, 32), (32, 24), (40, 28))
@@ -86,7 +86,7 @@ class ColourDataset:
 
 def tiny_encoder(seed: int = 0) -> Encoder:
     config = ViTConfig(image_size=32, patch_size=8, dim=24, depth=4, num_heads=2)
-    return encoder_from_vit(build_vit(config, seed=seed), name="tiny")
+    return encoder_from_model(build_vit(config, seed=seed), name="tiny")
 
 
 def probe_context(

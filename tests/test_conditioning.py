@@ -22,7 +22,7 @@ from ssl_bench.models import (
     VisionTransformer,
     ViTConfig,
     build_vit,
-    encoder_from_vit,
+    encoder_from_model,
     load_encoder,
     save_encoder,
 )
@@ -105,7 +105,7 @@ def probe(photographs, out, encoder, said=None, layers=(0, 1), **options):
 
 
 def tiny(config=TINY, seed=0, name="tiny"):
-    return encoder_from_vit(build_vit(config, seed=seed), name=name)
+    return encoder_from_model(build_vit(config, seed=seed), name=name)
 
 
 def found(records, layer, facet, metric):
@@ -162,7 +162,7 @@ def test_a_silent_attention_is_infinite_in_records_and_tables(photographs, tmp_p
         model.get_parameter("blocks.0.attn.qkv.bias").zero_()
     said = []
 
-    records = probe(photographs, tmp_path, encoder_from_vit(model, name="silent"), said)
+    records = probe(photographs, tmp_path, encoder_from_model(model, name="silent"), said)
 
     matrix = found(records, 0, "attention_matrix", "condition_number")
     assert (matrix.value, matrix.ci95) == (math.inf, (math.inf, math.inf))
@@ -220,7 +220,7 @@ def test_constant_tokens_are_said_and_nothing_else_breaks(photographs, tmp_path)
         model.get_parameter("blocks.0.mlp.fc2.bias").fill_(1)
     said = []
 
-    records = probe(photographs, tmp_path, encoder_from_vit(model, name="constant"), said)
+    records = probe(photographs, tmp_path, encoder_from_model(model, name="constant"), said)
 
     assert math.isnan(found(records, 0, "token", "cka_with_input").value)
     assert any("block 0: cka_with_input of token is undefined" in line for line in said)
@@ -230,7 +230,7 @@ def test_constant_tokens_are_said_and_nothing_else_breaks(photographs, tmp_path)
     assert found(records, 1, "attention_matrix", "condition_number").value == math.inf
     for protocol in ("jacobian_exact", "jacobian_lanczos"):
         jacobian = probe(
-            photographs, tmp_path, encoder_from_vit(model, name="constant"), protocol=protocol
+            photographs, tmp_path, encoder_from_model(model, name="constant"), protocol=protocol
         )
         assert {(r.facet, r.metric) for r in jacobian} == set(CELLS[protocol])
         # Attention that does not move over attention of nothing.
@@ -261,10 +261,10 @@ def test_a_checkpoint_is_like_itself_and_less_like_another(photographs, tmp_path
 
 def test_the_weights_before_training_are_those_of_the_seed(photographs, tmp_path):
     model = build_vit(TINY, seed=0)
-    fresh = probe(photographs, tmp_path, encoder_from_vit(model, name="a"))
+    fresh = probe(photographs, tmp_path, encoder_from_model(model, name="a"))
     with torch.no_grad():
         model.get_parameter("blocks.0.attn.qkv.weight").mul_(7)
-    trained = encoder_from_vit(model, name="a")
+    trained = encoder_from_model(model, name="a")
 
     changed = probe(photographs, tmp_path, trained)
     again = probe(photographs, tmp_path, trained, at_initialisation=True)

@@ -19,7 +19,7 @@ from probes.spectral import SecondEigenvector
 from ssl_bench.data.samples import Sample
 from ssl_bench.data.voc import Voc
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
 GRID = PatchGrid(height=60, width=80, patch_size=10)
 BACKGROUND, OBJECT, OTHER = 0, 1, 2
@@ -60,7 +60,7 @@ def dense_discovery(features, grid):
 
 def random_encoder():
     config = ViTConfig(image_size=64, patch_size=16, dim=48, depth=4, num_heads=3)
-    return encoder_from_vit(build_vit(config, seed=0), name="random")
+    return encoder_from_model(build_vit(config, seed=0), name="random")
 
 
 def block_features(photo, grid):

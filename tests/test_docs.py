@@ -13,7 +13,7 @@ import pytest
 from ssl_bench.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("docs/*.md"), ROOT / "README.md"])
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -66,13 +66,13 @@ def test_fault_03_a_web_page_in_place_of_an_image_is_named_or_left_out(place, ca
     stops_or_skips(capsys, place, "html")
 
 
-@pytest.mark.parametrize("task", ["tokencut", "segmentation", "retrieval", "knn"])
+@pytest.mark.parametrize("task", ["tokencut", "segmentation", "retrieval", "knn", "classification"])
 def test_fault_01_every_probe_leaves_out_what_cannot_be_read_in_any_split(place, task):
-    dataset = "class_folders" if task == "knn" else "voc2012"
-    build = class_folders if task == "knn" else voc
+    dataset = "class_folders" if task in ("knn", "classification") else "voc2012"
+    build = class_folders if dataset == "class_folders" else voc
     base, without = build(place / "a"), build(place / "b")
     broken = ["JPEGImages/t1.jpg", "JPEGImages/v2.jpg"]
-    if task == "knn":
+    if dataset == "class_folders":
         broken = ["train/cat/1.jpg", "val/dog/0.jpg"]
     for name in broken:
         spoil(base / name, "half")

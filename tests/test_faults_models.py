@@ -93,6 +93,7 @@ def test_fault_17_other_objects_are_refused_with_a_way_to_convert(place, capsys)
     assert "save only its tensors with safetensors.torch.save_file" in said
 
 
+DATASETS = {"pca": "folder", "knn": "class_folders", "classification": "class_folders"}
 CUTS = {"nothing left": 0.0, "10 bytes": 10, "half": 0.5, "last byte lost": -1}
 
 
@@ -250,20 +251,23 @@ def spoilt_encoder(path: Path, number: float, block: int = 1) -> None:
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
-@pytest.mark.parametrize("task", ["pca", "tokencut", "segmentation", "retrieval", "knn"])
+@pytest.mark.parametrize(
+    "task", ["pca", "tokencut", "segmentation", "retrieval", "knn", "classification"]
+)
 def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
     place, capsys, task, number
 ):
     spoilt_encoder(place / "encoder.safetensors", number)
-    dataset = {"pca": "folder", "knn": "class_folders"}.get(task, "voc2012")
+    dataset = DATASETS.get(task, "voc2012")
     if dataset != "folder":
-        (class_folders if task == "knn" else voc)(place)
+        (class_folders if dataset == "class_folders" else voc)(place)
     root = place / "photos" if dataset == "folder" else place
 
     said = fails(capsys, probing(task, dataset, root), 4)
 
     assert "layer 1 of encoder gives features that are not finite" in said
-    first = {"pca": "0.jpg", "knn": "cat/0.jpg", "tokencut": "t0"}.get(task, "t")
+    first = {"folder": "0.jpg", "class_folders": "cat/0.jpg", "voc2012": "t"}[dataset]
+    first = "t0" if task == "tokencut" else first
     assert first in said
     # The block before it is sound.
     assert main(probing(task, dataset, root, "--layer", "0")) == 0
@@ -283,6 +287,7 @@ def constant_encoder(path: Path) -> None:
         ("tokencut", "degenerate_percent", 100.0),
         ("pca", "num_constant", 4),
         ("knn", "constant_features", True),
+        ("classification", "constant_features", True),
         ("segmentation", "constant_channels_percent", 100.0),
         ("retrieval", "constant_features", True),
     ],
@@ -291,9 +296,9 @@ def test_fault_25_constant_features_are_flagged_and_the_metric_is_finite(
     place, task, flag, counted
 ):
     constant_encoder(place / "encoder.safetensors")
-    dataset = {"pca": "folder", "knn": "class_folders"}.get(task, "voc2012")
+    dataset = DATASETS.get(task, "voc2012")
     if dataset != "folder":
-        (class_folders if task == "knn" else voc)(place)
+        (class_folders if dataset == "class_folders" else voc)(place)
     facet = ["probe.facet=token"] if task == "tokencut" else []
     root = place / "photos" if dataset == "folder" else place
 

@@ -24,7 +24,7 @@ from ssl_bench.models import (
     ViTConfig,
     block_statistics,
     build_vit,
-    encoder_from_vit,
+    encoder_from_model,
     load_encoder,
     save_encoder,
 )
@@ -261,7 +261,7 @@ def test_an_encoder_survives_its_checkpoint_and_gives_every_facet(tmp_path, kind
     facets = ("token", "cls", "key", "query", "value")
     ours, loaded = (
         FeatureExtractor(one, layers=(0, 1), facets=facets, pad=True)(drawn(2, 3, 20, 30).float())
-        for one in (encoder_from_vit(copy.deepcopy(model), name="ours"), encoder)
+        for one in (encoder_from_model(copy.deepcopy(model), name="ours"), encoder)
     )
     assert getattr(encoder.module, "config", None) == config
     assert ours[1]["token"].shape == (2, 3, 4, DIM)
@@ -356,6 +356,7 @@ def test_the_encoder_of_table_2_is_the_papers():
     plan = build(compose_config("pretraining", ["experiment=graying_tiny_imagenet_dct_softmax"]))
     assert isinstance(plan, Pretraining)
     encoder = plan.encoder
+    assert isinstance(encoder, ViTConfig)
     assert (encoder.dim, encoder.depth, encoder.num_heads, encoder.image_size) == (192, 12, 3, 64)
     assert encoder.skip_attention
     assert encoder.skip_mlp

@@ -1,9 +1,13 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Generator, Tensor
 
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, block_statistics, build_vit, token_statistics
 from ssl_bench.models.initialisers import (
+    DefaultInit,
     MimeticInit,
     SkiplessInit,
     balanced_factors,
@@ -156,6 +160,46 @@ def test_mimetic_value_times_output_is_noise_minus_identity():
     torch.testing.assert_close(weights.value @ weights.output, expected, rtol=0, atol=1e-12)
     gram = weights.value.T @ weights.value, weights.output @ weights.output.T
     torch.testing.assert_close(*gram, rtol=0, atol=1e-12)
+
+
+def test_a_mean_is_added_to_the_first_matrix_of_a_mimetic_mlp_and_to_nothing_else():
+    plain = MimeticInit().mlp(DIM, 96, seeded(3))
+    shifted = MimeticInit(mlp_mean=-0.01).mlp(DIM, 96, seeded(3))
+    assert torch.equal(shifted.first, plain.first - 0.01)
+    assert torch.equal(shifted.second, plain.second)
+    default = DefaultInit().mlp(DIM, 96, seeded(3))
+    assert torch.equal(plain.first, default.first)
+    assert torch.equal(plain.second, default.second)
+
+
+def test_each_input_adds_one_number_of_its_own_to_its_weights_towards_all_hidden_units():
+    plain, own = (MimeticInit(mlp_input_std=std).mlp(400, 6, seeded(3)) for std in (0.0, 0.3))
+    added = own.first - plain.first
+    # Inputs are rows here: a row is the same number throughout, and rows differ.
+    torch.testing.assert_close(added, added[:, :1].expand(400, 6), rtol=0, atol=1e-15)
+    assert added[:, 0].std().item() == pytest.approx(0.3, rel=0.1)
+    assert abs(added[:, 0].mean().item()) < 0.3 / 400**0.5 * 3
+    assert torch.equal(own.second, plain.second)
+
+
+def test_the_mlp_options_of_mimetic_change_one_matrix_of_each_block_and_no_global_state():
+    before = torch.get_rng_state()
+    config = ViTConfig(image_size=16, dim=48, depth=2, num_heads=HEADS, init="mimetic")
+    plain = build_vit(config, seed=0).state_dict()
+    options = {"mlp_mean": 0.05, "mlp_input_std": 0.1}
+    changed = build_vit(replace(config, init_options=options), seed=0).state_dict()
+    differ = [name for name, value in plain.items() if not torch.equal(value, changed[name])]
+    assert differ == ["blocks.0.mlp.fc1.weight", "blocks.1.mlp.fc1.weight"]
+    # `nn.Linear` keeps inputs as columns; the blocks draw numbers of their own.
+    first, second = (changed[name] - plain[name] for name in differ)
+    torch.testing.assert_close(first, first[:1].expand_as(first), rtol=0, atol=1e-7)
+    assert (first[0] - second[0]).abs().min() > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_negative_deviation_is_refused():
+    with pytest.raises(ConfigurationError, match=r"mlp_input_std must be >= 0, got -0\.1"):
+        MimeticInit(mlp_input_std=-0.1)
 
 
 def test_default_weights_are_those_of_official_dino():

@@ -17,7 +17,7 @@ from ssl_bench.models import (
     VisionTransformer,
     ViTConfig,
     build_vit,
-    encoder_from_vit,
+    encoder_from_model,
     load_encoder,
     save_encoder,
 )
@@ -342,7 +342,7 @@ def test_unknown_and_unsupported_names_are_refused(uri, said):
 
 def test_an_encoder_in_memory_is_told_by_its_weights():
     one, same, other = (
-        encoder_from_vit(build_vit(TINY, seed=seed), name="x") for seed in (0, 0, 1)
+        encoder_from_model(build_vit(TINY, seed=seed), name="x") for seed in (0, 0, 1)
     )
     assert one.sha256 == same.sha256 != other.sha256
 

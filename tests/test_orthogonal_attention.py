@@ -17,7 +17,7 @@ from pretrain.utilisation import training_flops
 from ssl_bench.composition import build, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit, load_encoder, save_encoder
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model, load_encoder, save_encoder
 from ssl_bench.models.attention import OrthogonalAttention, newton_schulz_basis, phi
 from ssl_bench.models.initialisers import OsaInit, XavierInit
 
@@ -321,7 +321,7 @@ def test_an_encoder_survives_its_checkpoint_and_gives_every_facet(tmp_path, basi
     facets = ("token", "cls", "key", "query", "value")
     ours, loaded = (
         FeatureExtractor(one, layers=(0, 1), facets=facets)(images)
-        for one in (encoder_from_vit(copy.deepcopy(model), name="ours"), encoder)
+        for one in (encoder_from_model(copy.deepcopy(model), name="ours"), encoder)
     )
     assert all(torch.equal(ours[i][facet], loaded[i][facet]) for i in (0, 1) for facet in facets)
     tokens_ = ours[0]["token"].flatten(1, 2)
@@ -389,6 +389,7 @@ def test_the_mnist_recipe_is_that_of_appendix_d():
     plan = build(compose_config("pretraining", ["experiment=osa_mnist_qr"]))
     assert isinstance(plan, Pretraining)
     encoder, train = plan.encoder, plan.train
+    assert isinstance(encoder, ViTConfig)
     assert (encoder.image_size, encoder.patch_size, encoder.depth) == (28, 4, 6)
     assert (encoder.dim, encoder.num_heads, encoder.mlp_ratio) == (64, 4, 4)
     assert (train.epochs, train.batch_size, train.clip) == (10, 128, 1.0)

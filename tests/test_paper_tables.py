@@ -69,11 +69,38 @@ def test_what_this_suite_cannot_measure_is_said(store):
     save(store, "a", 0, hits(1, 0))
 
     notes = paper_table(
-        published_table("mnist"), store.records(), store, encoders={}, choice="holdout"
+        published_table("training_time"), store.records(), store, encoders={}, choice="holdout"
     ).notes()
 
-    assert notes[-1] == "this suite has no probe for: accuracy"
-    assert "'ViT, no skip, no layer norm'" in notes[-2]
+    assert notes[-1] == "this suite has no probe for: days"
+    assert "'ViT-B, SVD token graying'" in notes[-2]
+
+
+def test_an_accuracy_of_training_comes_from_the_run_itself(store):
+    save(store, "a", 0, hits(1, 0), dataset="mnist", task="classification", metric="top1")
+
+    def notes(sha):
+        return laid_mnist(store, sha).notes()
+
+    assert notes("a")[0].endswith(
+        "no record of a probe knows how an encoder was pretrained; what differs besides:"
+    )
+    assert notes("a")[-1] == (
+        "no record of these encoders for: accuracy (the head of a supervised run itself: "
+        "`ssl-bench pretrain ... monitor.results=DIR`, images in a folder named mnist)"
+    )
+
+    fields: dict[str, Any] = {"task": "supervised", "metric": "top1", "facet": "head"}
+    save(store, "d", 5, hits(1, 1, 1, 0), dataset="mnist", protocol="central_square", **fields)
+    chosen = laid_mnist(store, "d").ours["ViT", "accuracy"]
+    assert chosen is not None
+    assert chosen.entry.value == 75.0
+    assert notes("d")[0] == ("ours is not the same experiment in any cell; what differs besides:")
+
+
+def laid_mnist(store, sha):
+    table, shas = published_table("mnist"), {"ViT": sha * 64}
+    return paper_table(table, store.records(), store, encoders=shas, choice="holdout")
 
 
 def test_of_several_series_the_nearest_to_the_paper_is_shown_and_the_others_are_named(store):

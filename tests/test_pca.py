@@ -14,7 +14,7 @@ from probes.pictures import Picture, svg_sheet
 from ssl_bench.data.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
 
 
@@ -35,7 +35,7 @@ def vit(seed=0, **changes):
 
 
 def encoder(name="tiny", model=None):
-    return encoder_from_vit(model or vit(), name=name)
+    return encoder_from_model(model or vit(), name=name)
 
 
 def probe(photographs, store, said=None, *, encoder=encoder(), layers=(0, 1, 2), **options):  # noqa: B008

@@ -40,10 +40,21 @@ def test_values_are_those_of_the_papers(table, row, column, value):
 @pytest.mark.parametrize(
     ("table", "sums"),
     [
+        ("table1", [457.7]),
         ("table2", [353.0, 150.2, 133.3, 377.6, 161.5, 153.9]),
         ("table3", [318.0, 136.0, 129.3]),
         ("table4", [211.9, 139.0]),
         ("figure3", [320.5, 224.5]),
+        ("tiny_imagenet", [264.0, 407.0]),
+        ("imagenet1k", [817.0, 956.7]),
+        ("graying_exponent", [892.9]),
+        ("training_time", [6.007]),
+        ("mae", [166.2, 193.0]),
+        ("cifar10", [1763.16]),
+        ("convmixer", [405.64]),
+        ("convmixer_cifar10", [550.25]),
+        ("mnist", [465.5]),
+        ("tokencut", [68.8, 72.1, 58.8]),
     ],
 )
 def test_columns_add_up_to_what_those_of_the_papers_add_up_to(table, sums):
@@ -51,6 +62,28 @@ def test_columns_add_up_to_what_those_of_the_papers_add_up_to(table, sums):
     for number, column in enumerate(published_table(table).columns):
         found = sum(v.value for v in values if v.column == column.name)
         assert found == pytest.approx(sums[number])
+
+
+def test_accuracies_of_training_are_those_of_a_run_and_never_of_a_probe():
+    run = replace(CUT, task="supervised", dataset="mnist", metric="top1", facet="head")
+
+    rows = {b.value.row for b in published_beside(run)}
+
+    assert rows == set(published_table("mnist").rows)
+    for task, facet in (("classification", "head"), ("knn", "head"), ("supervised", "cls")):
+        assert published_beside(replace(run, task=task, facet=facet)) == ()
+    assert published_beside(replace(run, metric="top1_holdout")) == ()
+    assert published_beside(replace(run, dataset="cifar10")) != ()
+
+
+def test_the_sentence_of_a_run_says_how_it_was_trained():
+    run = replace(CUT, task="supervised", dataset="mnist", metric="top1", facet="head")
+
+    (first, *_) = published_beside(replace(run, details={"training": "10 epochs, batch 128"}))
+
+    assert first.differs.split("; here: ")[1] == (
+        "62 images of mnist trainval, protocol reference, its own head after 10 epochs, batch 128"
+    )
 
 
 def test_rows_of_twelve_blocks_agree_with_the_other_table_that_prints_them():
@@ -65,13 +98,13 @@ def test_rows_of_twelve_blocks_agree_with_the_other_table_that_prints_them():
 def test_every_cell_is_given_once_and_tables_are_found_by_either_name():
     cells = published_values()
 
-    assert len({(c.paper, c.table, c.row, c.column) for c in cells}) == len(cells) == 163
+    assert len({(c.paper, c.table, c.row, c.column) for c in cells}) == len(cells) == 169
     assert published_table("cutting_the_skip:figure3") is published_table("figure3")
     assert {c.table for c in published_values("cutting_the_skip")} == {
         *("table1", "table2", "table3", "table4", "figure3")
     }
     assert [c.value for c in published_values(table="table4")][:3] == [32.3, 21.2, 53.5]
-    assert len(published_tables()) == 14
+    assert len(published_tables()) == 15
 
 
 @pytest.mark.parametrize(

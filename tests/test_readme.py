@@ -11,7 +11,7 @@ from PIL import Image
 from ssl_bench.data.folder import ImageFolder
 from ssl_bench.evaluation import Evaluation, Probe, Score
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -29,7 +29,7 @@ def test_the_probe_of_the_readme_runs(tmp_path):
     exec(code, names)
     Image.fromarray(np.full((20, 30, 3), 90, np.uint8)).save(tmp_path / "a.png")
     config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
-    encoder = encoder_from_vit(build_vit(config, seed=0), name="tiny")
+    encoder = encoder_from_model(build_vit(config, seed=0), name="tiny")
 
     probe = names["Norms"]()
     assert isinstance(probe, Probe)

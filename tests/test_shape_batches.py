@@ -6,7 +6,7 @@ from probes.shape_batches import padded_batch, same_shape
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
 
 def sample(name: str, height: int, width: int) -> Sample:
@@ -51,7 +51,7 @@ def test_what_came_before_an_unreadable_image_is_still_given():
 
 def test_filling_up_with_the_mean_is_filling_up_with_zeros_after_normalisation():
     config = ViTConfig(image_size=16, patch_size=4, dim=12, depth=2, num_heads=2)
-    encoder = encoder_from_vit(build_vit(config, seed=0), name="tiny")
+    encoder = encoder_from_model(build_vit(config, seed=0), name="tiny")
     small, large = sample("a", 13, 18), sample("b", 16, 20)
 
     together = FeatureExtractor(encoder, layers=[1])(

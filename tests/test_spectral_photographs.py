@@ -9,7 +9,7 @@ from probes.spectral import second_eigenvector
 from probes.spectral_batched import solve_batch
 from ssl_bench.data.voc import Voc
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
 NAMES = ("coffee", "astronaut", "chelsea", "rocket")
 
@@ -24,7 +24,7 @@ def extractor(depth: int, *, skip: bool) -> FeatureExtractor:
         skip_attention=skip,
         skip_mlp=skip,
     )
-    encoder = encoder_from_vit(build_vit(config, seed=0), name="random")
+    encoder = encoder_from_model(build_vit(config, seed=0), name="random")
     return FeatureExtractor(encoder, layers=range(depth), facets=("key", "token"), pad=True)
 
 

@@ -20,7 +20,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, MachineError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import Facet, FeatureExtractor
-from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.progress import show_progress
 
 SIZES = {
@@ -84,7 +84,7 @@ class Pictures:
 
 def tiny_encoder(seed: int = 0):
     config = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads=2)
-    return encoder_from_vit(build_vit(config, seed=seed), name="tiny")
+    return encoder_from_model(build_vit(config, seed=seed), name="tiny")
 
 
 def context(folder: Path, pictures: Pictures, layers: Sequence[int] = (0, 2), encoder=None):

@@ -16,15 +16,10 @@ from typing import Any
 
 import yaml
 
+from ssl_bench.tables.published import published_table
 from tests.benchmarks.provenance import provenance
 
-PUBLISHED = {
-    "OSA (QR)": 97.2,
-    "OSA (Newton-Schulz)": 96.9,
-    "ViT": 97.2,
-    "ViT, no skip": 94.6,
-    "ViT, no skip, no LayerNorm": 79.6,
-}
+PUBLISHED = {row: value for (row, _), value in published_table("mnist").values.items()}
 """Percent after 10 epochs: Zhang and Martens, "Orthogonal Self-Attention", table 2."""
 
 _TEST_IMAGES = 10_000
@@ -70,7 +65,7 @@ def row_of(model: dict[str, Any]) -> str:
     """Name of the published row that an encoder belongs to."""
     if model["attention"] == "softmax":
         has_skips, has_norms = model["skip_attention"], model["norm"] == "layernorm"
-        return "ViT" + ("" if has_skips else ", no skip") + ("" if has_norms else ", no LayerNorm")
+        return "ViT" + ("" if has_skips else ", no skip") + ("" if has_norms else ", no layer norm")
     return {"osa_qr": "OSA (QR)", "osa_newton_schulz": "OSA (Newton-Schulz)"}[model["attention"]]
 
 

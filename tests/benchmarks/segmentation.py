@@ -32,7 +32,7 @@ from probes.segmentation import HALF_DECADES, Segmentation
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_vit
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from tests.benchmarks.provenance import provenance
 
 PATCH = 16
@@ -65,7 +65,7 @@ class Options:
     def encoder(self) -> Encoder:
         heads = max(1, self.dim // 64)
         config = ViTConfig(dim=self.dim, depth=self.depth, num_heads=heads, patch_size=PATCH)
-        return encoder_from_vit(build_vit(config, seed=0), name="random")
+        return encoder_from_model(build_vit(config, seed=0), name="random")
 
     @property
     def batch_size(self) -> int:

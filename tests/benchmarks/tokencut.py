@@ -118,10 +118,10 @@ def photograph(name: str, height: int, width: int):
 
 
 def random_encoder(patch: int, depth: int):
-    from ssl_bench.models import ViTConfig, build_vit, encoder_from_vit
+    from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
     config = ViTConfig(image_size=14 * patch, patch_size=patch, depth=depth)
-    return encoder_from_vit(build_vit(config, seed=0), name="random ViT-S")
+    return encoder_from_model(build_vit(config, seed=0), name="random ViT-S")
 
 
 def graphs(num_tokens: int) -> list:
