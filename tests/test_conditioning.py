@@ -1,5 +1,6 @@
 """The conditioning probe: its numbers are those of the matrices of the encoder itself."""
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -11,7 +12,6 @@ import torch
 from PIL import Image
 
 from probes.anatomy import take_apart
-from probes.block_passes import in_float64
 from probes.conditioning import CELLS, Conditioning
 from probes.similarity import linear_cka
 from probes.spectra import mean_cosine
@@ -123,7 +123,7 @@ def test_spectra_are_those_of_the_matrices_of_the_encoder_itself(photographs, tm
     image = Image.open(tmp_path / "photos" / "a.png").resize((16, 16), Image.Resampling.BICUBIC)
     pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(c).view(3, 1, 1) for c in (encoder.mean, encoder.std))
-    model = in_float64(encoder).module
+    model = copy.deepcopy(encoder.module).double()
     assert isinstance(model, VisionTransformer)
     x = model.embed(((pixels - mean) / std)[None].double())
     attn, norm1, mlp_part, norm2 = (
