@@ -107,13 +107,15 @@ def test_b_and_e_are_those_of_equation_10_and_add_up():
         name: by_columns(
             exact_jacobian(functions[name].function, functions[name].point), tokens, dim
         )
-        for name in ("attention", "dominant", "perturbation")
+        for name in ("attention", "attention_skip", "dominant", "perturbation")
     }
     dominant, perturbation = kronecker_terms(one)
 
     torch.testing.assert_close(found["dominant"], dominant, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found["perturbation"], perturbation, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found["attention"], dominant + perturbation)
+    identity = torch.eye(tokens * dim, dtype=torch.float64)
+    torch.testing.assert_close(found["attention_skip"], dominant + perturbation + identity)
     share = torch.linalg.matrix_norm(perturbation, 2) / torch.linalg.matrix_norm(dominant, 2)
     assert share > 0.05
 
