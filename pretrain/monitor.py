@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pretrain.augmentation import Images, normalise
 from pretrain.objectives.objective import Classifier, Learner
-from pretrain.options import usable_cores
+from pretrain.options import require_text, usable_cores
 from pretrain.schedules import Timeline
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.class_folders import ClassFolders
@@ -70,6 +70,8 @@ class Monitor:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigurationError(f"monitor.{name} must be 1 or more, got {value}")
+        require_text("monitor.root", self.root)
+        require_text("monitor.results", self.results)
         if self.results is not None and self.accuracy_epochs is None:
             raise ConfigurationError("monitor.results=DIR needs monitor.accuracy_epochs")
         if self.temperature <= 0 or not 0 < self.crop_share <= 1:

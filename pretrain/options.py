@@ -58,6 +58,7 @@ class DataOptions:
     labels: bool = False
 
     def __post_init__(self) -> None:
+        require_text("data.root", self.root)
         if self.keep_encoded and not self.in_memory:
             raise ConfigurationError("data.keep_encoded=true needs data.in_memory=true")
 
@@ -177,6 +178,16 @@ class TrainOptions:
 
     def compiles(self, device: torch.device) -> bool:
         return device.type == "cuda" if self.compile is None else self.compile
+
+
+def require_text(key: str, value: Any) -> None:
+    """Refuse what is neither text nor None: YAML reads a folder called 3 as a number.
+
+    Raises:
+        ConfigurationError: says so.
+    """
+    if not isinstance(value, str | None):
+        raise ConfigurationError(f"{key} expects text or null, got {value!r}; try ./{value}")
 
 
 def usable_cores() -> int:

@@ -29,7 +29,14 @@ from pretrain.monitor import Monitor, described
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Objective
 from pretrain.optimizers import AdamW, OptimizerRecipe
-from pretrain.options import DataOptions, TrainOptions, describe, differences, in_full
+from pretrain.options import (
+    DataOptions,
+    TrainOptions,
+    describe,
+    differences,
+    in_full,
+    require_text,
+)
 from pretrain.ranks import Ranks, joined
 from pretrain.report import Report
 from pretrain.start import SHA256, require_apart, sha256_at_resume, start_from
@@ -63,10 +70,7 @@ class Pretraining:
     start_from: str | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.start_from, str | None):
-            raise ConfigurationError(
-                f"start_from expects an address such as runs/mae, got {self.start_from!r}"
-            )
+        require_text("start_from", self.start_from)
 
     @property
     def encoder(self) -> EncoderConfig:

@@ -55,8 +55,10 @@ class Trainer:
         """
         torch.manual_seed(step_seed(self.options.seed, step, self.ranks.rank))
         self._set_rates(step)
+        statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
         report = self._accumulate(step, parts)
         report["gradient_norm"] = self._tame_gradients()
+        self._keep_sound(statistics, report["gradient_norm"])
         self.learner.hold_gradients(step)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -128,3 +130,8 @@ class Trainer:
             if parameter.grad is not None:
                 parameter.grad.masked_fill_(lost, 0.0)
         return norm
+
+    def _keep_sound(self, before: Iterable[Tensor], norm: Float[Tensor, ""]) -> None:
+        """Batch statistics of a step that learns nothing are not kept either."""
+        for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
+            buffer.copy_(torch.where(norm.isfinite(), buffer, old))

@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import DataError
+from ssl_bench.errors import ConfigurationError, DataError
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,11 @@ class TrainingSplit:
         """Draw the images that are used, and a share of them that is held out.
 
         Raises:
+            ConfigurationError: none are to be used.
             DataError: too few images to fit heads and to choose between them.
         """
+        if at_most is not None and at_most < 1:
+            raise ConfigurationError(f"train_images must be 1 or more, or null, got {at_most}")
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(images), generator=generator).tolist()
         indices = tuple(sorted(order[:at_most]))

@@ -15,9 +15,11 @@ from pretrain.objectives.dino import Dino
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers import AdamW, Soap, parameter_groups
 from pretrain.options import DataOptions, TrainOptions
+from pretrain.ranks import Ranks
 from pretrain.schedules import Timeline
 from pretrain.single_crop import SingleCrop
 from pretrain.train import Pretraining
+from pretrain.trainer import Trainer
 from pretrain.utilisation import training_flops
 from ssl_bench.cli import main
 from ssl_bench.errors import ConfigurationError, Preempted
@@ -174,3 +176,19 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
     assert {record.task for record in found} == {
         *("knn", "segmentation", "pca", "retrieval", "tokencut")
     }
+
+
+def test_a_step_that_learns_nothing_leaves_the_batch_statistics_too():
+    timeline = Timeline(2, 2)
+    learner = Supervised().build(TINY, timeline, seed=0, class_names=("a", "b"))
+    options = TrainOptions(epochs=1, batch_size=4)
+    trainer = Trainer(learner, AdamW(), options, timeline, Ranks(CPU))
+    before = {name: value.clone() for name, value in learner.student.state_dict().items()}
+    views = (torch.full((4, 3, 16, 16), torch.nan), torch.tensor([0, 1, 0, 1]), torch.ones(4))
+    trainer.take_step(0, [views])
+    lost = {name: value.clone() for name, value in learner.student.state_dict().items()}
+    trainer.take_step(1, [(torch.randn(4, 3, 16, 16), *views[1:])])
+    statistics = [name for name in before if "running" in name]
+    assert all(torch.equal(before[name], lost[name]) for name in statistics)
+    after = learner.student.state_dict()
+    assert not any(torch.equal(after[name], lost[name]) for name in statistics)

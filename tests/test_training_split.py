@@ -1,4 +1,7 @@
+import pytest
+
 from probes.training_split import TrainingSplit
+from ssl_bench.errors import ConfigurationError
 
 
 class Names:
@@ -29,3 +32,8 @@ def test_a_sample_of_the_training_images_is_drawn_with_the_seed():
     entries = one.entries(2).tolist()
     assert len(entries) == 16
     assert {entry // 2 for entry in entries} == set(range(10)) - one.held_out
+
+
+def test_a_sample_of_no_image_is_refused():
+    with pytest.raises(ConfigurationError, match=r"train_images must be 1 or more.*got -1"):
+        TrainingSplit.draw(Names(40), at_most=-1, holdout=0.0, seed=0)
