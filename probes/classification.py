@@ -7,7 +7,13 @@ from typing import Any
 from probes.classification_report import metrics
 from probes.classification_run import ClassificationRun
 from probes.head_optimizers import SGD, Schedule
-from probes.head_training import HeadTraining, Source, Training, sources_of
+from probes.head_training import (
+    HeadTraining,
+    Source,
+    Training,
+    settings_without,
+    sources_of,
+)
 from probes.image_features import FACETS, ImagePass, asked_facets
 from probes.logistic_heads import LogisticTraining
 from probes.pixel_losses import LabelLoss
@@ -128,11 +134,8 @@ class LinearClassification:
         return dataset.val()
 
     def settings(self) -> dict[str, Any]:
-        fields = asdict(self)
-        for grid in ("learning_rates", "c_values"):
-            fields[grid] = [float(rate) for rate in fields[grid]]
         unused = _OF_SGD if self.optimizer == "lbfgs" else _OF_LBFGS
-        return {k: value for k, value in fields.items() if k not in _NOT_SETTINGS | unused}
+        return settings_without(_NOT_SETTINGS | unused, asdict(self))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.

@@ -1,9 +1,9 @@
 """Training a bank of heads on cached features."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -30,6 +30,14 @@ def sources_of(layers: Sequence[int], layers_mode: str) -> list[Source]:
     if layers_mode == "last4":
         return [tuple(range(max(0, last - 3), last + 1))]
     return [(layer,) for layer in sorted(layers)]
+
+
+def settings_without(left_out: Set[str], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a probe of linear heads that its records carry, 1 and 1.0 of a grid alike."""
+    grids = {
+        name: [float(rate) for rate in fields[name]] for name in ("learning_rates", "c_values")
+    }
+    return {name: value for name, value in {**fields, **grids}.items() if name not in left_out}
 
 
 @runtime_checkable

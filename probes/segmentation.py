@@ -6,7 +6,13 @@ from typing import Any
 
 from probes.feature_cache import TrainingPass
 from probes.head_optimizers import SGD, AdamW, Schedule
-from probes.head_training import HeadTraining, Source, Training, sources_of
+from probes.head_training import (
+    HeadTraining,
+    Source,
+    Training,
+    settings_without,
+    sources_of,
+)
 from probes.logistic_heads import LogisticTraining
 from probes.pixel_losses import HistogramLoss, ModeLoss, PixelLoss, ResampledLoss, UpsampledLoss
 from probes.scored_images import PatchScoring, Scoring, SlidingScoring, SquashedScoring
@@ -156,11 +162,8 @@ class Segmentation:
         return dataset.val()
 
     def settings(self) -> dict[str, Any]:
-        fields = asdict(self)
-        for grid in ("learning_rates", "c_values"):
-            fields[grid] = [float(rate) for rate in fields[grid]]
         unused = _OF_STEPS if self.optimizer == "lbfgs" else _OF_LBFGS
-        return {k: value for k, value in fields.items() if k not in _NOT_SETTINGS | unused}
+        return settings_without(_NOT_SETTINGS | unused, asdict(self))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.

@@ -1,7 +1,5 @@
 """ConvMixer under the trainer: what is decayed, counted, resumed, refused, and then probed."""
 
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from ssl_bench.cli import main
 from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import ConvMixerConfig, build_encoder, load_encoder
 from ssl_bench.results import ResultStore
-from tests.faults import class_folders, log_rows
+from tests.faults import class_folders, end_after_parts, log_rows
 
 CPU = torch.device("cpu")
 TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)
@@ -110,15 +108,7 @@ def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
 ):
     plan = plan_of(pictures, replace(TINY, frozen_filters=True), optimizer=optimizer)
     path = plan.run(tmp_path / "whole", device="cpu")
-    finish, calls = SingleCrop.finish, []
-
-    def interrupted(self, groups, device):
-        calls.append(1)
-        if len(calls) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return finish(self, groups, device)
-
-    monkeypatch.setattr(SingleCrop, "finish", interrupted)
+    end_after_parts(monkeypatch, SingleCrop, 3)
     with pytest.raises(Preempted):
         plan.run(tmp_path / "stopped", device="cpu")
     monkeypatch.undo()

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 import statistics
 from dataclasses import replace
 from typing import Any
@@ -27,6 +25,7 @@ from ssl_bench.composition import build, compose_config
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import ConvMixerConfig, EncoderConfig, ViTConfig, load_encoder
+from tests.faults import end_after_parts
 
 CPU = torch.device("cpu")
 TINY = ViTConfig(image_size=16, patch_size=4, dim=24, depth=2, num_heads=2)
@@ -351,15 +350,7 @@ def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
 ):
     plan = plan_of(album, accumulation=2)
     plan.run(tmp_path / "whole", device="cpu")
-    finish, calls = PlainCrop.finish, []
-
-    def interrupted(self, groups, device):
-        calls.append(1)
-        if len(calls) == 7:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return finish(self, groups, device)
-
-    monkeypatch.setattr(PlainCrop, "finish", interrupted)
+    end_after_parts(monkeypatch, PlainCrop, 7)
     with pytest.raises(Preempted):
         plan.run(tmp_path / "stopped", device="cpu")
     monkeypatch.undo()

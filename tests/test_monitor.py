@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +29,7 @@ from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, load_encoder
 from ssl_bench.progress import show_progress
+from tests.faults import end_after_parts
 
 CPU = torch.device("cpu")
 TIMED = ("images_per_second", "data_wait", "mfu")
@@ -110,15 +109,7 @@ def test_a_run_that_was_stopped_measures_what_an_uninterrupted_one_does(
 ):
     plan = plan_of(root, monitor=KNN_ONLY)
     plan.run(tmp_path / "whole", device="cpu")
-    finish, calls = MultiCrop.finish, []
-
-    def interrupted(self, groups, device):
-        calls.append(1)
-        if len(calls) == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return finish(self, groups, device)
-
-    monkeypatch.setattr(MultiCrop, "finish", interrupted)
+    end_after_parts(monkeypatch, MultiCrop, 6)
     with pytest.raises(Preempted):
         plan.run(tmp_path / "stopped", device="cpu")
     monkeypatch.undo()

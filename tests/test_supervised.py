@@ -1,8 +1,6 @@
 """Supervised training: its images, its loss, its runs."""
 
 import json
-import os
-import signal
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +25,7 @@ from ssl_bench.data.class_folders import ClassFolders
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD, ViTConfig, load_encoder
+from tests.faults import end_after_parts
 
 CPU = torch.device("cpu")
 TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2, drop_path=0.1)
@@ -222,15 +221,7 @@ def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
 ):
     plan = plan_of(root)
     plan.run(tmp_path / "whole", device="cpu")
-    finish, calls = SingleCrop.finish, []
-
-    def interrupted(self, groups, device):
-        calls.append(1)
-        if len(calls) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return finish(self, groups, device)
-
-    monkeypatch.setattr(SingleCrop, "finish", interrupted)
+    end_after_parts(monkeypatch, SingleCrop, 4)
     with pytest.raises(Preempted):
         plan.run(tmp_path / "stopped", device="cpu")
     monkeypatch.undo()

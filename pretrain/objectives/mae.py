@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from pretrain.objectives.objective import Views, require_vit
+from pretrain.objectives.objective import Independent, Views, require_vit
 from pretrain.plain_crop import PlainCrop
 from pretrain.schedules import Timeline
 from ssl_bench.errors import ConfigurationError
@@ -170,7 +170,7 @@ class MaeNetwork(nn.Module):
         return self.backbone.norm(x)
 
 
-class MaeLearner(nn.Module):
+class MaeLearner(Independent):
     """A network and its loss."""
 
     def __init__(self, options: Mae, student: MaeNetwork) -> None:
@@ -212,16 +212,6 @@ class MaeLearner(nn.Module):
             return patches
         variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
         return (patches - mean) / (variance + _EPS).sqrt()
-
-    def hold_gradients(self, step: int) -> None:
-        """Everything is trained from the first step on."""
-
-    def follow(self, step: int) -> None:
-        """Nothing follows the student."""
-
-    def values(self, step: int) -> dict[str, float]:
-        del step
-        return {}
 
     def symptom(self, row: Mapping[str, Any]) -> str | None:
         """A decoder that paints every hidden patch in its mean, or worse."""

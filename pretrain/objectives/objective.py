@@ -66,6 +66,21 @@ class Learner(Protocol):
         ...
 
 
+class Independent(nn.Module):
+    """What a step of a learner does beside its loss where nothing is held and nothing follows."""
+
+    def hold_gradients(self, step: int) -> None:
+        """Everything is trained from the first step on."""
+
+    def follow(self, step: int) -> None:
+        """Nothing follows the student."""
+
+    def values(self, step: int) -> dict[str, float]:
+        """Nothing is scheduled."""
+        del step
+        return {}
+
+
 @runtime_checkable
 class Classifier(Protocol):
     """A learner that names classes; it can be validated."""

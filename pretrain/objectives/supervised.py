@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from pretrain.objectives.objective import Views
+from pretrain.objectives.objective import Independent, Views
 from pretrain.schedules import Timeline
 from pretrain.single_crop import SingleCrop
 from ssl_bench.errors import ConfigurationError
@@ -86,7 +86,7 @@ class SupervisedNetwork(nn.Module):
         return self.head(self.backbone(images))
 
 
-class SupervisedLearner(nn.Module):
+class SupervisedLearner(Independent):
     """A network and its loss."""
 
     def __init__(self, options: Supervised, student: SupervisedNetwork) -> None:
@@ -126,16 +126,6 @@ class SupervisedLearner(nn.Module):
     ) -> Float[Tensor, "batch classes"]:
         """Logits of normalised images; not compiled, so that any batch will do."""
         return self.student.head(self.student.backbone.forward(images))
-
-    def hold_gradients(self, step: int) -> None:
-        """Everything is trained from the first step on."""
-
-    def follow(self, step: int) -> None:
-        """Nothing follows the student."""
-
-    def values(self, step: int) -> dict[str, float]:
-        del step
-        return {}
 
     def symptom(self, row: Mapping[str, Any]) -> str | None:
         """Nothing that the loss itself would not show."""
