@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,32 @@ from ssl_bench import __version__
 from ssl_bench.evaluation import device_name
 from ssl_bench.metrics import bootstrap_ci95
 from ssl_bench.models import identify_encoder
-from ssl_bench.results import SUPERVISED, Record, ResultStore, source_commit
+from ssl_bench.results import (
+    SUPERVISED,
+    TRAINED_ON,
+    Record,
+    ResultStore,
+    TrainingImages,
+    source_commit,
+)
 
 _PLACES = frozenset({"data", "monitor", "start_from"})
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a run was.
+
+    Attributes:
+        description: As in its state.
+    """
+
+    description: Mapping[str, Any]
+    images: TrainingImages
+
+
 def record_accuracy(
-    results: Path, observer: Observer, weights: Path, description: Mapping[str, Any]
+    results: Path, observer: Observer, weights: Path, trained: Trained
 ) -> Path | None:
     """Measure how often the head of a run is right, and write it down with the images it was on.
 
@@ -35,7 +55,7 @@ def record_accuracy(
         results: Folder of a `ResultStore`, where several runs may stand.
         observer: Its validation images count.
         weights: File of the encoder below the head.
-        description: Of the run, as in its state.
+        trained: The run.
 
     Returns:
         The record's file; None for a head that diverged.
@@ -50,7 +70,7 @@ def record_accuracy(
         return None
     hits = right.cpu().numpy()
     store = ResultStore(results)
-    record = _record(hits, observer, weights, description, time.monotonic() - start)
+    record = _record(hits, observer, weights, trained, time.monotonic() - start)
     store.save_image_ids(record.dataset_fingerprint, observer.val.ids)
     return store.save(record, hits)
 
@@ -59,9 +79,10 @@ def _record(
     hits: Bool[np.ndarray, " images"],
     observer: Observer,
     weights: Path,
-    description: Mapping[str, Any],
+    trained: Trained,
     seconds: float,
 ) -> Record:
+    description = trained.description
     assert isinstance(observer.learner, nn.Module)
     encoder = identify_encoder(str(weights))
     return Record(
@@ -77,12 +98,13 @@ def _record(
         ci95=bootstrap_ci95(len(hits), lambda chosen: 100 * float(hits[chosen].mean())),
         num_images=len(hits),
         model=encoder.name,
-        checkpoint_sha256=encoder.sha256,
+        **encoder.identity(),
         dataset_fingerprint=observer.val.fingerprint(),
         seed=description["train"]["seed"],
         settings={
             "image_size": observer.learner.encoder.config.image_size,
             "crop_share": observer.options.crop_share,
+            TRAINED_ON: asdict(trained.images),
         },
         version=__version__,
         git_commit=source_commit(),

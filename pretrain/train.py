@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch.utils.data import DataLoader
 
-from pretrain.accuracy import record_accuracy
+from pretrain.accuracy import Trained, record_accuracy
 from pretrain.batches import Batches, Share, in_memory
 from pretrain.board import Board, require_tensorboard
 from pretrain.checkpoint import (
@@ -45,6 +45,7 @@ from pretrain.trainer import Trainer
 from pretrain.watch import Watch
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
+from ssl_bench.evaluation import trained_on
 from ssl_bench.files import write_text_atomically
 from ssl_bench.models import EncoderConfig, ViTConfig
 from ssl_bench.models.checkpoint import save_encoder
@@ -136,7 +137,8 @@ class Run:
         self.clock = Clock()
         images = plan.data.open()
         self.timeline = plan.train.timeline(len(images))
-        which = {"images": _digest(images), "image_files": images.fingerprint()}
+        self.trained_on = trained_on(images)
+        which = {"images": _digest(images), "image_files": self.trained_on.fingerprint}
         self.description = describe(plan) | which
         self.batches = _batches(plan, images, ranks)
         learner = plan.objective.build(
@@ -300,7 +302,8 @@ class Run:
         if results is None or self.observer is None or not self.ranks.is_first:
             return
         weights = self.out / ENCODER
-        if path := record_accuracy(Path(results), self.observer, weights, self.description):
+        training = Trained(self.description, self.trained_on)
+        if path := record_accuracy(Path(results), self.observer, weights, training):
             report.say(f"accuracy recorded in {path}")
 
     def _wants_to_stop(self) -> bool:

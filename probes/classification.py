@@ -133,6 +133,9 @@ class LinearClassification:
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val()
 
+    def training_images(self, dataset: Dataset) -> ImageSet:
+        return dataset.train()
+
     def settings(self) -> dict[str, Any]:
         unused = _OF_SGD if self.optimizer == "lbfgs" else _OF_LBFGS
         return settings_without(_NOT_SETTINGS | unused, asdict(self))
@@ -146,7 +149,10 @@ class LinearClassification:
             ConfigurationError: the encoder has no [CLS] token.
             DataError: the training images are too few, or of one class.
         """
-        train_images, val_images = context.dataset.train(), self.split(context.dataset)
+        train_images, val_images = (
+            self.training_images(context.dataset),
+            self.split(context.dataset),
+        )
         run = ClassificationRun(
             image_pass=ImagePass(
                 context=context,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from probes.jacobians import Extremes
 from probes.similarity import linear_cka, linear_cka_ci95
 from probes.spectra import median_with_ci95
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import resolve_layers
 from ssl_bench.files import write_atomically
-from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder, load_encoder
+from ssl_bench.results import encoder_id
 
 _SHOWN_VALUES = 16
 _MATRIX_CELLS = [(facet, m) for facet in FACETS for m in ("condition_number", "effective_rank")]
@@ -103,6 +105,9 @@ class Conditioning:
             )
         return dataset.images()
 
+    def training_images(self, dataset: Dataset) -> None:
+        """Nothing is fitted to other images than those that are scored."""
+
     def settings(self) -> dict[str, Any]:
         settings: dict[str, Any] = {
             "num_images": self.num_images,
@@ -112,10 +117,14 @@ class Conditioning:
         if self.protocol == "jacobian_lanczos":
             settings["num_steps"] = self.num_steps
         if self.compare_to is not None:
-            settings["compare_to"] = self.compare_to
+            settings["compare_to"] = self._compared_encoder
         if self.at_initialisation:
             settings["at_initialisation"] = True
         return settings
+
+    @cached_property
+    def _compared_encoder(self) -> str:
+        return _title_of(identify_encoder(str(self.compare_to)))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score block after block, then draw."""
@@ -158,6 +167,10 @@ class Conditioning:
         self, passes: Passes, samples: Sequence[Sample], context: ProbeContext
     ) -> Iterator[Score]:
         other = load_encoder(str(self.compare_to))
+        if _title_of(other) != self._compared_encoder:
+            raise CheckpointError(
+                f"{self.compare_to} was replaced while it was read; type the command again"
+            )
         layers = resolve_layers("all", other.depth)
         theirs = block_passes(
             other, samples, self.image_size, replace(context, encoder=other, layers=layers)
@@ -215,6 +228,11 @@ class Conditioning:
 
 def _picture(passes: Passes) -> str:
     return f"blocks-{'-'.join(map(str, sorted({min(passes), max(passes)})))}.png"
+
+
+def _title_of(encoder: Encoder | EncoderIdentity) -> str:
+    """Not the address alone, where another encoder may lie tomorrow."""
+    return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
 
 
 def _plain(

@@ -133,12 +133,10 @@ class TrainingPass:
         ids = "\n".join(self.images.ids[index] for index in self.indices)
         return {
             "version": VERSION,
-            "checkpoint_sha256": encoder.sha256,
+            **encoder.identity(),
             "layers": list(self._layers),
             "facet": self.facet,
             "encoder_dtype": str(self.extractor.dtype),
-            "mean": list(encoder.mean),
-            "std": list(encoder.std),
             "transform": f"{self.views} at {self.image_size}, bilinear with antialias",
             "dataset": f"{self.images.name} {self.images.split}",
             "dataset_fingerprint": self.images.fingerprint(),

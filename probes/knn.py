@@ -87,6 +87,9 @@ class KNN:
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val()
 
+    def training_images(self, dataset: Dataset) -> ImageSet:
+        return dataset.train()
+
     def settings(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name not in _NOT_SETTINGS}
 
@@ -99,7 +102,7 @@ class KNN:
             ConfigurationError: more neighbours are asked for than there are training images, or
                 the encoder has no [CLS] token.
         """
-        train, val = context.dataset.train(), self.split(context.dataset)
+        train, val = self.training_images(context.dataset), self.split(context.dataset)
         split = TrainingSplit.draw(train, at_most=self.train_images, holdout=0.0, seed=context.seed)
         self._require_enough(len(split.indices), train)
         image_pass = self._image_pass(context)

@@ -114,10 +114,11 @@ class PCA:
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
 
+    def training_images(self, dataset: Dataset) -> None:
+        """Nothing is fitted to other images than those that are scored."""
+
     def settings(self) -> dict[str, Any]:
-        fields = {name: v for name, v in asdict(self).items() if name not in _NOT_SETTINGS}
-        # Absent where it is the default, so that records of earlier versions are still found.
-        return {name: v for name, v in fields.items() if (name, v) != ("background", "keep")}
+        return {name: v for name, v in asdict(self).items() if name not in _NOT_SETTINGS}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Draw the maps, then score the variance that three components explain."""

@@ -83,6 +83,9 @@ class Retrieval:
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val()
 
+    def training_images(self, dataset: Dataset) -> ImageSet:
+        return dataset.train()
+
     def settings(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name not in _NOT_SETTINGS}
 
@@ -115,7 +118,7 @@ class Retrieval:
                 yield from self._scores(layer, scores, val_images, memory[layer])
 
     def _training_pass(self, context: ProbeContext) -> TrainingPass:
-        images = context.dataset.train()
+        images = self.training_images(context.dataset)
         split = TrainingSplit.draw(
             images, at_most=self.train_images, holdout=0.0, seed=context.seed
         )

@@ -161,6 +161,9 @@ class Segmentation:
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val()
 
+    def training_images(self, dataset: Dataset) -> ImageSet:
+        return dataset.train()
+
     def settings(self) -> dict[str, Any]:
         unused = _OF_STEPS if self.optimizer == "lbfgs" else _OF_LBFGS
         return settings_without(_NOT_SETTINGS | unused, asdict(self))
@@ -176,7 +179,7 @@ class Segmentation:
 
     def prepared(self, context: ProbeContext) -> SegmentationRun:
         """The run with all its parts; opens the dataset, computes nothing."""
-        train_images = context.dataset.train()
+        train_images = self.training_images(context.dataset)
         split = TrainingSplit.draw(
             train_images, at_most=self.train_images, holdout=self.holdout, seed=context.seed
         )

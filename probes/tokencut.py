@@ -27,6 +27,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.metrics import is_hit
+from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
 METHODS = ("tokencut", "lost", "maskcut")
@@ -83,6 +84,9 @@ class TokenCut(Cut):
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.discovery()
+
+    def training_images(self, dataset: Dataset) -> None:
+        """Nothing is fitted to other images than those that are scored."""
 
     def settings(self) -> dict[str, Any]:
         left_out = {"protocol", "facet", "panels"}
@@ -245,7 +249,7 @@ class TokenCut(Cut):
 
     def _log_key(self, images: ImageSet, context: ProbeContext) -> dict[str, Any]:
         return {
-            "checkpoint_sha256": context.encoder.sha256,
+            "encoder": encoder_id(context.encoder.identity()),
             "dataset_fingerprint": images.fingerprint(),
             "dtype": str(context.dtype),
             "settings": self.settings(),

@@ -160,7 +160,12 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
     summary = "compare two checkpoints, or the blocks of one, over the same images"
     add = _command(commands, "compare", summary).add_argument
-    add("checkpoints", nargs="+", metavar="CHECKPOINT", help="name in tables, sha256, or URI")
+    add(
+        "checkpoints",
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="name in tables, digits of its id or sha256, or URI",
+    )
     add("--task", default="all", help="several with commas, or all (default all)")
     _add_filters(add)
     _add_format(add)

@@ -93,9 +93,14 @@ def announced_encoder(uri: str) -> Encoder:
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
     say(
         f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}, "
-        f"{loaded if encoder.total_keys else 'no file'}"
+        f"{loaded if encoder.total_keys else 'no file'}, mean {_listed(encoder.mean)}, "
+        f"deviation {_listed(encoder.std)} ({encoder.colours_from})"
     )
     return encoder
+
+
+def _listed(colour: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in colour)
 
 
 def planned_evaluation(

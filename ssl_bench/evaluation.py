@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -16,7 +16,17 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.models import Encoder
 from ssl_bench.progress import show_progress
-from ssl_bench.results import CellKey, PerImage, Record, ResultStore, source_commit
+from ssl_bench.results import (
+    OUTDATED,
+    TRAINED_ON,
+    CellKey,
+    PerImage,
+    Record,
+    ResultStore,
+    TrainingImages,
+    encoder_id,
+    source_commit,
+)
 
 T = TypeVar("T")
 
@@ -94,6 +104,10 @@ class Probe(Protocol):
         """The images that are scored."""
         ...
 
+    def training_images(self, dataset: Dataset) -> ImageSet | None:
+        """The images that something is fitted to before others are scored; None for nothing."""
+        ...
+
     def settings(self) -> dict[str, Any]:
         """What changes the number, as plain JSON types."""
         ...
@@ -121,9 +135,12 @@ class Question(Protocol):
 
 
 def cell_keys(
-    question: Question, images: ImageSet, layers: Sequence[int], checkpoint_sha256: str
+    question: Question, images: ImageSet, layers: Sequence[int], identity: Mapping[str, Any]
 ) -> list[CellKey]:
-    """Every cell of a question on the split that its probe scores, known without the encoder."""
+    """Every cell of a question on the split that its probe scores, known without the encoder.
+
+    `identity` is that of `ssl_bench.models.Encoder.identity`.
+    """
     fingerprint, settings = images.fingerprint(), cell_settings(question)
     return [
         CellKey(
@@ -134,7 +151,7 @@ def cell_keys(
             facet=facet,
             protocol=question.probe.protocol,
             metric=metric,
-            checkpoint_sha256=checkpoint_sha256,
+            **identity,
             dataset_fingerprint=fingerprint,
             seed=question.seed,
             settings=settings,
@@ -146,12 +163,19 @@ def cell_keys(
 def cell_settings(question: Question) -> dict[str, Any]:
     """What changes the number and has no field of its own in a key."""
     gone = _left_out(question.dataset)
+    fitted = question.probe.training_images(question.dataset)
     return {
         **question.probe.settings(),
         "dtype": str(question.dtype).removeprefix("torch."),
+        **({TRAINED_ON: asdict(trained_on(fitted))} if fitted else {}),
         # Among the settings, so that no table shows it beside numbers of all images.
         **({"left_out": summary(gone)} if gone else {}),
     }
+
+
+def trained_on(images: ImageSet) -> TrainingImages:
+    """What a record says of the images that something was fitted to."""
+    return TrainingImages(images.split, images.fingerprint(), len(images))
 
 
 def _left_out(dataset: Dataset) -> dict[str, list[str]]:
@@ -206,7 +230,7 @@ class Evaluation:
         self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool
     ) -> list[Record]:
         images = self.probe.split(self.dataset)
-        keys = cell_keys(self, images, self.layers, self.encoder.sha256)
+        keys = cell_keys(self, images, self.layers, self.encoder.identity())
         pending = {key for key in keys if overwrite or not store.has(key)}
         layers = tuple(dict.fromkeys(key.layer for key in keys if key in pending))
         where = f"{self.probe.task} on {images.name} {images.split}, {self.encoder.name}"
@@ -214,6 +238,9 @@ class Evaluation:
             done = len(keys) - len(pending)
             say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
         if pending:
+            first = next(key for key in keys if key in pending)
+            if store.replaces_outdated(first):
+                say(f"{where}: ignored {store.outdated[-1]} and its like: {OUTDATED}")
             say(f"{where}: layers {', '.join(map(str, layers))}")
             self._compute(layers, images, store, say=say, overwrite=overwrite)
         return [record for key in keys if (record := store.load(key)) is not None]
@@ -247,7 +274,8 @@ class Evaluation:
 
     def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
         """Folder for the pictures and per-image results of this encoder."""
-        model = f"{self.encoder.name}-{self.encoder.sha256[:8]}".replace("/", "_")
+        encoder = encoder_id(self.encoder.identity())
+        model = f"{self.encoder.name}-{encoder[:8]}".replace("/", "_")
         return store.root / "pictures" / self.probe.task / images.name / model
 
     def _record(self, score: Score, images: ImageSet, seconds: float) -> Record:
@@ -266,7 +294,7 @@ class Evaluation:
             ci95=score.ci95,
             num_images=score.num_images,
             model=self.encoder.name,
-            checkpoint_sha256=self.encoder.sha256,
+            **self.encoder.identity(),
             dataset_fingerprint=images.fingerprint(),
             seed=self.seed,
             settings=cell_settings(self),

@@ -48,8 +48,7 @@ class PlannedProbe:
             DataError: some are not, or a split is empty.
         """
         self.probe.split(self.dataset)
-        if self.probe.role in ("segmentation", "classification"):
-            self.dataset.train()
+        self.probe.training_images(self.dataset)
 
 
 def plan_probes(

@@ -1,12 +1,13 @@
 """Records of finished cells: one JSON file each, written whole or not at all."""
 
+import glob
 import hashlib
 import json
 import math
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,37 @@ UNRANKED_METRICS = frozenset({"explained_variance"})
 SUPERVISED = "supervised"
 """Task of the record that a supervised run leaves of itself; no probe asks for it."""
 
+ENCODER = ("checkpoint_sha256", "architecture", "mean", "std")
+"""Fields that say which encoder was scored."""
+
+TRAINED_ON = "trained_on"
+"""Name among the settings of what a probe was fitted to."""
+
+OUTDATED = "of an earlier kind, which says too little of encoder and training images to count"
+
 _INFINITE = "inf"
 
 
 @dataclass(frozen=True)
+class TrainingImages:
+    """The images that a probe was fitted to before it scored others."""
+
+    split: str
+    fingerprint: str
+    num_images: int
+
+    def __str__(self) -> str:
+        return f"{self.split} ({self.num_images} images, {self.fingerprint[:6]})"
+
+
+@dataclass(frozen=True)
 class CellKey:
-    """The fields that change the number; device, workers and batch size are not among them."""
+    """The fields that change the number; device, workers and batch size are not among them.
+
+    Attributes:
+        checkpoint_sha256: Of the weights; with `architecture`, `mean` and `std` it is the encoder.
+        settings: Those of the probe; under `TRAINED_ON` the images that it was fitted to.
+    """
 
     task: str
     dataset: str
@@ -41,20 +67,30 @@ class CellKey:
     protocol: str
     metric: str
     checkpoint_sha256: str
+    architecture: Mapping[str, Any]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
     dataset_fingerprint: str
     seed: int
     settings: Mapping[str, Any]
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits that are the same for the same cell on every machine."""
-        text = json.dumps(asdict(self), sort_keys=True, default=list)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest(asdict(self))[:16]
 
     def __hash__(self) -> int:
         return hash(self.digest())
 
     def filename(self) -> str:
-        return f"layer{self.layer:02d}-{self.facet}-{self.metric}-{self.digest()}.json"
+        return f"{self._place}-{self.digest()}.json"
+
+    def of_any_kind(self) -> str:
+        """Pattern of the file names of this block, facet and metric, whoever was asked and how."""
+        return f"{glob.escape(self._place)}-*.json"
+
+    @property
+    def _place(self) -> str:
+        return f"layer{self.layer:02d}-{self.facet}-{self.metric}"
 
 
 @dataclass(frozen=True)
@@ -66,6 +102,8 @@ class Record:
         ci95: 95 % interval over images, None where the metric has none.
         seconds: Wall-clock time of the pass that gave this cell, shared by the cells of that pass.
         created: ISO 8601, UTC.
+        architecture: What the forward pass is, apart from the weights.
+        mean: Subtracted from the images, RGB in [0, 1]; `std` divides them.
         details: What the probe adds, such as per-class IoU; does not identify the cell.
         unit: "%", or nothing for a plain number.
     """
@@ -83,6 +121,9 @@ class Record:
     num_images: int
     model: str
     checkpoint_sha256: str
+    architecture: Mapping[str, Any]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
     dataset_fingerprint: str
     seed: int
     settings: Mapping[str, Any]
@@ -100,6 +141,17 @@ class Record:
         """Whether more is better; of a plain number nobody knows."""
         return self.unit == "%" and self.metric not in UNRANKED_METRICS
 
+    @cached_property
+    def encoder_id(self) -> str:
+        """Tells encoders apart; equal weights that are used in another way are another encoder."""
+        return encoder_id({name: getattr(self, name) for name in ENCODER})
+
+    @property
+    def trained_on(self) -> TrainingImages | None:
+        """The images that something was fitted to, None where nothing was."""
+        told = self.settings.get(TRAINED_ON)
+        return None if told is None else TrainingImages(**told)
+
     def key(self) -> CellKey:
         return CellKey(**{f.name: getattr(self, f.name) for f in fields(CellKey)})
 
@@ -108,17 +160,29 @@ class Record:
         return _finite(asdict(self))
 
 
+def encoder_id(identity: Mapping[str, Any]) -> str:
+    """Hexadecimal digest of weights, architecture, mean and deviation: the fields of `ENCODER`."""
+    return _digest(identity)
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    text = json.dumps(values, sort_keys=True, default=list)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class ResultStore:
     """A folder of records that many processes may write at once.
 
     Attributes:
         unreadable: Files that the last `records` passed over.
+        outdated: Records of an earlier kind among them, which say less than a cell must.
         damaged: Files of images' contributions that do not fit their records.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.unreadable: list[Path] = []
+        self.outdated: list[Path] = []
         self.damaged: list[Path] = []
 
     def path(self, key: CellKey) -> Path:
@@ -132,6 +196,16 @@ class ResultStore:
         """The record of a finished cell, None when there is none or only half of one."""
         path = self.path(key)
         return self._read(path) if path.is_file() else None
+
+    def replaces_outdated(self, key: CellKey) -> bool:
+        """Whether a record of this block, facet and metric is of an earlier kind.
+
+        Cost: reads all records of them, of whatever encoder.
+        """
+        known = len(self.outdated)
+        for path in sorted(self.path(key).parent.glob(key.of_any_kind())):
+            self._read(path)
+        return len(self.outdated) > known
 
     def save(self, record: Record, per_image: PerImage | None = None) -> Path:
         """Write a record and, beside it, what each image contributed to the value."""
@@ -187,13 +261,14 @@ class ResultStore:
         Raises:
             DataError: there is no record at all.
         """
-        self.unreadable = []
+        self.unreadable, self.outdated = [], []
         paths = sorted((self.root / "records").glob("*/*/*.json"))
         found = [record for path in paths if (record := self._read(path)) is not None]
         if paths and not found:
+            old = f", {len(self.outdated)} are {OUTDATED}" if self.outdated else ""
             raise DataError(
-                f"none of the {len(paths)} records in {self.root / 'records'} can be read, such as "
-                f"{paths[0]}; run `ssl-bench probe --out {self.root}`"
+                f"none of the {len(paths)} records in {self.root / 'records'} can be read{old}, "
+                f"such as {paths[0]}; run `ssl-bench probe --out {self.root}`"
             )
         if not found:
             raise DataError(
@@ -208,8 +283,13 @@ class ResultStore:
             if fields_read["ci95"] is not None:
                 low, high = fields_read["ci95"]
                 fields_read["ci95"] = (_number(low), _number(high))
-            # Later versions may know more about the same cell.
+            # Later versions may know more about the same cell, earlier ones knew less.
             known = {item.name for item in fields(Record)}
+            if "checkpoint_sha256" in fields_read and not set(ENCODER) <= fields_read.keys():
+                self.outdated.append(path)
+                return None
+            for colour in ("mean", "std"):
+                fields_read[colour] = _colour(fields_read[colour])
             record = _checked(Record(**{k: v for k, v in fields_read.items() if k in known}))
             if path != self.path(record.key()):
                 raise ValueError("a copy, or of another cell")
@@ -241,16 +321,24 @@ def _number(value: float | str | None) -> float:
     return float(value)
 
 
+def _colour(values: Any) -> tuple[float, float, float]:
+    red, green, blue = map(_number, values)
+    return red, green, blue
+
+
 def _checked(record: Record) -> Record:
     """The record, once its fields are known to be of their kinds: a file may hold anything."""
     for item in fields(record):
         value = getattr(record, item.name)
         kinds = {str: (str,), int: (int,), float: (int, float)}.get(item.type, (type(value),))
-        if item.name in ("settings", "details"):
+        if item.name in ("settings", "details", "architecture"):
             kinds = (dict,)
         # Not isinstance, for which true and false are whole numbers.
         if type(value) not in kinds:
             raise TypeError(f"{item.name} is {value!r}")
+    told = record.trained_on
+    if told and [type(value) for value in asdict(told).values()] != [str, str, int]:
+        raise TypeError(f"{TRAINED_ON} is {told!r}")
     return record
 
 

@@ -8,7 +8,7 @@ from ssl_bench.commands import asked_names, say
 from ssl_bench.composition import choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import identify_encoder
-from ssl_bench.results import SUPERVISED, Record, ResultStore
+from ssl_bench.results import OUTDATED, SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.tables.block_choice import CHOICES
 from ssl_bench.tables.comparison import Comparison, comparisons
 from ssl_bench.tables.depth import depth_tables, insert_between_markers, model_names
@@ -71,7 +71,7 @@ def _tables(
 def _encoders(
     given: Sequence[str], published: PublishedTable, records: Sequence[Record], store: ResultStore
 ) -> dict[str, str]:
-    """sha256 of the weights for each named row."""
+    """`Record.encoder_id` for each named row."""
     found = {}
     for pair in given:
         row, equals, name = pair.partition("=")
@@ -98,14 +98,15 @@ def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     records = _filtered(options, records)
     names = [model for _, model in chosen]
     if len(set(names)) < len(names):
-        names = [f"{model} {sha[:6]}" for sha, model in chosen]
+        names = [f"{model} {encoder[:6]}" for encoder, model in chosen]
     heads = (names[0], names[1]) if len(names) == 2 else ("best block", names[0])
-    shas = tuple(sha for sha, _ in chosen)
+    by_id = {record.encoder_id: record for record in store.records()}
+    encoders = tuple(by_id[encoder] for encoder, _ in chosen)
     tables = [
-        Comparison(record, tuple(rows), heads, shas)
-        for record, rows in comparisons(store, records, shas)
+        Comparison(record, tuple(rows), heads, encoders)
+        for record, rows in comparisons(store, records, [encoder for encoder, _ in chosen])
     ]
-    say_ignored(store.unreadable, _INCOMPLETE)
+    say_unread(store)
     say_ignored(store.damaged, MISFIT)
     _print(tables, style)
     return 0
@@ -121,11 +122,18 @@ def _format(asked: str | None) -> str:
 
 def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
     records = _of_tasks(options.task, store.records())
-    say_ignored(store.unreadable, _INCOMPLETE)
+    say_unread(store)
     records = _of_layers(_filtered(options, records), options.layer)
     if not records:
         raise DataError(f"no records of --task {options.task} in {store.root}")
     return records
+
+
+def say_unread(store: ResultStore) -> None:
+    """What is no record: a line each; records of an earlier kind are many, and get one together."""
+    say_ignored(store.unreadable, _INCOMPLETE)
+    if old := store.outdated:
+        say(f"ignored {len(old)} records {OUTDATED}, such as {old[0]}; probe again")
 
 
 def say_ignored(paths: Sequence[Path], why: str) -> None:
@@ -179,20 +187,28 @@ def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
 def recorded_checkpoint(
     name: str, records: Sequence[Record], store: ResultStore
 ) -> tuple[str, str]:
-    """Weights and name of a checkpoint given by its name in tables, its sha256 or its URI.
+    """`Record.encoder_id` and name of an encoder.
+
+    `name` is its name in tables, its id or the sha256 of its weights, both with as many digits as
+    tell it apart, or its URI.
 
     Raises:
         DataError: there is no record of it, or there are several of this name.
     """
-    models = {record.checkpoint_sha256: record.model for record in records}
+    models = {record.encoder_id: record for record in records}
     shown = model_names(records)
-    found = [sha for sha, model in models.items() if name in (model, shown[sha])]
+    found = [one for one, record in models.items() if name in (record.model, shown[one])]
     if not found and name:
-        found = [sha for sha in models if sha.startswith(name)]
+        found = [
+            one
+            for one, record in models.items()
+            if one.startswith(name) or record.checkpoint_sha256.startswith(name)
+        ]
     if not found and name and (Path(name).exists() or ":" in name):
-        found = [sha for sha in (identify_encoder(name).sha256,) if sha in models]
+        asked = encoder_id(identify_encoder(name).identity())
+        found = [asked] if asked in models else []
     if len(found) != 1:
-        known = ", ".join(f"{model} {sha[:8]}" for sha, model in sorted(models.items()))
-        many = "several checkpoints are" if found else "no record is"
-        raise DataError(f"{many} of {name!r} in {store.root}; known (name, sha256): {known}")
-    return found[0], models[found[0]]
+        known = ", ".join(f"{models[one].model} {one[:8]}" for one in sorted(models))
+        many = "several encoders are" if found else "no record is"
+        raise DataError(f"{many} of {name!r} in {store.root}; known (name, id): {known}")
+    return found[0], models[found[0]].model

@@ -33,6 +33,16 @@ def skipless(**changes) -> Record:
     return cell(**{"model": "skipless", "checkpoint_sha256": SKIPLESS, **changes})
 
 
+def known_as(letter: str) -> str:
+    """The id of the encoder whose weights have a sha256 of one letter."""
+    return cell(checkpoint_sha256=letter * 64).encoder_id
+
+
+def folder_of(record: Record) -> str:
+    """Where the pictures of its encoder are."""
+    return f"{record.model}-{record.encoder_id[:8]}"
+
+
 def curve(*values, low=None, high=None):
     spots = tuple(Spot(layer, value, low, high, "") for layer, value in enumerate(values))
     return Curve("skip", "c0 d0", 0, spots)
@@ -77,7 +87,7 @@ def plain(**changes) -> Record:
 
 
 def discovery_log(settings, dtype="torch.float32", version=RECORD.version, **outcomes) -> str:
-    key = {"checkpoint_sha256": SKIP, "dataset_fingerprint": "b" * 64, "settings": settings}
+    key = {"encoder": known_as("a"), "dataset_fingerprint": "b" * 64, "settings": settings}
     key |= {"dtype": dtype, "version": version}
     lines = [{"key": key, "format": 2}]
     for image, (hit, degenerate, boxes) in outcomes.items():

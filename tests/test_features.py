@@ -30,8 +30,8 @@ def timm_twin(encoder: Encoder, **kwargs: Any) -> Encoder:
     )  # fmt: skip
     model.load_state_dict(encoder.module.state_dict())
     return Encoder(
-        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", patch_size=8, depth=3,
-        dim=48, num_heads=3, num_prefix_tokens=1, native_size=(32, 32),
+        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", architecture={},
+        patch_size=8, depth=3, dim=48, num_heads=3, num_prefix_tokens=1, native_size=(32, 32),
     )  # fmt: skip
 
 
@@ -186,8 +186,9 @@ def test_timm_models_without_class_token_and_with_registers_work(kwargs):
         dynamic_img_size=True, **kwargs,
     )  # fmt: skip
     encoder = Encoder(
-        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", patch_size=8, depth=3,
-        dim=48, num_heads=3, num_prefix_tokens=model.num_prefix_tokens, native_size=(32, 32),
+        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", architecture={},
+        patch_size=8, depth=3, dim=48, num_heads=3, num_prefix_tokens=model.num_prefix_tokens,
+        native_size=(32, 32),
     )  # fmt: skip
     images = torch.rand(1, 3, 24, 40)
     found = FeatureExtractor(encoder, layers=[2], facets=["token", "key"])(images)[2]

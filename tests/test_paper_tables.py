@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from report_cells import known_as
 from test_pivot import hits, save
 
 from ssl_bench.cli import main
@@ -24,8 +25,8 @@ def store(tmp_path):
 
 def laid(store, name="figure3", choice="holdout", **encoders):
     rows = {"skip": "skip, soap", "skipless": "skipless, soap"}
-    shas = {rows[row]: sha * 64 for row, sha in encoders.items()}
-    return paper_table(published_table(name), store.records(), store, encoders=shas, choice=choice)
+    known = {rows[row]: known_as(sha) for row, sha in encoders.items()}
+    return paper_table(published_table(name), store.records(), store, encoders=known, choice=choice)
 
 
 def test_rows_and_columns_are_the_published_ones_and_ours_stands_where_it_fits(store):
@@ -99,8 +100,8 @@ def test_an_accuracy_of_training_comes_from_the_run_itself(store):
 
 
 def laid_mnist(store, sha):
-    table, shas = published_table("mnist"), {"ViT": sha * 64}
-    return paper_table(table, store.records(), store, encoders=shas, choice="holdout")
+    table, known = published_table("mnist"), {"ViT": known_as(sha)}
+    return paper_table(table, store.records(), store, encoders=known, choice="holdout")
 
 
 def test_of_several_series_the_nearest_to_the_paper_is_shown_and_the_others_are_named(store):

@@ -146,7 +146,7 @@ def test_the_foreground_alone_is_fitted_and_shown(photographs, tmp_path):
     share = records[0].details["foreground_percent"]
     assert 0 < share < 100
     assert records[0].settings["background"] == "first_component"
-    assert "background" not in probe(photographs, store, layers=(2,))[0].settings
+    assert probe(photographs, store, layers=(2,))[0].settings["background"] == "keep"
     (path,) = (store.root / "pictures").rglob("image-foreground/block02/a.png.png")
     black = (tile(path)[30:140, -100:] == 0).all(-1).mean()
     assert 0 < black < 1

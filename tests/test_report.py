@@ -19,6 +19,7 @@ from report_cells import (
     Elements,
     cell,
     counts,
+    folder_of,
     plain,
     save,
     save_pictures,
@@ -82,24 +83,25 @@ def test_means_over_seeds_say_what_is_of_one_seed_alone(tmp_path):
 
 def test_pictures_are_found_by_block_by_sheet_and_by_protocol(tmp_path):
     records = [cell(protocol="lr=1e-3", facet="key"), cell(protocol="reference")]
+    skip, other = (folder_of(cell(model=model)) for model in ("skip", "other"))
     save_pictures(
         tmp_path,
-        "tokencut/toy/skip-aaaaaaaa/reference/block00_key/one",
-        "tokencut/toy/skip-aaaaaaaa/reference/block00_key/two",
-        "tokencut/toy/skip-aaaaaaaa/reference/block01_key/one",
-        "tokencut/toy/skip-aaaaaaaa/reference/block01_key",
-        "tokencut/toy/skip-aaaaaaaa/reference/masks/block01_key/one",
-        "tokencut/toy/skip-aaaaaaaa/lr=1e-3-key-dog-7",
-        "tokencut/toy/other-aaaaaaaa/reference/block00_key/one",
+        f"tokencut/toy/{skip}/reference/block00_key/one",
+        f"tokencut/toy/{skip}/reference/block00_key/two",
+        f"tokencut/toy/{skip}/reference/block01_key/one",
+        f"tokencut/toy/{skip}/reference/block01_key",
+        f"tokencut/toy/{skip}/reference/masks/block01_key/one",
+        f"tokencut/toy/{skip}/lr=1e-3-key-dog-7",
+        f"tokencut/toy/{other}/reference/block00_key/one",
     )
-    drawing = tmp_path / "pictures/tokencut/toy/skip-aaaaaaaa/reference/block01_key.svg"
+    drawing = tmp_path / f"pictures/tokencut/toy/{skip}/reference/block01_key.svg"
     drawing.write_text("<svg/>")
     drawing.with_name("grid.svg").write_text("<svg/>")
     (checkpoint,) = checkpoints_of(records)
 
     blocks, sheet, *panels = galleries_of(tmp_path, records, checkpoint)
 
-    start = "pictures/tokencut/toy/skip-aaaaaaaa/"
+    start = f"pictures/tokencut/toy/{skip}/"
     # The second image lacks a block.
     assert (blocks.variant, blocks.layers, list(blocks.files)) == ("reference key", (0, 1), ["one"])
     assert blocks.path(1, "one") == f"{start}reference/block01_key/one.png"
@@ -200,7 +202,7 @@ def evil_report(tmp_path_factory) -> Path:
             details={"iou_by_class": {EVIL: 3.0, "dog": None}, "note": EVIL},
         )
         save(store, record, counts(PERFECT, HALF, WRONG))
-        folder = f"{EVIL.replace('/', '_')}-{sha[:8]}"
+        folder = folder_of(record).replace("/", "_")
         save_pictures(root, f"segmentation/{record.dataset}/{folder}/reference/block00/a#b?<50%20")
     store.save_image_ids(RECORD.dataset_fingerprint, (EVIL, attribute, "c"))
     assert main(["report", "--out", str(root)]) == 0

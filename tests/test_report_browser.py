@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from report_cells import SKIP, SKIPLESS, cell, counts, save, skipless
+from report_cells import SKIP, SKIPLESS, cell, counts, folder_of, save, skipless
 
 from ssl_bench.cli import main
 from ssl_bench.results import Record, ResultStore
@@ -97,7 +97,7 @@ def plain(record: Record, **changes) -> Record:
 
 
 def draw(root: Path, record: Record) -> None:
-    folder = f"{record.model}-{record.checkpoint_sha256[:8]}".replace("/", "_")
+    folder = folder_of(record).replace("/", "_")
     path = root / f"pictures/tokencut/toy/{folder}/reference/block0{record.layer}_key"
     path.mkdir(parents=True)
     for number, image in enumerate(("dog", "cat")):

@@ -5,13 +5,13 @@ from report_cells import (
     EMPTY,
     HALF,
     PERFECT,
-    SKIP,
-    SKIPLESS,
     WRONG,
     cell,
     compared_pair,
     counts,
     discovery_log,
+    folder_of,
+    known_as,
     save,
     save_pictures,
     skipless,
@@ -22,8 +22,7 @@ from ssl_bench.cli import main
 from ssl_bench.data.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Evaluation
-from ssl_bench.files import sha256_of
-from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
+from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.comparing import gallery_pairs, pairs_of
 from ssl_bench.report.model import panels_of
@@ -36,22 +35,22 @@ from tests.faults import encoder_file, photo_folder
 
 def test_a_pair_shows_every_kind_of_picture_that_both_have(tmp_path):
     records = [cell(task="pca"), skipless(task="pca")]
-    for folder in ("skip-aaaaaaaa", "skipless-cccccccc"):
+    for folder in map(folder_of, records):
         names = ("block00/one", "block01/one", "block01/two", "block01", "blocks-0-1")
         save_pictures(tmp_path, *(f"pca/toy/{folder}/image/{name}" for name in names))
-    save_pictures(tmp_path, "pca/toy/skip-aaaaaaaa/image/block02/one")
+    save_pictures(tmp_path, f"pca/toy/{folder_of(records[0])}/image/block02/one")
     first, second = (galleries_of(tmp_path, records, c) for c in checkpoints_of(records))
 
     pairs = gallery_pairs(first, second)
 
     shown = [(list(p.first.prefixes), list(p.first.files)) for p in pairs]
     assert shown == [([0, 1], ["one"]), ([1], [""]), ([None], ["blocks-0-1"])]
-    assert all("skipless-cccccccc" in path for pair in pairs for path in pair.second.paths())
+    assert all(folder_of(records[1]) in path for pair in pairs for path in pair.second.paths())
 
 
 def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_settings(tmp_path):
     records = [cell(settings={"tau": 0.2, "dtype": "float32"})]
-    folder = tmp_path / "pictures/tokencut/toy/skip-aaaaaaaa/reference"
+    folder = tmp_path / f"pictures/tokencut/toy/{folder_of(records[0])}/reference"
     folder.mkdir(parents=True)
     (folder / "images_0.jsonl").write_text(discovery_log({"tau": 0.3}, x=(True, False, 1)))
     others = ({"dtype": "torch.float16"}, {"version": "0.0"})
@@ -108,7 +107,7 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
 
     compared = compared_pair(store, records)
 
-    ((_, rows),) = comparisons(store, records, [SKIP, SKIPLESS])
+    ((_, rows),) = comparisons(store, records, [known_as("a"), known_as("c")])
     found = [row.difference for row in (*compared.rows, *compared.summary)]
     fields = ("first", "second", "low", "high")
     assert [[getattr(one, f) for f in fields] for one in found] == [
@@ -156,16 +155,16 @@ def test_pairs_of_many_checkpoints_must_be_asked_for():
 
     assert len(pairs_of(few, [])) == 6
     assert pairs_of(many, []) == []
-    assert [(p.first.name, p.second.name) for p in pairs_of(many, [("6" * 64, "0" * 64)])] == [
-        ("m6", "m0")
-    ]
+    assert [
+        (p.first.name, p.second.name) for p in pairs_of(many, [(known_as("6"), known_as("0"))])
+    ] == [("m6", "m0")]
 
 
 def test_one_checkpoint_is_no_pair():
     checkpoints = checkpoints_of([cell(), skipless()])
 
     with pytest.raises(ConfigurationError, match="two different"):
-        pairs_of(checkpoints, [(cell().checkpoint_sha256, cell().checkpoint_sha256)])
+        pairs_of(checkpoints, [(known_as("a"), known_as("a"))])
 
 
 def test_a_pair_is_named_as_everywhere_by_path_name_or_sha256(tmp_path, capsys):
@@ -174,7 +173,7 @@ def test_a_pair_is_named_as_everywhere_by_path_name_or_sha256(tmp_path, capsys):
     weights.parent.mkdir(parents=True)
     save_encoder(weights, build_vit(config, seed=0), {})
     store = ResultStore(tmp_path)
-    store.save(cell(model="vit", checkpoint_sha256=sha256_of(weights)))
+    store.save(cell(model="vit", **identify_encoder(str(weights)).identity()))
     store.save(skipless())
     report = ["report", "--out", str(tmp_path)]
 

@@ -4,16 +4,20 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from ssl_bench.models.architecture import of_ours
 from ssl_bench.models.kinds import EncoderModule
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 Colours = tuple[tuple[float, float, float], tuple[float, float, float]]
 """Mean and deviation of training images, RGB in [0, 1]."""
+IMAGENET_COLOURS: Colours = (IMAGENET_MEAN, IMAGENET_STD)
+ASSUMED = "assumed, the file does not say"
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,13 @@ class Encoder:
         name: How tables call it.
         uri: What was asked for.
         sha256: Of the weights file, or of the state dict where there is no file.
+        architecture: Everything else that the forward pass hangs on, in plain JSON types.
         num_heads: 0 where there is no attention.
         num_prefix_tokens: Tokens before the patches: [CLS], registers.
         num_registers: How many of these are no class tokens; they come last.
         mean: Of the images it was trained on, RGB in [0, 1].
         std: Likewise.
+        colours_from: Who says so.
         native_size: Height and width in pixels of its position embedding, or of its training.
         loaded_keys: Weights taken from the file.
         total_keys: Weights the file holds, heads included.
@@ -60,6 +66,7 @@ class Encoder:
     name: str
     uri: str
     sha256: str
+    architecture: Mapping[str, Any]
     patch_size: int
     depth: int
     dim: int
@@ -68,6 +75,7 @@ class Encoder:
     native_size: tuple[int, int]
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
+    colours_from: str = "ssl-bench"
     loaded_keys: int = 0
     total_keys: int = 0
     num_registers: int = 0
@@ -78,6 +86,16 @@ class Encoder:
         """Whether the first token is [CLS]."""
         return self.num_prefix_tokens > self.num_registers
 
+    def identity(self) -> dict[str, Any]:
+        """What decides the features of an image, in plain JSON types and under records' names."""
+        return identity_of(self.sha256, self.architecture, (self.mean, self.std))
+
+
+def identity_of(sha256: str, architecture: Mapping[str, Any], colours: Colours) -> dict[str, Any]:
+    """See `Encoder.identity`."""
+    mean, std = colours
+    return {"checkpoint_sha256": sha256, "architecture": architecture, "mean": mean, "std": std}
+
 
 def encoder_from_model(
     model: EncoderModule,
@@ -87,7 +105,8 @@ def encoder_from_model(
     sha256: str | None = None,
     keys: tuple[int, int] = (0, 0),
     contents: Contents | None = None,
-    colours: Colours = (IMAGENET_MEAN, IMAGENET_STD),
+    colours: Colours = IMAGENET_COLOURS,
+    colours_from: str = "ssl-bench",
 ) -> Encoder:
     """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
     config = model.config
@@ -96,6 +115,7 @@ def encoder_from_model(
         name=name,
         uri=uri,
         sha256=sha256 or state_dict_sha256(model),
+        architecture=of_ours(model),
         patch_size=config.patch_size,
         depth=config.depth,
         dim=config.dim,
@@ -105,6 +125,7 @@ def encoder_from_model(
         loaded_keys=keys[0],
         mean=colours[0],
         std=colours[1],
+        colours_from=colours_from,
         total_keys=keys[1],
         num_registers=config.num_registers,
         contents=contents or Contents(),

@@ -8,8 +8,8 @@ from typing import Any
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.checkpoint import unreplaced, verified_sha256
 from ssl_bench.models.encoder import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
+    ASSUMED,
+    IMAGENET_COLOURS,
     Colours,
     Encoder,
     encoder_from_model,
@@ -94,6 +94,7 @@ def _from_transformers(
     with unreplaced(weights):
         digest = verified_sha256(weights)
         found = load_foreign(weights, told)
+    colours, colours_from = _colours(config["model_type"], folder)
     if config["hidden_size"] != found.model.config.dim:
         raise CheckpointError(
             f"{weights} has the width {found.model.config.dim}, config.json says "
@@ -106,7 +107,8 @@ def _from_transformers(
         sha256=digest,
         keys=found.keys,
         contents=found.contents,
-        colours=_colours(config["model_type"], folder),
+        colours=colours,
+        colours_from=colours_from,
     )
 
 
@@ -129,16 +131,17 @@ def _require_plain(config: Mapping[str, Any], weights: Path) -> None:
         )
 
 
-def _colours(model_type: str, folder: _LocalFolder | _Repository) -> Colours:
+def _colours(model_type: str, folder: _LocalFolder | _Repository) -> tuple[Colours, str]:
+    """Mean and deviation, and who says so."""
     try:
         path = folder.file(_PREPROCESSOR)
     except CheckpointError:
         # Of `vit` there are models with either: guessing would make every feature wrong.
         if model_type in _ON_IMAGENET_COLOURS:
-            return IMAGENET_MEAN, IMAGENET_STD
+            return IMAGENET_COLOURS, ASSUMED
         raise
     told = _read(path)
     mean, std = told.get("image_mean"), told.get("image_std")
     if isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3:
-        return (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
+        return ((mean[0], mean[1], mean[2]), (std[0], std[1], std[2])), path.name
     raise CheckpointError(f"{path} says nothing of image_mean and image_std; fetch it again")

@@ -1,9 +1,13 @@
 """Who an encoder is, without its weights on any device."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
+from ssl_bench.models.architecture import configured
 from ssl_bench.models.checkpoint import is_ours, stated_identity
+from ssl_bench.models.encoder import IMAGENET_COLOURS, identity_of
 from ssl_bench.models.loading import encoder_name, load_encoder
 
 
@@ -14,7 +18,14 @@ class EncoderIdentity:
     uri: str
     name: str
     sha256: str
+    architecture: Mapping[str, Any]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
     depth: int
+
+    def identity(self) -> dict[str, Any]:
+        """As `Encoder.identity`."""
+        return identity_of(self.sha256, self.architecture, (self.mean, self.std))
 
 
 def identify_encoder(uri: str) -> EncoderIdentity:
@@ -31,6 +42,11 @@ def identify_encoder(uri: str) -> EncoderIdentity:
         path /= "last.safetensors"
     if path.suffix == ".safetensors" and path.is_file() and is_ours(path):
         config, digest = stated_identity(path)
-        return EncoderIdentity(uri, encoder_name(path), digest, config.depth)
+        told = configured(config)
+        return EncoderIdentity(
+            uri, encoder_name(path), digest, told, *IMAGENET_COLOURS, depth=config.depth
+        )
     encoder = load_encoder(uri)
-    return EncoderIdentity(uri, encoder.name, encoder.sha256, encoder.depth)
+    return EncoderIdentity(
+        **{item.name: getattr(encoder, item.name) for item in fields(EncoderIdentity)}
+    )

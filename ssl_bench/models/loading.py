@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.checkpoint import is_ours, load_checkpoint, unreplaced, verified_sha256
-from ssl_bench.models.encoder import Contents, Encoder, encoder_from_model
+from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, encoder_from_model
 from ssl_bench.models.foreign import load_foreign
 from ssl_bench.models.hub import HUB_WEIGHTS, downloaded_file
 
@@ -91,7 +91,13 @@ def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
         digest = verified_sha256(path)
         found = load_foreign(path)
     return encoder_from_model(
-        found.model, name=name, uri=uri, sha256=digest, keys=found.keys, contents=found.contents
+        found.model,
+        name=name,
+        uri=uri,
+        sha256=digest,
+        keys=found.keys,
+        contents=found.contents,
+        colours_from=ASSUMED,
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
@@ -16,8 +17,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.models.architecture import of_library
 from ssl_bench.models.checkpoint import unreplaced, verified_sha256
-from ssl_bench.models.encoder import Contents, Encoder, state_dict_sha256
+from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, state_dict_sha256
 from ssl_bench.models.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.positions import resize_positions
 from ssl_bench.models.timm_attention import give_queries_keys_values
@@ -119,7 +121,9 @@ def _from_file(
         model = _create(name, (path, backbone), config or {})
     keys = (len(model.state_dict()), backbone.total)
     contents = Contents("timm", f"timm {timm.__version__}, {name}", backbone.ignored, file=path)
-    return timm_encoder(model, uri=uri, name=label, sha256=digest, keys=keys, contents=contents)
+    encoder = timm_encoder(model, uri=uri, name=label, sha256=digest, keys=keys, contents=contents)
+    told = (config or {}).get("pretrained_cfg") or {}
+    return encoder if "mean" in told else replace(encoder, colours_from=f"{ASSUMED}: timm's {name}")
 
 
 def _check_name(name: str) -> None:
@@ -201,6 +205,7 @@ def timm_encoder(
     published: Any = model.pretrained_cfg
     patch_embed: Any = model.patch_embed
     published.pop("state_dict", None)
+    architecture = published.get("architecture", type(model).__name__)
     num_heads = give_queries_keys_values(model.blocks)
     registers = model.reg_token
     return Encoder(
@@ -208,6 +213,7 @@ def timm_encoder(
         name=name,
         uri=uri,
         sha256=sha256,
+        architecture=of_library(model, "timm", architecture),
         patch_size=patch_embed.feat_ratio(),
         depth=len(model.blocks),
         dim=model.embed_dim,
@@ -216,6 +222,7 @@ def timm_encoder(
         native_size=patch_embed.img_size,
         mean=tuple(published["mean"]),
         std=tuple(published["std"]),
+        colours_from=f"timm's {architecture}",
         loaded_keys=keys[0],
         total_keys=keys[1],
         num_registers=0 if registers is None else registers.shape[1],

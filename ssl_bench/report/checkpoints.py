@@ -13,10 +13,12 @@ _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One set of weights.
+    """One encoder.
 
     Attributes:
         number: From 0, in the order of the names.
+        encoder_id: As in records.
+        sha256: Of its weights.
         name: Unique in the report.
         model: As recorded; several checkpoints may share it.
         skipless: Its name says that it has no skip connections; drawn dashed.
@@ -26,6 +28,7 @@ class Checkpoint:
     """
 
     number: int
+    encoder_id: str
     sha256: str
     name: str
     model: str
@@ -44,22 +47,23 @@ class Checkpoint:
 
 def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
     """The checkpoints of some records, ordered by name."""
-    latest = {record.checkpoint_sha256: record for record in records}
-    named = sorted((name, sha) for sha, name in model_names(records).items())
+    latest = {record.encoder_id: record for record in records}
+    named = sorted((name, encoder) for encoder, name in model_names(records).items())
     colours = _colours([name for name, _ in named])
     return tuple(
         Checkpoint(
             number=number,
-            sha256=sha,
+            encoder_id=encoder,
+            sha256=latest[encoder].checkpoint_sha256,
             name=name,
-            model=latest[sha].model,
-            depth=latest[sha].depth,
+            model=latest[encoder].model,
+            depth=latest[encoder].depth,
             skipless=bool(_NO_SKIP.search(name)),
             colour=colours[name],
-            page=f"checkpoint-{in_file_names(name)}-{sha[:8]}.html",
-            folders=tuple(sorted({_folder(r) for r in records if r.checkpoint_sha256 == sha})),
+            page=f"checkpoint-{in_file_names(name)}-{encoder[:8]}.html",
+            folders=tuple(sorted({_folder(r) for r in records if r.encoder_id == encoder})),
         )
-        for number, (name, sha) in enumerate(named)
+        for number, (name, encoder) in enumerate(named)
     )
 
 
@@ -69,7 +73,7 @@ def in_file_names(name: str) -> str:
 
 
 def _folder(record: Record) -> str:
-    return f"{record.model}-{record.checkpoint_sha256[:8]}".replace("/", "_")
+    return f"{record.model}-{record.encoder_id[:8]}".replace("/", "_")
 
 
 def _colours(names: Sequence[str]) -> dict[str, int]:

@@ -31,7 +31,7 @@ class Pair:
 
     @property
     def page(self) -> str:
-        return f"compare-{self.first.sha256[:8]}-{self.second.sha256[:8]}.html"
+        return f"compare-{self.first.encoder_id[:8]}-{self.second.encoder_id[:8]}.html"
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class GalleryPair:
 
 
 def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[tuple[str, str]]) -> list[Pair]:
-    """All pairs, or those asked for by the sha256 of their weights.
+    """All pairs, or those asked for by their ids.
 
     Raises:
         ConfigurationError: one checkpoint twice.
     """
-    by_sha = {checkpoint.sha256: checkpoint for checkpoint in checkpoints}
-    wanted = [(by_sha[first], by_sha[second]) for first, second in asked]
+    by_id = {checkpoint.encoder_id: checkpoint for checkpoint in checkpoints}
+    wanted = [(by_id[first], by_id[second]) for first, second in asked]
     if any(first == second for first, second in wanted):
         raise ConfigurationError("expected --pair of two different checkpoints, got one twice")
     if not wanted and len(checkpoints) <= MOST_PAIRED:

@@ -13,6 +13,7 @@ from ssl_bench.tables.depth import (
     differing_settings,
     mean_entry,
     provenance,
+    said_training,
 )
 from ssl_bench.tables.deviations import named_protocol
 
@@ -147,9 +148,9 @@ def _panel(
     first = next(iter(members.values()))
     cells: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
     for i, record in members.items():
-        cells[record.checkpoint_sha256, record.layer][i] = record
+        cells[record.encoder_id, record.layer][i] = record
     lines = (
-        Line(c, tuple(_point(cells[key]) for key in sorted(cells) if key[0] == c.sha256))
+        Line(c, tuple(_point(cells[key]) for key in sorted(cells) if key[0] == c.encoder_id))
         for c in checkpoints
     )
     return Panel(
@@ -173,7 +174,8 @@ def _difference(record: Record, firsts: Sequence[Record]) -> str:
     rivals = [r for r in firsts if all(getattr(r, n) == getattr(record, n) for n in same)]
     differing = differing_settings(record, rivals)
     changed = named_protocol(record).removeprefix(record.protocol)
-    return changed + (f" [{', '.join(differing)}]" if differing else "")
+    training = said_training(record)
+    return changed + training + (f" [{', '.join(differing)}]" if differing else "")
 
 
 def _point(seeds: Mapping[int, Record]) -> Point:

@@ -141,7 +141,7 @@ def _is_of(key: Any, record: Record) -> bool:
     settings = {n: v for n, v in record.settings.items() if n not in ("dtype", "left_out")}
     return (
         isinstance(key, dict)
-        and key.get("checkpoint_sha256") == record.checkpoint_sha256
+        and key.get("encoder") == record.encoder_id
         and key.get("dataset_fingerprint") == record.dataset_fingerprint
         and key.get("settings") == settings
         and key.get("dtype") == f"torch.{record.settings.get('dtype')}"

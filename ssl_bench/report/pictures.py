@@ -75,7 +75,7 @@ def galleries_of(root: Path, records: Sequence[Record], checkpoint: Checkpoint) 
     """
     own: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
     for record in records:
-        if record.checkpoint_sha256 == checkpoint.sha256:
+        if record.encoder_id == checkpoint.encoder_id:
             own[record.task, record.dataset].add((record.protocol, record.facet))
     found = []
     for (task, dataset), variants in sorted(own.items()):

@@ -8,7 +8,10 @@ from ssl_bench.results import Record, ResultStore
 
 _SHOWN = {
     "model": "checkpoint",
-    "checkpoint_sha256": "sha256",
+    "checkpoint_sha256": "sha256 of the weights",
+    "architecture": "architecture",
+    "mean": "mean of the images",
+    "std": "deviation of the images",
     "task": "task",
     "dataset": "dataset",
     "split": "split",

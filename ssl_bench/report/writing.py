@@ -48,7 +48,7 @@ class Report:
 
     Attributes:
         records: Others refer to them by their place here.
-        galleries: By sha256 of the checkpoint.
+        galleries: By id of the encoder.
         num_unreadable: Files that are no complete records.
     """
 
@@ -71,12 +71,12 @@ class Report:
 
     def checkpoint_page(self, checkpoint: Checkpoint) -> CheckpointPage:
         lines = [(p, line) for p in self.panels if (line := p.line(checkpoint)) is not None]
-        galleries = self.galleries[checkpoint.sha256]
+        galleries = self.galleries[checkpoint.encoder_id]
         outcomes = [
             outcomes_of(self.store.root, self.records, panel, checkpoint) for panel, _ in lines
         ]
         extremes = [extremes_of(self.store, self.records, panel, line) for panel, line in lines]
-        own = [record for record in self.records if record.checkpoint_sha256 == checkpoint.sha256]
+        own = [record for record in self.records if record.encoder_id == checkpoint.encoder_id]
         return CheckpointPage(
             checkpoint=checkpoint,
             lines=tuple(lines),
@@ -90,7 +90,7 @@ class Report:
 
     def pair_page(self, pair: Pair, compared: Sequence[PanelPair]) -> PairPage:
         shared = gallery_pairs(
-            self.galleries[pair.first.sha256], self.galleries[pair.second.sha256]
+            self.galleries[pair.first.encoder_id], self.galleries[pair.second.encoder_id]
         )
         sides = [[(pair.first.name, g.first), (pair.second.name, g.second)] for g in shared]
         return PairPage(
@@ -120,7 +120,7 @@ def build_report(
         checkpoints=checkpoints,
         panels=panels_of(records, checkpoints),
         pairs=tuple(pairs_of(checkpoints, asked_pairs)),
-        galleries={c.sha256: galleries_of(store.root, records, c) for c in checkpoints},
+        galleries={c.encoder_id: galleries_of(store.root, records, c) for c in checkpoints},
         num_unreadable=len(store.unreadable),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from ssl_bench.commands import choose_device, opened_store, say
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.evaluation import device_name
+from ssl_bench.results import encoder_id
 from ssl_bench.sweep.plan import Job, plan_sweep
 from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes
 from ssl_bench.sweep.slurm import SlurmOptions, submit_array
@@ -107,7 +108,11 @@ def _plan_table(jobs: Sequence[Job]) -> str:
     for job in jobs:
         done = len(job.keys) - len(job.pending)
         time = _duration(job.seconds) if job.pending else "-"
-        what = (names[job.encoder.sha256], job.planned.probe.task, f"{job.dataset} {job.split}")
+        what = (
+            names[encoder_id(job.encoder.identity())],
+            job.planned.probe.task,
+            f"{job.dataset} {job.split}",
+        )
         rows.append((*what, str(done), str(len(job.pending)), time))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -115,12 +120,12 @@ def _plan_table(jobs: Sequence[Job]) -> str:
 
 
 def _names(jobs: Iterable[Job]) -> dict[str, str]:
-    """sha256 to a name in the table; two encoders may have one name."""
-    encoders = {job.encoder.sha256: job.encoder for job in jobs}
+    """A name in the table by id; two encoders may have one name."""
+    encoders = {encoder_id(job.encoder.identity()): job.encoder for job in jobs}
     counts = Counter(encoder.name for encoder in encoders.values())
     return {
-        sha: encoder.name if counts[encoder.name] == 1 else f"{encoder.name} {sha[:8]}"
-        for sha, encoder in encoders.items()
+        one: encoder.name if counts[encoder.name] == 1 else f"{encoder.name} {one[:8]}"
+        for one, encoder in encoders.items()
     }
 
 

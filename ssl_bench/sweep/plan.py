@@ -17,7 +17,7 @@ from ssl_bench.evaluation import cell_keys
 from ssl_bench.features import resolve_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.planning import PlannedProbe
-from ssl_bench.results import CellKey, Record, ResultStore
+from ssl_bench.results import CellKey, Record, ResultStore, encoder_id
 
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 _SAME_PASS_SECONDS = 2.0
@@ -70,7 +70,7 @@ def plan_sweep(
         layers = resolve_layers(options.layer, encoder.depth)
         for planned in plan:
             images = planned.probe.split(planned.dataset)
-            keys = cell_keys(planned, images, layers, encoder.sha256)
+            keys = cell_keys(planned, images, layers, encoder.identity())
             pending = [key for key in keys if not store.has(key)]
             jobs.append(
                 Job(
@@ -123,12 +123,12 @@ def _matching(pattern: str) -> list[str]:
 
 
 def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:
-    """Without those whose weights came before: their cells are the same."""
+    """Without those that came before under another address: their cells are the same."""
     found: dict[str, EncoderIdentity] = {}
     for encoder in encoders:
-        first = found.setdefault(encoder.sha256, encoder)
+        first = found.setdefault(encoder_id(encoder.identity()), encoder)
         if first is not encoder:
-            say(f"{encoder.uri} holds the weights of {first.uri}, which stands for both")
+            say(f"{encoder.uri} is the encoder of {first.uri}, which stands for both")
     return list(found.values())
 
 

@@ -1,8 +1,9 @@
 """Is one better than the other? Paired over images, between checkpoints and between blocks."""
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,8 @@ from jaxtyping import Float64, Int64, Shaped
 
 from ssl_bench.errors import DataError
 from ssl_bench.metrics import bootstrap_sums, interval95, mean_iou, pixel_accuracy
-from ssl_bench.results import PerImage, Record, ResultStore
+from ssl_bench.results import ENCODER, TRAINED_ON, PerImage, Record, ResultStore
+from ssl_bench.tables.depth import said_training, settings_text
 from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word
 
@@ -164,14 +166,14 @@ def between_blocks(curve: Curve) -> list[Difference]:
 
 
 def comparisons(
-    store: ResultStore, records: Sequence[Record], shas: Sequence[str]
+    store: ResultStore, records: Sequence[Record], encoders: Sequence[str]
 ) -> list[tuple[Record, list[Difference]]]:
     """Everything that one checkpoint, block by block, or two can be compared in.
 
     Args:
         store: Holds the images' contributions.
         records: Those to look at.
-        shas: Of the weights, one or two.
+        encoders: Their `Record.encoder_id`, one or two.
 
     Returns:
         A record of each comparable group, and its rows.
@@ -182,7 +184,7 @@ def comparisons(
     found = []
     for group in _comparable_groups(records):
         curves = [
-            stored_curve(store, [r for r in group if r.checkpoint_sha256 == sha]) for sha in shas
+            stored_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders
         ]
         if not all(curve.per_image for curve in curves):
             continue
@@ -192,10 +194,34 @@ def comparisons(
     if not found:
         raise DataError(
             f"nothing to compare in {store.root}: no task was scored image by image for "
-            f"{'both checkpoints' if len(shas) > 1 else 'the checkpoint'} on the same images "
-            "with the same settings; run `ssl-bench probe --overwrite` for what is missing"
+            f"{'both checkpoints' if len(encoders) > 1 else 'the checkpoint'} on the same images "
+            f"with the same settings and training images{_apart(records, encoders)}; run "
+            "`ssl-bench probe --overwrite` for what is missing"
         )
     return found
+
+
+def _apart(records: Sequence[Record], encoders: Sequence[str]) -> str:
+    """In what the scores of one question differ that two encoders were asked."""
+    same = ("task", "dataset", "metric", "facet", "protocol")
+    asked = [[r for r in records if r.encoder_id == encoder] for encoder in encoders]
+    for one, other in itertools.product(asked[0], asked[-1]):
+        if all(getattr(one, name) == getattr(other, name) for name in same):
+            apart = [
+                f"{name} {ours} and {theirs}"
+                for name, ours, theirs in _beside(one, other)
+                if ours != theirs
+            ]
+            return f" ({one.task}: {'; '.join(apart)})" if apart else ""
+    return ""
+
+
+def _beside(one: Record, other: Record) -> Iterator[tuple[str, Any, Any]]:
+    yield "trained on", one.trained_on, other.trained_on
+    for name in ("split", "dataset_fingerprint", "seed"):
+        yield name, getattr(one, name), getattr(other, name)
+    for name in sorted((one.settings.keys() | other.settings.keys()) - {TRAINED_ON}):
+        yield name, one.settings.get(name), other.settings.get(name)
 
 
 @dataclass(frozen=True)
@@ -205,13 +231,13 @@ class Comparison:
     Attributes:
         record: One of those that were compared; gives what they have in common.
         names: Heads of the two columns of values.
-        shas: Of the compared weights, one or two.
+        encoders: Those that were compared, one or two records.
     """
 
     record: Record
     rows: tuple[Difference, ...]
     names: tuple[str, str]
-    shas: tuple[str, ...]
+    encoders: tuple[Record, ...]
 
     def sheet(self, style: str) -> Sheet:
         """Differences whose interval leaves out 0 are marked."""
@@ -229,7 +255,8 @@ class Comparison:
         return Sheet(
             title=(
                 f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
-                f"{record.facet}, protocol {named_protocol(record)}, seed {record.seed}"
+                f"{record.facet}, protocol {named_protocol(record)}"
+                f"{said_training(record)}, seed {record.seed}"
             ),
             head=("block", *self.names, "difference [95 %]"),
             rows=tuple(cells),
@@ -263,7 +290,7 @@ class Comparison:
             "num_images": self.record.num_images,
             "resamples": RESAMPLES,
             "names": list(self.names),
-            "checkpoint_sha256": list(self.shas),
+            **{name: [getattr(one, name) for one in self.encoders] for name in ENCODER},
             "version": self.record.version,
             "git_commit": self.record.git_commit,
             "device": self.record.device,
@@ -286,9 +313,8 @@ def _numbers(row: Difference) -> dict[str, Any]:
 def _comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        settings = sorted(record.settings.items())
         where = (record.task, record.dataset, record.split, record.dataset_fingerprint)
-        how = (record.metric, record.facet, record.protocol, record.seed, settings)
+        how = (record.metric, record.facet, record.protocol, record.seed, settings_text(record))
         groups[repr((where, how))].append(record)
     return [group for _, group in sorted(groups.items())]
 

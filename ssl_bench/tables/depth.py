@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.files import write_text_atomically
-from ssl_bench.results import Record
+from ssl_bench.results import ENCODER, TRAINED_ON, Record
 from ssl_bench.tables.deviations import changed_settings, named_protocol
 from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word, set_tables
 
@@ -71,6 +71,8 @@ class Entry:
             "num_images": first.num_images,
             "seeds": " ".join(str(seed) for seed in sorted({r.seed for r in self.records})),
             "checkpoint_sha256": first.checkpoint_sha256,
+            "encoder_id": first.encoder_id,
+            "trained_on": "" if first.trained_on is None else str(first.trained_on),
             "settings_digest": settings_digest(first),
         }
 
@@ -79,7 +81,7 @@ class Entry:
         first = self.records[0]
         return {
             "model": first.model,
-            "checkpoint_sha256": first.checkpoint_sha256,
+            **{name: getattr(first, name) for name in ENCODER},
             "depth": first.depth,
             "value": finite(self.value),
             "half_width_95": finite(self.half_width),
@@ -191,9 +193,9 @@ def _difference(record: Record, groups: Sequence[Sequence[Record]]) -> str:
 def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
     """Settings and data by which a record differs from some of the others.
 
-    Without those that `named_protocol` says.
+    Without those that the title of a table says.
     """
-    said = changed_settings(record)
+    said = {*changed_settings(record), TRAINED_ON}
     differing = [
         f"{name}={value}"
         for name, value in sorted(record.settings.items())
@@ -207,8 +209,13 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
 def _title(record: Record) -> str:
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
-        f"{record.facet}, protocol {named_protocol(record)}"
+        f"{record.facet}, protocol {named_protocol(record)}{said_training(record)}"
     )
+
+
+def said_training(record: Record) -> str:
+    """Such as ", trained on train (1464 images, 3f9a01)"; nothing where nothing was fitted."""
+    return "" if record.trained_on is None else f", trained on {record.trained_on}"
 
 
 def metric_with_unit(record: Record) -> str:
@@ -221,18 +228,17 @@ def _number(value: float) -> str:
 
 
 def _comparable(record: Record) -> tuple[str, ...]:
-    settings = ", ".join(f"{k}={v}" for k, v in sorted(record.settings.items()))
     names = (record.task, record.dataset, record.split, record.metric, record.protocol)
-    return (*names, record.facet, record.dataset_fingerprint, settings)
+    return (*names, record.facet, record.dataset_fingerprint, settings_text(record))
 
 
 def _depth_table(
     records: Sequence[Record], difference: str, names: Mapping[str, str]
 ) -> DepthTable:
-    columns = {record.checkpoint_sha256: names[record.checkpoint_sha256] for record in records}
+    columns = {record.encoder_id: names[record.encoder_id] for record in records}
     cells: dict[tuple[int, str], list[Record]] = defaultdict(list)
     for record in records:
-        cells[record.layer, columns[record.checkpoint_sha256]].append(record)
+        cells[record.layer, columns[record.encoder_id]].append(record)
     return DepthTable(
         title=_title(records[0]) + difference,
         models=tuple(sorted(set(columns.values()))),
@@ -243,10 +249,10 @@ def _depth_table(
 
 
 def model_names(records: Sequence[Record]) -> dict[str, str]:
-    """Name of each checkpoint; two checkpoints of the same name get their hash's first digits."""
-    names = {record.checkpoint_sha256: record.model for record in records}
-    shared = [name for name in names.values() if list(names.values()).count(name) > 1]
-    return {sha: f"{name} {sha[:6]}" if name in shared else name for sha, name in names.items()}
+    """Name of each encoder by its id; of two of the same name with its first digits."""
+    names = {record.encoder_id: record.model for record in records}
+    counts = Counter(names.values())
+    return {one: f"{name} {one[:6]}" if counts[name] > 1 else name for one, name in names.items()}
 
 
 def mean_entry(seeds: Sequence[Record]) -> Entry:
@@ -289,8 +295,12 @@ def series_json(record: Record) -> dict[str, Any]:
 
 def settings_digest(record: Record) -> str:
     """Twelve hexadecimal digits that are the same for the same settings."""
-    text = json.dumps(dict(record.settings), sort_keys=True, default=list)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    return hashlib.sha256(settings_text(record).encode()).hexdigest()[:12]
+
+
+def settings_text(record: Record) -> str:
+    """The same for the same settings."""
+    return json.dumps(dict(record.settings), sort_keys=True, default=list)
 
 
 def finite(value: float | None) -> float | None:

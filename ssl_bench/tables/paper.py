@@ -201,25 +201,25 @@ def paper_table(
         published: Its rows and columns are kept.
         records: Those that may stand there.
         store: Holds the images' contributions.
-        encoders: sha256 of the weights that stand for a row, by row.
+        encoders: `Record.encoder_id` of what stands for a row, by row.
         choice: How a block is chosen where several were probed; see `choose_block`.
     """
-    shas = {row: encoders[row] for row in published.rows if row in encoders}
-    candidates = [record for record in records if record.checkpoint_sha256 in shas.values()]
+    asked = {row: encoders[row] for row in published.rows if row in encoders}
+    candidates = [record for record in records if record.encoder_id in asked.values()]
     ours: dict[tuple[str, str], Chosen | None] = {}
     unused = {}
     for column in published.columns:
         series = _series(column, candidates)
         unused[column.name] = tuple(_named(group[0]) for group in series[1:])
-        for row, sha in shas.items():
-            fitting = [r for group in series[:1] for r in group if r.checkpoint_sha256 == sha]
+        for row, encoder in asked.items():
+            fitting = [r for group in series[:1] for r in group if r.encoder_id == encoder]
             if fitting:
                 ours[row, column.name] = choose_block(fitting, store, choice)
-    by_sha = {record.checkpoint_sha256: record for record in records}
+    by_id = {record.encoder_id: record for record in records}
     return PaperTable(
         published=published,
         choice=choice,
-        encoders={row: by_sha[sha] for row, sha in shas.items() if sha in by_sha},
+        encoders={row: by_id[encoder] for row, encoder in asked.items() if encoder in by_id},
         ours=ours,
         unused=unused,
         recorded=tuple(sorted({record.model for record in records})),
@@ -234,7 +234,7 @@ def _series(column: PublishedColumn, records: Sequence[Record]) -> list[list[Rec
         return (
             first.protocol != "paper",
             first.metric != column.metric,
-            -len({record.checkpoint_sha256 for record in group}),
+            -len({record.encoder_id for record in group}),
             column.facets.index(first.facet) if first.facet in column.facets else 0,
             -first.num_images,
         )

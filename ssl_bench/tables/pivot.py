@@ -164,8 +164,8 @@ def pivot_table(records: Sequence[Record], store: ResultStore, choice: str) -> P
     cells = {
         (model, name): choose_block(of_model, store, choice)
         for name, group in zip(names, groups, strict=True)
-        for sha, model in models.items()
-        if (of_model := [record for record in group if record.checkpoint_sha256 == sha])
+        for encoder, model in models.items()
+        if (of_model := [record for record in group if record.encoder_id == encoder])
     }
     alone = all(chosen is not None and len(chosen.offered) == 1 for chosen in cells.values())
     return PivotTable(

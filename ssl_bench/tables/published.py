@@ -177,6 +177,8 @@ def settings_of(record: Record) -> str:
         words[-1] = f"its own head after {record.details.get('training', 'training')}"
     if settings.get("image_size"):
         words.append(f"{settings['image_size']} px")
+    if record.trained_on is not None:
+        words.append(f"trained on {record.trained_on}")
     if settings.get("epochs"):
         words.append(f"{settings['epochs']} epochs of the head")
     if settings.get("train_images"):

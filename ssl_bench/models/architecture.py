@@ -1,0 +1,70 @@
+"""What an encoder computes, apart from its weights: part of who it is."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import nn
+
+from ssl_bench.models.kinds import EncoderConfig, EncoderModule, kind_of
+
+_NORM_EPS = 1e-6
+# They decide how the weights came about, not what is done with them.
+_OF_TRAINING = frozenset({"init", "init_options", "drop_path", "frozen_filters"})
+# The same sums on another path: timm decides it by the machine.
+_OF_MACHINE = frozenset({"training", "fused_attn"})
+
+
+def configured(config: EncoderConfig, *, norm_eps: float = _NORM_EPS) -> dict[str, Any]:
+    """Architecture of an encoder of ours in plain JSON types.
+
+    All whole numbers, and what else differs from a plain encoder of its kind.
+    """
+    plain = type(config)()
+    told = {
+        item.name: getattr(config, item.name)
+        for item in fields(config)
+        if item.name not in _OF_TRAINING
+        and (item.type is int or getattr(config, item.name) != getattr(plain, item.name))
+    }
+    eps = {} if norm_eps == _NORM_EPS else {"norm_eps": norm_eps}
+    return json.loads(json.dumps({"kind": kind_of(config), **told, **eps}))
+
+
+def of_ours(model: EncoderModule) -> dict[str, Any]:
+    """Likewise of a model, whose norms may have another epsilon than those of this suite."""
+    found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
+    (eps,) = found or {_NORM_EPS}
+    return configured(model.config, norm_eps=eps)
+
+
+def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
+    """Architecture of somebody else's model: its name there, and a digest of all of its modules."""
+    lines = [
+        json.dumps([path, _class_name(module), _plain_attributes(module)])
+        for path, module in model.named_modules()
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return {"kind": library, "name": name, "modules_sha256": digest}
+
+
+def _class_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _plain_attributes(module: nn.Module) -> Mapping[str, str]:
+    """Numbers, texts and functions that a module holds beside its weights, such as epsilons."""
+    return {
+        name: getattr(value, "__qualname__", None) or repr(value)
+        for name, value in sorted(vars(module).items())
+        if not name.startswith("_") and name not in _OF_MACHINE and _is_plain(value)
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    is_function = callable(value) and hasattr(value, "__qualname__")
+    return value is None or isinstance(value, (bool, int, float, str)) or is_function
