@@ -10,7 +10,7 @@ import torch
 
 from probes.principal_components import Map
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.files import write_atomically
+from ssl_bench.files import open_regular, write_atomically
 
 FILE = "reference.npz"
 
@@ -66,7 +66,7 @@ def load_reference(folder: Path) -> MapReference:
     """
     path = folder / FILE
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             maps = {
                 str(image): torch.from_numpy(arrays[f"map{i}"]).double()
                 for i, image in enumerate(arrays["images"])

@@ -10,15 +10,17 @@ from PIL import Image, UnidentifiedImageError
 
 from ssl_bench.data.jpeg import open_ended, parse_jpeg, with_noise
 from ssl_bench.errors import DataError, UnreadableImage
+from ssl_bench.files import read_regular
 
 MAX_PIXELS = 89_478_485
 """Larger files are refused before a pixel is decoded: a quarter of a gigabyte as RGB."""
 
 _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _SIXTEEN_BIT = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I"})
-_JPEG = ("JPEG", "MPO")
 # Pillow opens forty more, among them some that start other programs.
-_FORMATS = (*_JPEG, "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
+# What it calls a JPEG, and one with further pictures behind it.
+_JPEG = frozenset({"JPEG", "MPO"})
 _INDEXED = frozenset({"1", "L", "P"}) | _SIXTEEN_BIT
 
 
@@ -71,7 +73,7 @@ def read_indices(path: Path) -> Integer[np.ndarray, "height width"]:
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; see docs/data.md for the layout") from error
     except OSError as error:
@@ -102,7 +104,7 @@ def _require_all_pixels(image: Image.Image, data: bytes) -> None:
     jpeg = parse_jpeg(data)
     fault = "its end marker is missing" if jpeg is None else jpeg.fault()
     if jpeg is not None and fault is None:
-        with Image.open(io.BytesIO(with_noise(data, jpeg)), formats=_JPEG) as other:
+        with Image.open(io.BytesIO(with_noise(data, jpeg)), formats=("JPEG",)) as other:
             if other.tobytes() == image.tobytes():
                 return
         fault = "its pixels end before its end marker"
