@@ -11,6 +11,7 @@ import torch
 from probes.principal_components import Map
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.files import open_regular, write_atomically
+from ssl_bench.naming import encoder_name
 
 FILE = "reference.npz"
 
@@ -95,7 +96,7 @@ def reference_folder(align_to: str, pictures: Path, kind: str) -> Path:
         return given
     known = sorted(path.parent.parent for path in pictures.glob(f"*/{kind}/{FILE}"))
     name = given.parent.name if given.name == "last.safetensors" else given.name
-    found = [folder for folder in known if folder.name.rpartition("-")[0] == name]
+    found = [folder for folder in known if folder.name.rpartition("-")[0] == encoder_name(name)]
     found = found or [folder for folder in known if folder.name.startswith(name)]
     if len(found) != 1:
         have = ", ".join(folder.name for folder in known) or "none"

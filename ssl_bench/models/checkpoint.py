@@ -36,7 +36,7 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
     content = _serialised(model.state_dict(), {**metadata, **ours})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
     sidecar = _sidecar(path)
-    if path.is_file() and sidecar.is_file():
+    if path.is_file() and _is_there(sidecar):
         before = "".join(f"{digest}  {name}\n" for digest, name in read_digests(sidecar))
         write_text_atomically(sidecar, before + line)
     write_atomically(path, lambda file: file.write(content))
@@ -61,7 +61,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
 
 def _load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     digest = verified_sha256(path)
-    if not _sidecar(path).is_file():
+    if not _is_there(_sidecar(path)):
         raise CheckpointError(
             f"{_sidecar(path)} is missing, so {path.name} cannot be verified; copy both files, or, "
             f"if you trust it, run: cd {path.parent} && sha256sum {path.name} > {path.name}.sha256"
@@ -136,7 +136,7 @@ def verified_sha256(path: Path) -> str:
     check_readable(path)
     digest = sha256_of(path)
     sidecar = _sidecar(path)
-    if not sidecar.is_file():
+    if not _is_there(sidecar):
         return digest
     expected = [stated for stated, _ in read_digests(sidecar)]
     if digest not in expected:
@@ -158,6 +158,14 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 def _sidecar(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
+
+
+def _is_there(sidecar: Path) -> bool:
+    try:
+        return sidecar.is_file()
+    # The name of the weights may be so long that none beside it can be longer.
+    except OSError:
+        return False
 
 
 def _config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:

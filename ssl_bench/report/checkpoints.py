@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ssl_bench.naming import encoder_folder
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import model_names
 
@@ -69,7 +70,7 @@ def in_file_names(name: str) -> str:
 
 
 def _folder(record: Record) -> str:
-    return f"{record.model}-{record.checkpoint_sha256[:8]}".replace("/", "_")
+    return encoder_folder(record.model, record.checkpoint_sha256)
 
 
 def _colours(names: Sequence[str]) -> dict[str, int]:
