@@ -4,7 +4,6 @@ A folder holds `state.pt`, the one before it as `state.previous.pt`, and the sha
 or a full disk at any moment leaves at least one of them whole.
 """
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,7 +11,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ssl_bench.errors import CheckpointError, MachineError
-from ssl_bench.files import sha256_of, write_atomically, write_text_atomically
+from ssl_bench.files import read_digests, sha256_of, write_atomically, write_text_atomically
 
 STATE, PREVIOUS = "state.pt", "state.previous.pt"
 # Complete, but not yet renamed: seen only after a kill between two renames.
@@ -90,16 +89,14 @@ def remove_leftovers(out: Path) -> None:
 
 
 def _known_digests(out: Path) -> set[str]:
-    sidecar = out / _SIDECAR
-    text = sidecar.read_text(errors="replace") if sidecar.is_file() else ""
-    return {line.split()[0] for line in text.splitlines() if line.strip()}
+    return {digest for digest, _ in read_digests(out / _SIDECAR)}
 
 
 def _read(path: Path, device: torch.device) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # What is no archive of torch makes its reader fail in any way.
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} is not a training state ({reason})") from error
     if not isinstance(state, dict) or {key: state.get(key) for key in _FORMAT} != _FORMAT:
         raise CheckpointError(

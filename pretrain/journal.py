@@ -80,16 +80,22 @@ class ProgressBar:
 
 
 def _kept_lines(path: Path, last_step: int) -> Iterator[str]:
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            # The process was killed while it wrote this line: nothing after it counts.
-            return
-        if row["step"] > last_step:
-            return
-        yield line + "\n"
+    content = path.read_bytes() if path.is_file() else b""
+    for line in content.split(b"\n"):
+        step = _step_of(line)
+        if step is not None and step <= last_step:
+            yield line.decode() + "\n"
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a row; None for half of one, or whatever else came into the file."""
+    try:
+        row = json.loads(line.decode())
+    # Bytes that are no text are values that are none; brackets may lie within brackets.
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if type(step) is int else None
 
 
 def _is_plain(value: Any) -> bool:

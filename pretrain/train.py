@@ -24,6 +24,7 @@ from pretrain.checkpoint import (
     save_state,
 )
 from pretrain.clock import Clock
+from pretrain.holding import Hold, held
 from pretrain.journal import Journal
 from pretrain.monitor import Monitor, described
 from pretrain.objectives.dino import Dino
@@ -97,8 +98,8 @@ class Pretraining:
             Path of the encoder's weights.
 
         Raises:
-            ConfigurationError: `out` holds a run, or another one than this; `start_from` is of
-                another architecture; training diverged.
+            ConfigurationError: `out` holds a run, another one than this, or one that is going on;
+                `start_from` is of another architecture; training diverged.
             CheckpointError: `start_from` or the state of the run cannot be read.
             Preempted: SIGTERM or SIGUSR1 came, and everything is saved.
             KeyboardInterrupt: likewise for SIGINT.
@@ -114,10 +115,12 @@ class Pretraining:
             ranks = stack.enter_context(joined(torch.device(name)))
             on_cuda = ranks.device.type == "cuda"
             stack.enter_context(torch.random.fork_rng([ranks.device] if on_cuda else []))
+            hold = None
             if ranks.is_first:
+                hold = stack.enter_context(held(out))
                 claim(out, resume=resume, overwrite=overwrite)
             ranks.wait()
-            run = Run(self, out, ranks, request)
+            run = Run(self, out, ranks, request, hold)
             if resume and has_state(out):
                 run.restore()
             else:
@@ -132,8 +135,16 @@ class Pretraining:
 class Run:
     """A pretraining on its way: the loop, and what it reads and writes."""
 
-    def __init__(self, plan: Pretraining, out: Path, ranks: Ranks, request: StopRequest) -> None:
+    def __init__(
+        self,
+        plan: Pretraining,
+        out: Path,
+        ranks: Ranks,
+        request: StopRequest,
+        hold: Hold | None,
+    ) -> None:
         self.plan, self.out, self.ranks, self.request = plan, out, ranks, request
+        self.hold = hold
         self.clock = Clock()
         images = plan.data.open()
         self.timeline = plan.train.timeline(len(images))
@@ -211,7 +222,8 @@ class Run:
     def save(self, report: Report) -> None:
         """Write training state and encoder, once all steps so far are known to be sound."""
         report.settle(everything=True)
-        if self.ranks.is_first:
+        if self.hold is not None:
+            self.hold.require()
             state = {"step": self.step, "configuration": self.description}
             state |= self.trainer.state_dict()
             # A broken one would push out the last good one.

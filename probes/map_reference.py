@@ -10,7 +10,8 @@ import torch
 
 from probes.principal_components import Map
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.files import write_atomically
+from ssl_bench.files import open_regular, write_atomically
+from ssl_bench.naming import encoder_name
 
 FILE = "reference.npz"
 
@@ -66,7 +67,7 @@ def load_reference(folder: Path) -> MapReference:
     """
     path = folder / FILE
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
             maps = {
                 str(image): torch.from_numpy(arrays[f"map{i}"]).double()
                 for i, image in enumerate(arrays["images"])
@@ -95,7 +96,7 @@ def reference_folder(align_to: str, pictures: Path, kind: str) -> Path:
         return given
     known = sorted(path.parent.parent for path in pictures.glob(f"*/{kind}/{FILE}"))
     name = given.parent.name if given.name == "last.safetensors" else given.name
-    found = [folder for folder in known if folder.name.rpartition("-")[0] == name]
+    found = [folder for folder in known if folder.name.rpartition("-")[0] == encoder_name(name)]
     found = found or [folder for folder in known if folder.name.startswith(name)]
     if len(found) != 1:
         have = ", ".join(folder.name for folder in known) or "none"

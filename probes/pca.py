@@ -29,6 +29,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.metrics import bootstrap_ci95
+from ssl_bench.naming import file_name
 
 PROTOCOLS = ("image", "batch", "dataset")
 BACKGROUNDS = ("keep", "first_component")
@@ -294,7 +295,7 @@ class PCA:
         photographs = photographs_of(samples)
         for layer, column in pictures.items():
             for sample, *both in zip(samples, photographs, column, strict=True):
-                name = f"{sample.image_id.replace('/', '_')}.png"
+                name = f"{file_name(sample.image_id, added=4)}.png"
                 tiles = [titled(picture.image, *picture.titles) for picture in both]
                 sheet([tiles], folder / f"block{layer:02d}" / name)
 

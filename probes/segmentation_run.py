@@ -22,6 +22,7 @@ from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Progress, Score
 from ssl_bench.files import write_text_atomically
 from ssl_bench.metrics import IGNORED
+from ssl_bench.naming import file_name
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ class SegmentationRun:
                 masks[title] = by_rate[rate]
             size = sample.image.shape[:2]
             full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}
-            name = f"{self.pictures.name}-{sample.image_id.replace('/', '_')}.png"
-            path = self.pictures.with_name(name)
+            start = f"{self.pictures.name}-"
+            name = file_name(sample.image_id, added=len(start) + len(".png"))
+            path = self.pictures.with_name(f"{start}{name}.png")
             draw_panel(sample.image, full, self.val_images.class_names, path)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +27,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.metrics import is_hit
+from ssl_bench.naming import file_name
 from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
@@ -176,12 +177,14 @@ class TokenCut(Cut):
     ) -> None:
         for name, objects in found.items():
             if sample.boxes is None:
-                path = folder / "masks" / _block_name(name) / f"{sample.image_id}.png"
+                *below, last = PurePosixPath(sample.image_id).parts
+                place = folder.joinpath("masks", _block_name(name), *below)
+                path = place / f"{file_name(last, added=4)}.png"
                 save_masks(objects, grid, path)
             if with_panel:
                 layer, facet = name.split("/")
                 row = panel(sample, objects[0], f"block {layer}, {facet}", grid.patch_size)
-                picture = f"{sample.image_id.replace('/', '_')}.png"
+                picture = f"{file_name(sample.image_id, added=4)}.png"
                 sheet([row], folder / _block_name(name) / picture)
 
     def _draw_sheets(

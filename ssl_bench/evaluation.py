@@ -15,6 +15,7 @@ from ssl_bench.data.readable import ReadableDataset, counts_and_first, summary
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.models import Encoder
+from ssl_bench.naming import encoder_folder, file_name
 from ssl_bench.progress import show_progress
 from ssl_bench.results import (
     OUTDATED,
@@ -274,9 +275,8 @@ class Evaluation:
 
     def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
         """Folder for the pictures and per-image results of this encoder."""
-        encoder = encoder_id(self.encoder.identity())
-        model = f"{self.encoder.name}-{encoder[:8]}".replace("/", "_")
-        return store.root / "pictures" / self.probe.task / images.name / model
+        model = encoder_folder(self.encoder.name, encoder_id(self.encoder.identity()))
+        return store.root / "pictures" / self.probe.task / file_name(images.name) / model
 
     def _record(self, score: Score, images: ImageSet, seconds: float) -> Record:
         left_out = _left_out(self.dataset)

@@ -1,7 +1,10 @@
 """Files that are either complete or not there."""
 
+import errno
 import hashlib
 import os
+import re
+import stat
 import time
 import uuid
 from collections.abc import Callable
@@ -12,6 +15,9 @@ from typing import BinaryIO
 from ssl_bench.errors import MachineError
 
 _ORPHAN_SECONDS = 3600
+# Between them `*` marks what sha256sum read as binary.
+_DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
+_LEAVE_TERMINAL = getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
@@ -23,7 +29,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
         # Not tempfile.mkstemp, whose files only their owner may read, whatever the umask says.
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(descriptor, "wb") as file:
@@ -59,10 +65,44 @@ def remove_orphans(folder: Path) -> None:
                 path.unlink()
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a user's file for reading: one with an end, at once, also behind links.
+
+    Raises:
+        OSError: there is none, or it is a folder, a pipe, a socket or a device, which could wait or
+            go on for ever.
+    """
+    # Without waiting for who writes into a pipe, and without taking over a terminal.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _LEAVE_TERMINAL)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "It is no regular file", str(path))
+
+
+def read_regular(path: Path) -> bytes:
+    """What a user's file holds; errors are those of `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
 def sha256_of(path: Path) -> str:
-    """Hexadecimal sha256 of a file's bytes."""
-    with path.open("rb") as file:
+    """Hexadecimal sha256 of a file's bytes; errors are those of `open_regular`."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_digests(sidecar: Path) -> list[tuple[str, str]]:
+    """The lines `DIGEST  NAME` of `sha256sum`, in lower case; none where nothing can be read.
+
+    A line without a name has an empty one. What is no such line says nothing of any file.
+    """
+    try:
+        lines = read_regular(sidecar).decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    found = (_DIGEST_LINE.fullmatch(line.strip()) for line in lines)
+    return [(match[1].lower(), match[2] or "") for match in found if match]
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError, SslBenchError
+from ssl_bench.files import open_regular
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.hub import HUB_WEIGHTS
 from ssl_bench.models.layouts import LAYOUTS
@@ -145,7 +146,7 @@ def _format(file: Path | None) -> str:
     if file.suffix == ".safetensors":
         return "safetensors"
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             return "PyTorch zip" if opened.read(2) == b"PK" else "PyTorch pickle"
     except OSError as error:
         raise CheckpointError(f"cannot read {file} ({error.strerror})") from error

@@ -16,6 +16,7 @@ from jaxtyping import Shaped
 
 from ssl_bench.errors import DataError
 from ssl_bench.files import write_atomically, write_text_atomically
+from ssl_bench.naming import file_name
 
 PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
@@ -186,7 +187,7 @@ class ResultStore:
         self.damaged: list[Path] = []
 
     def path(self, key: CellKey) -> Path:
-        return self.root / "records" / key.task / key.dataset / key.filename()
+        return self.root / "records" / key.task / file_name(key.dataset) / key.filename()
 
     def has(self, key: CellKey) -> bool:
         """Whether the cell is finished; a half-written file is not."""

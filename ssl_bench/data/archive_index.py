@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ssl_bench.errors import DataError
+from ssl_bench.files import open_regular, read_regular
 
 PACKED_TAR, ZIP = (".tar.gz", ".tgz"), ".zip"
 SUFFIXES = (".tar", *PACKED_TAR, ZIP)
@@ -60,7 +61,7 @@ class Archive:
             DataError: it cannot be read, or is damaged.
         """
         with _errors_of(path):
-            content = path.read_bytes()
+            content = read_regular(path)
             if path.name.lower().endswith(PACKED_TAR):
                 content = gzip.decompress(content)
         return cls(path, content)
@@ -105,7 +106,7 @@ class Archive:
 
     def _opened(self) -> Stream:
         # Anew each time: forked workers would share the position in a file that stays open.
-        return self.path.open("rb") if self.content is None else io.BytesIO(self.content)
+        return open_regular(self.path) if self.content is None else io.BytesIO(self.content)
 
 
 def _tar_members(file: Stream) -> Iterator[Member]:

@@ -19,7 +19,7 @@ from ssl_bench.data.locations import cache_folder, find_root, first_folder
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.files import write_atomically
+from ssl_bench.files import read_regular, write_atomically
 
 NUM_IMAGES = 19_817
 LIST = Published(
@@ -171,12 +171,12 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
         DataError: the file is not COCO's JSON.
     """
     try:
-        content: dict[str, Any] = json.loads(annotations.read_bytes())
+        content: dict[str, Any] = json.loads(read_regular(annotations))
         known = np.array(sorted(image["id"] for image in content["images"]), np.int64)
         single = [one for one in content["annotations"] if not one["iscrowd"]]
         owners = np.array([one["image_id"] for one in single], np.int64)
         boxes = np.array([one["bbox"] for one in single], np.float64).reshape(-1, 4)
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
     corners = np.rint(np.hstack([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]])).astype(np.int64)
     order = np.argsort(owners, kind="stable")

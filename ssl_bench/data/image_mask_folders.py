@@ -14,7 +14,7 @@ from ssl_bench.data.locations import find_root
 from ssl_bench.data.paired_folders import paired_set, picture_set
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
-from ssl_bench.data.splits import Split, absent_split, read_list, require_disjoint
+from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
 
 CLASSES_FILE = "classes.txt"
@@ -196,7 +196,7 @@ class ImageMaskFolders:
                 f"{self.name} needs the names of its classes: dataset.class_names=[road,sky], or "
                 f"one a line in {path}"
             )
-        lines = (line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+        lines = (line.strip() for line in read_lines(path))
         return tuple(line for line in lines if line)
 
     def _masks(self, files: Files, count: int) -> Masks:

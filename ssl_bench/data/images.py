@@ -1,7 +1,6 @@
 """Files of pixels: photographs as RGB, masks as the numbers they store."""
 
 import io
-import struct
 from pathlib import Path
 
 import cv2
@@ -9,19 +8,20 @@ import numpy as np
 from jaxtyping import Integer, UInt8
 from PIL import Image, UnidentifiedImageError
 
+from ssl_bench.data.jpeg import open_ended, parse_jpeg, with_noise
 from ssl_bench.errors import DataError, UnreadableImage
+from ssl_bench.files import read_regular
 
 MAX_PIXELS = 89_478_485
 """Larger files are refused before a pixel is decoded: a quarter of a gigabyte as RGB."""
 
 _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _SIXTEEN_BIT = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I"})
+# Pillow opens forty more, among them some that start other programs.
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
+# What it calls a JPEG, and one with further pictures behind it.
+_JPEG = frozenset({"JPEG", "MPO"})
 _INDEXED = frozenset({"1", "L", "P"}) | _SIXTEEN_BIT
-# Markers of JPEG: where the pixels begin; baseline, extended and progressive frames; tables,
-# restarts, applications and comments.
-_START_OF_SCAN = 0xDA
-_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
-_HARMLESS = frozenset({0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
 
 
 def read_image(path: Path) -> UInt8[np.ndarray, "height width 3"]:
@@ -73,7 +73,7 @@ def read_indices(path: Path) -> Integer[np.ndarray, "height width"]:
 
 def _bytes_of(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError as error:
         raise DataError(f"{path} does not exist; see docs/data.md for the layout") from error
     except OSError as error:
@@ -82,9 +82,11 @@ def _bytes_of(path: Path) -> bytes:
 
 def _decode(data: bytes, name: str | Path) -> Image.Image:
     try:
-        with Image.open(io.BytesIO(data)) as image:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _refuse_large(image, name)
             image.load()
+            if image.format in _JPEG:
+                _require_all_pixels(image, data)
             return image
     except DataError:
         raise
@@ -97,33 +99,32 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
         ) from error
 
 
+def _require_all_pixels(image: Image.Image, data: bytes) -> None:
+    """Refuse a JPEG of an unusual kind, progressive for example, that ends early: decodes twice."""
+    jpeg = parse_jpeg(data)
+    fault = "its end marker is missing" if jpeg is None else jpeg.fault()
+    if jpeg is not None and fault is None:
+        with Image.open(io.BytesIO(with_noise(data, jpeg)), formats=("JPEG",)) as other:
+            if other.tobytes() == image.tobytes():
+                return
+        fault = "its pixels end before its end marker"
+    raise ValueError(fault)
+
+
 def _decode_usual_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
     """Grey or colour JPEG by OpenCV: faster than PIL, and equal in every bit.
 
-    Both call libjpeg-turbo; only damage behind the last pixel, which PIL refuses, is not seen.
-    None for everything else, and for what cannot be decoded, where PIL says why.
+    Both call libjpeg-turbo. None for everything else, and for what is not whole, where PIL says
+    why.
     """
-    size = _usual_jpeg_size(data)
-    if size is None or size[0] * size[1] > MAX_PIXELS:
+    jpeg = parse_jpeg(data)
+    if jpeg is None or not jpeg.is_usual or jpeg.height * jpeg.width > MAX_PIXELS:
         return None
     flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-    return cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-
-
-def _usual_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Height and width of an 8-bit JPEG with one or three channels and a faultless header."""
-    at, size = 2 if data[:2] == b"\xff\xd8" else len(data), None
-    while at + 10 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
-        length, precision, height, width, channels = struct.unpack_from(">HBHHB", data, at + 2)
-        if marker == _START_OF_SCAN:
-            return size
-        if marker in _FRAMES and size is None and precision == 8 and channels in (1, 3):
-            size = (height, width)
-        elif marker not in _HARMLESS:
-            return None
-        at += 2 + length
-    return None
+    found = [
+        cv2.imdecode(np.frombuffer(content, np.uint8), flags) for content in open_ended(data, jpeg)
+    ]
+    return found[0] if all(np.array_equal(found[0], other) for other in found[1:]) else None
 
 
 def _refuse_large(image: Image.Image, name: str | Path) -> None:

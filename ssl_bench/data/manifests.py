@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from ssl_bench.errors import DataError
-from ssl_bench.files import sha256_of, write_text_atomically
+from ssl_bench.files import read_regular, sha256_of, write_text_atomically
 
 MANIFEST = "SHA256SUMS"
 # Between them `*` marks what sha256sum read as binary; `find` puts `./` before every name.
@@ -80,7 +80,7 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
             or two lines disagree.
     """
     try:
-        lines = manifest.read_bytes().decode(errors="surrogateescape").split("\n")
+        lines = read_regular(manifest).decode(errors="surrogateescape").split("\n")
     except OSError as error:
         raise DataError(f"cannot read {manifest} ({error.strerror}); write it anew") from error
     found: dict[str, str] = {}

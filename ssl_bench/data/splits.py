@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.files import read_regular
 
 _GRAMMAR = re.compile(r"([^:%]+)(?::(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)%)?")
 
@@ -81,7 +82,7 @@ def read_lines(path: Path) -> list[str]:
         DataError: it cannot be read, or is no text.
     """
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return read_regular(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a text file ({error}); fetch it again") from error
 

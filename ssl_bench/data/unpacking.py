@@ -2,6 +2,7 @@
 
 import shutil
 import tarfile
+import uuid
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -81,7 +82,7 @@ def _opened(archive: Path) -> Iterator[Opener]:
 
 def _write(open_member: Opener, name: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
+    part = path.with_name(f".{uuid.uuid4().hex}.part")
     source = open_member(name)
     assert source is not None
     try:

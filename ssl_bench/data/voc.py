@@ -15,6 +15,7 @@ from ssl_bench.data.locations import find_root
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
+from ssl_bench.files import read_regular
 
 # fmt: off
 CLASS_NAMES = (
@@ -44,9 +45,9 @@ class VocBoxes:
         """
         path = self.files.path(image_id)
         try:
-            objects = ElementTree.parse(path).getroot().findall("object")
+            objects = ElementTree.fromstring(read_regular(path)).findall("object")
             corners = [_corners(one) for one in objects if not (self.no_hard and _is_hard(one))]
-        except (ElementTree.ParseError, OSError, ValueError) as error:
+        except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
         return np.array(corners, np.float64).reshape(-1, 4) - (1, 1, 0, 0)
 

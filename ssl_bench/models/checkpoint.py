@@ -11,13 +11,12 @@ import safetensors.torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.files import sha256_of, write_atomically, write_text_atomically
+from ssl_bench.files import read_digests, sha256_of, write_atomically, write_text_atomically
 from ssl_bench.models.kinds import EncoderConfig, EncoderModule, config_of, empty_encoder, kind_of
 from ssl_bench.models.weights import check_readable, load_weights, read_weights
 
 FORMAT = "ssl-bench"
 _VERSION = "1"
-_SHA256_DIGITS = 64
 # What a checkpoint holds that does not say it, as all did when there was one kind.
 _UNNAMED_KIND = "vit"
 
@@ -37,8 +36,9 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
     content = _serialised(model.state_dict(), {**metadata, **ours})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
     sidecar = _sidecar(path)
-    if path.is_file() and sidecar.is_file():
-        write_text_atomically(sidecar, sidecar.read_text() + line)
+    if path.is_file() and _is_there(sidecar):
+        before = "".join(f"{digest}  {name}\n" for digest, name in read_digests(sidecar))
+        write_text_atomically(sidecar, before + line)
     write_atomically(path, lambda file: file.write(content))
     write_text_atomically(sidecar, line)
 
@@ -61,7 +61,7 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
 
 def _load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     digest = verified_sha256(path)
-    if not _sidecar(path).is_file():
+    if not _is_there(_sidecar(path)):
         raise CheckpointError(
             f"{_sidecar(path)} is missing, so {path.name} cannot be verified; copy both files, or, "
             f"if you trust it, run: cd {path.parent} && sha256sum {path.name} > {path.name}.sha256"
@@ -87,11 +87,10 @@ def stated_identity(path: Path) -> tuple[EncoderConfig, str]:
             file is not among them.
     """
     config = _config(path, read_metadata(path))
-    sidecar = _sidecar(path)
-    stated = sidecar.read_text(errors="replace").split() if sidecar.is_file() else []
-    # While the weights are replaced two lines stand there.
-    is_single = len(stated) == 2 and len(stated[0]) == _SHA256_DIGITS
-    return config, stated[0] if is_single else verified_sha256(path)
+    stated = read_digests(_sidecar(path))
+    # While the weights are replaced two lines stand there; others may speak of other files.
+    is_single = [name for _, name in stated] == [path.name]
+    return config, stated[0][0] if is_single else verified_sha256(path)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -137,13 +136,9 @@ def verified_sha256(path: Path) -> str:
     check_readable(path)
     digest = sha256_of(path)
     sidecar = _sidecar(path)
-    if not sidecar.is_file():
+    if not _is_there(sidecar):
         return digest
-    expected = [
-        words[0]
-        for line in sidecar.read_text(errors="replace").splitlines()
-        if (words := line.split())
-    ]
+    expected = [stated for stated, _ in read_digests(sidecar)]
     if digest not in expected:
         raise CheckpointError(
             f"{path} has sha256 {digest[:12]}..., {sidecar.name} says "
@@ -163,6 +158,14 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 
 def _sidecar(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
+
+
+def _is_there(sidecar: Path) -> bool:
+    try:
+        return sidecar.is_file()
+    # The name of the weights may be so long that none beside it can be longer.
+    except OSError:
+        return False
 
 
 def _config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:

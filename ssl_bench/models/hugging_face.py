@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.files import read_regular
 from ssl_bench.models.checkpoint import unreplaced, verified_sha256
 from ssl_bench.models.encoder import (
     ASSUMED,
@@ -77,7 +78,7 @@ class _Repository:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_bytes())
+        told = json.loads(read_regular(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
     if not isinstance(told, dict):

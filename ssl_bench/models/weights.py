@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.files import open_regular
 
 # Where training scripts keep the model; averaged weights are the better encoder, so they lead.
 _CONTAINERS = (
@@ -194,7 +195,7 @@ def check_readable(path: Path) -> None:
         CheckpointError: Missing, unreadable, empty, or a web page.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = file.read(256).lstrip()
     except OSError as error:
         raise CheckpointError(

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ssl_bench.naming import encoder_folder
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import model_names
 
@@ -73,7 +74,7 @@ def in_file_names(name: str) -> str:
 
 
 def _folder(record: Record) -> str:
-    return f"{record.model}-{record.encoder_id[:8]}".replace("/", "_")
+    return encoder_folder(record.model, record.encoder_id)
 
 
 def _colours(names: Sequence[str]) -> dict[str, int]:

@@ -38,7 +38,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     # So that "." has a name.
     folder = folder.resolve()
     mark = uuid.uuid4().hex
-    new, old = (folder.with_name(f".{folder.name}.{mark}.{word}") for word in ("new", "old"))
+    new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
     try:
         new.mkdir(parents=True)
         yield new

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ssl_bench.metrics import mean_iou
+from ssl_bench.naming import file_name
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Line, Panel, Point
 from ssl_bench.results import PerImage, Record, ResultStore
@@ -124,7 +125,9 @@ def _kind(cell: Mapping[str, Any]) -> str:
 
 def _logged(root: Path, record: Record, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Cells by image id from the log with the settings of a record; of scored images alone."""
-    folders = (root / "pictures" / record.task / record.dataset / f for f in checkpoint.folders)
+    folders = (
+        root / "pictures" / record.task / file_name(record.dataset) / f for f in checkpoint.folders
+    )
     for path in sorted(path for folder in folders for path in folder.rglob("images_*.jsonl")):
         lines = _json_lines(path)
         if not lines or not _is_of(lines[0].get("key"), record):

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from ssl_bench.naming import file_name
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.results import Record
 
@@ -80,9 +81,9 @@ def galleries_of(root: Path, records: Sequence[Record], checkpoint: Checkpoint) 
     found = []
     for (task, dataset), variants in sorted(own.items()):
         for folder in checkpoint.folders:
-            place = root / "pictures" / task / dataset / folder
+            place = root / "pictures" / task / file_name(dataset) / folder
             names = _names_below(place)
-            start = f"pictures/{task}/{dataset}/{folder}/"
+            start = f"pictures/{task}/{file_name(dataset)}/{folder}/"
             found += _by_block(task, dataset, start, names)
             found += _panels(task, dataset, start, names, variants)
     return found

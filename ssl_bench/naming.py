@@ -1,0 +1,50 @@
+"""Names from outside, of images, datasets and models, as parts of the names of our files."""
+
+import os
+import re
+from hashlib import sha256
+
+# Of a name in any usual file system, in bytes.
+_LONGEST = 255
+_DIGITS = 16
+_ENDS_LIKE_OURS = re.compile(rf".*~[0-9a-f]{{{_DIGITS}}}", re.DOTALL)
+_SHA_DIGITS = 8
+
+
+def file_name(text: str, *, added: int = 0) -> str:
+    """The name of a file or folder for something that is named outside.
+
+    It is the text itself wherever that can be, with `_` for `/`. What is too long, hidden, or ends
+    as a shortened name does, ends in `~` and sixteen digits of the sha256 of the text, so that no
+    two texts share a name because one was shortened.
+
+    Args:
+        text: Of any length.
+        added: Bytes of what will stand before and behind it.
+    """
+    plain = os.fsencode(re.sub(r"[/\0]", "_", text))
+    is_hidden = plain.startswith(b".") or not plain
+    is_fine = len(plain) + added <= _LONGEST and "\0" not in text and not is_hidden
+    if is_fine and not _ENDS_LIKE_OURS.fullmatch(text):
+        return os.fsdecode(plain)
+    digest = sha256(os.fsencode(text)).hexdigest()[:_DIGITS]
+    if is_hidden:
+        plain = b"_" + plain
+    return f"{_first_bytes(plain, _LONGEST - added - 1 - _DIGITS)}~{digest}"
+
+
+def encoder_name(model: str) -> str:
+    """The first part of `encoder_folder`."""
+    return file_name(model, added=1 + _SHA_DIGITS)
+
+
+def encoder_folder(model: str, encoder_id: str) -> str:
+    """Name of the folder for the pictures of an encoder."""
+    return f"{encoder_name(model)}-{encoder_id[:_SHA_DIGITS]}"
+
+
+def _first_bytes(plain: bytes, count: int) -> str:
+    while count < len(plain) and plain[count] & 0xC0 == 0x80:
+        # Not within a character.
+        count -= 1
+    return os.fsdecode(plain[:count])
