@@ -1,7 +1,7 @@
 """What the commands table and compare do once their arguments are read."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ssl_bench.commands import asked_names, say
@@ -21,8 +21,8 @@ from ssl_bench.tables.sheets import FORMATS, Printable, default_format, set_tabl
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which `table` and `compare` choose."""
 
-_INCOMPLETE = "not a complete record in its place; the next probe computes what is missing"
-MISFIT = "not what its record comes from; a probe with --overwrite makes both anew"
+_MISFIT = "a link, or not what its record comes from"
+_SHOWN = 5
 
 
 def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -33,7 +33,6 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     store = ResultStore(Path(options.out))
     records = asked_records(options, store)
     tables = _tables(options, records, store)
-    say_ignored(store.damaged, MISFIT)
     _print(tables, style)
     if options.into:
         insert_between_markers(Path(options.into), set_tables(tables, "markdown"))
@@ -41,6 +40,7 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.figure:
         draw_curves(depth_tables(records), Path(options.figure))
         say(f"drawn: {options.figure}")
+    say_ignored(store)
     return 0
 
 
@@ -105,9 +105,8 @@ def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         Comparison(record, tuple(rows), heads, shas)
         for record, rows in comparisons(store, records, shas)
     ]
-    say_ignored(store.unreadable, _INCOMPLETE)
-    say_ignored(store.damaged, MISFIT)
     _print(tables, style)
+    say_ignored(store)
     return 0
 
 
@@ -121,16 +120,26 @@ def _format(asked: str | None) -> str:
 
 def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
     records = _of_tasks(options.task, store.records())
-    say_ignored(store.unreadable, _INCOMPLETE)
     records = _of_layers(_filtered(options, records), options.layer)
     if not records:
         raise DataError(f"no records of --task {options.task} in {store.root}")
     return records
 
 
-def say_ignored(paths: Sequence[Path], why: str) -> None:
-    for path in dict.fromkeys(paths):
-        say(f"ignored {path}: {why}")
+def say_ignored(store: ResultStore) -> None:
+    """One line on the records that cannot be shown, and one on the images' values of others."""
+    if store.unreadable:
+        count = f"{len(store.unreadable)} of {store.found} records cannot be shown"
+        say(f"{count}: {first_few(store.unreadable)}; the next probe computes what is missing")
+    if damaged := dict.fromkeys(store.damaged, _MISFIT):
+        say(f"ignored {first_few(damaged)}; a probe with --overwrite makes both anew")
+
+
+def first_few(reasons: Mapping[Path, str]) -> str:
+    """Some files, each with what is wrong with it."""
+    named = [f"{path}: {why}" for path, why in reasons.items()]
+    more = [f"and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+    return "; ".join([*named[:_SHOWN], *more])
 
 
 def _of_tasks(asked: str, records: Sequence[Record]) -> list[Record]:
