@@ -164,8 +164,6 @@ class ResultStore:
     def per_image(self, record: Record) -> PerImage | None:
         """What each image contributed; None where nothing was kept, or it is `damaged`."""
         path = self.per_image_path(record)
-        if not path.is_file():
-            return None
         try:
             content = io.BytesIO(read_within(self.root, path, _MOST_OF_IMAGES))
             _require_small(content)
@@ -173,6 +171,8 @@ class ResultStore:
                 found = arrays["arr_0"]
             if found.dtype.kind in "biu" and found.shape[:1] == (record.num_images,):
                 return found
+        except FileNotFoundError:
+            return None
         # A damaged file makes the readers of zip and npy fail in any way.
         except Exception:
             pass
