@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from pretrain.board import Board
 from ssl_bench.errors import MachineError
+from ssl_bench.escaping import printable
 from ssl_bench.files import write_text_atomically
 
 _SECONDS_BETWEEN_LINES = 20.0
@@ -73,7 +74,7 @@ class ProgressBar:
 
     def say(self, line: str) -> None:
         if not self._quiet:
-            tqdm.write(line, file=sys.stderr)
+            tqdm.write(printable(line), file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from ssl_bench import __version__
 from ssl_bench.errors import INTERRUPTED, ConfigurationError, MachineError, SslBenchError
+from ssl_bench.escaping import one_line
 
 EPILOG = """\
 examples:
@@ -256,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SslBenchError as error:
         if "--debug" in arguments:
             raise
-        print(f"ssl-bench: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"ssl-bench: {one_line(error)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("ssl-bench: interrupted; what was finished is saved", file=sys.stderr)
@@ -269,7 +270,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--debug" in arguments:
             raise
         sys.stdout = None
-        print(f"ssl-bench: {error}; look at the disk and its rights (--debug)", file=sys.stderr)
+        print(
+            f"ssl-bench: {one_line(error)}; look at the disk and its rights (--debug)",
+            file=sys.stderr,
+        )
         return MachineError.exit_code
 
 

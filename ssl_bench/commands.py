@@ -1,7 +1,6 @@
 """What the commands probe and pretrain do once their arguments are read."""
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from ssl_bench.composition import (
 )
 from ssl_bench.data.readable import ReadableDataset
 from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
+from ssl_bench.escaping import json_text, printable
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.features import resolve_layers
 from ssl_bench.files import remove_orphans
@@ -34,8 +34,8 @@ ON_BAD_IMAGE = ("fail", "skip")
 
 
 def say(line: str) -> None:
-    """Tell the user on stderr; stdout is for tables."""
-    print(line, file=sys.stderr, flush=True)
+    """Tell the user on stderr, in one line; stdout is for tables."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def probe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def probe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             evaluation = planned_evaluation(planned, encoder, layers, device)
             records += evaluation.run(store, say=say, overwrite=options.overwrite)
     if options.json:
-        print(json.dumps([record.as_json() for record in records], indent=1))
+        print(json_text([record.as_json() for record in records]))
     else:
         print(set_tables(depth_tables(records), default_format()))
     if records:

@@ -1,7 +1,6 @@
 """The command `ssl-bench data`: what is published, fetched, complete and unchanged."""
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.data.unpacking import UNPACKED, require_space, unpack
 from ssl_bench.data.voc import CLASS_NAMES
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.files import write_text_atomically
 from ssl_bench.planning import with_root
 from ssl_bench.progress import show_progress
@@ -43,9 +43,9 @@ def _list(options: argparse.Namespace) -> int:
     if options.target is not None:
         source = _source(options.target)
         told = _told(source)
-        print(json.dumps(told, indent=1) if options.json else "\n".join(_about(told, source)))
+        print(json_text(told) if options.json else "\n".join(_about(told, source)))
     elif options.json:
-        print(json.dumps([_told(source) for source in SOURCES.values()], indent=1))
+        print(json_text([_told(source) for source in SOURCES.values()]))
     else:
         print("\n".join(_line(source) for source in SOURCES.values()))
         print("`ssl-bench data list NAME` shows one with its tree, files and classes")
@@ -132,7 +132,7 @@ def _download(options: argparse.Namespace) -> int:
         _fetch(one, root)
     state = {"dataset": source.name, "root": str(root), "fetched": [one.name for one in pending]}
     if options.json:
-        print(json.dumps(state))
+        print(json_text(state, indent=None))
     say(
         f"{source.name} is complete in {root}; `ssl-bench data check {source.name} --data-root "
         f"{root}` reads it; the archives in {root} may be deleted"
@@ -185,12 +185,12 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     dataset = _built(source.name, root, overrides)
     states = list(check_dataset(dataset, source.counts, sample=_SAMPLE, shown=show_progress))
     if options.json:
-        print(json.dumps({"dataset": source.name, "splits": [asdict(s) for s in states]}, indent=1))
+        print(json_text({"dataset": source.name, "splits": [asdict(s) for s in states]}))
     else:
-        print("\n".join(line for state in states for line in _state_lines(state)))
+        print(printable_lines(line for state in states for line in _state_lines(state)))
         names = _found_class_names(source, root)
         if names:
-            print(f"classes    {len(names)}: {', '.join(names)}")
+            print(printable(f"classes    {len(names)}: {', '.join(names)}"))
     broken = [state for state in states if state.problems]
     if broken:
         count = sum(len(state.problems) for state in broken)
@@ -222,7 +222,7 @@ def _state_lines(state: SplitState) -> list[str]:
         f"{state.role:<10} {state.images:,} images{expected}, {state.read} read as a sample: "
         f"{verdict}"
     )
-    return [first, *(f"  {' '.join(problem.split())}" for problem in state.problems)]
+    return [first, *(f"  {one_line(problem)}" for problem in state.problems)]
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -235,11 +235,11 @@ def _verify(options: argparse.Namespace) -> int:
         count = write_manifest(root, manifest, show_progress)
         say(f"{count} files listed in {manifest}; `ssl-bench data verify {root}` compares them")
         if options.json:
-            print(json.dumps({"manifest": str(manifest), "listed": count}))
+            print(json_text({"manifest": str(manifest), "listed": count}, indent=None))
         return 0
     found = check_manifest(root, manifest, show_progress)
     if options.json:
-        print(json.dumps({"manifest": str(manifest), **asdict(found)}, indent=1))
+        print(json_text({"manifest": str(manifest), **asdict(found)}))
     for what, names in (("new, not in the list", found.added), ("missing", found.missing)):
         if names:
             say(f"{len(names)} {what}: {_some(names)}")

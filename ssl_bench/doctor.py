@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import json
 import os
 import platform
 import shutil
@@ -19,6 +18,7 @@ from ssl_bench import __version__
 from ssl_bench.composition import build, choices, compose_config, config_folder
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
+from ssl_bench.escaping import json_text, one_line, printable_lines
 from ssl_bench.results import source_commit
 
 PACKAGES = (
@@ -60,9 +60,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     broken = any(finding.broken for finding in findings)
     if options.json:
         rows = [asdict(finding) for finding in findings]
-        print(json.dumps({"broken": broken, "findings": rows}, indent=1))
+        print(json_text({"broken": broken, "findings": rows}))
     else:
-        print("\n".join(finding.line() for finding in findings))
+        print(printable_lines(finding.line() for finding in findings))
     return 5 if broken else 0
 
 
@@ -88,7 +88,7 @@ def _package(module: str, distribution: str) -> Finding:
     try:
         found = importlib.import_module(module)
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         text = f"{module} does not import ({reason}); install {distribution} again"
         return Finding(module, text, broken=True)
     version = getattr(found, "__version__", None) or metadata.version(distribution)

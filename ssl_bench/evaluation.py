@@ -240,8 +240,8 @@ class Evaluation:
             say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
         if pending:
             first = next(key for key in keys if key in pending)
-            if store.replaces_outdated(first):
-                say(f"{where}: ignored {store.outdated[-1]} and its like: {OUTDATED}")
+            if old := store.outdated(first):
+                say(f"{where}: ignored {old} and its like: {OUTDATED}")
             say(f"{where}: layers {', '.join(map(str, layers))}")
             self._compute(layers, images, store, say=say, overwrite=overwrite)
         return [record for key in keys if (record := store.load(key)) is not None]

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +19,40 @@ _ORPHAN_SECONDS = 3600
 # Between them `*` marks what sha256sum read as binary.
 _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
 _LEAVE_TERMINAL = getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+# Only on systems that have links and pipes.
+_NO_LINK_NO_WAIT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def open_within(root: Path, path: Path, most_bytes: int) -> BufferedReader:
+    """Open a plain file below a folder that may be somebody else's; no link leads out of it.
+
+    Raises:
+        OSError: it is a link or below one, a pipe or device, or larger; `strerror` says so.
+    """
+    for place in (path, *path.parents):
+        if place == root:
+            break
+        if place.is_symlink():
+            what = "a link" if place == path else f"below the link {place}"
+            raise OSError(errno.ELOOP, f"{what}, and links are not followed", str(path))
+    descriptor = os.open(path, os.O_RDONLY | _NO_LINK_NO_WAIT)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "a folder, pipe or device", str(path))
+        if status.st_size > most_bytes:
+            larger = f"{status.st_size:,} bytes, more than {most_bytes:,}"
+            raise OSError(errno.EFBIG, larger, str(path))
+        return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def read_within(root: Path, path: Path, most_bytes: int) -> bytes:
+    """The bytes of a file that `open_within` opens."""
+    with open_within(root, path, most_bytes) as file:
+        return file.read()
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:

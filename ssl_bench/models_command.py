@@ -1,13 +1,13 @@
 """The command `ssl-bench models`: what can be loaded, and what a file is."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError, SslBenchError
+from ssl_bench.escaping import json_text, one_line, printable_lines
 from ssl_bench.files import open_regular
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.hub import HUB_WEIGHTS
@@ -93,7 +93,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     del overrides
     if not options.uris:
-        print(json.dumps(_listing(), indent=2) if options.json else "\n".join(_listing_lines()))
+        print(json_text(_listing(), indent=2) if options.json else "\n".join(_listing_lines()))
         return 0
     code, found = 0, []
     for uri in options.uris:
@@ -101,14 +101,14 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             report = file_report(load_encoder(uri))
         except SslBenchError as error:
             code = code or error.exit_code
-            found.append({"uri": uri, "error": " ".join(str(error).split())})
+            found.append({"uri": uri, "error": one_line(error)})
             print(f"ssl-bench: {found[-1]['error']}", file=sys.stderr)
             continue
         found.append(asdict(report))
         if not options.json:
-            print("\n".join([*([""] if len(found) > 1 else []), *_lines(report)]))
+            print(printable_lines([*([""] if len(found) > 1 else []), *_lines(report)]))
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json_text(found, indent=2))
     return code
 
 

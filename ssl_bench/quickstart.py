@@ -1,7 +1,6 @@
 """`ssl-bench quickstart`: from nothing to per-depth tables of all probes, without a network."""
 
 import argparse
-import shlex
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 
 from ssl_bench import commands
 from ssl_bench.commands import say
+from ssl_bench.escaping import shell_words
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves
@@ -43,7 +43,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _pretrain(out / model, model, overwrite=options.overwrite)
     _probe(out, overwrite=options.overwrite)
     figure = _draw(out)
-    say(f"\nquickstart took {time.monotonic() - start:.0f} s")
+    say("")
+    say(f"quickstart took {time.monotonic() - start:.0f} s")
     say(f"curves over blocks   {figure}")
     say(f"maps of every block  {out / 'results' / 'pictures'}")
     _say_next(out)
@@ -78,7 +79,8 @@ def _as_typed(
     options: Namespace,
     overrides: Sequence[str],
 ) -> None:
-    say(f"\n$ ssl-bench {shlex.join(shown)}")
+    say("")
+    say(f"$ ssl-bench {shell_words(shown)}")
     run(options, overrides)
 
 
@@ -92,7 +94,8 @@ def _draw(out: Path) -> Path:
 
 def _say_next(out: Path) -> None:
     skipless = out / "vit_tiny_skipless"
-    say("\nnext, for example:")
+    say("")
+    say("next, for example:")
     say(f"  ssl-bench table --task tokencut --format latex --out {out / 'results'}")
     say("  ssl-bench probe --task tokencut --layer 11")
     say(f"  ssl-bench probe --task pca --checkpoint {skipless} --dataset folder --data-root PHOTOS")

@@ -2,9 +2,11 @@
 
 import glob
 import hashlib
+import io
 import json
 import math
 import subprocess
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property
@@ -15,8 +17,10 @@ import numpy as np
 from jaxtyping import Shaped
 
 from ssl_bench.errors import DataError
-from ssl_bench.files import write_atomically, write_text_atomically
+from ssl_bench.escaping import is_file_name
+from ssl_bench.files import read_within, write_atomically, write_text_atomically
 from ssl_bench.naming import file_name
+from ssl_bench.record_ranges import INFINITE, colour_of, parsed, require_possible, shortened
 
 PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
@@ -36,7 +40,9 @@ TRAINED_ON = "trained_on"
 
 OUTDATED = "of an earlier kind, which says too little of encoder and training images to count"
 
-_INFINITE = "inf"
+_MOST_BYTES = 16 * 2**20
+"""Of a record or a list of ids; `_MOST_OF_IMAGES` of what images contributed, unpacked."""
+_MOST_OF_IMAGES = 2**30
 
 
 @dataclass(frozen=True)
@@ -175,18 +181,26 @@ class ResultStore:
     """A folder of records that many processes may write at once.
 
     Attributes:
-        unreadable: Files that the last `records` passed over.
-        outdated: Records of an earlier kind among them, which say less than a cell must.
+        unreadable: Files that the last `records` passed over, and why.
+        found: How many files it looked at.
         damaged: Files of images' contributions that do not fit their records.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.unreadable: list[Path] = []
-        self.outdated: list[Path] = []
+        self.unreadable: dict[Path, str] = {}
+        self.found = 0
         self.damaged: list[Path] = []
 
     def path(self, key: CellKey) -> Path:
+        """Where the record of a cell is.
+
+        Raises:
+            DataError: a name in it would lead elsewhere.
+        """
+        for name in (key.task, key.facet, key.metric):
+            if not is_file_name(name):
+                raise DataError(f"expected a name that a file can have, got {name!r}")
         return self.root / "records" / key.task / file_name(key.dataset) / key.filename()
 
     def has(self, key: CellKey) -> bool:
@@ -198,15 +212,15 @@ class ResultStore:
         path = self.path(key)
         return self._read(path) if path.is_file() else None
 
-    def replaces_outdated(self, key: CellKey) -> bool:
-        """Whether a record of this block, facet and metric is of an earlier kind.
+    def outdated(self, key: CellKey) -> Path | None:
+        """A record of this block, facet and metric that is of an earlier kind.
 
         Cost: reads all records of them, of whatever encoder.
         """
-        known = len(self.outdated)
         for path in sorted(self.path(key).parent.glob(key.of_any_kind())):
-            self._read(path)
-        return len(self.outdated) > known
+            if self._read(path) is None and self.unreadable[path] == OUTDATED:
+                return path
+        return None
 
     def save(self, record: Record, per_image: PerImage | None = None) -> Path:
         """Write a record and, beside it, what each image contributed to the value."""
@@ -223,13 +237,15 @@ class ResultStore:
     def per_image(self, record: Record) -> PerImage | None:
         """What each image contributed; None where nothing was kept, or it is `damaged`."""
         path = self.per_image_path(record)
-        if not path.is_file():
-            return None
         try:
-            with np.load(path, allow_pickle=False) as arrays:
+            content = io.BytesIO(read_within(self.root, path, _MOST_OF_IMAGES))
+            _require_small(content)
+            with np.load(content, allow_pickle=False) as arrays:
                 found = arrays["arr_0"]
             if found.dtype.kind in "biu" and found.shape[:1] == (record.num_images,):
                 return found
+        except FileNotFoundError:
+            return None
         # A damaged file makes the readers of zip and npy fail in any way.
         except Exception:
             pass
@@ -243,8 +259,8 @@ class ResultStore:
     def image_ids(self, fingerprint: str) -> tuple[str, ...] | None:
         """Ids of all images of a split; None where they were not kept."""
         try:
-            ids = json.loads(self._ids_path(fingerprint).read_text())
-        except (OSError, ValueError):
+            ids = json.loads(read_within(self.root, self._ids_path(fingerprint), _MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
             return None
         whole = isinstance(ids, list) and all(isinstance(name, str) for name in ids)
         return tuple(ids) if whole else None
@@ -257,19 +273,19 @@ class ResultStore:
         return self.path(record.key()).with_suffix(".npz")
 
     def records(self) -> list[Record]:
-        """Every readable record; the paths of the others are in `unreadable`.
+        """Every readable record; the others are in `unreadable`.
 
         Raises:
             DataError: there is no record at all.
         """
-        self.unreadable, self.outdated = [], []
+        self.unreadable = {}
         paths = sorted((self.root / "records").glob("*/*/*.json"))
+        self.found = len(paths)
         found = [record for path in paths if (record := self._read(path)) is not None]
         if paths and not found:
-            old = f", {len(self.outdated)} are {OUTDATED}" if self.outdated else ""
             raise DataError(
-                f"none of the {len(paths)} records in {self.root / 'records'} can be read{old}, "
-                f"such as {paths[0]}; run `ssl-bench probe --out {self.root}`"
+                f"none of the {len(paths)} records in {self.root / 'records'} can be read, such as "
+                f"{paths[0]} ({self.unreadable[paths[0]]}); run `ssl-bench probe --out {self.root}`"
             )
         if not found:
             raise DataError(
@@ -279,52 +295,33 @@ class ResultStore:
 
     def _read(self, path: Path) -> Record | None:
         try:
-            fields_read = json.loads(path.read_text())
-            fields_read["value"] = _number(fields_read["value"])
-            if fields_read["ci95"] is not None:
-                low, high = fields_read["ci95"]
-                fields_read["ci95"] = (_number(low), _number(high))
+            fields_read = parsed(read_within(self.root, path, _MOST_BYTES))
             # Later versions may know more about the same cell, earlier ones knew less.
             known = {item.name for item in fields(Record)}
             if "checkpoint_sha256" in fields_read and not set(ENCODER) <= fields_read.keys():
-                self.outdated.append(path)
-                return None
+                raise ValueError(OUTDATED)
             for colour in ("mean", "std"):
-                fields_read[colour] = _colour(fields_read[colour])
+                fields_read[colour] = colour_of(fields_read[colour])
             record = _checked(Record(**{k: v for k, v in fields_read.items() if k in known}))
             if path != self.path(record.key()):
                 raise ValueError("a copy, or of another cell")
             return record
-        # A number too large for a float; brackets within brackets.
-        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            self.unreadable.append(path)
-            return None
+        except OSError as error:
+            self.unreadable[path] = error.strerror or str(error)
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            self.unreadable[path] = shortened(error)
+        return None
 
 
 def _finite(value: Any) -> Any:
     # JSON has neither; null and a text keep the files readable everywhere.
     if isinstance(value, float) and not math.isfinite(value):
-        return _INFINITE if value == math.inf else None
+        return INFINITE if value == math.inf else None
     if isinstance(value, Mapping):
         return {str(name): _finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
-
-
-def _number(value: float | str | None) -> float:
-    if value is None:
-        return math.nan
-    if value == _INFINITE:
-        return math.inf
-    if isinstance(value, str) or type(value) not in (int, float) or math.isinf(value):
-        raise ValueError(f"expected a number, got {value!r}")
-    return float(value)
-
-
-def _colour(values: Any) -> tuple[float, float, float]:
-    red, green, blue = map(_number, values)
-    return red, green, blue
 
 
 def _checked(record: Record) -> Record:
@@ -337,10 +334,19 @@ def _checked(record: Record) -> Record:
         # Not isinstance, for which true and false are whole numbers.
         if type(value) not in kinds:
             raise TypeError(f"{item.name} is {value!r}")
+    require_possible(vars(record))
     told = record.trained_on
     if told and [type(value) for value in asdict(told).values()] != [str, str, int]:
         raise TypeError(f"{TRAINED_ON} is {told!r}")
     return record
+
+
+def _require_small(archive: io.BytesIO) -> None:
+    """A few bytes may unpack to more than there is memory."""
+    with zipfile.ZipFile(archive) as file:
+        if sum(member.file_size for member in file.infolist()) > _MOST_OF_IMAGES:
+            raise ValueError(f"more than {_MOST_OF_IMAGES:,} bytes when unpacked")
+    archive.seek(0)
 
 
 @cache

@@ -1,14 +1,14 @@
 """What the commands table and compare do once their arguments are read."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ssl_bench.commands import asked_names, say
 from ssl_bench.composition import choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import identify_encoder
-from ssl_bench.results import OUTDATED, SUPERVISED, Record, ResultStore, encoder_id
+from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.tables.block_choice import CHOICES
 from ssl_bench.tables.comparison import Comparison, comparisons
 from ssl_bench.tables.depth import depth_tables, insert_between_markers, model_names
@@ -21,8 +21,8 @@ from ssl_bench.tables.sheets import FORMATS, Printable, default_format, set_tabl
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which `table` and `compare` choose."""
 
-_INCOMPLETE = "not a complete record in its place; the next probe computes what is missing"
-MISFIT = "not what its record comes from; a probe with --overwrite makes both anew"
+_MISFIT = "a link, or not what its record comes from"
+_SHOWN = 5
 
 
 def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -33,7 +33,6 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     store = ResultStore(Path(options.out))
     records = asked_records(options, store)
     tables = _tables(options, records, store)
-    say_ignored(store.damaged, MISFIT)
     _print(tables, style)
     if options.into:
         insert_between_markers(Path(options.into), set_tables(tables, "markdown"))
@@ -41,6 +40,7 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.figure:
         draw_curves(depth_tables(records), Path(options.figure))
         say(f"drawn: {options.figure}")
+    say_ignored(store)
     return 0
 
 
@@ -95,20 +95,19 @@ def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not records:
         raise DataError(f"no records of --task {options.task} in {store.root}")
     chosen = [recorded_checkpoint(name, records, store) for name in options.checkpoints]
+    by_id = {record.encoder_id: record for record in records}
     records = _filtered(options, records)
     names = [model for _, model in chosen]
     if len(set(names)) < len(names):
         names = [f"{model} {encoder[:6]}" for encoder, model in chosen]
     heads = (names[0], names[1]) if len(names) == 2 else ("best block", names[0])
-    by_id = {record.encoder_id: record for record in store.records()}
     encoders = tuple(by_id[encoder] for encoder, _ in chosen)
     tables = [
         Comparison(record, tuple(rows), heads, encoders)
         for record, rows in comparisons(store, records, [encoder for encoder, _ in chosen])
     ]
-    say_unread(store)
-    say_ignored(store.damaged, MISFIT)
     _print(tables, style)
+    say_ignored(store)
     return 0
 
 
@@ -122,23 +121,26 @@ def _format(asked: str | None) -> str:
 
 def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
     records = _of_tasks(options.task, store.records())
-    say_unread(store)
     records = _of_layers(_filtered(options, records), options.layer)
     if not records:
         raise DataError(f"no records of --task {options.task} in {store.root}")
     return records
 
 
-def say_unread(store: ResultStore) -> None:
-    """What is no record: a line each; records of an earlier kind are many, and get one together."""
-    say_ignored(store.unreadable, _INCOMPLETE)
-    if old := store.outdated:
-        say(f"ignored {len(old)} records {OUTDATED}, such as {old[0]}; probe again")
+def say_ignored(store: ResultStore) -> None:
+    """One line on the records that cannot be shown, and one on the images' values of others."""
+    if store.unreadable:
+        count = f"{len(store.unreadable)} of {store.found} records cannot be shown"
+        say(f"{count}: {first_few(store.unreadable)}; the next probe computes what is missing")
+    if damaged := dict.fromkeys(store.damaged, _MISFIT):
+        say(f"ignored {first_few(damaged)}; a probe with --overwrite makes both anew")
 
 
-def say_ignored(paths: Sequence[Path], why: str) -> None:
-    for path in dict.fromkeys(paths):
-        say(f"ignored {path}: {why}")
+def first_few(reasons: Mapping[Path, str]) -> str:
+    """Some files, each with what is wrong with it."""
+    named = [f"{path}: {why}" for path, why in reasons.items()]
+    more = [f"and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+    return "; ".join([*named[:_SHOWN], *more])
 
 
 def _of_tasks(asked: str, records: Sequence[Record]) -> list[Record]:

@@ -37,7 +37,7 @@ def place(tmp_path, monkeypatch) -> Path:
 def assert_complete(root: Path, cells: int) -> None:
     store = ResultStore(root)
     found = store.records()
-    assert store.unreadable == []
+    assert store.unreadable == {}
     assert len(found) == len({record.key() for record in found}) == cells
     assert not list(root.rglob("*.tmp"))
 
@@ -75,7 +75,7 @@ def test_fault_33_killed_writers_leave_no_half_of_a_cell(place):
 
         store = ResultStore(Path("results"))
         found = store.records()
-        assert store.unreadable == []
+        assert store.unreadable == {}
         assert all(store.load(record.key()) == record for record in found)
 
 
@@ -150,7 +150,7 @@ def test_fault_33_a_sweep_whose_jobs_are_killed_and_sent_again_equals_one_that_r
     killed, through = ResultStore(Path("killed")), ResultStore(Path("through"))
     values = [{r.key(): r.value for r in store.records()} for store in (killed, through)]
     assert values[0] == values[1]
-    assert killed.unreadable == []
+    assert killed.unreadable == {}
     assert sum(kills.values()) > len(jobs)
 
 

@@ -117,7 +117,7 @@ def test_fault_44_a_copy_beside_a_record_counts_for_nothing(place, capsys, chang
 
     assert main(["table"]) == 0
 
-    assert f"ignored {copy}: " in capsys.readouterr().err
+    assert f"1 of 2 records cannot be shown: {copy}: " in capsys.readouterr().err
     assert records() == before
 
 

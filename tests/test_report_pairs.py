@@ -27,6 +27,7 @@ from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.comparing import gallery_pairs, pairs_of
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.outcomes import extremes_of, outcomes_of
+from ssl_bench.report.picture_files import PictureFiles
 from ssl_bench.report.pictures import galleries_of
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import comparisons
@@ -39,7 +40,8 @@ def test_a_pair_shows_every_kind_of_picture_that_both_have(tmp_path):
         names = ("block00/one", "block01/one", "block01/two", "block01", "blocks-0-1")
         save_pictures(tmp_path, *(f"pca/toy/{folder}/image/{name}" for name in names))
     save_pictures(tmp_path, f"pca/toy/{folder_of(records[0])}/image/block02/one")
-    first, second = (galleries_of(tmp_path, records, c) for c in checkpoints_of(records))
+    files = PictureFiles(tmp_path)
+    first, second = (galleries_of(files, records, c) for c in checkpoints_of(records))
 
     pairs = gallery_pairs(first, second)
 

@@ -94,7 +94,7 @@ def test_a_half_written_record_is_not_finished_and_is_named(tmp_path):
 
     assert not store.has(replace(RECORD, layer=5).key())
     assert store.records() == [store.load(RECORD.key())]
-    assert store.unreadable == [half]
+    assert list(store.unreadable) == [half]
     assert whole.is_file()
 
 

@@ -302,7 +302,7 @@ def written() -> dict[Path, int]:
 def values(out: str) -> dict:
     store = ResultStore(Path(out))
     found = {record.key(): record.value for record in store.records()}
-    assert store.unreadable == []
+    assert store.unreadable == {}
     return found
 
 

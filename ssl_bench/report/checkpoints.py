@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ssl_bench.escaping import in_file_names
 from ssl_bench.naming import encoder_folder
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import model_names
@@ -66,11 +67,6 @@ def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
         )
         for number, (name, encoder) in enumerate(named)
     )
-
-
-def in_file_names(name: str) -> str:
-    """A name that any file system and address can hold."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80]
 
 
 def _folder(record: Record) -> str:

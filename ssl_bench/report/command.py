@@ -9,7 +9,7 @@ from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.folder import require_replaceable
 from ssl_bench.report.writing import build_report, write_report
 from ssl_bench.results import ResultStore
-from ssl_bench.table_command import MISFIT, asked_records, recorded_checkpoint, say_ignored
+from ssl_bench.table_command import asked_records, first_few, recorded_checkpoint, say_ignored
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -30,6 +30,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
         say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
     write_report(report, folder)
-    say_ignored(store.damaged, MISFIT)
     say(f"{len(records)} records of {len(report.checkpoints)} checkpoints: {folder / 'index.html'}")
+    say_ignored(store)
+    if report.pictures.refused:
+        count = len(report.pictures.refused)
+        say(f"{count} pictures cannot be shown: {first_few(report.pictures.refused)}")
     return 0

@@ -60,10 +60,3 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
-
-
-def copy_below(source: Path, target: Path, relative: str) -> None:
-    """Copy a file, folders included."""
-    place = target / relative
-    place.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source / relative, place)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ssl_bench.files import read_within
 from ssl_bench.metrics import mean_iou
 from ssl_bench.naming import file_name
 from ssl_bench.report.checkpoints import Checkpoint
@@ -18,6 +19,7 @@ from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.tables.comparison import stored_curve
 
 NUM_SHOWN = 8
+_MOST_BYTES = 2**28
 KINDS = ("hits", "misses", "degenerate")
 
 
@@ -129,7 +131,7 @@ def _logged(root: Path, record: Record, checkpoint: Checkpoint) -> dict[str, dic
         root / "pictures" / record.task / file_name(record.dataset) / f for f in checkpoint.folders
     )
     for path in sorted(path for folder in folders for path in folder.rglob("images_*.jsonl")):
-        lines = _json_lines(path)
+        lines = _json_lines(root, path)
         if not lines or not _is_of(lines[0].get("key"), record):
             continue
         images: dict[str, dict[str, Any]] = {}
@@ -152,10 +154,14 @@ def _is_of(key: Any, record: Record) -> bool:
     )
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
+def _json_lines(root: Path, path: Path) -> list[dict[str, Any]]:
     """The whole lines of a log; a kill may have cut the last one short."""
     found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    try:
+        text = read_within(root, path, _MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    for line in text.splitlines():
         try:
             content = json.loads(line)
         except (ValueError, RecursionError):

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_bench.report.checkpoints import Checkpoint, in_file_names
+from ssl_bench.escaping import in_file_names
+from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.comparing import Pair, PanelPair
 from ssl_bench.report.curves import Chart, Curve, Reference, Spot, draw
 from ssl_bench.report.model import (

@@ -4,15 +4,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from ssl_bench.naming import file_name
 from ssl_bench.report.checkpoints import Checkpoint
+from ssl_bench.report.picture_files import PictureFiles
 from ssl_bench.results import Record
 
 _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
-# One a image without ground truth, for other programs rather than for readers.
-_NOT_SHOWN = "masks"
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,18 @@ class Gallery:
         )
 
 
-def galleries_of(root: Path, records: Sequence[Record], checkpoint: Checkpoint) -> list[Gallery]:
+def galleries_of(
+    files: PictureFiles, records: Sequence[Record], checkpoint: Checkpoint
+) -> list[Gallery]:
     """What there is to see of a checkpoint.
 
     Args:
-        root: The folder of results.
+        files: Those of the folder of results.
         records: Those of the report; their tasks and datasets are looked at.
         checkpoint: Whose pictures.
 
     Returns:
-        Galleries whose paths are relative to `root`, with / between folders.
+        Galleries whose paths are relative to that folder, with / between folders.
     """
     own: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
     for record in records:
@@ -81,22 +82,11 @@ def galleries_of(root: Path, records: Sequence[Record], checkpoint: Checkpoint) 
     found = []
     for (task, dataset), variants in sorted(own.items()):
         for folder in checkpoint.folders:
-            place = root / "pictures" / task / file_name(dataset) / folder
-            names = _names_below(place)
             start = f"pictures/{task}/{file_name(dataset)}/{folder}/"
+            names = files.names_below(start)
             found += _by_block(task, dataset, start, names)
             found += _panels(task, dataset, start, names, variants)
     return found
-
-
-def _names_below(place: Path) -> list[PurePosixPath]:
-    """Pictures to show; of those that exist as PNG and SVG the PNG."""
-    paths = [
-        path.relative_to(place) for kind in ("svg", "png") for path in place.rglob(f"*.{kind}")
-    ]
-    by_stem = {path.with_suffix(""): path for path in paths}
-    shown = (path for path in sorted(by_stem.values()) if _NOT_SHOWN not in path.parts)
-    return [PurePosixPath(path.as_posix()) for path in shown]
 
 
 def _by_block(task: str, dataset: str, start: str, names: Sequence[PurePosixPath]) -> list[Gallery]:

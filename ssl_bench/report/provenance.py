@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ssl_bench.escaping import json_text, printable
 from ssl_bench.results import Record, ResultStore
 
 _SHOWN = {
@@ -44,7 +45,9 @@ def as_script(store: ResultStore, records: Sequence[Record]) -> str:
     rows = [[_place(shared, value) for value in _values(store, record)] for record in records]
     names = [*_SHOWN.values(), "record", "settings", "details"]
     content = {"names": names, "words": [json.loads(word) for word in shared], "rows": rows}
-    return f"const RECORDS = {json.dumps(content, separators=(',', ':'))};\n"
+    # Parsed, because in a literal of the language the name __proto__ means something.
+    text = json_text(content, indent=None, text=printable)
+    return f"const RECORDS = JSON.parse({json.dumps(text)});\n"
 
 
 def _values(store: ResultStore, record: Record) -> list[Any]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from ssl_bench.report.checkpoints import in_file_names
+from ssl_bench.escaping import in_file_names
 from ssl_bench.report.pictures import Gallery
 
 _CAPTIONS = {

@@ -10,6 +10,7 @@ from typing import TypeVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ssl_bench import __version__
+from ssl_bench.escaping import in_page
 from ssl_bench.progress import show_progress
 from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
 from ssl_bench.report.comparing import (
@@ -19,7 +20,7 @@ from ssl_bench.report.comparing import (
     pairs_of,
     scored_by_panel,
 )
-from ssl_bench.report.folder import copy_below, replacing
+from ssl_bench.report.folder import replacing
 from ssl_bench.report.model import Panel, panels_of
 from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
 from ssl_bench.report.pages import (
@@ -33,6 +34,7 @@ from ssl_bench.report.pages import (
     panel_view,
     runs_of,
 )
+from ssl_bench.report.picture_files import PictureFiles
 from ssl_bench.report.pictures import Gallery, galleries_of
 from ssl_bench.report.provenance import as_script
 from ssl_bench.report.viewers import address_of, sections_of
@@ -49,6 +51,7 @@ class Report:
     Attributes:
         records: Others refer to them by their place here.
         galleries: By id of the encoder.
+        pictures: Those of the folder of results.
         num_unreadable: Files that are no complete records.
     """
 
@@ -58,6 +61,7 @@ class Report:
     panels: tuple[Panel, ...]
     pairs: tuple[Pair, ...]
     galleries: dict[str, list[Gallery]]
+    pictures: PictureFiles
     num_unreadable: int
 
     def index_page(self) -> IndexPage:
@@ -99,7 +103,7 @@ class Report:
             galleries=sections_of(sides),
         )
 
-    def pictures(self) -> list[str]:
+    def picture_paths(self) -> list[str]:
         """Paths relative to the store, each once."""
         found = (p for galleries in self.galleries.values() for g in galleries for p in g.paths())
         return list(dict.fromkeys(found))
@@ -113,14 +117,15 @@ def build_report(
     Raises:
         ConfigurationError: a pair names a checkpoint that is not there.
     """
-    checkpoints = checkpoints_of(records)
+    checkpoints, pictures = checkpoints_of(records), PictureFiles(store.root)
     return Report(
         store=store,
         records=tuple(records),
         checkpoints=checkpoints,
         panels=panels_of(records, checkpoints),
         pairs=tuple(pairs_of(checkpoints, asked_pairs)),
-        galleries={c.encoder_id: galleries_of(store.root, records, c) for c in checkpoints},
+        galleries={c.encoder_id: galleries_of(pictures, records, c) for c in checkpoints},
+        pictures=pictures,
         num_unreadable=len(store.unreadable),
     )
 
@@ -139,8 +144,8 @@ def write_report(report: Report, folder: Path) -> None:
     )
     render = _renderer(site)
     with replacing(folder) as new:
-        for path in show_progress(report.pictures(), "pictures"):
-            copy_below(report.store.root, new, path)
+        for path in show_progress(report.picture_paths(), "pictures"):
+            report.pictures.copy(path, new)
         static = files("ssl_bench.report").joinpath("static")
         for name in STATIC:
             _write(new / name, static.joinpath(name).read_text(encoding="utf-8"))
@@ -166,6 +171,7 @@ def _renderer(site: Site) -> Callable[[str, object], str]:
         loader=PackageLoader("ssl_bench.report"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=in_page,
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -1,8 +1,6 @@
 """`ssl-bench sweep`: all cells of many checkpoints, here, as commands, or as a SLURM array."""
 
 import argparse
-import json
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +9,7 @@ from typing import Any
 
 from ssl_bench.commands import choose_device, opened_store, say
 from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.escaping import json_text, printable, shell_words
 from ssl_bench.evaluation import device_name
 from ssl_bench.results import encoder_id
 from ssl_bench.sweep.plan import Job, plan_sweep
@@ -37,12 +36,12 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _submit(pending, options)
     elif options.print and not options.json:
         for job in pending:
-            print(shlex.join(["ssl-bench", *job.arguments]))
+            print(shell_words(["ssl-bench", *job.arguments]))
     elif not (options.dry_run or options.print or options.slurm):
         outcomes = _run(pending, options)
         _say_summary(jobs, outcomes, options.out)
     if options.json:
-        print(json.dumps(_as_json(jobs, outcomes), indent=1))
+        print(json_text(_as_json(jobs, outcomes)))
     return next((one.exit_code for one in outcomes.values() if one.exit_code), 0)
 
 
@@ -79,7 +78,7 @@ def _say_summary(jobs: Sequence[Job], outcomes: Outcomes, out: str) -> None:
     skipped = len(jobs) - len(outcomes)
     say(
         f"{counts['finished']} jobs finished, {counts['failed']} failed, {skipped} skipped because "
-        f"nothing was pending; `ssl-bench table --out {shlex.quote(out)}`"
+        f"nothing was pending; `ssl-bench table --out {shell_words([out])}`"
     )
     if counts["failed"]:
         say("the same command again runs what failed")
@@ -124,7 +123,7 @@ def _names(jobs: Iterable[Job]) -> dict[str, str]:
     encoders = {encoder_id(job.encoder.identity()): job.encoder for job in jobs}
     counts = Counter(encoder.name for encoder in encoders.values())
     return {
-        one: encoder.name if counts[encoder.name] == 1 else f"{encoder.name} {one[:8]}"
+        one: printable(encoder.name if counts[encoder.name] == 1 else f"{encoder.name} {one[:8]}")
         for one, encoder in encoders.items()
     }
 
@@ -175,7 +174,7 @@ def _job_as_json(job: Job, outcome: Outcome | None) -> dict[str, Any]:
         "cells": len(job.keys),
         "pending": len(job.pending),
         "seconds": job.seconds,
-        "command": shlex.join(["ssl-bench", *job.arguments]),
+        "command": shell_words(["ssl-bench", *job.arguments]),
         "state": state,
         "exit_code": outcome.exit_code if outcome else 0,
         "error": outcome.error if outcome else "",

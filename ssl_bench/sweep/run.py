@@ -14,6 +14,7 @@ import torch
 
 from ssl_bench.commands import announced_encoder, planned_evaluation, say
 from ssl_bench.errors import SslBenchError
+from ssl_bench.escaping import one_line
 from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
 
@@ -68,7 +69,7 @@ def _attempted(job: Job, compute: Callable[[Job], None], *, debug: bool) -> Outc
     except Exception as error:
         if debug:
             raise
-        line = " ".join(str(error).split())
+        line = one_line(error)
         known = isinstance(error, SslBenchError)
         code, text = (error.exit_code, line) if known else (1, f"{type(error).__name__}: {line}")
         return Outcome(job, time.monotonic() - start, code, text)

@@ -260,9 +260,9 @@ class Comparison:
             ),
             head=("block", *self.names, "difference [95 %]"),
             rows=tuple(cells),
-            note=(
+            notes=(
                 f"paired bootstrap over {record.num_images} images, {RESAMPLES} resamples; "
-                "no correction for the number of rows"
+                "no correction for the number of rows",
             ),
         )
 

@@ -130,7 +130,7 @@ class DepthTable:
             for layer in self.layers
         ]
         note = self.provenance + dagger_note(self.entries.values())
-        return Sheet(self.title, ("block", *self.models), tuple(rows), note)
+        return Sheet(self.title, ("block", *self.models), tuple(rows), (note,))
 
     def _word(
         self, layer: int, model: str, ranked: Mapping[str, Sequence[int]], style: str
@@ -251,16 +251,23 @@ def _depth_table(
 def model_names(records: Sequence[Record]) -> dict[str, str]:
     """Name of each encoder by its id; of two of the same name with its first digits."""
     names = {record.encoder_id: record.model for record in records}
-    counts = Counter(names.values())
-    return {one: f"{name} {one[:6]}" if counts[name] > 1 else name for one, name in names.items()}
+    digits = 6
+    # Again, because a third one may be called as the first one is now.
+    while len(set(names.values())) < len(names):
+        uses = Counter(names.values())
+        names = {
+            one: f"{name} {one[:digits]}" if uses[name] > 1 else name for one, name in names.items()
+        }
+        digits = None
+    return names
 
 
 def mean_entry(seeds: Sequence[Record]) -> Entry:
     """The mean of records of one block that differ in their seed alone."""
     value = sum(record.value for record in seeds) / len(seeds)
     # Averaging keeps the width of one seed: it never claims more certainty than was measured.
-    lows = [record.ci95[0] for record in seeds if record.ci95 is not None]
-    highs = [record.ci95[1] for record in seeds if record.ci95 is not None]
+    known = [r.ci95 for r in seeds if r.ci95 is not None and not math.isnan(sum(r.ci95))]
+    lows, highs = [low for low, _ in known], [high for _, high in known]
     return Entry(
         value=value,
         low=sum(lows) / len(lows) if lows else None,

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ssl_bench.escaping import in_figure
 from ssl_bench.tables.depth import DepthTable
 
 _PANELS_A_ROW = 3
@@ -34,7 +35,8 @@ def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()
     lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
-    figure.legend(lines, models, loc="outside lower center", ncols=min(len(models), 4), fontsize=8)
+    names = [in_figure(model) for model in models]
+    figure.legend(lines, names, loc="outside lower center", ncols=min(len(names), 4), fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
@@ -50,7 +52,7 @@ def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, str]) -> Non
         _draw_curve(axis, table, model, colours[model], top)
     if math.inf in ends:
         axis.set_ylim(top=top)
-    axis.set_title(table.title.replace(", ", "\n", 1), fontsize=8)
+    axis.set_title(in_figure(table.title).replace(", ", "\n", 1), fontsize=8)
     axis.set_xlabel("block")
     axis.set_ylabel(table.unit)
     axis.grid(alpha=0.3)

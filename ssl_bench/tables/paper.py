@@ -44,7 +44,7 @@ class PaperTable:
             ),
             head=("encoder", *(column.name for column in self.published.columns)),
             rows=tuple(rows),
-            note="\n".join(self.notes()),
+            notes=tuple(self.notes()),
         )
 
     def _word(self, row: str, column: str) -> Word:

@@ -49,7 +49,7 @@ class PivotTable:
             for model in self.models
         ]
         head = ("encoder", *self.columns)
-        return Sheet(self._title(), head, tuple(rows), "\n".join(self._notes()))
+        return Sheet(self._title(), head, tuple(rows), tuple(self._notes()))
 
     def _ranks(self, column: str) -> list[str]:
         if not self.columns[column].is_ranked:

@@ -2,35 +2,20 @@
 
 import csv
 import io
-import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.escaping import csv_field, json_text, latex, markdown, printable
 
 STYLES = ("text", "terminal", "markdown", "latex")
 FORMATS = (*STYLES, "csv", "json")
 NO_VALUE = "\N{EN DASH}"
 """Stands where a value is no number."""
-
 _BOLD, _UNDERLINED, _PLAIN = "\033[1m", "\033[4m", "\033[0m"
-_LATEX = {
-    **{character: "\\" + character for character in "_%&#${}"},
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"$\mid$",
-    NO_VALUE: "--",
-    "±": r"$\pm$",
-    "∞": r"$\infty$",
-    "†": r"$\dagger$",
-    "‡": r"$\ddagger$",
-}
 
 
 @dataclass(frozen=True)
@@ -48,13 +33,13 @@ class Sheet:
 
     Attributes:
         rows: Each starts with the name of the row, which is never marked.
-        note: Where the numbers are from, set below them; may have several lines.
+        notes: Where the numbers are from, set below them line by line.
     """
 
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[Word, ...], ...]
-    note: str
+    notes: tuple[str, ...]
 
 
 @runtime_checkable
@@ -91,7 +76,7 @@ def set_tables(tables: Sequence[Printable], style: str) -> str:
     if style == "csv":
         return _as_csv([row for table in tables for row in table.csv_rows()])
     if style == "json":
-        return json.dumps([table.as_json() for table in tables], indent=1, default=list) + "\n"
+        return json_text([table.as_json() for table in tables]) + "\n"
     if style not in STYLES:
         raise ConfigurationError(f"expected --format {'|'.join(FORMATS)}, got {style!r}")
     return "\n".join(set_sheet(table.sheet(style), style) for table in tables)
@@ -119,22 +104,17 @@ def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     heads = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(buffer, heads, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: csv_field(value) for name, value in row.items()} for row in rows)
     return buffer.getvalue()
 
 
 def _as_markdown(sheet: Sheet) -> str:
-    lines = [f"**{_markdown(sheet.title)}**", "", _piped(map(_markdown, sheet.head))]
+    lines = [f"**{markdown(sheet.title)}**", "", _piped(map(markdown, sheet.head))]
     lines.append("|---|" + "---:|" * (len(sheet.head) - 1))
     for row in sheet.rows:
-        escaped = [Word(_markdown(word.text), word.marked, word.second) for word in row]
-        lines.append(_piped(_emphasised(word, "**{}**", "<ins>{}</ins>") for word in escaped))
-    note = "<br>".join(_markdown(line) for line in sheet.note.splitlines())
+        lines.append(_piped(_emphasised(w, "**{}**", "<ins>{}</ins>", markdown) for w in row))
+    note = "<br>".join(map(markdown, sheet.notes))
     return "\n".join([*lines, "", f"<sub>{note}</sub>"]) + "\n"
-
-
-def _markdown(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def _piped(words: Iterable[str]) -> str:
@@ -150,8 +130,8 @@ def _on_terminal(sheet: Sheet) -> str:
 
 
 def _ruled(sheet: Sheet, bold: str, underlined: str) -> str:
-    words = [[_emphasised(word, bold, underlined) for word in row] for row in sheet.rows]
-    rows = [list(sheet.head), *words]
+    words = [[_emphasised(w, bold, underlined, printable) for w in row] for row in sheet.rows]
+    rows = [list(map(printable, sheet.head)), *words]
     widths = [max(_width(row[i]) for row in rows) for i in range(len(sheet.head))]
     # Names read from the left, block numbers like all numbers from the right.
     named = not all(row[0].text.lstrip("-").isdigit() for row in sheet.rows)
@@ -161,7 +141,8 @@ def _ruled(sheet: Sheet, bold: str, underlined: str) -> str:
         cells = [gap + word for gap, word in zip(gaps, row, strict=True)]
         lines.append("  ".join([row[0] + gaps[0] if named else cells[0], *cells[1:]]).rstrip())
     rule = "-" * max(map(_width, lines))
-    parts = [sheet.title, rule, lines[0], rule, *lines[1:], rule, sheet.note]
+    notes = map(printable, sheet.notes)
+    parts = [printable(sheet.title), rule, lines[0], rule, *lines[1:], rule, *notes]
     return "\n".join(parts) + "\n"
 
 
@@ -172,35 +153,28 @@ def _width(text: str) -> int:
 
 
 def _as_latex(sheet: Sheet) -> str:
-    body = []
-    for row in sheet.rows:
-        escaped = [Word(_latex(word.text), word.marked, word.second) for word in row]
-        body.append(
-            " & ".join(_emphasised(w, r"\textbf{{{}}}", r"\underline{{{}}}") for w in escaped)
-        )
+    body = [
+        " & ".join(_emphasised(w, r"\textbf{{{}}}", r"\underline{{{}}}", latex) for w in row)
+        for row in sheet.rows
+    ]
     lines = [
-        *(f"% {line}" for line in sheet.note.splitlines()),
+        *(f"% {printable(line)}" for line in sheet.notes),
         r"\begin{tabular}{l" + "r" * (len(sheet.head) - 1) + "}",
         r"\toprule",
-        " & ".join(map(_latex, sheet.head)) + r" \\",
+        " & ".join(map(latex, sheet.head)) + r" \\",
         r"\midrule",
         *(row + r" \\" for row in body),
         r"\bottomrule",
         r"\end{tabular}",
-        f"% {sheet.title}",
+        f"% {printable(sheet.title)}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def _latex(text: str) -> str:
-    escaped = "".join(_LATEX.get(character, character) for character in text)
-    # After the \\ of the line above, a bracket would be read as its optional argument.
-    return "{[}" + escaped[1:] if escaped.startswith("[") else escaped
-
-
-def _emphasised(word: Word, bold: str, underlined: str) -> str:
-    if not word.text:
+def _emphasised(word: Word, bold: str, underlined: str, escape: Callable[[str], str]) -> str:
+    text = escape(word.text)
+    if not text:
         return ""
     if word.marked:
-        return bold.format(word.text)
-    return underlined.format(word.text) if word.second else word.text
+        return bold.format(text)
+    return underlined.format(text) if word.second else text

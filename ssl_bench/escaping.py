@@ -1,0 +1,154 @@
+"""How text from outside is written, one function a border, so that none of it acts there.
+
+Names of files, fields of records, metadata of checkpoints and messages of errors come from
+anywhere: they may hold commands of a terminal, of TeX, of a spreadsheet or of a browser.
+"""
+
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+_LATEX = {
+    **{character: "\\" + character for character in "_%&#${}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"$\mid$",
+    "\N{EN DASH}": "--",
+    "±": r"$\pm$",
+    "∞": r"$\infty$",
+    "†": r"$\dagger$",
+    "‡": r"$\ddagger$",
+}
+# A bar of a table, tags, code, emphasis, attribute lists and mathematics; underscores at the edge
+# of a word, brackets before an address, and addresses that become links by themselves.
+_MARKDOWN = re.compile(
+    r"[|&<>\\`*{}~$]|(?<![^\W_])_|_(?![^\W_])|\](?=[(\[])|:(?=//)|(?<=\bwww)\.|(?<=\w)@(?=\w)",
+    re.IGNORECASE,
+)
+# Behind a semicolon too: it ends a cell where the comma is the sign of fractions. The last four
+# are the wide forms of the signs before.
+_FORMULA = re.compile(r"(^|;)(\s*)(?=[=+\-@\uff1d\uff0b\uff0d\uff20])")
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
+
+
+def printable(text: str) -> str:
+    r"""The text in one line that is only seen: an escape sequence begins with `\x1b` written out.
+
+    So are line ends, marks that turn the direction of writing, and bytes that are no text.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def one_line(message: object) -> str:
+    """A message for a terminal; its lines become one."""
+    return printable(" ".join(str(message).split()))
+
+
+def printable_lines(lines: Iterable[str]) -> str:
+    """Lines of our own, one below the other, with whatever in them."""
+    return "\n".join(map(printable, lines))
+
+
+def latex(text: str) -> str:
+    """A cell of a LaTeX table."""
+    escaped = "".join(_LATEX.get(character, character) for character in printable(text))
+    # After the \\ of the line above they would be read as its argument or its star.
+    return f"{{{escaped[0]}}}{escaped[1:]}" if escaped.startswith(("[", "*")) else escaped
+
+
+def markdown(text: str) -> str:
+    """A line or cell of Markdown, as GitHub and the pages of the project read it."""
+    return _MARKDOWN.sub(_reference, printable(text))
+
+
+def _reference(found: re.Match[str]) -> str:
+    named = {"|": "\\|", "&": "&amp;", "<": "&lt;", ">": "&gt;"}
+    return named.get(found[0]) or f"&#{ord(found[0])};"
+
+
+def csv_field(value: Any) -> Any:
+    """A field of CSV: a text that a spreadsheet would compute begins with an apostrophe.
+
+    Numbers, also as text and with a sign, stay as they are.
+    """
+    if not isinstance(value, str) or _NUMBER.fullmatch(value):
+        return value
+    return _FORMULA.sub(r"\1\2'", printable(value))
+
+
+def json_text(
+    value: Any, *, indent: int | None = 1, text: Callable[[str], str] | None = None
+) -> str:
+    """JSON in ASCII that every reader takes: null for what is no number, no half characters.
+
+    Args:
+        value: What is to be written.
+        indent: Of the lines; None for a single line.
+        text: What to do with each text, instead of leaving it whole.
+    """
+    return json.dumps(_plain(value, text or _whole), indent=indent, default=list)
+
+
+def _plain(value: Any, text: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {text(str(name)): _plain(item, text) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, text) for item in value]
+    return value
+
+
+def _whole(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def in_page(value: Any) -> Any:
+    """What a template prints; markup of the templates themselves is no plain `str`."""
+    return printable(value) if type(value) is str else value
+
+
+def in_figure(text: str) -> str:
+    """A text in a drawing of matplotlib, which reads mathematics between dollars."""
+    return printable(text).replace("$", r"\$")
+
+
+def in_file_names(name: str) -> str:
+    """A name that any file system and address can hold."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:80]
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file may be called so: it names nothing but itself, here and on other systems."""
+    return name not in ("", ".", "..") and not re.search(r"[/\\\0]", name) and is_of_files(name)
+
+
+def is_of_files(text: str) -> bool:
+    """Whether names of files may hold this: bytes that are no text, but no half characters."""
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in text
+
+
+def shell_words(words: Sequence[str]) -> str:
+    """A command that can be shown and typed; bash and zsh read `$'...'` as it was."""
+    return " ".join(shlex.quote(w) if w.isprintable() else _shell_bytes(w) for w in words)
+
+
+def _shell_bytes(word: str) -> str:
+    plain = {*range(32, 127)} - {*b"\\'"}
+    signs = (chr(b) if b in plain else f"\\x{b:02x}" for b in os.fsencode(word))
+    return f"$'{''.join(signs)}'"
