@@ -232,6 +232,7 @@ class Segmentation:
             batch_size=self.batch_size,
             workers=self.num_workers,
             progress=context.progress,
+            say=context.say,
         )
 
     def _training(self, context: ProbeContext, classes: int) -> Training:

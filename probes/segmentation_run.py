@@ -9,12 +9,13 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from probes.dense_scores import RateScores, ScoredStream
-from probes.feature_cache import TrainingFeatures, TrainingPass
+from probes.feature_cache import TrainingPass
 from probes.head_training import Source, TrainedHeads, Training
 from probes.image_stream import batches, read_ahead
 from probes.scored_images import Scoring
 from probes.segmentation_panels import draw_panel
 from probes.segmentation_report import SourceReport
+from probes.training_features import TrainingFeatures
 from probes.training_split import TrainingSplit
 from probes.views import nearest_labels
 from ssl_bench.data.samples import ImageSet
@@ -91,10 +92,8 @@ class SegmentationRun:
         positions = sorted(self.split.held_out)
         for position in self._progress(positions, "held-out images", len(positions)):
             entry = position * self.training_pass.views.count
-            blocks = {
-                layer: features.blocks[index, entry, None].to(self.training.device)
-                for index, layer in enumerate(features.layers)
-            }
+            of_entry = features.of_entry(entry)[:, None].to(self.training.device)
+            blocks = dict(zip(features.layers, of_entry, strict=True))
             sample = self.training_pass.images[self.split.indices[position]]
             image = self.scoring.prepare(sample)
             counts = stream.count_one(stream.predict(blocks, image), image.mask)
