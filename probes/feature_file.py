@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -158,7 +159,7 @@ class FeatureReader:
     """Copies into memory what is then compared: mapped pages could be other ones when used."""
 
     format: FeatureFile
-    file: BinaryIO
+    file: BufferedReader
     checksums: UInt32[np.ndarray, "layers entries"]
 
     def read(self, layer: int, entry: int, into: Float16[np.ndarray, "rows cols dim"]) -> None:
@@ -169,7 +170,7 @@ class FeatureReader:
         """
         try:
             self.file.seek(self.format.place(layer, entry))
-            count = self.file.readinto(into)
+            count = self.file.readinto(into.data)
         except OSError as error:
             raise DamagedFeatures(
                 f"{self.format.path} cannot be read ({error.strerror})"

@@ -12,7 +12,15 @@ from PIL import Image
 from torch import Tensor
 
 from probes.map_reference import FILE, MapReference, load_reference, reference_folder
-from probes.pictures import Picture, heading, sheet, svg_sheet, titled
+from probes.pictures import (
+    Picture,
+    blocks_name,
+    heading,
+    image_name,
+    sheet,
+    svg_sheet,
+    titled,
+)
 from probes.principal_components import (
     Colours,
     Map,
@@ -119,6 +127,17 @@ class PCA:
         # Absent where it is the default, so that records of earlier versions are still found.
         return {name: v for name, v in fields.items() if (name, v) != ("background", "keep")}
 
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        del seed
+        together = [f"{blocks_name(layers)}.{kind}" for kind in self._grid_kinds]
+        shown = {f"{self._kind}/{name}": layers for name in (*together, FILE)}
+        for image_id in images.ids[: self.num_images]:
+            for layer in layers:
+                shown[f"{self._kind}/block{layer:02d}/{image_name(image_id)}"] = [layer]
+        return shown
+
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Draw the maps, then score the variance that three components explain."""
         images = self.split(context.dataset)
@@ -214,6 +233,10 @@ class PCA:
         return None if is_replaced or not earlier.covers(images) else earlier
 
     @property
+    def _grid_kinds(self) -> tuple[str, ...]:
+        return ("png", "svg") if self.grid == "both" else (self.grid,)
+
+    @property
     def _kind(self) -> str:
         """Name of the folder of the pictures."""
         more = [self.facet] if self.facet != "token" else []
@@ -293,9 +316,8 @@ class PCA:
         photographs = photographs_of(samples)
         for layer, column in pictures.items():
             for sample, *both in zip(samples, photographs, column, strict=True):
-                name = f"{sample.image_id.replace('/', '_')}.png"
                 tiles = [titled(picture.image, *picture.titles) for picture in both]
-                sheet([tiles], folder / f"block{layer:02d}" / name)
+                sheet([tiles], folder / f"block{layer:02d}" / image_name(sample.image_id))
 
     def _draw_grid(
         self,
@@ -314,12 +336,12 @@ class PCA:
             [picture for row in of_images[i : i + step] for picture in row]
             for i in range(0, len(of_images), step)
         ]
-        name = "blocks-" + "-".join(map(str, sorted({min(pictures), max(pictures)})))
+        name = blocks_name(list(pictures))
         line = f"{context.encoder.name}: {self._legend()}"
-        if self.grid in ("png", "both"):
+        if "png" in self._grid_kinds:
             tiles = [[titled(p.image, *p.titles) for p in row] for row in rows]
             sheet([[heading(line)], *tiles], folder / f"{name}.png")
-        if self.grid in ("svg", "both"):
+        if "svg" in self._grid_kinds:
             svg_sheet(rows, folder / f"{name}.svg", line)
 
     def _legend(self) -> str:

@@ -147,6 +147,23 @@ def _title_width(titles: Sequence[str], width: int) -> int:
     return max([width, *(2 + round(_FONT.getlength(line)) for line in lines)])
 
 
+def blocks_name(layers: Sequence[int]) -> str:
+    """Of a picture of several blocks: "blocks-0-11", or "blocks-0-2_5" where they have gaps."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    ends = (sorted({run[0], run[-1]}) for run in runs)
+    return "blocks-" + "_".join("-".join(map(str, end)) for end in ends)
+
+
+def image_name(image_id: str) -> str:
+    """File name of the picture of an image, whose id may hold folders."""
+    return f"{image_id.replace('/', '_')}.png"
+
+
 def save_png(picture: Image.Image, path: Path) -> None:
     """Write a picture whole or not at all."""
     buffer = io.BytesIO()

@@ -65,6 +65,7 @@ class Retrieval:
 
     task = "retrieval"
     role = "segmentation"
+    keeps_images = True
 
     def __post_init__(self) -> None:
         if self.norm not in ("none", "final") or self.crops not in ("whole", "resized"):

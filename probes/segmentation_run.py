@@ -12,6 +12,7 @@ from probes.dense_scores import RateScores, ScoredStream
 from probes.feature_cache import TrainingPass
 from probes.head_training import Source, TrainedHeads, Training
 from probes.image_stream import batches, read_ahead
+from probes.pictures import image_name
 from probes.scored_images import Scoring
 from probes.segmentation_panels import draw_panel
 from probes.segmentation_report import SourceReport
@@ -26,6 +27,22 @@ from ssl_bench.metrics import IGNORED
 
 
 @dataclass(frozen=True)
+class FileNames:
+    """Of what a run leaves beside its records."""
+
+    protocol: str
+    facet: str
+    seed: int
+
+    def panel(self, image_id: str) -> str:
+        return f"{self.protocol}-{self.facet}-{image_name(image_id)}"
+
+    @property
+    def training_images(self) -> str:
+        return f"{self.protocol}-{self.facet}-seed{self.seed}-train.txt"
+
+
+@dataclass(frozen=True)
 class SegmentationRun:
     """All parts of a run, put together by the probe.
 
@@ -35,7 +52,8 @@ class SegmentationRun:
         memory_gib: What the features may take in memory.
         cache: Folder for features beyond that.
         facet: Under which the scores are recorded.
-        pictures: Where panels go, and how their names begin.
+        folder: Where panels go.
+        names: What they are called.
         panels: How many.
     """
 
@@ -49,7 +67,8 @@ class SegmentationRun:
     memory_gib: float
     cache: Path
     facet: str
-    pictures: Path
+    folder: Path
+    names: FileNames
     panels: int
 
     def scores(self, guesses: Sequence[str]) -> Iterator[Score]:
@@ -64,10 +83,11 @@ class SegmentationRun:
         if self.refit:
             heads = self._fit(features, self.split.every_entry(self.training_pass.views.count))
         reports, drawn = self.score(heads, held_out, self._details(heads, features, guesses))
-        for report in reports:
-            yield from report.scores()
+        # First, so that no record stands there without them.
         self._draw(drawn, [report.chosen for report in reports])
         self._list_training_images()
+        for report in reports:
+            yield from report.scores()
 
     def features(self) -> TrainingFeatures:
         return self.training_pass.run(memory_gib=self.memory_gib, folder=self.cache)
@@ -183,8 +203,8 @@ class SegmentationRun:
     def _list_training_images(self) -> None:
         """Leave the ids that were trained on beside the pictures; records hold their digest."""
         ids = self.split.ids(self.training_pass.images)
-        path = self.pictures.with_name(f"{self.pictures.name}-seed{self.training.seed}-train.txt")
-        write_text_atomically(path, "".join(f"{image_id}\n" for image_id in ids))
+        text = "".join(f"{image_id}\n" for image_id in ids)
+        write_text_atomically(self.folder / self.names.training_images, text)
 
     def _draw(self, drawn: Sequence[Tensor], rates: Sequence[int]) -> None:
         for index, predicted in enumerate(drawn):
@@ -196,6 +216,5 @@ class SegmentationRun:
                 masks[title] = by_rate[rate]
             size = sample.image.shape[:2]
             full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}
-            name = f"{self.pictures.name}-{sample.image_id.replace('/', '_')}.png"
-            path = self.pictures.with_name(name)
+            path = self.folder / self.names.panel(sample.image_id)
             draw_panel(sample.image, full, self.val_images.class_names, path)
