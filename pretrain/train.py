@@ -334,7 +334,7 @@ def claim(out: Path, *, resume: bool, overwrite: bool) -> None:
             f"{out} already holds a run; go on with --resume, forget it with --overwrite, or "
             "choose another --out"
         )
-    remove_orphans(out, idle_seconds=0)
+    remove_orphans(out, idle_seconds=0.0)
     if overwrite and not resume:
         remove_states(out)
         for path in files:

@@ -210,12 +210,9 @@ class Evaluation:
     ) -> list[Record]:
         images = self.probe.split(self.dataset)
         keys = cell_keys(self, images, self.layers, self.encoder.sha256)
-        folder = self.artifacts(store, images)
-        pending = (
-            Pending.everything(keys)
-            if overwrite
-            else find_pending(self.probe, keys, images, store, folder)
-        )
+        pending = find_pending(self.probe, keys, images, store, self.artifacts(store, images))
+        if overwrite:
+            pending = Pending.everything(keys)
         where = f"{self.probe.task} on {images.name} {images.split}, {self.encoder.name}"
         if done := len(keys) - len(pending.cells):
             say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")

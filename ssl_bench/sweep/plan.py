@@ -76,7 +76,9 @@ def plan_sweep(
                 store, planned.probe.task, images.name, encoder.name, encoder.sha256
             )
             found = find_pending(planned.probe, keys, images, store, folder)
-            pending = found.cells or {key for key in keys if key.layer in found.layers}
+            # Where pictures alone are missing, the cells that are run for them.
+            left = found.cells or [key for key in keys if key.layer in found.layers]
+            pending = tuple(key for key in keys if key in left)
             jobs.append(
                 Job(
                     encoder=encoder,
@@ -85,8 +87,8 @@ def plan_sweep(
                     dataset=images.name,
                     split=images.split,
                     keys=tuple(keys),
-                    pending=(left := tuple(key for key in keys if key in pending)),
-                    seconds=times.estimate(left, encoder.depth),
+                    pending=pending,
+                    seconds=times.estimate(pending, encoder.depth),
                     arguments=_arguments(options, planned, encoder.uri),
                 )
             )
