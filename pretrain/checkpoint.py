@@ -82,12 +82,6 @@ def remove_states(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def remove_leftovers(out: Path) -> None:
-    """Delete the temporary files of a process that was killed while it wrote."""
-    for path in out.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
-
-
 def _known_digests(out: Path) -> set[str]:
     return {digest for digest, _ in read_digests(out / _SIDECAR)}
 

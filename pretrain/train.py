@@ -16,13 +16,7 @@ from torch.utils.data import DataLoader
 from pretrain.accuracy import Trained, record_accuracy
 from pretrain.batches import Batches, Share, in_memory
 from pretrain.board import Board, require_tensorboard
-from pretrain.checkpoint import (
-    has_state,
-    load_state,
-    remove_leftovers,
-    remove_states,
-    save_state,
-)
+from pretrain.checkpoint import has_state, load_state, remove_states, save_state
 from pretrain.clock import Clock
 from pretrain.holding import Hold, held
 from pretrain.journal import Journal
@@ -47,7 +41,7 @@ from pretrain.watch import Watch
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
 from ssl_bench.evaluation import trained_on
-from ssl_bench.files import write_text_atomically
+from ssl_bench.files import remove_orphans, write_text_atomically
 from ssl_bench.models import EncoderConfig, ViTConfig
 from ssl_bench.models.checkpoint import save_encoder
 
@@ -355,7 +349,7 @@ def claim(out: Path, *, resume: bool, overwrite: bool) -> None:
             f"{out} already holds a run; go on with --resume, forget it with --overwrite, or "
             "choose another --out"
         )
-    remove_leftovers(out)
+    remove_orphans(out, idle_seconds=0.0)
     if overwrite and not resume:
         remove_states(out)
         for path in files:

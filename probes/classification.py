@@ -87,6 +87,7 @@ class LinearClassification:
 
     task = "classification"
     role = "classification"
+    keeps_images = True
 
     def __post_init__(self) -> None:
         asked_facets(self.facet, tuple(FACETS))

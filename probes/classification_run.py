@@ -9,10 +9,10 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from probes.classification_report import ClassificationReport
-from probes.feature_cache import TrainingFeatures
 from probes.head_training import Source, TrainedHeads, Training
 from probes.image_features import ImageFeatures, ImagePass
 from probes.image_stream import batches
+from probes.training_features import FeaturesInMemory
 from probes.training_split import TrainingSplit
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
@@ -73,12 +73,8 @@ class ClassificationRun:
     def _reports(
         self, facet: str, sources: Sequence[Source], train: ImageFeatures, val: ImageFeatures
     ) -> Iterator[ClassificationReport]:
-        cached = TrainingFeatures(
-            train.layers,
-            train.by_facet[facet][:, :, None, None],
-            train.labels[:, None, None],
-            tier="memory",
-            passes=1,
+        cached = FeaturesInMemory(
+            train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
         )
         held_out = self._held_out_ranks(facet, sources, train, cached)
         heads = self._fit(cached, sources, self.split.every_entry(1))
@@ -104,7 +100,7 @@ class ClassificationRun:
         facet: str,
         sources: Sequence[Source],
         train: ImageFeatures,
-        cached: TrainingFeatures,
+        cached: FeaturesInMemory,
     ) -> list[Int64[Tensor, "rates held_out_images"]] | None:
         """Of heads that are fitted to the other training images; None where all are."""
         if not self.split.held_out:
@@ -117,7 +113,7 @@ class ClassificationRun:
 
     def _fit(
         self,
-        cached: TrainingFeatures,
+        cached: FeaturesInMemory,
         sources: Sequence[Source],
         entries: Int64[Tensor, " chosen"],
     ) -> TrainedHeads:

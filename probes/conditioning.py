@@ -16,6 +16,7 @@ from probes.block_matrices import FACETS, MATRIX, OUTPUTS, Spectrum, block_spect
 from probes.block_passes import BlockPass, Passes, block_passes, initialised_again
 from probes.conditioning_figure import Likeness, draw
 from probes.jacobians import Extremes
+from probes.pictures import blocks_name
 from probes.similarity import linear_cka, linear_cka_ci95
 from probes.spectra import median_with_ci95
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
@@ -47,6 +48,7 @@ CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
     "checkpoints": [("token", "cka_with_checkpoint")],
 }
 PROTOCOLS = tuple(CELLS)
+_SPECTRA, _CKA = "spectra.npz", "cka.npy"
 
 Numbers = Float64[np.ndarray, "images values"]
 
@@ -126,6 +128,13 @@ class Conditioning:
     def _compared_encoder(self) -> str:
         return _title_of(identify_encoder(str(self.compare_to)))
 
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        del images
+        arrays = [f"-{_SPECTRA}", f"-{_CKA}"] if self.protocol == "spectra" else []
+        return {f"{self._stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
+
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score block after block, then draw."""
         images = self.split(context.dataset)
@@ -147,6 +156,8 @@ class Conditioning:
                 spectra[layer] = block_spectra(passes[layer])
                 found = _spectra_scores(layer, spectra[layer], context.seed)
                 found.append(_cka_with_input(layer, passes[layer], context.seed))
+            elif known := self._known(layer, context):
+                found = known
             elif self.protocol == "jacobian_exact":
                 found = _exact_scores(layer, passes[layer], context.seed)
             else:
@@ -154,14 +165,26 @@ class Conditioning:
             self._say_what_is_missing(layer, found, context)
             scores += found
             yield from found
-        likeness = None
+        likeness, path = None, self._path(context)
         if self.protocol == "spectra":
-            _save_spectra(spectra, self._folder(context) / "spectra.npz")
+            _save_spectra(spectra, path.with_name(f"{path.name}-{_SPECTRA}"))
             names = ["input", *map(str, passes)]
             states = [_entered(next(iter(passes.values()))), *map(_left, passes.values())]
             likeness = Likeness(_cka_matrix(states, states), names, names, "")
-            np.save(self._folder(context) / "cka.npy", likeness.values)
-        draw(scores, likeness, self._title(context), self._folder(context) / _picture(passes))
+            values = likeness.values
+            write_atomically(
+                path.with_name(f"{path.name}-{_CKA}"), lambda file: np.save(file, values)
+            )
+        draw(scores, likeness, self._title(context), path.with_name(f"{path.name}.png"))
+
+    def _known(self, layer: int, context: ProbeContext) -> list[Score]:
+        """Scores of a block that an earlier run finished; nothing if it lacks any."""
+        known = [
+            _plain(r.layer, r.facet, r.metric, r.value, r.ci95, r.num_images, r.details)
+            for r in context.known
+            if r.layer == layer
+        ]
+        return known if len(known) == len(CELLS[self.protocol]) else []
 
     def _compared(
         self, passes: Passes, samples: Sequence[Sample], context: ProbeContext
@@ -193,7 +216,8 @@ class Conditioning:
             )
             yield scores[-1]
         likeness = Likeness(matrix, list(map(str, ours)), list(map(str, states)), other.name)
-        draw(scores, likeness, self._title(context), self._folder(context) / _picture(passes))
+        path = self._path(context)
+        draw(scores, likeness, self._title(context), path.with_name(f"{path.name}.png"))
 
     def _say_what_is_missing(
         self, layer: int, found: Sequence[Score], context: ProbeContext
@@ -212,11 +236,13 @@ class Conditioning:
                     "all tokens are the same"
                 )
 
-    def _folder(self, context: ProbeContext) -> Path:
-        more = f"-initialisation{context.seed}" if self.at_initialisation else ""
-        folder = context.artifacts / f"{self.protocol}{more}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    def _path(self, context: ProbeContext) -> Path:
+        """Of the figure, without its end."""
+        return context.artifacts / self._stem(context.layers, context.seed)
+
+    def _stem(self, layers: Sequence[int], seed: int) -> str:
+        more = f"-initialisation{seed}" if self.at_initialisation else ""
+        return f"{self.protocol}{more}/{blocks_name(layers)}"
 
     def _title(self, context: ProbeContext) -> str:
         when = f" at initialisation, seed {context.seed}" if self.at_initialisation else ""
@@ -224,10 +250,6 @@ class Conditioning:
             f"{context.encoder.name}{when}: {self.protocol}, {self.num_images} images of "
             f"{self.image_size} x {self.image_size}"
         )
-
-
-def _picture(passes: Passes) -> str:
-    return f"blocks-{'-'.join(map(str, sorted({min(passes), max(passes)})))}.png"
 
 
 def _title_of(encoder: Encoder | EncoderIdentity) -> str:

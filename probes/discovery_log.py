@@ -17,7 +17,7 @@ from ssl_bench.errors import MachineError
 
 Cell = dict[str, Any]
 # Raised when lines of older files no longer say everything.
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ class DiscoveryLog:
     """Results by image id, kept in a file that grows by a line an image.
 
     The first line holds the key, whose digest is in the file's name: whatever changes a result
-    must be in the key. A line that was cut short or damaged is dropped, its image computed again.
+    must be in the key. Each line has a CRC-32 of its content: one that was cut short or damaged is
+    dropped, its image computed again.
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any], *, forget: bool = False) -> None:
@@ -76,7 +77,7 @@ class DiscoveryLog:
         for line in lines[1:]:
             # Bytes that a failing disk or another writer left say nothing of any image.
             with suppress(ValueError, TypeError, KeyError, RecursionError):
-                self._merge(json.loads(line))
+                self._merge(_whole(json.loads(line)))
 
     def has(self, image_id: str, cells: Sequence[str]) -> bool:
         """Whether all cells of an image are known."""
@@ -93,7 +94,7 @@ class DiscoveryLog:
             "cells": result.cells,
         }
         try:
-            self._append(json.dumps(line))
+            self._append(json.dumps({**line, "crc32": _checksum(line)}))
         except OSError as error:
             raise _cannot_write(self.path, error) from error
         self._merge(line)
@@ -118,6 +119,22 @@ class DiscoveryLog:
         if len(whole) < len(content):
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
+
+
+def _whole(line: dict[str, Any]) -> dict[str, Any]:
+    """What a line says, without its checksum.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    content = {name: value for name, value in line.items() if name != "crc32"}
+    if _checksum(content) != line["crc32"]:
+        raise ValueError("another content than was written")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
 
 
 def _cannot_write(path: Path, error: OSError) -> MachineError:

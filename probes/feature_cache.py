@@ -1,57 +1,36 @@
 """Features of a training set: every view passes the encoder once, and the rest reads memory."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int64, Integer, UInt8
+from jaxtyping import Float, Float16, Int64, UInt8
 from torch import Tensor
 
-from probes.feature_file import FeatureFile
+from probes.feature_file import DamagedFeatures, FeatureFile
 from probes.head_bank import Standardisation
 from probes.image_stream import batches, read_ahead
+from probes.training_features import FeaturesInMemory, FeaturesOnDisk, TrainingFeatures
 from probes.views import Views, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import Progress
 from ssl_bench.features import Facet, FeatureExtractor
 
+# Takes the features of some entries of the layer of an index.
+Put = Callable[[int, Sequence[int], Tensor], None]
+# Beside its weights.
+_OF_ENCODER = (
+    "mean", "std", "patch_size", "depth", "dim", "num_heads", "num_prefix_tokens",
+    "num_registers", "native_size",
+)  # fmt: skip
 # Count up when the same image gives other cached values.
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class TrainingFeatures:
-    """Cached features and labels; entry `views * i + v` is view v of image i.
-
-    Where an image as a whole has a class, it is one patch with one label.
-
-    Attributes:
-        blocks: Features, float16 where they are those of patches, in host memory or memory-mapped.
-        tier: Where the features are.
-        passes: How often each view passed the encoder: 0 if a file held the features.
-    """
-
-    layers: tuple[int, ...]
-    blocks: Float[Tensor, "layers entries rows cols dim"]
-    labels: Integer[Tensor, "entries height width"]
-    tier: Literal["memory", "disk"]
-    passes: int
-
-    def layer_bytes(self) -> int:
-        return self.blocks.element_size() * prod(self.blocks.shape[1:])
-
-    def of_layers(self, layers: Sequence[int]) -> Float[Tensor, "chosen entries rows cols dim"]:
-        """Some layers, in the order asked for, in memory; a view where that is possible."""
-        indices = [self.layers.index(layer) for layer in layers]
-        if self.tier == "memory" and indices == list(range(indices[0], indices[-1] + 1)):
-            return self.blocks[indices[0] : indices[-1] + 1]
-        return torch.stack([self.blocks[index] for index in indices])
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -70,6 +49,7 @@ class TrainingPass:
     Attributes:
         indices: Of the images, within `images`.
         label_size: Height and width of the labels in training.
+        say: Gets a line where features of an earlier run are damaged.
 
     Raises:
         ConfigurationError: the patch does not divide `image_size`.
@@ -85,6 +65,7 @@ class TrainingPass:
     batch_size: int
     workers: int
     progress: Progress
+    say: Callable[[str], None]
 
     def __post_init__(self) -> None:
         patch = self.extractor.patch_size
@@ -108,15 +89,25 @@ class TrainingPass:
         """
         if 2 * prod(self._shape()) <= memory_gib * 2**30:
             blocks = torch.empty(self._shape(), dtype=torch.float16)
-            labels = self._fill(blocks)
-            return TrainingFeatures(self._layers, blocks, labels, "memory", 1)
+            labels = self._fill(partial(_put, blocks))
+            return FeaturesInMemory(self._layers, blocks, labels)
         file = FeatureFile(folder, self._header(), self._shape())
-        passes = int(file.load() is None)
-        with file.writing() if passes else nullcontext(None) as blocks:
-            labels = self._fill(blocks)
-        blocks = file.load()
-        assert blocks is not None
-        return TrainingFeatures(self._layers, blocks, labels, "disk", passes)
+        is_kept = self._is_kept(file)
+        labels = self._fill(None) if is_kept else self._write(file)
+        again = partial(self._write, file)
+        return FeaturesOnDisk(self._layers, labels, file, again, self.say, int(not is_kept))
+
+    def _is_kept(self, file: FeatureFile) -> bool:
+        """Whether an earlier run left its features; those that are read are looked at then."""
+        try:
+            return file.open() is not None
+        except DamagedFeatures as error:
+            self.say(f"{error}; computing the features again")
+            return False
+
+    def _write(self, file: FeatureFile) -> UInt8[Tensor, "entries height width"]:
+        with file.writing() as writer:
+            return self._fill(writer.put)
 
     @property
     def _layers(self) -> tuple[int, ...]:
@@ -134,13 +125,14 @@ class TrainingPass:
         return {
             "version": VERSION,
             **encoder.identity(),
-            "layers": list(self._layers),
+            "encoder": {name: getattr(encoder, name) for name in _OF_ENCODER},
+            "layers": self._layers,
             "facet": self.facet,
             "encoder_dtype": str(self.extractor.dtype),
             "transform": f"{self.views} at {self.image_size}, bilinear with antialias",
             "dataset": f"{self.images.name} {self.images.split}",
             "dataset_fingerprint": self.images.fingerprint(),
-            "ids_sha256": sha256(ids.encode()).hexdigest(),
+            "ids_sha256": sha256(ids.encode(errors="surrogateescape")).hexdigest(),
         }
 
     def _prepare(self, sample: Sample) -> PreparedImage:
@@ -152,27 +144,26 @@ class TrainingPass:
         images = torch.stack([image for image, _ in views])
         return PreparedImage(sample.image_id, images, torch.stack(labels))
 
-    def _fill(self, blocks: Tensor | None) -> UInt8[Tensor, "entries height width"]:
-        """Read all images; features are computed only where there is a tensor for them."""
+    def _fill(self, put: Put | None) -> UInt8[Tensor, "entries height width"]:
+        """Read all images; features are computed only where somebody takes them."""
         labels, first = [], 0
         images = read_ahead(self.images, self.indices, self._prepare, workers=self.workers)
         shown = self.progress(images, "training images", len(self.indices))
         for batch in batches(shown, self.batch_size):
             labels += [item.labels for item in batch]
-            if blocks is not None:
-                self._fill_blocks(blocks, batch, first)
+            if put is not None:
+                self._compute(put, batch, first)
             first += len(batch)
         return torch.cat(labels)
 
-    def _fill_blocks(self, blocks: Tensor, batch: Sequence[PreparedImage], first: int) -> None:
-        ids = [item.image_id for item in batch]
-        for number in range(self.views.count):
+    def _compute(self, put: Put, batch: Sequence[PreparedImage], first: int) -> None:
+        ids, views = [item.image_id for item in batch], self.views.count
+        for number in range(views):
             images = torch.stack([item.images[number] for item in batch])
             features = extract(self.extractor, self.facet, images, ids)
-            entries = slice(first * self.views.count + number, None, self.views.count)
+            entries = range(first * views + number, (first + len(batch)) * views, views)
             for index, layer in enumerate(self._layers):
                 half = features[layer].half()
-                blocks[index, entries][: len(batch)] = half.cpu()
                 finite = half.isfinite().flatten(1).all(1)
                 if not finite.all():
                     raise CheckpointError(
@@ -180,6 +171,16 @@ class TrainingPass:
                         f"float16 (65504) for image {ids[int(finite.logical_not().nonzero()[0])]}; "
                         "try probe.norm=final"
                     )
+                put(index, entries, half.cpu())
+
+
+def _put(
+    blocks: Float16[Tensor, "layers entries rows cols dim"],
+    index: int,
+    entries: Sequence[int],
+    features: Float16[Tensor, "some rows cols dim"],
+) -> None:
+    blocks[index, list(entries)] = features
 
 
 def extract(

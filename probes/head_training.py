@@ -9,10 +9,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from probes.feature_cache import TrainingFeatures, standardisation
+from probes.feature_cache import standardisation
 from probes.head_bank import HeadBank, Standardisation
 from probes.head_optimizers import HeadOptimizer, Schedule
 from probes.pixel_losses import PixelLoss
+from probes.training_features import TrainingFeatures
 from ssl_bench.evaluation import Progress
 
 # The layers whose features, concatenated, one head sees.

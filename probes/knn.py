@@ -56,6 +56,7 @@ class KNN:
 
     task = "knn"
     role = "classification"
+    keeps_images = True
 
     def __post_init__(self) -> None:
         if self.protocol != "dino":

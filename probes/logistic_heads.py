@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from probes.feature_cache import TrainingFeatures
 from probes.head_bank import LinearHeads, Standardisation
 from probes.head_training import (
     Source,
@@ -20,6 +19,7 @@ from probes.head_training import (
 )
 from probes.lbfgs import minimise
 from probes.pixel_losses import PixelLoss, PixelTargets
+from probes.training_features import TrainingFeatures
 from ssl_bench.evaluation import Progress
 
 

@@ -12,7 +12,15 @@ from PIL import Image
 from torch import Tensor
 
 from probes.map_reference import FILE, MapReference, load_reference, reference_folder
-from probes.pictures import Picture, heading, sheet, svg_sheet, titled
+from probes.pictures import (
+    Picture,
+    blocks_name,
+    heading,
+    image_name,
+    sheet,
+    svg_sheet,
+    titled,
+)
 from probes.principal_components import (
     Colours,
     Map,
@@ -29,7 +37,6 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.metrics import bootstrap_ci95
-from ssl_bench.naming import file_name
 
 PROTOCOLS = ("image", "batch", "dataset")
 BACKGROUNDS = ("keep", "first_component")
@@ -120,6 +127,17 @@ class PCA:
 
     def settings(self) -> dict[str, Any]:
         return {name: v for name, v in asdict(self).items() if name not in _NOT_SETTINGS}
+
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        del seed
+        together = [f"{blocks_name(layers)}.{kind}" for kind in self._grid_kinds]
+        shown = {f"{self._kind}/{name}": layers for name in (*together, FILE)}
+        for image_id in images.ids[: self.num_images]:
+            for layer in layers:
+                shown[f"{self._kind}/block{layer:02d}/{image_name(image_id)}"] = [layer]
+        return shown
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Draw the maps, then score the variance that three components explain."""
@@ -216,6 +234,10 @@ class PCA:
         return None if is_replaced or not earlier.covers(images) else earlier
 
     @property
+    def _grid_kinds(self) -> tuple[str, ...]:
+        return ("png", "svg") if self.grid == "both" else (self.grid,)
+
+    @property
     def _kind(self) -> str:
         """Name of the folder of the pictures."""
         more = [self.facet] if self.facet != "token" else []
@@ -295,9 +317,8 @@ class PCA:
         photographs = photographs_of(samples)
         for layer, column in pictures.items():
             for sample, *both in zip(samples, photographs, column, strict=True):
-                name = f"{file_name(sample.image_id, added=4)}.png"
                 tiles = [titled(picture.image, *picture.titles) for picture in both]
-                sheet([tiles], folder / f"block{layer:02d}" / name)
+                sheet([tiles], folder / f"block{layer:02d}" / image_name(sample.image_id))
 
     def _draw_grid(
         self,
@@ -316,12 +337,12 @@ class PCA:
             [picture for row in of_images[i : i + step] for picture in row]
             for i in range(0, len(of_images), step)
         ]
-        name = "blocks-" + "-".join(map(str, sorted({min(pictures), max(pictures)})))
+        name = blocks_name(list(pictures))
         line = f"{context.encoder.name}: {self._legend()}"
-        if self.grid in ("png", "both"):
+        if "png" in self._grid_kinds:
             tiles = [[titled(p.image, *p.titles) for p in row] for row in rows]
             sheet([[heading(line)], *tiles], folder / f"{name}.png")
-        if self.grid in ("svg", "both"):
+        if "svg" in self._grid_kinds:
             svg_sheet(rows, folder / f"{name}.svg", line)
 
     def _legend(self) -> str:

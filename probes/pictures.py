@@ -12,6 +12,7 @@ from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from ssl_bench.files import write_atomically, write_text_atomically
+from ssl_bench.naming import file_name
 
 TILE_HEIGHT = 144
 LONGEST_TILE = 3 * TILE_HEIGHT
@@ -145,6 +146,23 @@ def _svg_image(
 def _title_width(titles: Sequence[str], width: int) -> int:
     lines = [shortened(title, LONGEST_TILE - 2) for title in titles]
     return max([width, *(2 + round(_FONT.getlength(line)) for line in lines)])
+
+
+def blocks_name(layers: Sequence[int]) -> str:
+    """Of a picture of several blocks: "blocks-0-11", or "blocks-0-2_5" where they have gaps."""
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    ends = (sorted({run[0], run[-1]}) for run in runs)
+    return "blocks-" + "_".join("-".join(map(str, end)) for end in ends)
+
+
+def image_name(image_id: str, *, before: str = "") -> str:
+    """File name of the picture of an image, whose id may hold folders and be of any length."""
+    return f"{before}{file_name(image_id, added=len(before) + len('.png'))}.png"
 
 
 def save_png(picture: Image.Image, path: Path) -> None:

@@ -9,11 +9,12 @@ from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor
 
 from probes.dense_scores import RateScores
-from probes.feature_cache import TrainingFeatures, TrainingPass, extract
+from probes.feature_cache import TrainingPass, extract
 from probes.image_stream import batches, read_ahead
 from probes.neighbours import NeighbourSearch
 from probes.pixel_losses import label_histograms
 from probes.scored_images import SquashedScoring
+from probes.training_features import TrainingFeatures
 from probes.training_split import TrainingSplit
 from probes.views import ResizedCrops, Views, WholeImage
 from ssl_bench.data.locations import cache_folder
@@ -64,6 +65,7 @@ class Retrieval:
 
     task = "retrieval"
     role = "segmentation"
+    keeps_images = True
 
     def __post_init__(self) -> None:
         if self.norm not in ("none", "final") or self.crops not in ("whole", "resized"):
@@ -142,6 +144,7 @@ class Retrieval:
             batch_size=self.batch_size,
             workers=self.num_workers,
             progress=context.progress,
+            say=context.say,
         )
 
     def _chosen(
@@ -222,8 +225,7 @@ class Retrieval:
 def _search(
     features: TrainingFeatures, layer: int, chosen: Int64[Tensor, " memory"], device: torch.device
 ) -> NeighbourSearch:
-    patches = features.blocks[features.layers.index(layer)].flatten(0, 2)
-    return NeighbourSearch.of(patches[chosen].to(device))
+    return NeighbourSearch.of(features.of_patches(layer, chosen).to(device))
 
 
 def _label_shares(

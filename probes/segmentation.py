@@ -1,6 +1,6 @@
 """Linear segmentation: what can a linear head segment with the patches of each block?"""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from probes.head_training import (
 from probes.logistic_heads import LogisticTraining
 from probes.pixel_losses import HistogramLoss, ModeLoss, PixelLoss, ResampledLoss, UpsampledLoss
 from probes.scored_images import PatchScoring, Scoring, SlidingScoring, SquashedScoring
-from probes.segmentation_run import SegmentationRun
+from probes.segmentation_run import FileNames, SegmentationRun
 from probes.training_split import TrainingSplit
 from probes.views import ResizedCrops, ScaledCrops, Views, WholeImage
 from ssl_bench.data.locations import cache_folder
@@ -111,6 +111,7 @@ class Segmentation:
 
     task = "segmentation"
     role = "segmentation"
+    keeps_images = True
 
     def __post_init__(self) -> None:
         for field, valid in _CHOICES.items():
@@ -168,6 +169,16 @@ class Segmentation:
         unused = _OF_STEPS if self.optimizer == "lbfgs" else _OF_LBFGS
         return settings_without(_NOT_SETTINGS | unused, asdict(self))
 
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        names, shown = self._names(seed), [source[-1] for source in self.sources(layers)]
+        panels = [names.panel(image_id) for image_id in images.ids[: self.panels]]
+        return dict.fromkeys([*panels, names.training_images], shown)
+
+    def _names(self, seed: int) -> FileNames:
+        return FileNames(self.protocol, self.facet, seed)
+
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
 
@@ -196,7 +207,8 @@ class Segmentation:
             memory_gib=self.memory_gib,
             cache=cache_folder(self.cache) / "features",
             facet=self.facet,
-            pictures=context.artifacts / f"{self.protocol}-{self.facet}",
+            folder=context.artifacts,
+            names=self._names(context.seed),
             panels=self.panels,
         )
 
@@ -235,6 +247,7 @@ class Segmentation:
             batch_size=self.batch_size,
             workers=self.num_workers,
             progress=context.progress,
+            say=context.say,
         )
 
     def _training(self, context: ProbeContext, classes: int) -> Training:

@@ -9,12 +9,14 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from probes.dense_scores import RateScores, ScoredStream
-from probes.feature_cache import TrainingFeatures, TrainingPass
+from probes.feature_cache import TrainingPass
 from probes.head_training import Source, TrainedHeads, Training
 from probes.image_stream import batches, read_ahead
+from probes.pictures import image_name
 from probes.scored_images import Scoring
 from probes.segmentation_panels import draw_panel
 from probes.segmentation_report import SourceReport
+from probes.training_features import TrainingFeatures
 from probes.training_split import TrainingSplit
 from probes.views import nearest_labels
 from ssl_bench.data.samples import ImageSet
@@ -22,7 +24,22 @@ from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Progress, Score
 from ssl_bench.files import write_text_atomically
 from ssl_bench.metrics import IGNORED
-from ssl_bench.naming import file_name
+
+
+@dataclass(frozen=True)
+class FileNames:
+    """Of what a run leaves beside its records."""
+
+    protocol: str
+    facet: str
+    seed: int
+
+    def panel(self, image_id: str) -> str:
+        return image_name(image_id, before=f"{self.protocol}-{self.facet}-")
+
+    @property
+    def training_images(self) -> str:
+        return f"{self.protocol}-{self.facet}-seed{self.seed}-train.txt"
 
 
 @dataclass(frozen=True)
@@ -35,7 +52,8 @@ class SegmentationRun:
         memory_gib: What the features may take in memory.
         cache: Folder for features beyond that.
         facet: Under which the scores are recorded.
-        pictures: Where panels go, and how their names begin.
+        folder: Where panels go.
+        names: What they are called.
         panels: How many.
     """
 
@@ -49,7 +67,8 @@ class SegmentationRun:
     memory_gib: float
     cache: Path
     facet: str
-    pictures: Path
+    folder: Path
+    names: FileNames
     panels: int
 
     def scores(self, guesses: Sequence[str]) -> Iterator[Score]:
@@ -64,10 +83,11 @@ class SegmentationRun:
         if self.refit:
             heads = self._fit(features, self.split.every_entry(self.training_pass.views.count))
         reports, drawn = self.score(heads, held_out, self._details(heads, features, guesses))
-        for report in reports:
-            yield from report.scores()
+        # First, so that no record stands there without them.
         self._draw(drawn, [report.chosen for report in reports])
         self._list_training_images()
+        for report in reports:
+            yield from report.scores()
 
     def features(self) -> TrainingFeatures:
         return self.training_pass.run(memory_gib=self.memory_gib, folder=self.cache)
@@ -92,10 +112,8 @@ class SegmentationRun:
         positions = sorted(self.split.held_out)
         for position in self._progress(positions, "held-out images", len(positions)):
             entry = position * self.training_pass.views.count
-            blocks = {
-                layer: features.blocks[index, entry, None].to(self.training.device)
-                for index, layer in enumerate(features.layers)
-            }
+            of_entry = features.of_entry(entry)[:, None].to(self.training.device)
+            blocks = dict(zip(features.layers, of_entry, strict=True))
             sample = self.training_pass.images[self.split.indices[position]]
             image = self.scoring.prepare(sample)
             counts = stream.count_one(stream.predict(blocks, image), image.mask)
@@ -185,8 +203,8 @@ class SegmentationRun:
     def _list_training_images(self) -> None:
         """Leave the ids that were trained on beside the pictures; records hold their digest."""
         ids = self.split.ids(self.training_pass.images)
-        path = self.pictures.with_name(f"{self.pictures.name}-seed{self.training.seed}-train.txt")
-        write_text_atomically(path, "".join(f"{image_id}\n" for image_id in ids))
+        text = "".join(f"{image_id}\n" for image_id in ids)
+        write_text_atomically(self.folder / self.names.training_images, text)
 
     def _draw(self, drawn: Sequence[Tensor], rates: Sequence[int]) -> None:
         for index, predicted in enumerate(drawn):
@@ -198,7 +216,5 @@ class SegmentationRun:
                 masks[title] = by_rate[rate]
             size = sample.image.shape[:2]
             full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}
-            start = f"{self.pictures.name}-"
-            name = file_name(sample.image_id, added=len(start) + len(".png"))
-            path = self.pictures.with_name(f"{start}{name}.png")
+            path = self.folder / self.names.panel(sample.image_id)
             draw_panel(sample.image, full, self.val_images.class_names, path)

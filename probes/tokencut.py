@@ -1,9 +1,9 @@
 """TokenCut: does the normalised cut of a block's features find an object?"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from probes.discovery import Cut, Discovery, PatchGrid, cut_out, discover, lost, maskcut
+from probes.discovery_files import DiscoveryFiles
 from probes.discovery_gallery import Gallery
 from probes.discovery_log import Cell, DiscoveryLog, ImageResult, pack_mask
 from probes.discovery_panels import panel, save_masks
@@ -27,7 +28,6 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.metrics import is_hit
-from ssl_bench.naming import file_name
 from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
@@ -60,6 +60,7 @@ class TokenCut(Cut):
 
     task = "tokencut"
     role = "discovery"
+    keeps_images = True
 
     def __post_init__(self) -> None:
         named = self.protocol.split(",")[0]
@@ -75,6 +76,10 @@ class TokenCut(Cut):
         _require(bool(self._asked_facets()) and not unknown, wrong)
         # Frozen for everybody else: a changed option must not pass for the reference in a table.
         object.__setattr__(self, "protocol", ", ".join([named, *self._changed_options()]))
+
+    @property
+    def _folder(self) -> str:
+        return self.protocol.replace(", ", "_")
 
     @property
     def facets(self) -> tuple[Facet, ...]:
@@ -95,6 +100,18 @@ class TokenCut(Cut):
             left_out.add("max_objects")
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        del seed
+        drawn, files = images.ids[: self.panels], DiscoveryFiles(Path(self._folder))
+        shown: dict[str, Sequence[int]] = {}
+        for layer, facet, _ in self.cells(layers) if drawn else []:
+            cell = cell_name(layer, facet)
+            paths = [files.sheet(cell), *(files.panel(cell, image_id) for image_id in drawn)]
+            shown |= {path.as_posix(): [layer] for path in paths}
+        return shown
+
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers and facets after one forward pass an image.
 
@@ -106,7 +123,7 @@ class TokenCut(Cut):
             CheckpointError: the encoder gives NaN for an image.
         """
         images = self.split(context.dataset)
-        folder = context.artifacts / self.protocol.replace(", ", "_")
+        folder = context.artifacts / self._folder
         key = self._log_key(images, context)
         log = DiscoveryLog(folder, key, forget=context.overwrite)
         self._discover_all(images, log, context)
@@ -131,7 +148,13 @@ class TokenCut(Cut):
 
     def _discover_all(self, images: ImageSet, log: DiscoveryLog, context: ProbeContext) -> None:
         names = [cell_name(layer, facet) for layer, facet, _ in self.cells(context.layers)]
-        pending = [i for i, image_id in enumerate(images.ids) if not log.has(image_id, names)]
+        drawn, files = set(images.ids[: self.panels]), DiscoveryFiles(log.path.parent)
+        pending = [
+            i
+            for i, image_id in enumerate(images.ids)
+            if not log.has(image_id, names)
+            or not files.has_all(image_id, log.images[image_id], names, drawn)
+        ]
         extractor = FeatureExtractor(
             context.encoder,
             layers=context.layers,
@@ -139,12 +162,11 @@ class TokenCut(Cut):
             device=context.device,
             dtype=context.dtype,
         )
-        drawn = set(images.ids[: self.panels])
         found_in = self._each_image(images, pending, extractor)
         for sample, found in context.progress(found_in, self.method, len(pending)):
             grid = _grid(sample, extractor.patch_size)
             with_panel = sample.image_id in drawn
-            self._draw(sample, found, grid, log.path.parent, with_panel=with_panel)
+            self._draw(sample, found, grid, files, with_panel=with_panel)
             log.add(sample.image_id, image_result(sample, found, grid))
 
     def _each_image(
@@ -171,21 +193,17 @@ class TokenCut(Cut):
         sample: Sample,
         found: dict[str, list[Discovery]],
         grid: PatchGrid,
-        folder: Path,
+        files: DiscoveryFiles,
         *,
         with_panel: bool,
     ) -> None:
         for name, objects in found.items():
             if sample.boxes is None:
-                *below, last = PurePosixPath(sample.image_id).parts
-                place = folder.joinpath("masks", _block_name(name), *below)
-                path = place / f"{file_name(last, added=4)}.png"
-                save_masks(objects, grid, path)
+                save_masks(objects, grid, files.mask(name, sample.image_id))
             if with_panel:
                 layer, facet = name.split("/")
                 row = panel(sample, objects[0], f"block {layer}, {facet}", grid.patch_size)
-                picture = f"{file_name(sample.image_id, added=4)}.png"
-                sheet([row], folder / _block_name(name) / picture)
+                sheet([row], files.panel(name, sample.image_id))
 
     def _draw_sheets(
         self,
@@ -202,7 +220,7 @@ class TokenCut(Cut):
             name = cell_name(layer, facet)
             where = f"{images.name} {images.split}, {context.encoder.name}"
             title = f"{where}, block {layer}, {facet}, protocol {self.protocol}"
-            gallery.draw(name, title, folder / f"{_block_name(name)}.png")
+            gallery.draw(name, title, DiscoveryFiles(folder).sheet(name))
 
     def _is_scored(self, images: ImageSet, results: Sequence[ImageResult], log: Path) -> bool:
         if any(result.num_boxes for result in results):
@@ -315,11 +333,6 @@ def _grid(sample: Sample, patch_size: int) -> PatchGrid:
 
 def _whole(box: Float64[np.ndarray, " 4"]) -> list[int]:
     return box.astype(int).tolist()
-
-
-def _block_name(name: str) -> str:
-    layer, facet = name.split("/")
-    return f"block{int(layer):02d}_{facet}"
 
 
 def _require(condition: bool, message: str) -> None:

@@ -23,7 +23,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
 from ssl_bench.escaping import json_text, printable
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.features import resolve_layers
-from ssl_bench.files import remove_orphans
+from ssl_bench.files import remove_orphans_below
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, with_root
 from ssl_bench.results import Record, ResultStore
@@ -83,7 +83,8 @@ def opened_store(folder: str) -> ResultStore:
     """A store that can be written, without what killed writers left there."""
     store = ResultStore(Path(folder))
     require_writable(store.root)
-    remove_orphans(store.root)
+    for name in ("records", "images", "pictures"):
+        remove_orphans_below(store.root / name)
     return store
 
 

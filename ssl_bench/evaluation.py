@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +15,7 @@ from ssl_bench.data.readable import ReadableDataset, counts_and_first, summary
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.models import Encoder
-from ssl_bench.naming import encoder_folder, file_name
+from ssl_bench.pending import Pending, find_pending, pictures_folder
 from ssl_bench.progress import show_progress
 from ssl_bench.results import (
     OUTDATED,
@@ -47,6 +47,7 @@ class ProbeContext:
 
     Attributes:
         say: Tells the user one line that no record holds.
+        known: Records of asked cells that are finished; their scores need not be given again.
     """
 
     encoder: Encoder
@@ -59,6 +60,7 @@ class ProbeContext:
     progress: Progress
     overwrite: bool = False
     say: Callable[[str], None] = print
+    known: Sequence[Record] = ()
 
 
 @dataclass(frozen=True)
@@ -232,18 +234,21 @@ class Evaluation:
     ) -> list[Record]:
         images = self.probe.split(self.dataset)
         keys = cell_keys(self, images, self.layers, self.encoder.identity())
-        pending = {key for key in keys if overwrite or not store.has(key)}
-        layers = tuple(dict.fromkeys(key.layer for key in keys if key in pending))
+        pending = find_pending(self.probe, keys, images, store, self.artifacts(store, images))
+        if overwrite:
+            pending = Pending.everything(keys)
         where = f"{self.probe.task} on {images.name} {images.split}, {self.encoder.name}"
-        if len(pending) < len(keys):
-            done = len(keys) - len(pending)
+        if done := len(keys) - len(pending.cells):
             say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
-        if pending:
-            first = next(key for key in keys if key in pending)
-            if old := store.outdated(first):
-                say(f"{where}: ignored {old} and its like: {OUTDATED}")
-            say(f"{where}: layers {', '.join(map(str, layers))}")
-            self._compute(layers, images, store, say=say, overwrite=overwrite)
+        if pending.cells and (old := store.outdated(next(k for k in keys if k in pending.cells))):
+            say(f"{where}: ignored {old} and its like: {OUTDATED}")
+        if store.image_ids(images.fingerprint()) is None:
+            store.save_image_ids(images.fingerprint(), images.ids)
+        if pending.layers:
+            again = "" if pending.cells else "pictures are missing and drawn again, "
+            say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")
+            finished = dict.fromkeys(key for key in keys if key not in pending.cells)
+            self._compute(pending.layers, images, store, finished, say=say, overwrite=overwrite)
         return [record for key in keys if (record := store.load(key)) is not None]
 
     def _compute(
@@ -251,10 +256,12 @@ class Evaluation:
         layers: tuple[int, ...],
         images: ImageSet,
         store: ResultStore,
+        finished: Collection[CellKey],
         *,
         say: Callable[[str], None],
         overwrite: bool,
     ) -> None:
+        """Run the probe; records of finished cells stay as they are."""
         context = ProbeContext(
             encoder=self.encoder,
             dataset=self.dataset,
@@ -266,17 +273,19 @@ class Evaluation:
             progress=show_progress,
             overwrite=overwrite,
             say=say,
+            known=[record for key in finished if (record := store.load(key)) is not None],
         )
-        store.save_image_ids(images.fingerprint(), images.ids)
         start = time.monotonic()
         for score in self.probe.run(context):
             record = self._record(score, images, time.monotonic() - start)
-            store.save(record, score.per_image)
+            if record.key() not in finished:
+                store.save(record, score.per_image)
 
     def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
         """Folder for the pictures and per-image results of this encoder."""
-        model = encoder_folder(self.encoder.name, encoder_id(self.encoder.identity()))
-        return store.root / "pictures" / self.probe.task / file_name(images.name) / model
+        encoder = self.encoder
+        known_as = encoder_id(encoder.identity())
+        return pictures_folder(store, self.probe.task, images.name, encoder.name, known_as)
 
     def _record(self, score: Score, images: ImageSet, seconds: float) -> Record:
         left_out = _left_out(self.dataset)

@@ -1,21 +1,21 @@
 """Files that are either complete or not there."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
 import stat
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
 from ssl_bench.errors import MachineError
 
-_ORPHAN_SECONDS = 3600
 # Between them `*` marks what sha256sum read as binary.
 _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
 _LEAVE_TERMINAL = getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
@@ -55,31 +55,53 @@ def read_within(root: Path, path: Path, most_bytes: int) -> bytes:
         return file.read()
 
 
+_UNFINISHED = re.compile(r"\.ssl-bench-[0-9a-f]{32}\.tmp")
+_ORPHAN_SECONDS = 3600.0
+# Where files cannot be locked, nobody knows whether their writer is alive.
+_UNLOCKED_ORPHAN_SECONDS = 86_400.0
+
+
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that a reader, a kill or a full disk never sees half of it.
 
     Raises:
         MachineError: the folder cannot be written or the disk is full; an older file stays intact.
     """
-    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")
-        # Not tempfile.mkstemp, whose files only their owner may read, whatever the umask says.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with os.fdopen(descriptor, "wb") as file:
+        with unfinished(path) as file:
             write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        _sync_folder(path.parent)
     except OSError as error:
         raise MachineError(
             f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
         ) from error
+
+
+@contextmanager
+def unfinished(path: Path) -> Iterator[BinaryIO]:
+    """A new file that gets the name `path` when the block ends without an error.
+
+    Until then it is locked and has a name that no other process, host or container gives.
+
+    Raises:
+        OSError: it cannot be written; an older file stays intact.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Not the name of the file within it, which may be as long as names can be.
+    temporary = path.with_name(f".ssl-bench-{uuid.uuid4().hex}.tmp")
+    # Not tempfile.mkstemp, whose files only their owner may read, whatever the umask says.
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            # Whoever looks for orphans may hold it for a moment.
+            with suppress(BlockingIOError):
+                _lock(descriptor)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+        _sync_folder(path.parent)
     finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def write_text_atomically(path: Path, text: str) -> None:
@@ -87,17 +109,53 @@ def write_text_atomically(path: Path, text: str) -> None:
     write_atomically(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
 
-def remove_orphans(folder: Path) -> None:
-    """Delete the temporary files that writers left below a folder when they were killed.
+def remove_orphans_below(folder: Path) -> None:
+    """`remove_orphans` of a folder and those within it; links are not followed."""
+    if not folder.is_symlink():
+        for place, _, _ in os.walk(folder):
+            remove_orphans(Path(place))
 
-    Only those that nobody has touched for an hour: other processes may be writing theirs.
+
+def remove_orphans(folder: Path, *, idle_seconds: float = _ORPHAN_SECONDS) -> None:
+    """Delete the unfinished files that killed writers left in a folder, and nothing else.
+
+    A writer holds its file locked, and the lock ends with it, in whatever container it ran. Some
+    network file systems keep locks from other hosts: where others may write, a file counts as left
+    behind only once nobody has touched it for a while; without any locks, for a day.
     """
-    latest = time.time() - _ORPHAN_SECONDS
-    for path in folder.rglob(".*.tmp"):
-        # Another process may be quicker.
-        with suppress(OSError):
-            if path.stat().st_mtime < latest:
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if _UNFINISHED.fullmatch(path.name):
+                _remove_orphan(path, idle_seconds)
+
+
+def _remove_orphan(path: Path, idle_seconds: float) -> None:
+    # Errors: another process was quicker, it is a link, or its writer lives.
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            status = os.fstat(descriptor)
+            if not _lock(descriptor):
+                idle_seconds = max(idle_seconds, _UNLOCKED_ORPHAN_SECONDS)
+            if stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime >= idle_seconds:
                 path.unlink()
+        finally:
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file until it is closed; False on a file system without locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def open_regular(path: Path) -> BinaryIO:

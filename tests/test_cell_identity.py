@@ -243,8 +243,8 @@ def test_fault_55_a_record_of_an_earlier_kind_counts_for_nothing_and_is_named(pl
     for path in paths:
         path.unlink()
     assert main(["table"]) == 3
-    assert "can be read, such as" in (said := capsys.readouterr().err)
-    assert "of an earlier kind" in said
+    assert "can be read, such as" in (line := capsys.readouterr().err)
+    assert "of an earlier kind" in line
 
 
 def test_the_identity_of_a_cell_needs_no_encoder(place):

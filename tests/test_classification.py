@@ -16,11 +16,11 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from probes.classification import LinearClassification
-from probes.feature_cache import TrainingFeatures
 from probes.head_optimizers import SGD, Schedule
 from probes.head_training import HeadTraining
 from probes.image_features import ImagePass
 from probes.pixel_losses import LabelLoss
+from probes.training_features import FeaturesInMemory
 from probes.training_split import TrainingSplit
 from ssl_bench.cli import main
 from ssl_bench.data.class_folders import ClassFolders
@@ -191,7 +191,7 @@ def test_heads_trained_side_by_side_are_those_trained_alone_in_float64():
         schedule=Schedule("cosine", 0.0), standardise=False, classes=classes, seed=4,
         device=torch.device("cpu"),
     )  # fmt: skip
-    cache = TrainingFeatures((3, 7), blocks[:, :, None, None], labels[:, None, None], "memory", 1)
+    cache = FeaturesInMemory((3, 7), blocks[:, :, None, None], labels[:, None, None])
     heads = training.train(cache, [(3,), (7,)], torch.arange(20), silent)
 
     for source in (0, 1):

@@ -240,7 +240,7 @@ def test_pictures_show_every_block_beside_the_photograph(workplace):
     pictures = {p.relative_to(workplace).as_posix() for p in workplace.rglob("results/**/*.png")}
     names = {Path(p).parent.name for p in pictures}
     assert {"block00", "block02"} <= names
-    assert any(p.endswith("blocks-0-2.png") for p in pictures)
+    assert any(p.endswith("blocks-0_2.png") for p in pictures)
 
 
 def _environment() -> dict[str, str]:

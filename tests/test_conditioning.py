@@ -32,6 +32,7 @@ from ssl_bench.tables.depth import depth_tables
 from tests.matrices import condition, normal, rank
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
+FILES = ("blocks-0-1.png", "blocks-0-1-spectra.npz", "blocks-0-1-cka.npy")
 BARE = replace(TINY, skip_attention=False, skip_mlp=False)
 
 
@@ -147,11 +148,11 @@ def test_spectra_are_those_of_the_matrices_of_the_encoder_itself(photographs, tm
         linear_cka(x, (middle + mlp)[None])
     )
     (pictures,) = (tmp_path / "out" / "pictures").rglob("spectra")
-    assert {p.name for p in pictures.iterdir()} == {"blocks-0-1.png", "spectra.npz", "cka.npy"}
-    with np.load(pictures / "spectra.npz") as arrays:
+    assert {p.name for p in pictures.iterdir()} == set(FILES)
+    with np.load(pictures / FILES[1]) as arrays:
         assert arrays["block00_attention_matrix"].shape == (1, 2, 5)
         np.testing.assert_allclose(arrays["block01_mlp"].shape, (1, 1, 5))
-    assert np.load(pictures / "cka.npy").shape == (3, 3)
+    assert np.load(pictures / FILES[2]).shape == (3, 3)
 
 
 def test_a_silent_attention_is_infinite_in_records_and_tables(photographs, tmp_path):

@@ -69,30 +69,39 @@ def test_a_gpu_gives_the_scores_of_the_cpu_from_every_tier(tmp_path, memory_gib)
     assert on_gpu == pytest.approx(on_cpu, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["encoder", "image_size", "views", "crops", "norm", "files", "ids", "header", "cut", "version"],
-)
+STALE = ["encoder", "mean", "std", "dtype", "layers", "files", "ids", "version"]
+OTHER_VIEWS = {"image_size": 40, "views": 2, "crops": "resized", "norm": "final"}
+
+
+@pytest.mark.parametrize("change", [*STALE, *OTHER_VIEWS])
 def test_a_stale_cache_is_computed_again(tmp_path, monkeypatch, change):
     probe = quick_probe(memory_gib=0.0, cache=str(tmp_path), epochs=1, train_images=16)
     list(probe.run(probe_context(tmp_path)))
     encoder, dataset = tiny_encoder(seed=int(change == "encoder")), ColourDataset()
-    changes = {"image_size": 40, "views": 2, "crops": "resized", "norm": "final"}
-    if change in changes:
-        probe = replace(probe, **{change: changes[change]}, holdout=0.0)
+    if change in ("mean", "std"):
+        encoder = replace(encoder, **{change: (0.5, 0.4, 0.3)})
+    if change in OTHER_VIEWS:
+        probe = replace(probe, **{change: OTHER_VIEWS[change]}, holdout=0.0)
     if change == "version":
         monkeypatch.setattr(feature_cache, "VERSION", feature_cache.VERSION + 1)
     if change == "files":
         dataset.stamp = "other bytes"
-    (header,) = (tmp_path / "features").glob("*.json")
-    if change == "header":
-        text = header.read_text()
-        header.write_text(text.replace(encoder.sha256, "0" * 64))
-    if change == "cut":
-        header.with_suffix(".float16").write_bytes(b"0")
     context = probe_context(tmp_path, encoder, dataset, seed=int(change == "ids"))
+    if change == "layers":
+        context = replace(context, layers=(0, 2, 3))
+    if change == "dtype":
+        context = replace(context, dtype=torch.bfloat16)
     score = next(iter(probe.run(context)))
     assert score.details["encoder_passes"] == 1
+
+
+def test_features_are_found_again_by_a_run_that_asks_the_same(tmp_path):
+    probe = quick_probe(memory_gib=0.0, cache=str(tmp_path), epochs=1, train_images=16)
+    list(probe.run(probe_context(tmp_path)))
+    # What has no part in the features.
+    other = replace(probe, epochs=2, batch_size=3, num_workers=1)
+    score = next(iter(other.run(probe_context(tmp_path))))
+    assert score.details["encoder_passes"] == 0
 
 
 def test_the_cache_holds_every_view_of_every_image_and_its_labels(tmp_path):

@@ -1,6 +1,7 @@
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -86,3 +87,29 @@ def test_a_killed_writer_leaves_the_whole_old_or_the_whole_new_file(tmp_path):
         content = path.read_bytes()
         assert len(content) == 400_000
         assert len(set(content)) == 1
+
+
+def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+    events, sync, rename = [], os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        events.append("folder" if stat.S_ISDIR(status.st_mode) else f"{status.st_size} bytes")
+        sync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        events.append("name")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+
+    write_text_atomically(tmp_path / "a.txt", "whole")
+
+    assert events == ["5 bytes", "name", "folder"]
+
+
+def test_a_name_of_any_length_can_be_written(tmp_path):
+    write_text_atomically(tmp_path / ("n" * 255), "long")
+
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["long"]

@@ -6,10 +6,10 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
-from probes.feature_cache import TrainingFeatures
 from probes.lbfgs import minimise
 from probes.logistic_heads import LogisticTraining
 from probes.pixel_losses import HistogramLoss
+from probes.training_features import FeaturesInMemory
 
 C_VALUES = (1e-4, 1e-2, 1.0)
 NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
@@ -24,7 +24,7 @@ def _digits():
     masks = labels[:count].astype(np.uint8).reshape(NUM_IMAGES, SIDE, SIDE)
     masks[:, 0, 0] = 255
     blocks = torch.from_numpy(layers).view(2, NUM_IMAGES, SIDE, SIDE, 64)
-    return TrainingFeatures((0, 1), blocks, torch.from_numpy(masks), "memory", 1)
+    return FeaturesInMemory((0, 1), blocks, torch.from_numpy(masks))
 
 
 def _training(**changes):

@@ -16,6 +16,7 @@ from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.evaluation import cell_keys
 from ssl_bench.features import resolve_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
+from ssl_bench.pending import find_pending, pictures_folder
 from ssl_bench.planning import PlannedProbe
 from ssl_bench.results import CellKey, Record, ResultStore, encoder_id
 
@@ -71,7 +72,12 @@ def plan_sweep(
         for planned in plan:
             images = planned.probe.split(planned.dataset)
             keys = cell_keys(planned, images, layers, encoder.identity())
-            pending = [key for key in keys if not store.has(key)]
+            known_as = encoder_id(encoder.identity())
+            folder = pictures_folder(store, planned.probe.task, images.name, encoder.name, known_as)
+            found = find_pending(planned.probe, keys, images, store, folder)
+            # Where pictures alone are missing, the cells that are run for them.
+            left = found.cells or [key for key in keys if key.layer in found.layers]
+            pending = tuple(key for key in keys if key in left)
             jobs.append(
                 Job(
                     encoder=encoder,
@@ -80,7 +86,7 @@ def plan_sweep(
                     dataset=images.name,
                     split=images.split,
                     keys=tuple(keys),
-                    pending=tuple(pending),
+                    pending=pending,
                     seconds=times.estimate(pending, encoder.depth),
                     arguments=_arguments(options, planned, encoder.uri),
                 )
