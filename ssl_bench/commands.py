@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,16 +25,12 @@ from ssl_bench.features import resolve_layers
 from ssl_bench.files import remove_orphans
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, with_root
+from ssl_bench.progress import say
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.sheets import default_format, set_tables
 
 ON_BAD_IMAGE = ("fail", "skip")
-
-
-def say(line: str) -> None:
-    """Tell the user on stderr; stdout is for tables."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def probe(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -13,6 +13,7 @@ from jaxtyping import Float64, Int64, Shaped
 from ssl_bench.errors import DataError
 from ssl_bench.metrics import bootstrap_sums, interval95, mean_iou, pixel_accuracy
 from ssl_bench.results import PerImage, Record, ResultStore
+from ssl_bench.tables.depth import trusted_note
 from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word
 
@@ -234,7 +235,8 @@ class Comparison:
             head=("block", *self.names, "difference [95 %]"),
             rows=tuple(cells),
             note=(
-                f"paired bootstrap over {record.num_images} images, {RESAMPLES} resamples; "
+                f"paired bootstrap over {record.num_images} images{trusted_note([record])}, "
+                f"{RESAMPLES} resamples; "
                 "no correction for the number of rows"
             ),
         )
