@@ -1,6 +1,5 @@
 """How good the encoder is by now: measured on labelled images every few epochs of a run."""
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from pretrain.options import require_text, usable_cores
 from pretrain.schedules import Timeline
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.class_folders import ClassFolders
+from ssl_bench.data.fingerprints import extended
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
@@ -241,7 +241,7 @@ class Drawn:
         whole = self.images.fingerprint()
         if len(self.indices) == len(self.images):
             return whole
-        return hashlib.sha256("\n".join((whole, *self.ids)).encode()).hexdigest()
+        return extended(whole, self.ids)
 
     def batches(self, size: int) -> Iterator[tuple[int, ...]]:
         for start in range(0, len(self.indices), size):

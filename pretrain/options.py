@@ -10,7 +10,9 @@ import torch
 from pretrain.schedules import Timeline
 from ssl_bench.data.archives import is_archive, open_archives, open_labelled_archives
 from ssl_bench.data.class_folders import ClassFolders
+from ssl_bench.data.fingerprints import FINGERPRINT_KINDS, FingerprintKind
 from ssl_bench.data.folder import ImageFolder
+from ssl_bench.data.known_by_stat import known_by_stat
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.toy import Toy
 from ssl_bench.errors import ConfigurationError
@@ -49,6 +51,8 @@ class DataOptions:
         in_memory: Decode all images once and keep them, for sets that fit.
         keep_encoded: Keep them encoded instead, for archives that fit only so.
         labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then.
+        fingerprint: How the images are known again when the run is resumed: "content" reads every
+            file once, "stat" trusts sizes and times.
     """
 
     root: str | None = None
@@ -56,9 +60,15 @@ class DataOptions:
     in_memory: bool = False
     keep_encoded: bool = False
     labels: bool = False
+    fingerprint: FingerprintKind = "content"
 
     def __post_init__(self) -> None:
         require_text("data.root", self.root)
+        if self.fingerprint not in FINGERPRINT_KINDS:
+            raise ConfigurationError(
+                f"data.fingerprint must be {' or '.join(FINGERPRINT_KINDS)}, "
+                f"got {self.fingerprint!r}"
+            )
         if self.keep_encoded and not self.in_memory:
             raise ConfigurationError("data.keep_encoded=true needs data.in_memory=true")
 
@@ -74,6 +84,10 @@ class DataOptions:
             DataError: there are none.
             ConfigurationError: they cannot be kept or labelled as asked.
         """
+        images = self._open()
+        return known_by_stat(images) if self.fingerprint == "stat" else images
+
+    def _open(self) -> ImageSet:
         if self.root is not None and is_archive(self.root):
             opened = open_labelled_archives if self.labels else open_archives
             return opened(self.root, in_memory=self.in_memory)

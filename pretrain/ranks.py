@@ -1,14 +1,19 @@
 """The processes of one run: a single one, or those that `torchrun` starts."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+T = TypeVar("T")
+_PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,17 @@ class Ranks:
         """Go on when all processes are here."""
         if self.count > 1:
             dist.barrier()
+
+    def from_first(self, compute: Callable[[], T]) -> T:
+        """What the first process computes, for all of them, however long it takes."""
+        if self.count == 1:
+            return compute()
+        # Over a group of its own: others give up after minutes, and reading all images takes more.
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        assert isinstance(group, dist.ProcessGroup)
+        box = [compute() if self.is_first else None]
+        dist.broadcast_object_list(box, src=0, group=group)
+        return cast(T, box[0])
 
 
 @contextmanager

@@ -1,10 +1,13 @@
-"""Signals that ask a run to stop once its step is done and saved."""
+"""Signals that ask a run to stop: after a step that is saved, or before the first one at once."""
 
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
+
+from ssl_bench.errors import Preempted
 
 _NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
 
@@ -14,6 +17,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._stops_at_once = False
 
     @property
     def is_interrupt(self) -> bool:
@@ -28,6 +32,29 @@ class StopRequest:
         if self.is_interrupt and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = signal.Signals(number)
+        if self._stops_at_once:
+            self._stop()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Stop in the middle of what is done here: it has nothing to save.
+
+        Raises:
+            KeyboardInterrupt: at a SIGINT.
+            Preempted: at another signal.
+        """
+        if self.received is not None:
+            self._stop()
+        self._stops_at_once = True
+        try:
+            yield
+        finally:
+            self._stops_at_once = False
+
+    def _stop(self) -> NoReturn:
+        if self.is_interrupt:
+            raise KeyboardInterrupt
+        raise Preempted("asked to stop before the first step; submit again")
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """A pretraining run: its configuration, its folder, and the loop."""
 
 import hashlib
+import os
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -142,7 +143,8 @@ class Run:
         self.clock = Clock()
         images = plan.data.open()
         self.timeline = plan.train.timeline(len(images))
-        self.trained_on = trained_on(images)
+        with request.at_once():
+            self.trained_on = ranks.from_first(lambda: trained_on(images))
         which = {"images": _digest(images), "image_files": self.trained_on.fingerprint}
         self.description = describe(plan) | which
         self.batches = _batches(plan, images, ranks)
@@ -391,4 +393,5 @@ def _is_finite(weights: Mapping[str, Any]) -> bool:
 
 def _digest(images: ImageSet) -> str:
     """Which images these are, wherever they lie: hexadecimal sha256 of their ids and classes."""
-    return hashlib.sha256("\n".join((*images.ids, *images.class_names)).encode()).hexdigest()
+    names = "\n".join((*images.ids, *images.class_names))
+    return hashlib.sha256(os.fsencode(names)).hexdigest()

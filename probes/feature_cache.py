@@ -24,11 +24,6 @@ from ssl_bench.features import Facet, FeatureExtractor
 
 # Takes the features of some entries of the layer of an index.
 Put = Callable[[int, Sequence[int], Tensor], None]
-# Beside its weights.
-_OF_ENCODER = (
-    "mean", "std", "patch_size", "depth", "dim", "num_heads", "num_prefix_tokens",
-    "num_registers", "native_size",
-)  # fmt: skip
 # Count up when the same image gives other cached values.
 VERSION = 2
 
@@ -125,7 +120,6 @@ class TrainingPass:
         return {
             "version": VERSION,
             **encoder.identity(),
-            "encoder": {name: getattr(encoder, name) for name in _OF_ENCODER},
             "layers": self._layers,
             "facet": self.facet,
             "encoder_dtype": str(self.extractor.dtype),

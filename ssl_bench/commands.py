@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,22 +19,18 @@ from ssl_bench.composition import (
 )
 from ssl_bench.data.readable import ReadableDataset
 from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
-from ssl_bench.escaping import json_text, printable
+from ssl_bench.escaping import json_text
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.features import resolve_layers
 from ssl_bench.files import remove_orphans_below
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, with_root
+from ssl_bench.progress import say
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.sheets import default_format, set_tables
 
 ON_BAD_IMAGE = ("fail", "skip")
-
-
-def say(line: str) -> None:
-    """Tell the user on stderr, in one line; stdout is for tables."""
-    print(printable(line), file=sys.stderr, flush=True)
 
 
 def probe(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.commands import say
 from ssl_bench.composition import build, compose_config, require_choice
 from ssl_bench.data.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.checking import SplitState, check_dataset
@@ -21,7 +20,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.files import write_text_atomically
 from ssl_bench.planning import with_root
-from ssl_bench.progress import show_progress
+from ssl_bench.progress import say, show_progress
 
 _MARKS = ".ssl-bench"
 _SAMPLE = 64

@@ -16,6 +16,8 @@ from ssl_bench.composition import (
     nearest,
     require_choice,
 )
+from ssl_bench.data.fingerprints import FINGERPRINT_KINDS
+from ssl_bench.data.known_by_stat import DatasetByStat
 from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
@@ -117,9 +119,11 @@ def _base(task: str, dataset: str) -> list[str]:
 def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) -> PlannedProbe:
     grouped = [_protocol_as_group(override, choice[0]) for override in overrides]
     config = compose_config("probing", [*_base(*choice), *with_root(grouped, root)])
+    kind = require_choice("data.fingerprint", config.data.fingerprint, FINGERPRINT_KINDS)
+    dataset: Dataset = build(config.dataset)
     return PlannedProbe(
         probe=build(config.probe),
-        dataset=build(config.dataset),
+        dataset=DatasetByStat(dataset) if kind == "stat" else dataset,
         seed=config.seed,
         dtype=DTYPES[require_choice("dtype", config.dtype, list(DTYPES))],
         choice=choice,

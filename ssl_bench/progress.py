@@ -1,5 +1,6 @@
-"""Progress with rate and time left on a terminal, silence elsewhere."""
+"""What the user is told on stderr: lines, and on a terminal progress with rate and time left."""
 
+import sys
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -21,3 +22,9 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
         leave=False,
     )
     return iter(bar)
+
+
+def say(line: str) -> None:
+    """Tell the user on stderr, beside bars; stdout is for tables."""
+    with tqdm.external_write_mode(file=sys.stderr):
+        print(printable(line), file=sys.stderr, flush=True)

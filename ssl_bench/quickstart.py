@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ssl_bench import commands
-from ssl_bench.commands import say
 from ssl_bench.escaping import shell_words
+from ssl_bench.progress import say
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves

@@ -96,7 +96,7 @@ def require_possible(fields: Mapping[str, Any]) -> None:
 
 def _require_identities(fields: Mapping[str, Any]) -> None:
     for name in ("checkpoint_sha256", "dataset_fingerprint"):
-        if not re.fullmatch("[0-9a-f]{8,128}", fields[name]):
+        if not re.fullmatch("(stat-)?[0-9a-f]{8,128}", fields[name]):
             raise ValueError(f"{name} is {fields[name]!r}, expected hexadecimal digits")
     if not isinstance(fields["git_commit"], (str, type(None))):
         raise ValueError(f"git_commit is {fields['git_commit']!r}")

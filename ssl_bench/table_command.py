@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ssl_bench.commands import asked_names, say
+from ssl_bench.commands import asked_names
 from ssl_bench.composition import choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import identify_encoder
+from ssl_bench.progress import say
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.tables.block_choice import CHOICES
 from ssl_bench.tables.comparison import Comparison, comparisons

@@ -13,6 +13,8 @@ import torch  # noqa: E402
 from faults import encoder_file, photo_folder  # noqa: E402
 from web import WebServer  # noqa: E402
 
+from ssl_bench.data import digest_cache, digests  # noqa: E402
+
 torch.set_num_threads(1)
 
 
@@ -47,3 +49,20 @@ def place(tmp_path, monkeypatch) -> Path:
     encoder_file(tmp_path / "encoder.safetensors")
     photo_folder(tmp_path / "photos")
     return tmp_path
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own, which trusts files as soon as the clock of the files has moved on."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(digest_cache, "_RACY_NS", 0)
+    return tmp_path / "cache/ssl-bench/digests"
+
+
+@pytest.fixture
+def files_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what is read, in place of what is remembered."""
+    names: list[str] = []
+    whole = digests._read
+    monkeypatch.setattr(digests, "_read", lambda part: names.append(part.file.name) or whole(part))
+    return names

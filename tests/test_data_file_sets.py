@@ -87,15 +87,16 @@ def test_an_image_named_twice_is_refused(images):
         replace(images, ids=("a", "b", "a")).checked()
 
 
-def test_the_fingerprint_follows_ids_sizes_and_the_meaning_of_labels(images, tmp_path):
+def test_the_fingerprint_follows_ids_contents_and_the_meaning_of_labels(images, tmp_path):
     first = images.fingerprint()
     relabelled = LabelMap({0: 0, 1: 0, 255: 255}, hint="-")
     changed = [
         replace(images, ids=("a", "b")),
         replace(images, masks=None),
+        replace(images, class_names=("thing", "ground")),
         replace(images, masks=Masks(Files(tmp_path / "masks", "_label.png"), relabelled)),
     ]
-    assert len({first, *(other.fingerprint() for other in changed)}) == 4
+    assert len({first, *(other.fingerprint() for other in changed)}) == 5
     assert replace(images, name="other", split="part").fingerprint() == first
 
     with (tmp_path / "masks/a_label.png").open("ab") as file:
@@ -104,12 +105,11 @@ def test_the_fingerprint_follows_ids_sizes_and_the_meaning_of_labels(images, tmp
     assert replace(images).fingerprint() != first
 
 
-def test_the_fingerprint_reads_no_pixels(images, tmp_path):
-    first = images.fingerprint()
+def test_the_fingerprint_decodes_no_picture(images, tmp_path):
     for path in tmp_path.glob("*/*.png"):
-        path.write_bytes(b"\0" * path.stat().st_size)
+        path.write_bytes(b"no picture")
 
-    assert replace(images).fingerprint() == first
+    assert len(images.fingerprint()) == 64
 
 
 def test_a_set_can_be_sent_to_another_process(images):

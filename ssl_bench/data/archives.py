@@ -1,11 +1,10 @@
 """Pictures read straight out of tar and zip archives, of several parts or shards."""
 
-import hashlib
-import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +13,8 @@ from jaxtyping import Int64
 
 from ssl_bench.data.archive_index import PACKED_TAR, SUFFIXES, Archive, Member
 from ssl_bench.data.class_folders import LabelledImages, labelled_by_folder
+from ssl_bench.data.digests import Part, Reading, identities
+from ssl_bench.data.fingerprints import FingerprintKind, fingerprint_of
 from ssl_bench.data.folder import SUFFIXES as PICTURES
 from ssl_bench.data.images import decode_image
 from ssl_bench.data.samples import Sample
@@ -37,6 +38,7 @@ class ArchiveImages:
     archives: tuple[Archive, ...]
     ids: tuple[str, ...]
     places: Int64[np.ndarray, "images 5"] = field(repr=False)
+    fingerprint_kind: FingerprintKind = "content"
 
     name = "archive"
     split = "all"
@@ -51,22 +53,46 @@ class ArchiveImages:
         Raises:
             DataError: the archive or the image in it is damaged.
         """
-        image_id = self.ids[index]
-        number, offset, packed, size, is_deflated = self.places[index].tolist()
-        archive = self.archives[number]
-        content = archive.read(Member(image_id, offset, packed, size, bool(is_deflated)))
+        image_id, (archive, member) = self.ids[index], self._member(index)
+        content = archive.read(member)
         return Sample(image_id, decode_image(content, f"{archive.path}/{image_id}"))
 
+    def _member(self, index: int) -> tuple[Archive, Member]:
+        number, offset, packed, size, is_deflated = self.places[index].tolist()
+        member = Member(self.ids[index], offset, packed, size, bool(is_deflated))
+        return self.archives[number], member
+
     def fingerprint(self) -> str:
-        """Sha256 over ids and byte sizes; the pixels are not read."""
+        """Sha256 over ids and what the files hold, as that of a `FileImageSet`.
+
+        Where archives are known by size and time it is one of its own.
+
+        Raises:
+            DataError: an archive is damaged.
+        """
         return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for image_id, size in zip(self.ids, self.places[:, 3].tolist(), strict=True):
-            digest.update(os.fsencode(f"{image_id}\t{size}\n"))
-        return digest.hexdigest()
+        # In the order in which they lie there: a disk that has to seek takes ten times as long.
+        order = np.lexsort((self.places[:, 1], self.places[:, 0])).tolist()
+        first = self.archives[0].path
+        reading = Reading(first.name, first.parent, len(self))
+        parts = (self._part(index) for index in order)
+        with closing(identities(parts, reading, self.fingerprint_kind)) as identity:
+            found = dict(zip(order, identity, strict=True))
+        rows = ((image_id, found[index], "") for index, image_id in enumerate(self.ids))
+        return fingerprint_of([[], *rows], self.fingerprint_kind)
+
+    def _part(self, index: int) -> Part:
+        archive, member = self._member(index)
+        # Apart from its name, which says nothing about the bytes.
+        place, read = repr(member[1:]), partial(archive.read, member)
+        return Part(archive.path, place, read, in_memory=archive.content is not None)
+
+    def by_stat(self) -> "ArchiveImages":
+        """The same images, their archives known by size and time."""
+        return replace(self, fingerprint_kind="stat")
 
 
 def is_archive(root: str) -> bool:

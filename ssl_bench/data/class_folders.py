@@ -1,13 +1,14 @@
 """Labelled pictures: a folder for each split, and in it a folder for each class."""
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from ssl_bench.data.file_sets import FileImageSet, Files
+from ssl_bench.data.fingerprints import extended
 from ssl_bench.data.folder import ImageFolder
+from ssl_bench.data.known_by_stat import known_by_stat
 from ssl_bench.data.paired_folders import split_folder
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import ImageSet, Sample
@@ -50,8 +51,15 @@ class LabelledImages:
 
     def fingerprint(self) -> str:
         """Sha256 over the images' own fingerprint and the class of each."""
-        lines = (self.images.fingerprint(), *self.class_names, *map(str, self.labels))
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return extended(self.images.fingerprint(), self.class_names, self.labels)
+
+    def by_stat(self) -> "LabelledImages":
+        """The same images, their files known by size and time."""
+        return replace(self, images=known_by_stat(self.images))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """COCO20k: the images of train2014 on which object discovery is compared."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from zipfile import BadZipFile
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from ssl_bench.data.digests import digest_of
 from ssl_bench.data.downloads import Published, download
 from ssl_bench.data.file_sets import FileImageSet, Files
 from ssl_bench.data.locations import cache_folder, find_root, first_folder
@@ -44,6 +44,8 @@ class CocoBoxes:
     owners: Int64[np.ndarray, " boxes"]
     corners: Int64[np.ndarray, "boxes 4"]
 
+    files = None
+
     def read(self, image_id: str) -> Float64[np.ndarray, "some_boxes 4"]:
         number = _number(image_id)
         first, last = np.searchsorted(self.owners, [number, number + 1])
@@ -53,7 +55,8 @@ class CocoBoxes:
         known = set(self.known.tolist())
         return [image_id for image_id in ids if _number(image_id) not in known]
 
-    def stamp(self, image_id: str) -> str:
+    def meaning(self, image_id: str) -> str:
+        """The boxes: of a file for all images most changes are of no concern to these."""
         return str(self.read(image_id).tolist())
 
 
@@ -149,14 +152,15 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
     """
     if not annotations.is_file():
         raise DataError(f"{annotations} does not exist; docs/data.md says where to get it")
-    status = annotations.stat()
-    key = f"1 {annotations.resolve()} {status.st_size} {status.st_mtime_ns}"
-    index = cache / f"coco-boxes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    digest = digest_of(annotations)
+    index = cache / f"coco-boxes-1-{digest[:16]}.npz"
     # A damaged index is made again; where none can be written the JSON is parsed each time.
     damage = (OSError, ValueError, KeyError, EOFError, BadZipFile)
     with suppress(*damage), np.load(index, allow_pickle=False) as stored:
         return CocoBoxes(stored["known"], stored["owners"], stored["corners"])
     boxes = parse_boxes(annotations)
+    if digest_of(annotations) != digest:
+        raise DataError(f"{annotations} changes while it is read; wait until it is complete")
     with suppress(MachineError):
         write_atomically(index, partial(_write, boxes))
     return boxes

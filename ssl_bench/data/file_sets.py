@@ -1,9 +1,8 @@
 """Image sets over files that share one naming scheme."""
 
-import hashlib
-import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -11,6 +10,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float64, UInt8
 
+from ssl_bench.data.digests import Part, Reading, identities
+from ssl_bench.data.fingerprints import FingerprintKind, fingerprint_of
 from ssl_bench.data.images import read_image, read_indices
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.samples import Sample
@@ -31,18 +32,6 @@ class Files:
 
     def path(self, image_id: str) -> Path:
         return self.folder / f"{image_id}{self.suffix}"
-
-    def size(self, image_id: str) -> int:
-        """Bytes.
-
-        Raises:
-            DataError: the file is not there, or is a link to nothing.
-        """
-        path = self.path(image_id)
-        try:
-            return path.stat().st_size
-        except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
 
     def ids(self) -> list[str]:
         """What lies directly in the folder, sorted, without hidden files."""
@@ -87,8 +76,13 @@ class Boxes(Protocol):
         """What is not there, by name."""
         ...
 
-    def stamp(self, image_id: str) -> str:
-        """Changes when the boxes of an image do."""
+    @property
+    def files(self) -> Files | None:
+        """One for each image, where there are such."""
+        ...
+
+    def meaning(self, image_id: str) -> str:
+        """Changes when the boxes of an image do, though its file is the same."""
         ...
 
 
@@ -98,6 +92,8 @@ class FileImageSet:
 
     Attributes:
         source: Where the ids come from, for messages.
+        fingerprint_kind: Whether the fingerprint is of what the files hold, which has to be read
+            once, or trusts their sizes and times.
     """
 
     name: str
@@ -108,6 +104,7 @@ class FileImageSet:
     class_names: tuple[str, ...] = ()
     masks: Masks | None = None
     boxes: Boxes | None = None
+    fingerprint_kind: FingerprintKind = "content"
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -130,22 +127,40 @@ class FileImageSet:
         return Sample(image_id, image, mask, boxes)
 
     def fingerprint(self) -> str:
-        """Sha256 over ids, byte sizes and the meaning of the labels; the pixels are not read."""
+        """Sha256 over ids, what the files of images and labels hold, and what the labels mean.
+
+        Of files that have not changed since they were read the sha256 is remembered.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
         return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
-        digest = hashlib.sha256()
+        files = [self.images]
         if self.masks:
-            digest.update(self.masks.meaning().encode())
-        for image_id in self.ids:
-            parts = [image_id, str(self.images.size(image_id))]
-            if self.masks:
-                parts.append(f"mask {self.masks.files.size(image_id)}")
-            if self.boxes:
-                parts.append(f"boxes {self.boxes.stamp(image_id)}")
-            digest.update(os.fsencode("\t".join(parts)) + b"\n")
-        return digest.hexdigest()
+            files.append(self.masks.files)
+        if self.boxes and self.boxes.files:
+            files.append(self.boxes.files)
+        parts = (Part(kind.path(image_id)) for image_id in self.ids for kind in files)
+        title, total = f"{self.name} {self.split}", len(files) * len(self)
+        reading = Reading(title, self.images.folder, total)
+        with closing(identities(parts, reading, self.fingerprint_kind)) as found:
+            # As many in a row as there are files of an image.
+            rows = zip(self.ids, *[found] * len(files), self._meanings(), strict=True)
+            return fingerprint_of([self._meaning(), *rows], self.fingerprint_kind)
+
+    def _meaning(self) -> list[object]:
+        """What the numbers in masks stand for; nothing for pictures alone."""
+        return [self.masks.meaning(), self.class_names] if self.masks else []
+
+    def _meanings(self) -> Iterator[str]:
+        return (self.boxes.meaning(image_id) if self.boxes else "" for image_id in self.ids)
+
+    def by_stat(self) -> "FileImageSet":
+        """The same images, their files known by size and time."""
+        return replace(self, fingerprint_kind="stat")
 
     def checked(self) -> "FileImageSet":
         """This set, once every file behind it is known to be there; nothing is decoded.

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.errors import DataError
+from ssl_bench.errors import DataError, MachineError
 
 
 def find_root(
@@ -48,8 +48,19 @@ def first_folder(candidates: Sequence[Path]) -> Path:
 
 
 def cache_folder(configured: str | Path | None) -> Path:
-    """The configured folder, else this program's own below the user's cache (XDG)."""
+    """The configured folder, else this program's own below the user's cache (XDG).
+
+    Raises:
+        MachineError: neither the environment nor the system names one.
+    """
     if configured is not None:
         return Path(configured).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "ssl-bench"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else _home() / ".cache") / "ssl-bench"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError as error:
+        raise MachineError(f"no folder for a cache ({error}); set XDG_CACHE_HOME=DIR") from error

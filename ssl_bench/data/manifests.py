@@ -7,19 +7,16 @@ name holds a backslash or a line break.
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
+from ssl_bench.data.threads import in_threads
 from ssl_bench.errors import DataError
 from ssl_bench.files import read_regular, sha256_of, write_text_atomically
 
 MANIFEST = "SHA256SUMS"
 # Between them `*` marks what sha256sum read as binary; `find` puts `./` before every name.
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
-_THREADS = 8
-_AHEAD = 1024
 Shown = Callable[[Iterable[str], str, int], Iterable[str]]
 
 
@@ -121,10 +118,7 @@ def _digests(root: Path, names: Iterable[str], shown: Shown) -> Iterator[tuple[s
             raise DataError(f"{root / name} cannot be read ({error.strerror})") from error
 
     names = list(names)
-    remaining = iter(shown(names, f"reading {root.name}", len(names)))
-    with ThreadPoolExecutor(_THREADS) as pool:
-        while piece := list(islice(remaining, _AHEAD)):
-            yield from zip(piece, pool.map(digest, piece), strict=True)
+    return in_threads(digest, shown(names, f"reading {root.name}", len(names)))
 
 
 def _escaped(name: str) -> str:

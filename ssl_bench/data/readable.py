@@ -2,17 +2,16 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
+from ssl_bench.data.fingerprints import extended
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
+from ssl_bench.data.threads import in_threads
 from ssl_bench.errors import DataError, UnreadableImage
 
 _SHOWN = 5
-_THREADS = 4
-_AHEAD = 1024
+_Key = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,11 @@ class RemainingImages:
 
     def fingerprint(self) -> str:
         """Another one than that of all images."""
-        lines = (self.images.fingerprint(), *self.ids)
-        return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return extended(self.images.fingerprint(), self.ids)
 
     @cached_property
     def _ids(self) -> tuple[str, ...]:
@@ -68,8 +70,9 @@ class ReadableDataset:
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        self._opened: dict[str, ImageSet] = {}
-        self._kept: dict[str, tuple[int, ...]] = {}
+        # By role and ids, not by fingerprint, for which all files would be read.
+        self._opened: dict[_Key, ImageSet] = {}
+        self._kept: dict[_Key, tuple[int, ...]] = {}
 
     @property
     def name(self) -> str:
@@ -80,16 +83,16 @@ class ReadableDataset:
         return self._dataset.supports
 
     def train(self) -> ImageSet:
-        return self._remaining(self._dataset.train())
+        return self._remaining("train", self._dataset.train())
 
     def val(self) -> ImageSet:
-        return self._remaining(self._dataset.val())
+        return self._remaining("val", self._dataset.val())
 
     def discovery(self) -> ImageSet:
-        return self._remaining(self._dataset.discovery())
+        return self._remaining("discovery", self._dataset.discovery())
 
     def images(self) -> ImageSet:
-        return self._remaining(self._dataset.images())
+        return self._remaining("images", self._dataset.images())
 
     def leave_out_unreadable(
         self, shown: Callable[[Iterable[int], str, int], Iterable[int]]
@@ -127,8 +130,8 @@ class ReadableDataset:
                 gone.setdefault(images.split, []).extend(missing)
         return gone
 
-    def _remaining(self, images: ImageSet) -> ImageSet:
-        key = images.fingerprint()
+    def _remaining(self, role: str, images: ImageSet) -> ImageSet:
+        key = (role, images.ids)
         self._opened.setdefault(key, images)
         kept = self._kept.get(key)
         return images if kept is None or len(kept) == len(images) else RemainingImages(images, kept)
@@ -157,13 +160,8 @@ def _unreadable(
             return True
         return False
 
-    remaining = iter(shown(range(len(images)), f"reading {_title(images)}", len(images)))
-    with ThreadPoolExecutor(_THREADS) as pool:
-        # Piece by piece, because the pool would queue a million at once.
-        while piece := list(islice(remaining, _AHEAD)):
-            yield from (
-                i for i, failed in zip(piece, pool.map(fails, piece), strict=True) if failed
-            )
+    indices = shown(range(len(images)), f"reading {_title(images)}", len(images))
+    return (index for index, failed in in_threads(fails, indices) if failed)
 
 
 def _title(images: ImageSet) -> str:

@@ -50,7 +50,10 @@ class ImageSet(Protocol):
     def __getitem__(self, index: int) -> Sample: ...
 
     def fingerprint(self) -> str:
-        """Hexadecimal digest of the ids and of the sizes of the files behind them."""
+        """Another one where an image, a label or what a label means is another.
+
+        Hexadecimal; with a mark before it where files were known by size and time.
+        """
         ...
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.commands import say
+from ssl_bench.progress import say
 from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.folder import require_replaceable
 from ssl_bench.report.writing import build_report, write_report

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.commands import choose_device, opened_store, say
+from ssl_bench.commands import choose_device, opened_store
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.escaping import json_text, printable, shell_words
 from ssl_bench.evaluation import device_name
+from ssl_bench.progress import say
 from ssl_bench.results import encoder_id
 from ssl_bench.sweep.plan import Job, plan_sweep
 from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes

@@ -11,13 +11,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ssl_bench.commands import asked_probes, newest_checkpoint, say
+from ssl_bench.commands import asked_probes, newest_checkpoint
 from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.evaluation import cell_keys
 from ssl_bench.features import resolve_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.pending import find_pending, pictures_folder
 from ssl_bench.planning import PlannedProbe
+from ssl_bench.progress import say
 from ssl_bench.results import CellKey, Record, ResultStore, encoder_id
 
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
@@ -66,13 +67,14 @@ def plan_sweep(
     encoders = _distinct(identify_encoder(uri) for uri in uris)
     store = ResultStore(Path(options.out))
     times = RecordedTimes(_records(store), device)
+    # Opened once, because every opening looks at all files.
+    scored = [(planned, planned.probe.split(planned.dataset)) for planned in plan]
     jobs = []
     for encoder in encoders:
         layers = resolve_layers(options.layer, encoder.depth)
-        for planned in plan:
-            images = planned.probe.split(planned.dataset)
+        known_as = encoder_id(encoder.identity())
+        for planned, images in scored:
             keys = cell_keys(planned, images, layers, encoder.identity())
-            known_as = encoder_id(encoder.identity())
             folder = pictures_folder(store, planned.probe.task, images.name, encoder.name, known_as)
             found = find_pending(planned.probe, keys, images, store, folder)
             # Where pictures alone are missing, the cells that are run for them.

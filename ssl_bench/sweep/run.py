@@ -12,9 +12,10 @@ from typing import Literal
 
 import torch
 
-from ssl_bench.commands import announced_encoder, planned_evaluation, say
+from ssl_bench.commands import announced_encoder, planned_evaluation
 from ssl_bench.errors import SslBenchError
 from ssl_bench.escaping import one_line
+from ssl_bench.progress import say
 from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
 

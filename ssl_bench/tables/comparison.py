@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64, Shaped
 from ssl_bench.errors import DataError
 from ssl_bench.metrics import bootstrap_sums, interval95, mean_iou, pixel_accuracy
 from ssl_bench.results import ENCODER, TRAINED_ON, PerImage, Record, ResultStore
-from ssl_bench.tables.depth import said_training, settings_text
+from ssl_bench.tables.depth import said_training, settings_text, trusted_note
 from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word
 
@@ -261,8 +261,8 @@ class Comparison:
             head=("block", *self.names, "difference [95 %]"),
             rows=tuple(cells),
             notes=(
-                f"paired bootstrap over {record.num_images} images, {RESAMPLES} resamples; "
-                "no correction for the number of rows",
+                f"paired bootstrap over {record.num_images} images{trusted_note([record])}, "
+                f"{RESAMPLES} resamples; no correction for the number of rows",
             ),
         )
 

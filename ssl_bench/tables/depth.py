@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ssl_bench.data.fingerprints import kind_of, shortened
 from ssl_bench.errors import DataError
 from ssl_bench.files import write_text_atomically
 from ssl_bench.results import ENCODER, TRAINED_ON, Record
@@ -202,7 +203,7 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
         if name not in said and any(rival.settings.get(name) != value for rival in rivals)
     ]
     if any(rival.dataset_fingerprint != record.dataset_fingerprint for rival in rivals):
-        differing.append(f"data {record.dataset_fingerprint[:6]}")
+        differing.append(f"data {shortened(record.dataset_fingerprint)}")
     return differing
 
 
@@ -326,6 +327,12 @@ def _record_json(record: Record) -> dict[str, Any]:
     }
 
 
+def trusted_note(records: Iterable[Record]) -> str:
+    """What the numbers rest on where nobody read the files to know that they are the same."""
+    is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
+    return ", their files known by size and time alone" if is_trusted else ""
+
+
 def provenance(records: Sequence[Record]) -> str:
     """Images, seeds, versions and machines behind some records, in one line."""
 
@@ -336,7 +343,7 @@ def provenance(records: Sequence[Record]) -> str:
     left_out = [r.settings["left_out"] for r in records if "left_out" in r.settings]
     unreadable = f", unreadable and left out: {distinct(left_out)}" if left_out else ""
     return (
-        f"{distinct([r.num_images for r in records])} images{unreadable}; "
+        f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "
         f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "
         f"torch {distinct([r.torch for r in records])}; "
