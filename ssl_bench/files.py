@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -65,7 +66,7 @@ def remove_orphans(folder: Path) -> None:
                 path.unlink()
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a user's file for reading: one with an end, at once, also behind links.
 
     Raises:
