@@ -141,7 +141,7 @@ def _require_dead(path: Path) -> None:
     while (seen := _seen(path)) is not None:
         holder = _Holder.read(seen[1])
         is_here = holder is not None and holder.place == _place() != ""
-        if is_here:
+        if holder is not None and is_here:
             is_alive = _start_of(holder.pid) == holder.started
         else:
             is_alive = before is not None and seen != before

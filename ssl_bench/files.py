@@ -158,7 +158,7 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a user's file for reading: one with an end, at once, also behind links.
 
     Raises:

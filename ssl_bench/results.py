@@ -54,7 +54,8 @@ class TrainingImages:
     num_images: int
 
     def __str__(self) -> str:
-        return f"{self.split} ({self.num_images} images, {self.fingerprint[:6]})"
+        kind, dash, digits = self.fingerprint.rpartition("-")
+        return f"{self.split} ({self.num_images} images, {kind}{dash}{digits[:6]})"
 
 
 @dataclass(frozen=True)

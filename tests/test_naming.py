@@ -64,7 +64,6 @@ def test_fault_64_images_with_the_longest_names_are_probed_and_drawn(place, task
 
     assert main(probing(task, "folder", photos)) == 0
 
-    assert records()
     drawn = [path for path in Path("results/pictures").rglob("*.png") if stem[:60] in path.name]
     assert drawn
 
@@ -78,7 +77,7 @@ def test_fault_64_models_and_datasets_with_long_names_are_recorded(place, capsys
         for number in numbers:
             picture(number).save(place / f"images/{split}/{number}.jpg")
             save_mask(place / f"masks/{split}/{number}.png", mask() // 8 % 2)
-    words = probing("segmentation", "paired_folders", place, f"dataset.name={dataset}{dataset}")
+    words = probing("segmentation", "paired_folders", place, f"dataset.name='{dataset * 2}'")
     words[words.index("encoder.safetensors")] = str(run.parent)
 
     assert main([*words, "dataset.class_names=[no,yes]", "probe.panels=1"]) == 0

@@ -124,7 +124,11 @@ def _decode_usual_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | Non
     found = [
         cv2.imdecode(np.frombuffer(content, np.uint8), flags) for content in open_ended(data, jpeg)
     ]
-    return found[0] if all(np.array_equal(found[0], other) for other in found[1:]) else None
+    first = found[0]
+    is_whole = first is not None and all(
+        other is not None and np.array_equal(first, other) for other in found[1:]
+    )
+    return first if is_whole else None
 
 
 def _refuse_large(image: Image.Image, name: str | Path) -> None:

@@ -110,10 +110,12 @@ def _with_scans(frame: bytes, scans: list[tuple[bytes, int]], *, is_plain: bool)
 
 def _scan(body: bytes, end: int, *, is_progressive: bool) -> Scan:
     components = body[1 : 1 + 2 * body[0] : 2]
+    if not is_progressive:
+        return Scan(end, components, _ALL)
     first, last, bits = body[1 + 2 * body[0] : 4 + 2 * body[0]].ljust(3, b"\xff")
     is_complete = bits & 15 == 0
     done = frozenset(range(first, last + 1)) if is_complete else frozenset()
-    return Scan(end, components, done if is_progressive else _ALL)
+    return Scan(end, components, done)
 
 
 def open_ended(data: bytes, jpeg: Jpeg) -> list[bytes]:
