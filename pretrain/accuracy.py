@@ -87,7 +87,7 @@ def _record(
     encoder = identify_encoder(str(weights))
     return Record(
         task=SUPERVISED,
-        dataset=re.sub(r"\W+", "_", observer.root.name).lower(),
+        dataset=re.sub(r"\W+", "_", observer.root.resolve().name).lower() or "images",
         split=observer.val.images.split,
         layer=encoder.depth - 1,
         depth=encoder.depth,
