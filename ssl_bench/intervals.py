@@ -158,7 +158,8 @@ def few_images_warning(num_images: int) -> list[str]:
     """What a record of a mean IoU says of its interval, if anything."""
     if num_images >= FEW_IMAGES:
         return []
-    return [f"fewer than {FEW_IMAGES} images: the interval may cover less than 90 %, not 95 %"]
+    rarely = "may hold the truth in less than 90 % of all cases"
+    return [f"fewer than {FEW_IMAGES} images: the interval of a mean IoU {rarely}"]
 
 
 def _within(low: float, high: float, *, least: float) -> Interval | None:

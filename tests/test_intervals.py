@@ -142,10 +142,10 @@ def test_few_images_are_warned_of():
 
 @pytest.mark.parametrize("classes", [21, 150])
 def test_nine_of_ten_intervals_hold_the_mean_iou_of_the_population(classes):
-    whole = population(classes, 0.0, images=3000)[0]
+    whole = population(classes, 0.0, images=1500)[0]
     random = np.random.default_rng(0)
 
-    samples = [whole[random.integers(len(whole), size=60)] for _ in range(100)]
+    samples = [whole[random.integers(len(whole), size=60)] for _ in range(60)]
     ends = [estimate(sample.astype(np.int32)).ci95() or (0, 0) for sample in samples]
 
-    assert sum(low <= miou(whole) <= high for low, high in ends) >= 90
+    assert sum(low <= miou(whole) <= high for low, high in ends) >= 54

@@ -38,13 +38,14 @@ ENCODERS = {"weak": -2.0, "middle": 0.0, "strong": 2.5}
 PIXELS = 10_000
 
 NOTE = """Populations of 10,000 simulated images; 1,000 samples a cell, 200 of 1,500 images, half as
-many of differences, a tenth for "double". The standard error of .95 is then .007, .015, at most
-.022, .022 (.05 of 1,500 images), and 2.3 times as large at .5. Bootstraps draw 400 times.
+many for differences, a tenth for "double". Where .95 hold the truth its standard error is .007, of
+1,500 images .015; for differences .010 and .022, for "double" .022 and .05. Bootstraps draw 400
+times.
 
 "Normal", "infinitesimal" and "value ± t" lie around the value, with the standard error of a
-bootstrap, of the infinitesimal jackknife, of the jackknife. "Less bias" and "jackknife" do so around
-the value less its bias by the bootstrap and the jackknife. "m of n" draws n^.8 images. "Double" is a
-percentile interval calibrated by 50 x 50 draws. "Taken" is `ssl_bench.intervals`."""
+bootstrap, of the infinitesimal jackknife, of the jackknife. "Less bias" and "jackknife" lie around
+the value less its bias by the bootstrap and the jackknife. "m of n" draws n^.8 images. "Double" is
+a percentile interval calibrated by 50 x 50 draws. "Taken" is `ssl_bench.intervals`."""
 
 # Share of the 20,210 training images of ADE20K that show its classes, by rank, from
 # https://github.com/CSAILVision/sceneparsing/blob/4ce20bd9115d415d545b26eaa0387a0740838ba5/objectInfo150.txt
