@@ -18,7 +18,7 @@ from pretrain.schedules import Timeline
 from pretrain.start import SHA256
 from ssl_bench import __version__
 from ssl_bench.evaluation import device_name
-from ssl_bench.metrics import bootstrap_ci95
+from ssl_bench.intervals import Share
 from ssl_bench.models import identify_encoder
 from ssl_bench.results import (
     SUPERVISED,
@@ -94,8 +94,8 @@ def _record(
         facet="head",
         protocol="central_square",
         metric="top1",
-        value=100 * float(hits.mean()),
-        ci95=bootstrap_ci95(len(hits), lambda chosen: 100 * float(hits[chosen].mean())),
+        value=Share(hits).value,
+        ci95=Share(hits).ci95(),
         num_images=len(hits),
         model=encoder.name,
         **encoder.identity(),

@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ssl_bench.evaluation import Score
-from ssl_bench.metrics import bootstrap_sums, interval95
+from ssl_bench.intervals import Share
 
 TOPS = (1, 5)
 
@@ -43,7 +43,6 @@ class ClassificationReport:
     held_out: Int64[Tensor, "rates held_out_images"] | None
     constant: float
     missing: int
-    seed: int
     shared: Mapping[str, Any]
 
     def scores(self) -> Iterator[Score]:
@@ -59,18 +58,17 @@ class ClassificationReport:
     def _scores(self, choice: str, rate: int) -> Iterator[Score]:
         details = {**self._details(rate), **self.shared}
         for top in TOPS:
-            hits = self.ranks[rate] < top
-            sums = bootstrap_sums(hits.long(), seed=self.seed)
+            share = Share((self.ranks[rate] < top).numpy())
             has_meaning = self.num_classes >= top
             yield Score(
                 layer=self.layer,
                 facet=self.facet,
                 metric=f"top{top}_{choice}",
-                value=float(100 * hits.double().mean()) if has_meaning else math.nan,
-                ci95=interval95(100 * sums / len(hits)) if has_meaning else None,
-                num_images=len(hits),
+                value=share.value if has_meaning else math.nan,
+                ci95=share.ci95() if has_meaning else None,
+                num_images=len(share.hits),
                 details=details,
-                per_image=hits.numpy(),
+                per_image=share.hits,
             )
 
     def _details(self, rate: int) -> dict[str, Any]:

@@ -91,7 +91,6 @@ class ClassificationRun:
                 held_out=None if held_out is None else held_out[index],
                 constant=heads.constant_channels[index] / features.features.shape[1],
                 missing=classes - len(train.labels.unique()),
-                seed=self.training.seed,
                 shared={**self._details(heads), "layers": list(source)},
             )
 

@@ -154,12 +154,12 @@ class Conditioning:
         for layer in context.progress(passes, "blocks", len(passes)):
             if self.protocol == "spectra":
                 spectra[layer] = block_spectra(passes[layer])
-                found = _spectra_scores(layer, spectra[layer], context.seed)
-                found.append(_cka_with_input(layer, passes[layer], context.seed))
+                found = _spectra_scores(layer, spectra[layer])
+                found.append(_cka_with_input(layer, passes[layer]))
             elif known := self._known(layer, context):
                 found = known
             elif self.protocol == "jacobian_exact":
-                found = _exact_scores(layer, passes[layer], context.seed)
+                found = _exact_scores(layer, passes[layer])
             else:
                 found = _lanczos_scores(layer, passes[layer], self.num_steps, context.seed)
             self._say_what_is_missing(layer, found, context)
@@ -208,7 +208,7 @@ class Conditioning:
             if layer not in states:
                 context.say(f"conditioning: block {layer}: {other.name} has no such block")
                 continue
-            ci95 = linear_cka_ci95(state, states[layer], seed=context.seed)
+            ci95 = linear_cka_ci95(state, states[layer])
             more = {**details, "with_every_block": row.tolist()}
             value = float(row[layer])
             scores.append(
@@ -269,18 +269,16 @@ def _plain(
     return Score(layer, facet, metric, value, ci95, num_images, details, unit="")
 
 
-def _median(
-    layer: int, facet: str, metric: str, numbers: Numbers, seed: int, **details: Any
-) -> Score:
+def _median(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
     """The median over images (and heads), with what each of them gave."""
-    value, ci95 = median_with_ci95(numbers, seed=seed)
+    value, ci95 = median_with_ci95(numbers)
     more = {"per_image": numbers.tolist(), **details}
     if np.isinf(numbers).any():
         more["infinite_percent"] = 100 * float(np.isinf(numbers).mean())
     return _plain(layer, facet, metric, value, ci95, len(numbers), more)
 
 
-def _spectra_scores(layer: int, spectra: Mapping[str, Spectrum], seed: int) -> list[Score]:
+def _spectra_scores(layer: int, spectra: Mapping[str, Spectrum]) -> list[Score]:
     scores = []
     for facet, spectrum in spectra.items():
         relative = spectrum.relative()
@@ -290,18 +288,18 @@ def _spectra_scores(layer: int, spectra: Mapping[str, Spectrum], seed: int) -> l
             "spectrum_of_places": places.astype(int).tolist(),
         }
         conditions, ranks = spectrum.condition_numbers(), spectrum.effective_ranks()
-        scores.append(_median(layer, facet, "condition_number", conditions, seed, **shown))
+        scores.append(_median(layer, facet, "condition_number", conditions, **shown))
         centred = {}
         if spectrum.centred_ranks is not None:
             centred["centred_effective_rank"] = float(np.median(spectrum.centred_ranks))
-        scores.append(_median(layer, facet, "effective_rank", ranks, seed, **centred))
+        scores.append(_median(layer, facet, "effective_rank", ranks, **centred))
         if facet != MATRIX:
             assert spectrum.cosines is not None
-            scores.append(_median(layer, facet, "mean_cosine", spectrum.cosines, seed))
+            scores.append(_median(layer, facet, "mean_cosine", spectrum.cosines))
     return scores
 
 
-def _exact_scores(layer: int, passes: Sequence[BlockPass], seed: int) -> list[Score]:
+def _exact_scores(layer: int, passes: Sequence[BlockPass]) -> list[Score]:
     by_image = [exact_spectra(one) for one in passes]
     scores = []
     for facet in _present(by_image):
@@ -309,11 +307,11 @@ def _exact_scores(layer: int, passes: Sequence[BlockPass], seed: int) -> list[Sc
         if facet in _BLOCK_JACOBIANS:
             more = {"spectra": [spectrum.details() for spectrum in spectra]}
             numbers = _column([spectrum.condition_number for spectrum in spectra])
-            scores.append(_median(layer, facet, "condition_number", numbers, seed, **more))
+            scores.append(_median(layer, facet, "condition_number", numbers, **more))
             ranks = _column([spectrum.effective_rank for spectrum in spectra])
-            scores.append(_median(layer, facet, "effective_rank", ranks, seed))
+            scores.append(_median(layer, facet, "effective_rank", ranks))
     norms = {f: _column([found[f].norm for found in by_image]) for f in _present(by_image)}
-    return scores + _term_scores(layer, norms, seed, "", {})
+    return scores + _term_scores(layer, norms, "", {})
 
 
 def _lanczos_scores(layer: int, passes: Sequence[BlockPass], steps: int, seed: int) -> list[Score]:
@@ -324,16 +322,16 @@ def _lanczos_scores(layer: int, passes: Sequence[BlockPass], steps: int, seed: i
         if facet in _BLOCK_JACOBIANS:
             more = {"bounds": [_bounds(one) for one in found]}
             numbers = _column([one.condition_number_at_least for one in found])
-            scores.append(_median(layer, facet, "condition_number_at_least", numbers, seed, **more))
+            scores.append(_median(layer, facet, "condition_number_at_least", numbers, **more))
             ranks = _column([one.effective_rank for one in found])
-            scores.append(_median(layer, facet, "effective_rank" + _ESTIMATE, ranks, seed))
+            scores.append(_median(layer, facet, "effective_rank" + _ESTIMATE, ranks))
     norms = {f: _column([one[f].largest for one in by_image]) for f in _present(by_image)}
     above = {
         f"{f}_at_most": [one[f].largest_at_most for one in by_image]
         for f in ("dominant", "perturbation")
         if f in norms
     }
-    return scores + _term_scores(layer, norms, seed, _ESTIMATE, above)
+    return scores + _term_scores(layer, norms, _ESTIMATE, above)
 
 
 def _bounds(found: Extremes) -> dict[str, Any]:
@@ -350,7 +348,7 @@ def _bounds(found: Extremes) -> dict[str, Any]:
 
 
 def _term_scores(
-    layer: int, norms: Mapping[str, Numbers], seed: int, kind: str, more: Mapping[str, Any]
+    layer: int, norms: Mapping[str, Numbers], kind: str, more: Mapping[str, Any]
 ) -> list[Score]:
     """The spectral norms of B and E, and how small E is beside B."""
     if "perturbation" not in norms:
@@ -359,9 +357,9 @@ def _term_scores(
     with np.errstate(divide="ignore", invalid="ignore"):
         share = perturbation / dominant
     return [
-        _median(layer, "dominant", "norm" + kind, dominant, seed, **more),
-        _median(layer, "perturbation", "norm" + kind, perturbation, seed, **more),
-        _median(layer, "perturbation", "norm_over_dominant" + kind, share, seed, **more),
+        _median(layer, "dominant", "norm" + kind, dominant, **more),
+        _median(layer, "perturbation", "norm" + kind, perturbation, **more),
+        _median(layer, "perturbation", "norm_over_dominant" + kind, share, **more),
     ]
 
 
@@ -374,9 +372,9 @@ def _column(values: Sequence[float]) -> Numbers:
     return np.array(values, dtype=np.float64)[:, None]
 
 
-def _cka_with_input(layer: int, passes: Sequence[BlockPass], seed: int) -> Score:
+def _cka_with_input(layer: int, passes: Sequence[BlockPass]) -> Score:
     x, y = _entered(passes), _left(passes)
-    ci95 = linear_cka_ci95(x, y, seed=seed)
+    ci95 = linear_cka_ci95(x, y)
     return _plain(layer, "token", "cka_with_input", linear_cka(x, y), ci95, len(passes), {})
 
 

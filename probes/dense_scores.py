@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Float64, Int, Int64, UInt8
+from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor
 
 from probes.feature_cache import extract
@@ -12,14 +12,8 @@ from probes.head_training import Source, TrainedHeads
 from probes.image_stream import batches
 from probes.scored_images import ScoredImage, Scoring
 from ssl_bench.features import Facet, FeatureExtractor
-from ssl_bench.metrics import (
-    bootstrap_sums,
-    class_counts,
-    interval95,
-    iou_per_class,
-    mean_iou,
-    pixel_accuracy,
-)
+from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
+from ssl_bench.metrics import class_counts, iou_per_class, mean_iou, pixel_accuracy
 from ssl_bench.results import PerImage
 
 
@@ -117,14 +111,14 @@ class RateScores:
     def best(self) -> int:
         return best_rate(self.total())
 
-    def miou_ci95(self, rate: int) -> tuple[float, float]:
-        return interval95(mean_iou(self._resampled(rate)))
+    def miou_ci95(self, rate: int) -> Interval | None:
+        return mean_iou_estimate(self.per_image[:, rate]).ci95()
 
     def accuracy(self, rate: int) -> float:
         return float(pixel_accuracy(self.total()[rate]))
 
-    def accuracy_ci95(self, rate: int) -> tuple[float, float]:
-        return interval95(pixel_accuracy(self._resampled(rate)))
+    def accuracy_ci95(self, rate: int) -> Interval | None:
+        return pixel_accuracy_estimate(self.per_image[:, rate]).ci95()
 
     def counts(self, rate: int) -> PerImage:
         """Pixels that are right, predicted and true by class, for each image."""
@@ -133,9 +127,6 @@ class RateScores:
     def iou(self, rate: int) -> list[float]:
         """IoU of each class in percent, NaN where it is neither true nor predicted."""
         return iou_per_class(self.total()[rate]).tolist()
-
-    def _resampled(self, rate: int) -> Float64[Tensor, "resamples 3 classes"]:
-        return bootstrap_sums(self.per_image[:, rate].long())
 
 
 def best_rate(counts: Int64[Tensor, "rates 3 classes"]) -> int:

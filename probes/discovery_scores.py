@@ -7,7 +7,8 @@ import numpy as np
 
 from probes.discovery_log import ImageResult
 from ssl_bench.evaluation import Score
-from ssl_bench.metrics import bootstrap_ci95, corloc
+from ssl_bench.intervals import Share
+from ssl_bench.metrics import corloc
 
 # Percent of the image that the largest object covers.
 _SIZES = {
@@ -22,7 +23,7 @@ def cell_name(layer: int, facet: str) -> str:
     return f"{layer}/{facet}"
 
 
-def corloc_score(layer: int, facet: str, results: Sequence[ImageResult], *, seed: int) -> Score:
+def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
     """CorLoc of one block and facet over the images that have boxes, at least one."""
     name = cell_name(layer, facet)
     scored = [result for result in results if result.num_boxes]
@@ -33,7 +34,7 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult], *, seed
         facet=facet,
         metric="corloc",
         value=corloc(hits),
-        ci95=bootstrap_ci95(len(hits), lambda drawn: corloc(hits[drawn]), seed=seed),
+        ci95=Share(hits).ci95(),
         num_images=len(hits),
         details={
             "degenerate_percent": 100 * float(degenerate.mean()),

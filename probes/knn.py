@@ -16,7 +16,8 @@ from probes.training_split import TrainingSplit
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.metrics import LabelledFeatures, bootstrap_sums, interval95, knn_ranks
+from ssl_bench.intervals import Share
+from ssl_bench.metrics import LabelledFeatures, knn_ranks
 
 _FACETS = ("cls", "patch_mean")
 _TOPS = (1, 5)
@@ -135,25 +136,23 @@ class KNN:
     def _scores(self, cell: Cell, vote: "_Vote", context: ProbeContext) -> Iterator[Score]:
         ranks = vote.ranks(self, context.device)
         hits = torch.stack([ranks < top for top in _TOPS], dim=1).flatten(0, 1)  # k, top
-        shares = 100 * hits.double().mean(1)
-        resamples = 100 * bootstrap_sums(hits.T.long(), seed=context.seed) / hits.shape[1]
         names = [(k, top) for k in self.neighbours for top in _TOPS]
         details = {
             "num_classes": vote.num_classes,
             "bank": len(vote.bank.labels),
             "constant_features": is_constant(vote.bank.features),
         }
-        for column, (k, top) in enumerate(names):
+        for share, (k, top) in zip((Share(row.numpy()) for row in hits), names, strict=True):
             has_meaning = vote.num_classes >= top
             yield Score(
                 layer=cell[0],
                 facet=cell[1],
                 metric=f"top{top}_k{k}",
-                value=float(shares[column]) if has_meaning else math.nan,
-                ci95=interval95(resamples[:, column]) if has_meaning else None,
+                value=share.value if has_meaning else math.nan,
+                ci95=share.ci95() if has_meaning else None,
                 num_images=hits.shape[1],
                 details=details,
-                per_image=hits[column].numpy(),
+                per_image=share.hits,
             )
 
 

@@ -36,7 +36,7 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.metrics import bootstrap_ci95
+from ssl_bench.intervals import mean_estimate
 
 PROTOCOLS = ("image", "batch", "dataset")
 BACKGROUNDS = ("keep", "first_component")
@@ -152,7 +152,7 @@ class PCA:
         self._draw(blocks, samples, reference, context)
         num_images = len(images) if self.protocol == "dataset" else len(samples)
         for layer, block in blocks.items():
-            yield self._score(layer, block, num_images, context.seed)
+            yield self._score(layer, block, num_images)
 
     def _features(
         self, images: ImageSet, samples: Sequence[Sample], context: ProbeContext
@@ -202,12 +202,10 @@ class PCA:
             return foreground(group)
         return [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
 
-    def _score(self, layer: int, block: Fitted, num_images: int, seed: int) -> Score:
+    def _score(self, layer: int, block: Fitted, num_images: int) -> Score:
         by_component = torch.stack([fit.explained for fit in block.fits]).numpy()
         explained = by_component.sum(1)
-        ci95 = None
-        if self.protocol == "image":
-            ci95 = bootstrap_ci95(len(explained), lambda i: float(explained[i].mean()), seed=seed)
+        ci95 = mean_estimate(explained).ci95() if self.protocol == "image" else None
         details: dict[str, Any] = {
             "num_constant": int((explained == 0).sum()),
             "explained_by_component": by_component.mean(0).tolist(),

@@ -22,6 +22,7 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.intervals import few_images_warning
 from ssl_bench.metrics import ABSENT_CLASS_POLICY, IGNORED, class_counts
 
 _METRICS = ("miou", "pixel_accuracy")
@@ -214,6 +215,7 @@ class Retrieval:
             "absent_classes": ABSENT_CLASS_POLICY,
             "memory_patches": len(search.memory),
             "constant_features": search.is_constant(),
+            "warnings": few_images_warning(len(images)),
             "guesses": list(self.guesses),
         }
         for metric, value, interval in zip(_METRICS, values, intervals, strict=True):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from probes.dense_scores import RateScores, best_rate
 from ssl_bench.evaluation import Score
+from ssl_bench.intervals import Interval, few_images_warning
 from ssl_bench.metrics import ABSENT_CLASS_POLICY, mean_iou
 
 
@@ -50,7 +51,7 @@ class SourceReport:
         accuracy, interval = self.val.accuracy(chosen), self.val.accuracy_ci95(chosen)
         return [*scores, self._score("pixel_accuracy", chosen, accuracy, interval)]
 
-    def _score(self, metric: str, rate: int, value: float, ci95: tuple[float, float]) -> Score:
+    def _score(self, metric: str, rate: int, value: float, ci95: Interval | None) -> Score:
         num_images = len(self.val.per_image)
         details = {**self._details(rate), **self.shared}
         counts = self.val.counts(rate)
@@ -78,7 +79,7 @@ class SourceReport:
             warnings.append(f"the chosen {name} {self.rates[rate]:g} is at the edge of its grid")
         if self.constant == 1:
             warnings.append("degenerate: all training patches have the same features")
-        return warnings
+        return [*warnings, *few_images_warning(len(self.val.per_image))]
 
 
 def _plain(values: Sequence[float]) -> list[float | None]:

@@ -136,7 +136,7 @@ class TokenCut(Cut):
             )
             return
         for layer, facet, _ in self.cells(context.layers):
-            yield corloc_score(layer, facet, list(results.values()), seed=context.seed)
+            yield corloc_score(layer, facet, list(results.values()))
 
     def find(self, features: Float[Tensor, "rows cols dim"], grid: PatchGrid) -> list[Discovery]:
         """What the chosen method finds in one image, the object that counts first."""

@@ -1,6 +1,6 @@
 """Scores as pure functions; whatever is counted is counted in int64, shares are percent."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,7 +43,13 @@ def iou_per_class(
 ) -> Float64[Tensor, "*some classes"]:
     """Intersection over union in percent from `class_counts`; NaN for a class in neither."""
     right, predicted, true = counts.double().unbind(-2)
-    union = predicted + true - right
+    return iou_of(right, predicted + true - right)
+
+
+def iou_of(
+    right: Float64[Tensor, "*some classes"], union: Float64[Tensor, "*some classes"]
+) -> Float64[Tensor, "*some classes"]:
+    """Intersection over union in percent; NaN for a class in neither."""
     return torch.where(union > 0, 100.0 * right / union.clamp(min=1), torch.nan)
 
 
@@ -62,32 +68,6 @@ def pixel_accuracy(
     return 100.0 * right / true
 
 
-def bootstrap_sums(
-    per_image: Int64[Tensor, " images *values"], *, seed: int = 0, num_resamples: int = 1000
-) -> Float64[Tensor, " resamples *values"]:
-    """Sums over images drawn with replacement, as one matrix product.
-
-    The draws are those of `bootstrap_ci95`; float64 is exact for counts below 2^53.
-    """
-    num_images = len(per_image)
-    generator = np.random.default_rng(seed)
-    draws = torch.from_numpy(generator.integers(num_images, size=(num_resamples, num_images)))
-    rows = torch.arange(num_resamples)[:, None] * num_images
-    times = torch.bincount((draws + rows).flatten(), minlength=num_resamples * num_images)
-    weights = times.reshape(num_resamples, num_images).double().to(per_image.device)
-    sums = weights @ per_image.reshape(num_images, -1).double()
-    return sums.reshape(num_resamples, *per_image.shape[1:])
-
-
-def interval95(values: Float64[Tensor, " resamples"]) -> tuple[float, float]:
-    """The middle 95 % of a statistic over resamples; NaN is left out, of nothing else it is NaN."""
-    known = values[~values.isnan()].cpu().numpy()
-    if not len(known):
-        return np.nan, np.nan
-    low, high = np.percentile(known, [2.5, 97.5])
-    return float(low), float(high)
-
-
 def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:
     """Whether a box overlaps any ground-truth box with IoU >= 1/2.
 
@@ -103,28 +83,6 @@ def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 
 def corloc(hits: Bool[np.ndarray, " images"]) -> float:
     """Correct localisation: percent of images whose box is a hit."""
     return 100.0 * float(hits.mean())
-
-
-def bootstrap_ci95(
-    num_images: int,
-    statistic: Callable[[Int64[np.ndarray, " images"]], float],
-    *,
-    seed: int = 0,
-    num_resamples: int = 1000,
-) -> tuple[float, float]:
-    """95 % percentile interval of a statistic over images drawn with replacement.
-
-    Args:
-        num_images: How many images were scored.
-        statistic: Maps the indices of a resample to a number in percent; NaN is left out.
-        seed: Resamples are the same for the same seed.
-        num_resamples: Cost is this many calls of `statistic`.
-    """
-    generator = np.random.default_rng(seed)
-    values = [
-        statistic(generator.integers(num_images, size=num_images)) for _ in range(num_resamples)
-    ]
-    return interval95(torch.tensor(values, dtype=torch.float64))
 
 
 @dataclass(frozen=True, eq=False)

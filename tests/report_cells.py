@@ -10,11 +10,11 @@ from PIL import Image
 from test_results import RECORD
 
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.comparing import PanelPair, panel_pair, scored
+from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
 from ssl_bench.report.curves import Curve, Spot
 from ssl_bench.report.model import panels_of
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.comparison import Curve as Scores
+from ssl_bench.tables.image_scores import Curve as Scores
 
 SKIP, SKIPLESS = "a" * 64, "c" * 64
 
@@ -117,7 +117,7 @@ def compared_pair(store: ResultStore, records: list[Record]) -> PanelPair:
     """The only two checkpoints in the only panel."""
     one, other = checkpoints_of(records)
     (panel,) = panels_of(records, (one, other))
-    first, second = (scored(store, records, panel, checkpoint) for checkpoint in (one, other))
+    first, second = (side_of(store, records, panel, checkpoint) for checkpoint in (one, other))
     assert first is not None
     assert second is not None
     compared = panel_pair(panel, first, second)

@@ -5,24 +5,25 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from report_cells import known_as
 from test_results import RECORD
 
 from ssl_bench.cli import main
 from ssl_bench.errors import DataError
+from ssl_bench.intervals import Share
 from ssl_bench.metrics import iou_per_class
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import (
-    RESAMPLES,
     Comparison,
-    Curve,
     Difference,
     between_blocks,
     between_checkpoints,
     comparisons,
     difference,
 )
+from ssl_bench.tables.image_scores import Curve, Scored
 from ssl_bench.tables.sheets import NO_VALUE
 
 GENERATOR = np.random.default_rng(0)
@@ -36,12 +37,17 @@ def curve(**layers):
     return Curve("corloc", {int(name[1:]): values for name, values in layers.items()})
 
 
+def between(first, second, metric="corloc"):
+    """The row that compares two arrays of contributions."""
+    curve = Curve(metric, {})
+    return difference("0", curve.estimate(first), curve.estimate(second), ((0,), (0,)))
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_difference_of_what_has_no_value_is_a_dash():
     nothing = np.zeros((4, 3, 2), np.int64)
-    metric = Curve("miou_oracle", {0: nothing})
 
-    row = difference("0", metric, nothing, nothing)
+    row = between(nothing, nothing, "miou_oracle")
 
     assert (row.first_text, row.second_text, row.text, row.is_clear) == (*[NO_VALUE] * 3, False)
     sheet = Comparison(replace(RECORD, metric="miou_oracle"), (row,), ("a", "b"), (RECORD,)).sheet(
@@ -51,49 +57,47 @@ def test_a_difference_of_what_has_no_value_is_a_dash():
 
 
 def test_a_difference_shows_its_sign_and_interval():
-    assert Difference("0", 10.0, 12.5, -1.0, 6.0).text == "+2.5 [-1.0, +6.0]"
+    assert Difference("0", 10.0, 12.5, -1.0, 6.0, ((0,), (0,))).text == "+2.5 [-1.0, +6.0]"
 
 
-def test_an_image_by_image_shift_has_no_uncertainty():
-    # The second wins nothing and loses nothing but on images that all resamples share: none does.
-    same = difference("0", curve(b0=hits(1, 0)), hits(1, 0, 1, 0), hits(1, 0, 1, 0))
-    every = difference("0", curve(b0=hits(1, 0)), hits(0, 0, 0, 0), hits(1, 1, 1, 1))
-    assert (same.value, same.low, same.high, same.is_clear) == (0, 0, 0, False)
-    assert (every.value, every.low, every.high, every.is_clear) == (100, 100, 100, True)
+def test_four_images_that_all_change_do_not_prove_that_every_image_does():
+    same = between(hits(1, 0, 1, 0), hits(1, 0, 1, 0))
+    every = between(hits(0, 0, 0, 0), hits(1, 1, 1, 1))
+
+    assert (same.value, same.low, same.is_clear) == (0, -same.high, False)
+    assert 40 < same.high < 50
+    # As if of six images five had gained and one had lost: 66.7 minus 1.96 times 30.4.
+    assert (every.value, every.low, every.high) == pytest.approx((100, 7.02, 100), abs=0.01)
+    assert every.is_clear
 
 
 def test_pairs_make_the_interval_narrower_than_two_separate_ones():
     first = GENERATOR.random(200) < 0.5
     second = first.copy()
     second[:20] = True
-    both = curve(b0=first)
 
-    paired = difference("0", both, first, second)
+    paired = between(first, second)
 
-    draws = np.random.default_rng(0).integers(200, size=(RESAMPLES, 200))
-    gaps = 100 * (second[draws].mean(1) - first[draws].mean(1))
-    assert [paired.low, paired.high] == pytest.approx(np.percentile(gaps, [2.5, 97.5]))
-    separate = np.random.default_rng(1).integers(200, size=(RESAMPLES, 200))
-    unpaired = 100 * (second[separate].mean(1) - first[draws].mean(1))
-    low, high = np.percentile(unpaired, [2.5, 97.5])
-    assert paired.high - paired.low < 0.5 * (high - low)
+    low, high = Share(first).ci95()
+    assert paired.high - paired.low < 0.5 * 2**0.5 * (high - low)
 
 
-def test_mean_iou_is_resampled_over_the_whole_set_not_image_by_image():
+def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
     counts = GENERATOR.integers(1, 9, size=(2, 30, 3, 4))
     counts[:, :, 1:] += counts[:, :, :1]
-    both = Curve("miou_holdout", {0: counts[0]})
 
-    found = difference("0", both, counts[0], counts[1])
+    found = between(counts[0], counts[1], "miou_holdout")
 
     def miou(of):
         right, predicted, true = of.sum(0).astype(float)
         return 100 * np.mean(right / (predicted + true - right))
 
-    draws = np.random.default_rng(0).integers(30, size=(RESAMPLES, 30))
-    gaps = [miou(counts[1][draw]) - miou(counts[0][draw]) for draw in draws]
-    assert found.value == pytest.approx(miou(counts[1]) - miou(counts[0]))
-    assert [found.low, found.high] == pytest.approx(np.percentile(gaps, [2.5, 97.5]))
+    gap = miou(counts[1]) - miou(counts[0])
+    without = [np.delete(counts, i, axis=1) for i in range(30)]
+    pseudo = [30 * gap - 29 * (miou(two) - miou(one)) for one, two in without]
+    assert found.value == pytest.approx(gap)
+    ends = scipy.stats.t.interval(0.95, 29, gap, np.std(pseudo, ddof=1) / 30**0.5)
+    assert (found.low, found.high) == pytest.approx(ends)
     assert iou_per_class(torch.from_numpy(counts[0].sum(0))).mean() == pytest.approx(found.first)
 
 
@@ -118,7 +122,7 @@ def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
     first = curve(b0=hits(1, 0, 0, 0), b1=hits(1, 1, 0, 0), b2=hits(1, 1, 1, 1))
     second = curve(b0=hits(1, 1, 1, 0), b1=hits(0, 0, 0, 0))
 
-    rows = between_checkpoints(first, second)
+    rows = between_checkpoints(Scored.of(first), Scored.of(second))
 
     assert [row.name for row in rows][:3] == ["0", "1", "best (2, 0)"]
     assert [(row.first, row.second) for row in rows[:3]] == [(25, 75), (50, 0), (100, 75)]
@@ -126,8 +130,9 @@ def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
 
 
 def test_blocks_are_compared_with_the_best_one():
-    rows = between_blocks(curve(b0=hits(1, 0, 0, 0), b3=hits(1, 1, 1, 0)))
+    rows = between_blocks(Scored.of(curve(b0=hits(1, 0, 0, 0), b3=hits(1, 1, 1, 0))))
     assert [(row.name, row.value) for row in rows[:2]] == [("0", -50), ("3", 0)]
+    assert rows[1].text == "+0.0"
 
 
 def save(store, sha, layers, **changes):

@@ -4,11 +4,7 @@ import torch
 from torchmetrics.classification import MulticlassJaccardIndex
 
 from ssl_bench.metrics import (
-    bootstrap_ci95,
-    bootstrap_sums,
     class_counts,
-    corloc,
-    interval95,
     iou_per_class,
     is_hit,
     mean_iou,
@@ -108,36 +104,6 @@ def test_counts_keep_growing_past_the_integers_of_float32():
     total = counts + torch.tensor([[1, 0], [1, 0], [1, 0]])
     assert total[0, 0] == 2**24 + 1
     assert total.dtype == class_counts(_masks([1])[None], _masks([1]), 2).dtype == torch.int64
-    sums = bootstrap_sums(counts[None].expand(3, -1, -1), num_resamples=2)
-    assert sums[:, 0, 0].tolist() == [3 * 2**24] * 2
-
-
-def test_bootstrap_by_matrix_product_equals_drawing_images_one_resample_at_a_time():
-    predicted, target = _dataset(6, 4)
-    counts = torch.cat(
-        [class_counts(p[None], t, 4) for p, t in zip(predicted, target, strict=True)]
-    )
-    slow = bootstrap_ci95(
-        6, lambda chosen: float(iou_per_class(counts[chosen].sum(0)).nanmean()), seed=3
-    )
-    sums = bootstrap_sums(counts, seed=3)
-    assert interval95(iou_per_class(sums).nanmean(-1)) == pytest.approx(slow)
-
-
-@pytest.mark.filterwarnings("error")
-def test_where_no_resample_has_a_value_there_is_no_interval():
-    nothing = torch.full((5,), NAN, dtype=torch.float64)
-
-    assert np.isnan(interval95(nothing)).all()
-    assert np.isnan(bootstrap_ci95(3, lambda _: NAN)).all()
-    assert interval95(torch.cat([nothing, nothing.new_tensor([1.0, 1.0])])) == (1.0, 1.0)
-
-
-def test_the_interval_holds_the_estimate_and_is_a_point_for_equal_images():
-    hits = np.arange(50) < 20
-    low, high = bootstrap_ci95(50, lambda chosen: corloc(hits[chosen]))
-    assert low < corloc(hits) == 40 < high
-    assert bootstrap_ci95(5, lambda chosen: float(np.full(5, 7.0)[chosen].mean())) == (7, 7)
 
 
 def test_hits_of_cases_counted_by_hand():

@@ -35,7 +35,7 @@ def test_rows_and_columns_are_the_published_ones_and_ours_stands_where_it_fits(s
 
     lines = set_tables([laid(store, skip="a", skipless="d")], "text").splitlines()
 
-    assert lines[0].startswith("published | ours ± half-width (images): TokenCut with DINO")
+    assert lines[0].startswith("published | ours with 95 % interval (images): TokenCut with DINO")
     assert lines[2].split() == ["encoder", "VOC2012", "COCO20k"]
     assert [line.strip() for line in lines[4:6]] == [
         "skip, adamw                             32.3 | -  21.2 | -",

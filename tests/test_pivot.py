@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 from test_results import RECORD
 
 from ssl_bench.cli import main
@@ -73,7 +74,9 @@ def test_the_oracle_takes_the_best_block_and_the_held_out_choice_one_that_others
     assert held_out.entry.value == 10.0 * expected
     assert held_out.layers == (0, 1)
     assert held_out.entry.value < oracle.entry.value
-    assert (held_out.entry.half_width or 0) > 0
+    exact = binomtest(expected, 10).proportion_ci()
+    assert held_out.entry.low == pytest.approx(100 * exact.low)
+    assert held_out.entry.high == pytest.approx(100 * exact.high)
     assert len(held_out.entry.records) == 2
 
 
@@ -95,7 +98,7 @@ def test_a_block_that_all_folds_choose_keeps_the_interval_of_its_record(store):
 
     chosen = chosen_block(records, store, "holdout")
 
-    assert (chosen.entry.half_width, chosen.entry.arbitrary) == (5.0, 4.0)
+    assert (chosen.entry.low, chosen.entry.high, chosen.entry.arbitrary) == (90.0, 100.0, 4.0)
     assert chosen.layers == (1,)
 
 

@@ -39,8 +39,8 @@ from ssl_bench.results import ResultStore
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([cell()], "Values are percent; bands and ± are"),
-        ([plain()], "Values are plain numbers; bands and [ ] are"),
+        ([cell()], "Values are percent; bands, ± and [ ] are"),
+        ([plain()], "Values are plain numbers; bands, ± and [ ] are"),
         (
             [cell(), plain()],
             "Values are percent, except plain numbers: condition_number; bands, ± and [ ] are",

@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 import pytest
+import scipy.special
+import scipy.stats
 import torch
 
 from probes.similarity import linear_cka, linear_cka_ci95
@@ -52,15 +54,21 @@ def test_mean_cosine_counted_by_hand():
 
 def test_the_median_is_over_images_and_heads_and_infinity_is_the_largest_number():
     numbers = np.array([[1.0, 2.0], [3.0, np.inf], [4.0, 5.0]])
-    assert median_with_ci95(numbers, seed=0) == (3.5, (1.5, math.inf))
-    assert median_with_ci95(np.full((2, 1), np.inf), seed=0) == (math.inf, (math.inf, math.inf))
-    assert median_with_ci95(np.array([[7.0]]), seed=0) == (7, None)
-    assert math.isnan(median_with_ci95(np.array([[1.0], [np.nan]]), seed=0)[0])
+    assert median_with_ci95(numbers) == (3.5, (1.5, math.inf))
+    assert median_with_ci95(np.full((2, 1), np.inf)) == (math.inf, (math.inf, math.inf))
+    assert median_with_ci95(np.array([[7.0]])) == (7, None)
+    assert math.isnan(median_with_ci95(np.array([[1.0], [np.nan]]))[0])
 
 
-def test_a_bootstrap_interval_narrows_with_more_images():
+def test_the_ends_of_a_median_are_those_of_the_test_of_signs():
+    # P(at most one of eight images lies below the median) = 9 / 256 > 0.025 > 1 / 256.
+    (_, eight), (_, nine) = (median_with_ci95(np.arange(float(n))[:, None]) for n in (8, 9))
+    assert (eight, nine) == ((0, 7), (1, 7))
+
+
+def test_the_interval_of_a_median_narrows_with_more_images():
     numbers = np.abs(normal(400, 1).numpy())
-    (_, few), (_, many) = (median_with_ci95(numbers[:n], seed=0) for n in (10, 400))
+    (_, few), (_, many) = (median_with_ci95(numbers[:n]) for n in (10, 400))
     assert few is not None
     assert many is not None
     assert many[1] - many[0] < 0.5 * (few[1] - few[0])
@@ -94,13 +102,15 @@ def test_cka_ignores_rotation_scale_and_shift_but_no_other_map():
 def test_cka_of_constant_tokens_is_undefined():
     constant = torch.full((2, 5, 3), 0.1)
     assert math.isnan(linear_cka(constant, normal(2, 5, 3)))
-    assert linear_cka_ci95(constant, normal(2, 5, 3), seed=0) is None
+    assert linear_cka_ci95(constant, normal(2, 5, 3)) is None
 
 
-def test_a_resample_of_cka_is_cka_of_the_images_drawn():
+def test_the_interval_of_cka_is_the_jackknife_of_its_logit():
     x, y = normal(4, 6, 3) + normal(4, 1, 3, seed=5), normal(4, 6, 2, seed=1)
     y[..., 0] += 2 * x[..., 0]
-    draws = np.random.default_rng(3).integers(4, size=(50, 4))
-    expected = np.percentile([gram_cka(x[d], y[d]) for d in draws], [2.5, 97.5])
-    found = linear_cka_ci95(x, y, seed=3, num_resamples=50)
-    assert found == pytest.approx(tuple(expected), rel=1e-9)
+    logit, images = scipy.special.logit, np.arange(4)
+    without = [logit(gram_cka(x[images != i], y[images != i])) for i in images]
+    pseudo = 4 * logit(gram_cka(x, y)) - 3 * np.array(without)
+    ends = scipy.stats.t.interval(0.95, 3, pseudo.mean(), pseudo.std(ddof=1) / 2)
+    assert linear_cka_ci95(x, y) == pytest.approx(scipy.special.expit(ends), rel=1e-9)
+    assert linear_cka_ci95(x, x) is None

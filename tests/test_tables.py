@@ -128,7 +128,7 @@ def test_json_carries_what_is_needed_to_trust_a_number():
     assert table["dataset_fingerprint"] == "b" * 64
     mean, unknown = table["cells"]
     assert (mean["layer"], mean["model"], mean["checkpoint_sha256"]) == (3, "skip", "a" * 64)
-    assert (mean["value"], mean["half_width_95"]) == (15.0, 5.25)
+    assert (mean["value"], mean["ci95"]) == (15.0, [35.0, 45.5])
     first, second = mean["records"]
     assert (first["value"], second["value"], second["seed"]) == (10.0, 20.0, 1)
     assert (first["ci95"], first["num_images"]) == ([35.0, 45.5], 60)

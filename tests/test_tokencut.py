@@ -286,7 +286,7 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
         for c, s, h, d in zip(counts, sizes, hits, degenerate, strict=True)
     ]
 
-    score = corloc_score(1, "key", results, seed=0)
+    score = corloc_score(1, "key", results)
 
     assert score.value == 75
     assert score.details["degenerate_percent"] == 40

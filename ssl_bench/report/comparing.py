@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from jaxtyping import Float64
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.checkpoints import Checkpoint
@@ -14,7 +13,8 @@ from ssl_bench.report.model import Panel
 from ssl_bench.report.outcomes import image_names, image_scores
 from ssl_bench.report.pictures import Gallery
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.tables.comparison import Curve, Difference, resampled_difference, stored_curve
+from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
+from ssl_bench.tables.image_scores import Curve, Scored, stored_curve
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""
@@ -35,23 +35,16 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """One checkpoint in one panel, with its bootstrap.
+class Side:
+    """One checkpoint in one panel.
 
     Attributes:
-        resampled: Scores over images drawn with replacement, one column a block.
-        held_out: Of the block that the images of the other folds choose; likewise
-            `held_out_resampled`.
-        layers_held_out: The blocks that were chosen.
         names: Of the images.
         records: Numbers of the records by block.
     """
 
     curve: Curve
-    resampled: Mapping[int, Float64[np.ndarray, " resamples"]]
-    held_out: float
-    held_out_resampled: Float64[np.ndarray, " resamples"]
-    layers_held_out: tuple[int, ...]
+    scored: Scored
     names: tuple[str, ...]
     records: Mapping[int, int]
     seed: int
@@ -119,10 +112,10 @@ def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[tuple[str, str]]
     return [Pair(first, second) for first, second in dict.fromkeys(wanted)]
 
 
-def scored(
+def side_of(
     store: ResultStore, records: Sequence[Record], panel: Panel, checkpoint: Checkpoint
-) -> Scored | None:
-    """The bootstrap of one checkpoint; None where images' contributions were not kept.
+) -> Side | None:
+    """The estimates of one checkpoint; None where images' contributions were not kept.
 
     Of several seeds the lowest, because images are paired with those of the same seed.
     """
@@ -134,34 +127,33 @@ def scored(
     found = curve.per_image
     if not found or len({counts.shape for counts in found.values()}) > 1:
         return None
-    held_out, layers = curve.held_out()
-    columns = curve.resamples(np.stack([*found.values(), held_out], axis=1))
-    return Scored(
+    number = len(next(iter(found.values())))
+    return Side(
         curve=curve,
-        resampled={layer: columns[:, i] for i, layer in enumerate(found)},
-        held_out=curve.value(held_out),
-        held_out_resampled=columns[:, -1],
-        layers_held_out=tuple(sorted(set(layers))),
-        names=tuple(image_names(store, records[numbers[0]], len(held_out))),
+        scored=Scored.of(curve),
+        names=tuple(image_names(store, records[numbers[0]], number)),
         records={layer: chosen[layer] for layer in found},
         seed=seed,
     )
 
 
-def panel_pair(panel: Panel, first: Scored, second: Scored) -> PanelPair | None:
+def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
     """Second minus first; None where they share no block, images or seed."""
-    layers = sorted(first.resampled.keys() & second.resampled.keys())
-    if not layers or len(first.names) != len(second.names) or first.seed != second.seed:
+    rows = block_by_block(first.scored, second.scored)
+    if not rows or len(first.names) != len(second.names) or first.seed != second.seed:
         return None
-    best = (first.curve.best_layer(), second.curve.best_layer())
+
+    def row(difference: Difference) -> Row:
+        one, other = difference.layers
+        numbers = (tuple(first.records[n] for n in one), tuple(second.records[n] for n in other))
+        return Row(difference, *numbers)
+
+    best = (first.scored.best, second.scored.best)
     sides = (first.curve.per_image[best[0]], second.curve.per_image[best[1]])
     return PanelPair(
         panel=panel,
-        rows=tuple(_at_blocks(str(layer), first, second, (layer, layer)) for layer in layers),
-        summary=(
-            _at_blocks(f"best ({best[0]}, {best[1]})", first, second, best),
-            _held_out(first, second),
-        ),
+        rows=tuple(map(row, rows)),
+        summary=tuple(map(row, best_blocks(first.scored, second.scored))),
         layers=best,
         images=_images(panel.metric, first.names, sides),
         tally=_tally(*sides) if sides[0].ndim == 1 else None,
@@ -188,37 +180,17 @@ def scored_by_panel(
     pairs: Sequence[Pair],
     progress: Callable[[Sequence[Panel]], Iterable[Panel]],
 ) -> dict[Pair, list[PanelPair]]:
-    """Everything that the pairs can be compared in; each checkpoint is resampled once a panel."""
+    """Everything that the pairs can be compared in; each checkpoint is scored once a panel."""
     members = {checkpoint for pair in pairs for checkpoint in (pair.first, pair.second)}
     found: dict[Pair, list[PanelPair]] = defaultdict(list)
     for panel in progress(panels):
-        sides = {checkpoint: scored(store, records, panel, checkpoint) for checkpoint in members}
+        sides = {checkpoint: side_of(store, records, panel, checkpoint) for checkpoint in members}
         for pair in pairs:
             first, second = sides[pair.first], sides[pair.second]
             compared = panel_pair(panel, first, second) if first and second else None
             if compared:
                 found[pair].append(compared)
     return found
-
-
-def _at_blocks(name: str, first: Scored, second: Scored, layers: tuple[int, int]) -> Row:
-    one, other = first.resampled[layers[0]], second.resampled[layers[1]]
-    values = (_value_at(first, layers[0]), _value_at(second, layers[1]))
-    difference = resampled_difference(name, values, other - one)
-    return Row(difference, (first.records[layers[0]],), (second.records[layers[1]],))
-
-
-def _value_at(side: Scored, layer: int) -> float:
-    return side.curve.value(side.curve.per_image[layer])
-
-
-def _held_out(first: Scored, second: Scored) -> Row:
-    chosen = [", ".join(map(str, side.layers_held_out)) for side in (first, second)]
-    resampled = second.held_out_resampled - first.held_out_resampled
-    name = f"held-out choice ({chosen[0]}; {chosen[1]})"
-    difference = resampled_difference(name, (first.held_out, second.held_out), resampled)
-    # All blocks took part in the choice.
-    return Row(difference, tuple(first.records.values()), tuple(second.records.values()))
 
 
 def _tally(first: PerImage, second: PerImage) -> tuple[int, int, int, int]:

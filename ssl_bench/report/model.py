@@ -192,10 +192,3 @@ def said_units(panels: Sequence[Panel]) -> str:
     if all(not panel.unit for panel in panels):
         return "plain numbers"
     return f"percent, except plain numbers: {', '.join(plain)}"
-
-
-def said_intervals(panels: Sequence[Panel]) -> str:
-    """How intervals are written: what is symmetric with "±", what is not with its ends."""
-    signs = [("±", any(panel.unit for panel in panels))]
-    signs.append(("[ ]", any(not panel.unit for panel in panels)))
-    return " and ".join(sign for sign, is_used in signs if is_used)

@@ -16,7 +16,7 @@ from ssl_bench.naming import file_name
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Line, Panel, Point
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.tables.comparison import stored_curve
+from ssl_bench.tables.image_scores import stored_curve
 
 NUM_SHOWN = 8
 _MOST_BYTES = 2**28

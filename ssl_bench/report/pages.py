@@ -14,7 +14,6 @@ from ssl_bench.report.model import (
     Line,
     Panel,
     Point,
-    said_intervals,
     said_units,
 )
 from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
@@ -101,10 +100,6 @@ class IndexPage:
     @property
     def units(self) -> str:
         return said_units([view.panel for view in self.views])
-
-    @property
-    def intervals(self) -> str:
-        return said_intervals([view.panel for view in self.views])
 
     @property
     def has_skipless(self) -> bool:

@@ -4,10 +4,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssl_bench.metrics import interval95
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.comparison import FOLDS, stored_curve
 from ssl_bench.tables.depth import Entry, arbitrary_percent, mean_entry
+from ssl_bench.tables.image_scores import FOLDS, stored_curve
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {
@@ -84,9 +83,10 @@ def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
     mixed, layers = curve.held_out()
     if len(set(layers)) == 1:
         return mean_entry([by_layer[layers[0]]])
-    low, high = interval95(curve.resampled(mixed))
+    estimate = curve.estimate(mixed)
+    low, high = estimate.ci95() or (None, None)
     return Entry(
-        value=curve.value(mixed),
+        value=estimate.value,
         low=low,
         high=high,
         # Folds are of equal size, so a block counts as often as it was chosen.

@@ -3,80 +3,21 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from jaxtyping import Float64, Int64, Shaped
-
 from ssl_bench.errors import DataError
-from ssl_bench.metrics import bootstrap_sums, interval95, mean_iou, pixel_accuracy
-from ssl_bench.results import ENCODER, TRAINED_ON, PerImage, Record, ResultStore
+from ssl_bench.intervals import Estimate
+from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.tables.depth import said_training, settings_text, trusted_note
 from ssl_bench.tables.deviations import named_protocol
+from ssl_bench.tables.image_scores import Scored, stored_curve
 from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word
 
-RESAMPLES = 2000
-FOLDS = 5
+Layers = tuple[tuple[int, ...], tuple[int, ...]]
+
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One metric of one checkpoint over its blocks, image by image.
-
-    Attributes:
-        per_image: By block.
-    """
-
-    metric: str
-    per_image: Mapping[int, PerImage]
-
-    def value(self, per_image: PerImage) -> float:
-        """The metric in percent."""
-        return float(self._score(_summable(per_image).sum(0, keepdim=True), len(per_image))[0])
-
-    def resamples(
-        self, per_image: Shaped[np.ndarray, "images scored *values"]
-    ) -> Float64[np.ndarray, "resamples scored"]:
-        """The metric over images drawn with replacement, the same for all that is scored."""
-        sums = bootstrap_sums(_summable(per_image), num_resamples=RESAMPLES)
-        return self._score(sums, len(per_image)).numpy()
-
-    def resampled(self, per_image: PerImage) -> Float64[torch.Tensor, " resamples"]:
-        """Likewise for one array of contributions."""
-        return torch.from_numpy(self.resamples(per_image[:, None])[:, 0])
-
-    def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
-        """The block with the largest value on some of the images."""
-        values = {layer: self.value(counts[images]) for layer, counts in self.per_image.items()}
-        return max(values, key=lambda layer: np.nan_to_num(values[layer], nan=-1.0))
-
-    def held_out(self) -> tuple[PerImage, list[int]]:
-        """Every image as the block sees it that the images of the other folds choose.
-
-        Returns:
-            The contributions, and the block that each fold was given.
-        """
-        num_images = len(next(iter(self.per_image.values())))
-        order = np.random.default_rng(0).permutation(num_images)
-        folds = [fold for fold in np.array_split(order, FOLDS) if len(fold)]
-        mixed = np.empty_like(next(iter(self.per_image.values())))
-        layers = []
-        for fold in folds:
-            others = np.setdiff1d(order, fold)
-            layers.append(self.best_layer(others if len(others) else fold))
-            mixed[fold] = self.per_image[layers[-1]][fold]
-        return mixed, layers
-
-    def _score(self, sums: torch.Tensor, num_images: int) -> torch.Tensor:
-        if self.metric.startswith("miou"):
-            return mean_iou(sums)
-        if self.metric == "pixel_accuracy":
-            return pixel_accuracy(sums)
-        return 100.0 * sums.double() / num_images
 
 
 @dataclass(frozen=True)
@@ -84,7 +25,8 @@ class Difference:
     """Second minus first, in points, over the same images.
 
     Attributes:
-        low: Of the 95 % percentile interval of the paired bootstrap; likewise `high`.
+        low: Of the 95 % interval, NaN where the images do not tell; likewise `high`.
+        layers: The blocks behind both sides.
     """
 
     name: str
@@ -92,6 +34,7 @@ class Difference:
     second: float
     low: float
     high: float
+    layers: Layers
 
     @property
     def value(self) -> float:
@@ -119,50 +62,55 @@ class Difference:
         return f"{self.value:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
 
 
-def difference(name: str, curve: Curve, first: PerImage, second: PerImage) -> Difference:
-    """Compare two arrays of contributions of the same images to one metric."""
-    resampled = curve.resamples(np.stack([first, second], axis=1))
-    values = (curve.value(first), curve.value(second))
-    return resampled_difference(name, values, resampled[:, 1] - resampled[:, 0])
+def difference(name: str, first: Estimate, second: Estimate, layers: Layers) -> Difference:
+    """Compare two estimates from the same images; nothing is uncertain between one and itself."""
+    interval = None if first is second else second.difference_ci95(first)
+    low, high = interval or (math.nan, math.nan)
+    return Difference(name, first.value, second.value, low, high, layers)
 
 
-def resampled_difference(
-    name: str, values: tuple[float, float], resampled: Float64[np.ndarray, " resamples"]
-) -> Difference:
-    """Two values and how their difference varies over images drawn with replacement."""
-    return Difference(name, *values, *interval95(torch.from_numpy(resampled)))
+def between_checkpoints(first: Scored, second: Scored) -> list[Difference]:
+    """Block by block; then, of several, the best blocks and those that were chosen held out."""
+    rows = block_by_block(first, second)
+    return rows + best_blocks(first, second) if len(rows) > 1 else rows
 
 
-def between_checkpoints(first: Curve, second: Curve) -> list[Difference]:
-    """Block by block; then the best blocks, chosen on the scored images and held out.
+def block_by_block(first: Scored, second: Scored) -> list[Difference]:
+    """The blocks that both have."""
+    return [
+        difference(str(layer), first.blocks[layer], second.blocks[layer], ((layer,), (layer,)))
+        for layer in sorted(first.blocks.keys() & second.blocks.keys())
+    ]
+
+
+def best_blocks(first: Scored, second: Scored) -> list[Difference]:
+    """The best blocks, chosen on the scored images, and the held-out choice.
 
     The best block on the scored images flatters both sides; the held-out one is what somebody
     gets who must choose a block before seeing the image.
     """
-    shared = sorted(first.per_image.keys() & second.per_image.keys())
-    rows = [
-        difference(str(layer), first, first.per_image[layer], second.per_image[layer])
-        for layer in shared
+    one, other = first.best, second.best
+    best = (first.blocks[one], second.blocks[other], ((one,), (other,)))
+    chosen = (_named(first.layers_held_out), _named(second.layers_held_out))
+    # All blocks took part in the choice.
+    every = (tuple(first.blocks), tuple(second.blocks))
+    name = f"held-out choice ({chosen[0]}; {chosen[1]})"
+    return [
+        difference(f"best ({one}, {other})", *best),
+        difference(name, first.held_out, second.held_out, every),
     ]
-    if len(shared) > 1:
-        one, other = first.best_layer(), second.best_layer()
-        name = f"best ({one}, {other})"
-        rows.append(difference(name, first, first.per_image[one], second.per_image[other]))
-        (one, chosen), (other, others) = first.held_out(), second.held_out()
-        name = f"held-out choice ({_named(chosen)}; {_named(others)})"
-        rows.append(difference(name, first, one, other))
-    return rows
 
 
-def between_blocks(curve: Curve) -> list[Difference]:
+def between_blocks(scored: Scored) -> list[Difference]:
     """Every block against the best one on the scored images, and the held-out choice likewise."""
-    best = curve.per_image[curve.best_layer()]
+    best, blocks = scored.blocks[scored.best], sorted(scored.blocks)
     rows = [
-        difference(str(layer), curve, best, counts)
-        for layer, counts in sorted(curve.per_image.items())
+        difference(str(layer), best, scored.blocks[layer], ((scored.best,), (layer,)))
+        for layer in blocks
     ]
-    mixed, layers = curve.held_out()
-    return [*rows, difference(f"held-out choice ({_named(layers)})", curve, best, mixed)]
+    name = f"held-out choice ({_named(scored.layers_held_out)})"
+    layers = ((scored.best,), tuple(blocks))
+    return [*rows, difference(name, best, scored.held_out, layers)]
 
 
 def comparisons(
@@ -188,7 +136,8 @@ def comparisons(
         ]
         if not all(curve.per_image for curve in curves):
             continue
-        rows = between_blocks(curves[0]) if len(curves) == 1 else between_checkpoints(*curves)
+        sides = [Scored.of(curve) for curve in curves]
+        rows = between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
         if rows:
             found.append((group[0], rows))
     if not found:
@@ -261,8 +210,8 @@ class Comparison:
             head=("block", *self.names, "difference [95 %]"),
             rows=tuple(cells),
             notes=(
-                f"paired bootstrap over {record.num_images} images{trusted_note([record])}, "
-                f"{RESAMPLES} resamples; no correction for the number of rows",
+                f"paired over {record.num_images} images{trusted_note([record])}; no correction "
+                "for the number of rows",
             ),
         )
 
@@ -288,7 +237,6 @@ class Comparison:
             "dataset_fingerprint": self.record.dataset_fingerprint,
             "settings": dict(self.record.settings),
             "num_images": self.record.num_images,
-            "resamples": RESAMPLES,
             "names": list(self.names),
             **{name: [getattr(one, name) for one in self.encoders] for name in ENCODER},
             "version": self.record.version,
@@ -317,36 +265,6 @@ def _comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
         how = (record.metric, record.facet, record.protocol, record.seed, settings_text(record))
         groups[repr((where, how))].append(record)
     return [group for _, group in sorted(groups.items())]
-
-
-def stored_curve(store: ResultStore, records: Sequence[Record]) -> Curve:
-    """Of records of one checkpoint and seed; without blocks whose images were not kept.
-
-    Contributions that do not add up to the value of their record join `store.damaged`.
-    """
-    kept = {}
-    for record in records:
-        per_image = store.per_image(record)
-        if per_image is not None and _adds_up(per_image, record):
-            kept[record.layer] = per_image
-        elif per_image is not None:
-            store.damaged.append(store.per_image_path(record))
-    return Curve(records[0].metric if records else "", kept)
-
-
-def _adds_up(per_image: PerImage, record: Record) -> bool:
-    """Whether the value of a record comes from these contributions."""
-    try:
-        value = Curve(record.metric, {}).value(per_image)
-    # Of another shape.
-    except (ValueError, IndexError, RuntimeError):
-        return False
-    is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)
-    return is_near or (math.isnan(value) and math.isnan(record.value))
-
-
-def _summable(per_image: PerImage) -> torch.Tensor:
-    return torch.from_numpy(per_image.astype(np.int64))
 
 
 def _named(layers: Sequence[int]) -> str:

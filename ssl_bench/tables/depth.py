@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,24 +37,24 @@ class Entry:
     arbitrary: float | None
     records: tuple[Record, ...]
 
-    @property
-    def half_width(self) -> float | None:
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2
-
     def text(self) -> str:
-        """The value as a table shows it, such as "32.3 ± 12.1 †2" or "1.2e+04 [9e+03, ∞]"."""
+        """The value as a table shows it, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
         if math.isnan(self.value):
             return NO_VALUE
         if self.records[0].unit != "%":
-            return _number(self.value) + self._ends()
-        width = "" if self.half_width is None else f" ± {self.half_width:.1f}"
-        return f"{self.value:.1f}{width}{self._dagger()}"
+            return _number(self.value) + self._ends(_number)
+        below, above = (
+            "" if end is None else f"{abs(end - self.value):.1f}" for end in (self.low, self.high)
+        )
+        if below and below == above:
+            return f"{self.value:.1f} ± {above}{self._dagger()}"
+        return f"{self.value:.1f}{self._ends('{:.1f}'.format)}{self._dagger()}"
 
-    def _ends(self) -> str:
-        """The interval, which is not symmetric where numbers span magnitudes."""
+    def _ends(self, shown: Callable[[float], str]) -> str:
+        """The interval, where it is not symmetric."""
         if self.low is None or self.high is None:
             return ""
-        low, high = _number(self.low), _number(self.high)
+        low, high = shown(self.low), shown(self.high)
         return "" if low == high else f" [{low}, {high}]"
 
     def _dagger(self) -> str:
@@ -67,7 +67,8 @@ class Entry:
         first = self.records[0]
         return {
             "value": self.value,
-            "half_width_95": "" if self.half_width is None else self.half_width,
+            "low_95": "" if self.low is None else self.low,
+            "high_95": "" if self.high is None else self.high,
             **{name: getattr(first, name) for name in _SERIES},
             "num_images": first.num_images,
             "seeds": " ".join(str(seed) for seed in sorted({r.seed for r in self.records})),
@@ -85,7 +86,7 @@ class Entry:
             **{name: getattr(first, name) for name in ENCODER},
             "depth": first.depth,
             "value": finite(self.value),
-            "half_width_95": finite(self.half_width),
+            "ci95": [finite(self.low), finite(self.high)],
             "degenerate_percent": self.arbitrary,
             "records": [_record_json(record) for record in self.records],
         }

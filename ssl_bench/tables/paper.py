@@ -39,7 +39,7 @@ class PaperTable:
         ]
         return Sheet(
             title=(
-                f"published | ours ± half-width (images): {self.published.title}, "
+                f"published | ours with 95 % interval (images): {self.published.title}, "
                 f"{self.published.source}"
             ),
             head=("encoder", *(column.name for column in self.published.columns)),

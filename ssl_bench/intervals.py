@@ -1,0 +1,166 @@
+"""95 % intervals of scores over images: where the score of very many such images lies.
+
+`tests/benchmarks/interval_coverage.py` counts how often they hold it, and how often other intervals
+would; its figures are in results/tables/intervals.md.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Float, Float64, Int
+from scipy.special import betaincinv, ndtri, stdtrit
+from torch import Tensor
+
+from ssl_bench.metrics import iou_of, pixel_accuracy
+
+Interval = tuple[float, float]
+
+FEW_IMAGES = 60
+"""Below it the intervals of mean IoU may hold the truth in less than 90 % of all cases."""
+
+_TAIL = 0.025
+# Scores are percent; what images change less is rounding.
+_NO_CHANGE = 1e-9
+
+
+@runtime_checkable
+class Estimate(Protocol):
+    """A score in percent of some images, which knows what each of them does to it."""
+
+    @property
+    def value(self) -> float: ...
+
+    def ci95(self) -> Interval | None:
+        """None where the images do not tell: a single one, or none that makes a difference."""
+        ...
+
+    def difference_ci95(self, first: Any) -> Interval | None:
+        """Of this score minus another one of the same kind and images."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Percent of the images that are hits."""
+
+    hits: Bool[np.ndarray, " images"]
+
+    @property
+    def value(self) -> float:
+        return 100.0 * float(self.hits.mean())
+
+    def ci95(self) -> Interval:
+        """Holds the truth in at least 95 % of all cases, whatever it is.
+
+        Source: Clopper and Pearson, Biometrika 26, 1934.
+        """
+        right, wrong = int(self.hits.sum()), int((~self.hits).sum())
+        low = betaincinv(right, wrong + 1, _TAIL) if right else 0.0
+        high = betaincinv(right + 1, wrong, 1 - _TAIL) if wrong else 1.0
+        return 100.0 * float(low), 100.0 * float(high)
+
+    def difference_ci95(self, first: "Share") -> Interval:
+        """As if two more images had been seen, one right in each score alone.
+
+        Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37, 2012.
+        """
+        total = len(self.hits) + 2
+        gained = (int((self.hits & ~first.hits).sum()) + 1) / total
+        lost = (int((~self.hits & first.hits).sum()) + 1) / total
+        error = np.sqrt((gained + lost - (gained - lost) ** 2) / total)
+        centre, margin = 100.0 * (gained - lost), -100.0 * float(ndtri(_TAIL) * error)
+        return max(centre - margin, -100.0), min(centre + margin, 100.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Jackknife:
+    """A score in percent of all images, and of all images but one.
+
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11.
+    """
+
+    value: float
+    without: Float64[np.ndarray, " images"]
+
+    @property
+    def correction(self) -> float:
+        """What the value lacks because there are so few images, to the first order."""
+        return (len(self.without) - 1) * (self.value - float(self.without.mean()))
+
+    @property
+    def margin(self) -> float:
+        """Half the width of an interval of Student's t; NaN where the images do not tell."""
+        others = len(self.without) - 1
+        if not others or not np.ptp(self.without) > _NO_CHANGE:
+            return np.nan
+        return -float(stdtrit(others, _TAIL) * np.sqrt(others * self.without.var()))
+
+    def ci95(self) -> Interval | None:
+        return _within(self.value - self.margin, self.value + self.margin, least=0.0)
+
+    def difference_ci95(self, first: "Jackknife") -> Interval | None:
+        """Without a correction: most of the bias is that of both scores."""
+        both = Jackknife(self.value - first.value, self.without - first.without)
+        return _within(both.value - both.margin, both.value + both.margin, least=-100.0)
+
+
+@dataclass(frozen=True, eq=False)
+class MeanIoU(Jackknife):
+    """Mean IoU of a dataset, which few images of many classes make too small.
+
+    Attributes:
+        of_true: Mean over the classes that are true in some image. The value has a class that is
+            only predicted as 0, though nobody knows how it does where it is true.
+    """
+
+    of_true: float
+
+    def ci95(self) -> Interval | None:
+        """From the value up to what it may become with images of all classes, and the margin.
+
+        Holds the mean IoU of very many images, and what other sets of as many images give.
+        """
+        low = self.value + min(self.correction, 0.0) - self.margin
+        high = self.of_true + max(self.correction, 0.0) + self.margin
+        return _within(low, high, least=0.0)
+
+
+def mean_iou_estimate(per_image: Int[Tensor, "images 3 classes"]) -> MeanIoU:
+    """From `class_counts` of each image."""
+    right, predicted, true = per_image.double().unbind(1)
+    union = predicted + true - right
+    iou = iou_of(right.sum(0), union.sum(0))
+    without = iou_of(right.sum(0) - right, union.sum(0) - union).nanmean(-1)
+    return MeanIoU(
+        value=float(iou.nanmean()),
+        without=without.cpu().numpy(),
+        of_true=float(iou[true.sum(0) > 0].mean()),
+    )
+
+
+def pixel_accuracy_estimate(per_image: Int[Tensor, "images 3 classes"]) -> Jackknife:
+    """From `class_counts` of each image."""
+    summed = per_image.long().sum(-1, keepdim=True)
+    total = summed.sum(0)
+    without = pixel_accuracy(total - summed).cpu().numpy()
+    return Jackknife(float(pixel_accuracy(total)), without)
+
+
+def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:
+    """Mean of what is known of each image alone, in percent."""
+    exact = values.astype(np.float64)
+    others = max(1, len(exact) - 1)
+    return Jackknife(float(exact.mean()), (exact.sum() - exact) / others)
+
+
+def few_images_warning(num_images: int) -> list[str]:
+    """What a record of a mean IoU says of its interval, if anything."""
+    if num_images >= FEW_IMAGES:
+        return []
+    rarely = "may hold the truth in less than 90 % of all cases"
+    return [f"fewer than {FEW_IMAGES} images: the interval of a mean IoU {rarely}"]
+
+
+def _within(low: float, high: float, *, least: float) -> Interval | None:
+    return None if np.isnan(low + high) else (max(low, least), min(high, 100.0))

@@ -1,0 +1,151 @@
+"""Intervals by hand, by an independent loop in numpy, and by how often they hold the truth."""
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from ssl_bench.intervals import (
+    FEW_IMAGES,
+    Share,
+    few_images_warning,
+    mean_estimate,
+    mean_iou_estimate,
+    pixel_accuracy_estimate,
+)
+from tests.benchmarks.interval_coverage import population
+
+RANDOM = np.random.default_rng(0)
+
+
+def hits(right, wrong):
+    return np.arange(right + wrong) < right
+
+
+def some_counts(images=12, classes=5):
+    """Right, predicted and true pixels; the last two classes are rare."""
+    true = RANDOM.integers(1, 90, (images, classes)) * (RANDOM.random((images, classes)) < 0.6)
+    true[1:, -2:] = 0
+    right = (true * RANDOM.random(true.shape)).astype(int)
+    predicted = right + RANDOM.integers(0, 20, true.shape)
+    return np.stack([right, predicted, true], 1).astype(np.int32)
+
+
+def estimate(counts):
+    return mean_iou_estimate(torch.from_numpy(counts))
+
+
+def miou(counts, classes=slice(None)):
+    """The definition, class by class."""
+    found = []
+    for right, predicted, true in counts.sum(0, dtype=np.float64)[:, classes].T:
+        union = predicted + true - right
+        found += [100 * right / union] if union else []
+    return float(np.mean(found))
+
+
+def test_ten_of_ten_hits_do_not_prove_a_hundred_percent():
+    # 0.025^(1 / 10): the share at which ten of ten are seen once in forty cases.
+    assert Share(hits(10, 0)).ci95() == pytest.approx((69.1503, 100))
+    assert Share(hits(0, 3)).ci95() == pytest.approx((0, 70.7598))
+    exact = scipy.stats.binomtest(7, 26).proportion_ci()
+    assert Share(hits(7, 19)).ci95() == pytest.approx((100 * exact.low, 100 * exact.high))
+
+
+def test_one_class_of_two_images_equals_the_case_counted_by_hand():
+    # 1 of 2 pixels and 3 of 4: 4 of 6 together, 3 of 4 and 1 of 2 without one of them.
+    found = estimate(np.array([[[1], [1], [2]], [[3], [4], [3]]], np.int32))
+
+    assert found.value == pytest.approx(200 / 3)
+    assert found.without.tolist() == [75, 50]
+    assert found.correction == pytest.approx(200 / 3 - 62.5)
+    assert found.margin == pytest.approx(12.5 * 12.7062, rel=1e-5)
+    assert found.ci95() == (0, 100)
+
+
+def test_the_interval_equals_a_loop_over_images_in_numpy():
+    counts = np.concatenate([some_counts(40), some_counts(40)])
+    total = len(counts)
+
+    found = estimate(counts)
+
+    without = [miou(np.delete(counts, image, 0)) for image in range(total)]
+    pseudo = total * miou(counts) - (total - 1) * np.array(without)
+    spread = scipy.stats.t.ppf(0.975, total - 1) * pseudo.std(ddof=1) / total**0.5
+    correction = pseudo.mean() - miou(counts)
+    of_true = miou(counts, counts[:, 2].sum(0) > 0)
+    ends = (
+        miou(counts) + min(0, correction) - spread,
+        of_true + max(0, correction) + spread,
+    )
+    assert found.ci95() == pytest.approx(ends, rel=1e-12)
+
+
+def test_what_a_class_that_is_only_predicted_would_have_is_left_open_upwards():
+    counts = some_counts(80)
+    wrong = counts.copy()
+    wrong[0] += np.array([[0], [5], [0]]) * (np.arange(5) == 4)
+    wrong[:, [0, 2], 4] = counts[:, [0, 2], 4] = counts[:, 1, 4] = 0
+
+    before, after = estimate(counts), estimate(wrong)
+
+    assert after.value == pytest.approx(0.8 * before.value)
+    assert after.of_true == pytest.approx(before.value)
+    low, high = after.ci95() or (0, 0)
+    assert low == pytest.approx(after.value + min(0, after.correction) - after.margin)
+    assert high >= before.value + after.margin
+
+
+def test_order_of_images_and_of_classes_is_of_no_account():
+    counts = some_counts(20, 8)
+    ends = estimate(counts).ci95()
+
+    for other in (RANDOM.permutation(counts), RANDOM.permutation(counts, axis=2), counts):
+        assert estimate(other).ci95() == pytest.approx(ends, rel=1e-12)
+
+
+def test_pixel_accuracy_equals_a_loop_over_images_in_numpy():
+    counts = some_counts(9)
+
+    def accuracy(of):
+        return 100 * of[:, 0].sum() / of[:, 2].sum()
+
+    found = pixel_accuracy_estimate(torch.from_numpy(counts))
+
+    without = [accuracy(np.delete(counts, image, 0)) for image in range(9)]
+    spread = scipy.stats.t.ppf(0.975, 8) * 8 * np.std(without, ddof=1) / 3
+    assert found.ci95() == pytest.approx((accuracy(counts) - spread, accuracy(counts) + spread))
+
+
+def test_the_interval_of_a_mean_is_students():
+    values = RANDOM.normal(50, 5, 7)
+    ends = scipy.stats.t.interval(0.95, 6, values.mean(), values.std(ddof=1) / 7**0.5)
+    assert mean_estimate(values).ci95() == pytest.approx(ends)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_single_image_and_images_that_do_not_differ_have_no_interval():
+    counts = some_counts()
+
+    assert estimate(counts[:1]).ci95() is None
+    assert estimate(np.repeat(counts[:1], 9, 0)).ci95() is None
+    assert estimate(np.zeros_like(counts)).ci95() is None
+    assert mean_estimate(np.array([7.0])).ci95() is None
+    assert mean_estimate(np.full(5, 0.1)).ci95() is None
+    assert estimate(counts).difference_ci95(estimate(counts)) is None
+
+
+def test_few_images_are_warned_of():
+    assert few_images_warning(FEW_IMAGES) == []
+    assert "fewer than 60 images" in few_images_warning(FEW_IMAGES - 1)[0]
+
+
+@pytest.mark.parametrize("classes", [21, 150])
+def test_nine_of_ten_intervals_hold_the_mean_iou_of_the_population(classes):
+    whole = population(classes, 0.0, images=1500)[0]
+    random = np.random.default_rng(0)
+
+    samples = [whole[random.integers(len(whole), size=60)] for _ in range(60)]
+    ends = [estimate(sample.astype(np.int32)).ci95() or (0, 0) for sample in samples]
+
+    assert sum(low <= miou(whole) <= high for low, high in ends) >= 54
