@@ -45,7 +45,7 @@ class TokenCut(Cut):
         facet: Which features make the graph, one or several of key, query, value, token and
             token_normed.
         method: tokencut, lost, or maskcut, whose first mask counts.
-        max_objects: How many masks maskcut looks for in an image.
+        max_objects: Rounds of maskcut in an image, each of which gives a mask at most.
         panels: How many images get a picture of their own, from the first one on, and how many of
             each kind (hits, misses, degenerate) are on the contact sheet of a block.
     """
