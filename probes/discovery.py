@@ -1,4 +1,4 @@
-"""One object from the features of one image: TokenCut, LOST and MaskCut."""
+"""One object from the features of one image: TokenCut, and what its relatives share with it."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probes.spectral import SecondEigenvector, second_eigenvector
 
-_TIE = 1e-6
+TIE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,13 @@ class PatchGrid:
     def inner_shape(self) -> tuple[int, int]:
         """Rows and columns without padding; one of each stays in any case."""
         return max(1, self.height // self.patch_size), max(1, self.width // self.patch_size)
+
+    def padded(
+        self, values: Shaped[np.ndarray, "graph_rows graph_cols"]
+    ) -> Shaped[np.ndarray, "rows cols"]:
+        """Zeros for the patches that were left out of a graph."""
+        rows, cols = (whole - part for whole, part in zip(self.shape, values.shape, strict=True))
+        return np.pad(values, ((0, rows), (0, cols)))
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,9 @@ class Cut:
         return tokens - tokens.mean(0) if self.centred else tokens
 
 
+REFERENCE = Cut()
+
+
 @dataclass(frozen=True)
 class Discovery:
     """An object and how sure it is.
@@ -94,6 +104,8 @@ class Discovery:
         eigenvalue: lambda_2 of the normalised cut.
         gap: lambda_3 - lambda_2.
         degenerate: Rounding and the order of the patches choose the object, not the image.
+        tied_cutoff: Of LOST: which of several patches of one degree may join the seed hangs on
+            their order. The object may or may not depend on it.
     """
 
     mask: Bool[np.ndarray, "rows cols"]
@@ -102,6 +114,7 @@ class Discovery:
     eigenvalue: float | None = None
     gap: float | None = None
     degenerate: bool = False
+    tied_cutoff: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,7 +133,7 @@ class Split:
 
 
 def discover(
-    features: Float[Tensor, "rows cols dim"], grid: PatchGrid, cut: Cut = Cut()
+    features: Float[Tensor, "rows cols dim"], grid: PatchGrid, cut: Cut = REFERENCE
 ) -> Discovery:
     """The object that TokenCut finds in one image.
 
@@ -128,8 +141,7 @@ def discover(
         DataError: features are not finite.
 
     Source: TokenCut, https://arxiv.org/abs/2202.11539, and object_discovery.py of
-    https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5. Where cosines are 0 throughout (a zero
-    token) the diagonal is `eps` there and 1 here.
+    https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
     """
     tokens = as_array(cut.graph_tokens(features, grid))
     found = second_eigenvector(tokens, tau=cut.tau, eps=cut.eps, weighted=cut.weighted)
@@ -149,9 +161,9 @@ def cut_out(found: SecondEigenvector, grid: PatchGrid, cut: Cut) -> Discovery:
     if degenerate and cut.refuse_degenerate:
         component = np.zeros_like(component)
     return Discovery(
-        mask=_padded(component, grid),
+        mask=grid.padded(component),
         box=grid.box(component),
-        eigenvector=_padded(vector, grid),
+        eigenvector=grid.padded(vector),
         eigenvalue=found.eigenvalue,
         gap=found.gap,
         degenerate=degenerate,
@@ -161,7 +173,7 @@ def cut_out(found: SecondEigenvector, grid: PatchGrid, cut: Cut) -> Discovery:
 def split_at_mean(vector: Float64[np.ndarray, "rows cols"], *, stable_seed: bool = False) -> Split:
     """Cut at the mean; the seed is the entry of largest magnitude, the first if several are."""
     magnitude = abs(vector)
-    tied = magnitude >= (1 - _TIE) * magnitude.max()
+    tied = magnitude >= (1 - TIE) * magnitude.max()
     flat = int(np.argmax(tied if stable_seed else magnitude))
     seed = divmod(flat, vector.shape[1])
     above = vector > vector.mean()
@@ -176,106 +188,3 @@ def component_of(
     labels = np.empty(foreground.shape, np.int32)
     scipy.ndimage.label(foreground, structure, output=labels)
     return labels == labels[seed]
-
-
-def lost(
-    features: Float[Tensor, "rows cols dim"],
-    grid: PatchGrid,
-    cut: Cut = Cut(),
-    *,
-    num_candidates: int = 100,
-) -> Discovery:
-    """The object that LOST finds: it grows from the patch that resembles the fewest others.
-
-    Only the preparation and the connectivity of the cut apply; patches are linked where their
-    features agree in sign.
-
-    Args:
-        features: Of one image.
-        grid: Where its patches lie.
-        cut: See above.
-        num_candidates: Patches of lowest degree that may join the seed.
-
-    Source: LOST, https://arxiv.org/abs/2109.14279, equations 1 to 4. Ties in degree go to the
-    first patch, here as there by accident of the sort.
-    """
-    tokens, shape = as_array(cut.graph_tokens(features, grid)), cut.graph_shape(grid)
-    products = tokens @ tokens.T
-    degrees = (products > 0).sum(1)
-    lowest = np.argsort(degrees, kind="stable")[:num_candidates]
-    seed = int(lowest[0])
-    similar = lowest[products[seed, lowest] > 0]
-    resembles = (tokens @ tokens[similar].sum(0) > 0).reshape(shape)
-    # Not so by itself where the features are zero.
-    resembles.flat[seed] = True
-    component = component_of(resembles, divmod(seed, shape[1]), cut.connectivity)
-    tied = (degrees == degrees[seed]).reshape(shape)
-    degenerate = bool((tied & ~component).any())
-    return Discovery(_padded(component, grid), grid.box(component), degenerate=degenerate)
-
-
-def maskcut(
-    features: Float[Tensor, "rows cols dim"],
-    grid: PatchGrid,
-    cut: Cut = Cut(),
-    *,
-    num_masks: int = 3,
-) -> list[Discovery]:
-    """Several objects: TokenCut again and again on the patches that are left.
-
-    Args:
-        features: Of one image.
-        grid: Where its patches lie.
-        cut: The paper's tau is 0.15.
-        num_masks: Fewer are found when a further one would cover 1 % of the image or less.
-
-    Source: MaskCut of CutLER, https://arxiv.org/abs/2301.11320, section 3.2, without the
-    conditional random field. Found patches leave the graph here, there they stay as zero features.
-    """
-    tokens = as_array(cut.graph_tokens(features, grid))
-    free = np.ones(cut.graph_shape(grid), bool)
-    found: list[Discovery] = []
-    while len(found) < num_masks and free.any():
-        spectrum = second_eigenvector(
-            tokens[free.ravel()], tau=cut.tau, eps=cut.eps, weighted=cut.weighted
-        )
-        vector = np.zeros(free.shape)
-        vector[free] = spectrum.vector
-        component = _object_off_the_corners(vector, free, cut.connectivity)
-        if found and component.mean() <= 0.01:
-            break
-        free &= ~component
-        found.append(
-            Discovery(
-                mask=_padded(component, grid),
-                box=grid.box(component),
-                eigenvector=_padded(vector, grid),
-                eigenvalue=spectrum.eigenvalue,
-                gap=spectrum.gap,
-                degenerate=spectrum.degenerate,
-            )
-        )
-    return found
-
-
-def _object_off_the_corners(
-    vector: Float64[np.ndarray, "rows cols"],
-    free: Bool[np.ndarray, "rows cols"],
-    connectivity: int,
-) -> Bool[np.ndarray, "rows cols"]:
-    """As in TokenCut, but a side with three corners of the image or more is background."""
-    above = free & (vector > vector[free].mean())
-    if not above.any():
-        above = free
-    if above[[0, 0, -1, -1], [0, -1, 0, -1]].sum() >= 3 and (free & ~above).any():
-        above, vector = free & ~above, -vector
-    flat = int(np.where(above, vector, -np.inf).argmax())
-    return component_of(above, divmod(flat, vector.shape[1]), connectivity)
-
-
-def _padded(
-    values: Shaped[np.ndarray, "graph_rows graph_cols"], grid: PatchGrid
-) -> Shaped[np.ndarray, "rows cols"]:
-    """Zeros for the patches that were left out of the graph."""
-    rows, cols = (whole - part for whole, part in zip(grid.shape, values.shape, strict=True))
-    return np.pad(values, ((0, rows), (0, cols)))

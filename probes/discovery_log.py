@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Float64
 
+from probes.discovery import Discovery, PatchGrid
+from ssl_bench.data.samples import Sample
 from ssl_bench.errors import MachineError
+from ssl_bench.metrics import is_hit
 
 Cell = dict[str, Any]
-# Raised when lines of older files no longer say everything.
+# Raised when lines of older files no longer say everything, or say what a method finds no more.
 _FORMAT = 3
 
 
@@ -29,8 +32,8 @@ class ImageResult:
         largest_box: Percent of the image that the largest of them covers; 0 without boxes.
         grid: Rows and columns of patches.
         cells: By "LAYER/FACET": box, mask (see `unpack_mask`), hit (None without ground truth),
-            degenerate and, with a spectrum, eigenvalue and gap; further_boxes and further_masks
-            where several objects were looked for.
+            degenerate; eigenvalue and gap with a spectrum, tied_cutoff without; further_boxes and
+            further_masks where several objects were found.
     """
 
     num_boxes: int | None
@@ -48,6 +51,18 @@ def unpack_mask(packed: str, grid: tuple[int, int]) -> Bool[np.ndarray, "rows co
     """What `pack_mask` was given."""
     bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
     return np.unpackbits(bits, count=grid[0] * grid[1]).reshape(grid).astype(bool)
+
+
+def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchGrid) -> ImageResult:
+    """What is kept of an image."""
+    true = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
+    areas = (true[:, 2:] - true[:, :2]).prod(-1)
+    return ImageResult(
+        num_boxes=None if sample.boxes is None else len(true),
+        largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
+        grid=grid.shape,
+        cells={name: _cell(objects, sample.boxes) for name, objects in found.items()},
+    )
 
 
 class DiscoveryLog:
@@ -141,3 +156,25 @@ def _cannot_write(path: Path, error: OSError) -> MachineError:
     return MachineError(
         f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
     )
+
+
+def _cell(objects: list[Discovery], true: Float64[np.ndarray, "boxes 4"] | None) -> Cell:
+    first, *others = objects
+    cell: Cell = {
+        "box": _whole(first.box),
+        "mask": pack_mask(first.mask),
+        "hit": None if true is None else is_hit(first.box, true),
+        "degenerate": first.degenerate,
+    }
+    if first.eigenvalue is None:
+        cell["tied_cutoff"] = first.tied_cutoff
+    else:
+        cell |= {"eigenvalue": first.eigenvalue, "gap": first.gap}
+    if others:
+        cell["further_boxes"] = [_whole(other.box) for other in others]
+        cell["further_masks"] = [pack_mask(other.mask) for other in others]
+    return cell
+
+
+def _pixels(box: Float64[np.ndarray, " 4"]) -> list[int]:
+    return box.astype(int).tolist()

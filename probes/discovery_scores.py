@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from probes.discovery_log import ImageResult
+from probes.discovery_log import Cell, ImageResult
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share
 from ssl_bench.metrics import corloc
@@ -28,7 +28,7 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
     name = cell_name(layer, facet)
     scored = [result for result in results if result.num_boxes]
     hits = np.array([result.cells[name]["hit"] for result in scored])
-    degenerate = np.array([result.cells[name]["degenerate"] for result in results])
+    cells = [result.cells[name] for result in results]
     return Score(
         layer=layer,
         facet=facet,
@@ -37,13 +37,20 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
         ci95=Share(hits).ci95(),
         num_images=len(hits),
         details={
-            "degenerate_percent": 100 * float(degenerate.mean()),
+            **_flagged("degenerate", cells),
+            **_flagged("tied_cutoff", cells),
             "images_without_boxes": len(results) - len(scored),
             "by_object_size": _breakdown(name, scored, _SIZES, lambda r: r.largest_box),
             "by_num_objects": _breakdown(name, scored, _COUNTS, lambda r: r.num_boxes or 0),
         },
         per_image=hits,
     )
+
+
+def _flagged(flag: str, cells: Sequence[Cell]) -> dict[str, float]:
+    """Percent of the images that carry a flag; nothing where the method knows no such flag."""
+    values = [cell[flag] for cell in cells if flag in cell]
+    return {f"{flag}_percent": 100 * float(np.mean(values))} if values else {}
 
 
 def _breakdown(

@@ -10,7 +10,7 @@ import scipy.linalg
 from jaxtyping import Float32, Float64
 from threadpoolctl import ThreadpoolController
 
-from ssl_bench.errors import DataError
+from probes.spectral_graph import Graph, similarity_graph
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -44,74 +44,6 @@ class SecondEigenvector:
     gap: float
     certificate: float
     degenerate: bool
-
-
-@dataclass(frozen=True)
-class Graph:
-    """The weights A = eps 1 1^T + scale * links of one image.
-
-    Attributes:
-        links: Symmetric; 1 (or nearly the cosine) where two tokens are linked, 0 elsewhere.
-        degrees: Row sums of A, the diagonal included.
-    """
-
-    links: Float32[np.ndarray, "tokens tokens"]
-    degrees: Float64[np.ndarray, " tokens"]
-    scale: float
-    eps: float
-
-    def normalised_product(
-        self, vector: Float64[np.ndarray, " tokens"], *, exact: bool = False
-    ) -> Float64[np.ndarray, " tokens"]:
-        """D^-1/2 A D^-1/2 times a vector; the links are summed in float32, in float64 if exact."""
-        roots = np.sqrt(self.degrees)
-        scaled = vector / roots
-        linked = self._product64(scaled) if exact else self.links @ scaled.astype(np.float32)
-        return (self.scale * linked + self.eps * scaled.sum()) / roots
-
-    def is_uniform(self) -> bool:
-        """Whether all tokens are linked or none, so that no partition is better than another."""
-        num_tokens = len(self.degrees)
-        alone = 1 + self.eps * (num_tokens - 1)
-        return any(bool((abs(self.degrees - d) < 1e-6).all()) for d in (num_tokens, alone))
-
-    def trivial_eigenvector(self) -> Float64[np.ndarray, " tokens"]:
-        """The eigenvector of the normalised graph that is known beforehand, of unit length."""
-        return np.sqrt(self.degrees / self.degrees.sum())
-
-    def _product64(self, vector: Float64[np.ndarray, " tokens"]) -> Float64[np.ndarray, " tokens"]:
-        # In slices: a float64 copy of all links would triple the memory.
-        starts = range(0, len(vector), 128)
-        return np.concatenate([self.links[i : i + 128].astype(np.float64) @ vector for i in starts])
-
-
-def similarity_graph(
-    features: Float32[np.ndarray, "tokens dim"], *, tau: float, eps: float, weighted: bool = False
-) -> Graph:
-    """Link tokens whose cosine similarity exceeds `tau`; other pairs weigh `eps`, the diagonal 1.
-
-    Args:
-        features: One token a row. A zero row is linked to nothing but itself.
-        tau: In [-1, 1]; compared strictly, in float32.
-        eps: Keeps the graph connected.
-        weighted: Links weigh their cosine instead of 1.
-
-    Raises:
-        DataError: a token is NaN or infinite.
-    """
-    links = _cosines(features)
-    num_tokens = len(links)
-    if weighted:
-        links = np.where(links > tau, links - np.float32(eps), np.float32(0))
-        np.fill_diagonal(links, 1 - eps)
-        degrees = eps * num_tokens + links.sum(1, dtype=np.float64)
-        return Graph(links, degrees, scale=1.0, eps=eps)
-    np.greater(links, tau, out=links, casting="unsafe")
-    np.fill_diagonal(links, 1)
-    # Counts below 2^24 are exact in float32.
-    counts = links @ np.ones(num_tokens, np.float32)
-    degrees = eps * num_tokens + (1 - eps) * counts.astype(np.float64)
-    return Graph(links, degrees, scale=1 - eps, eps=eps)
 
 
 def second_eigenvector(
@@ -184,18 +116,6 @@ class GraphPool:
 
     def __exit__(self, *_: object) -> None:
         self._executor.shutdown()
-
-
-def _cosines(
-    features: Float32[np.ndarray, "tokens dim"],
-) -> Float32[np.ndarray, "tokens tokens"]:
-    with np.errstate(over="ignore", invalid="ignore"):
-        norms = np.sqrt(np.einsum("td,td->t", features, features))
-    num_broken = int((~np.isfinite(norms)).sum())
-    if num_broken:
-        raise DataError(f"features must be finite, {num_broken} of {len(norms)} tokens are not")
-    unit = features / np.maximum(norms, np.float32(1e-12))[:, None]
-    return unit @ unit.T
 
 
 class _KrylovBasis:

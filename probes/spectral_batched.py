@@ -1,6 +1,6 @@
 """The second eigenvectors of many graphs at once, for devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,8 +51,8 @@ def second_eigenvectors(
     Args:
         features: Tokens of different images, padded to the same number.
         valid: False at padding, which is left out of the graphs.
-        tau: As in `probes.spectral.similarity_graph`.
-        eps: As in `probes.spectral.similarity_graph`.
+        tau: As in `probes.spectral_graph.similarity_graph`.
+        eps: As in `probes.spectral_graph.similarity_graph`.
         steps: Each costs one pass over the links.
 
     Raises:
@@ -122,15 +122,27 @@ def _certified(
 
 
 def solve_batch(
-    tokens: Float[Tensor, "graphs tokens dim"], *, tau: float, eps: float
+    tokens: Float[Tensor, "graphs tokens dim"],
+    *,
+    tau: float,
+    eps: float,
+    each: Callable[..., Iterable[SecondEigenvector]] = map,
 ) -> list[SecondEigenvector]:
-    """Graphs of one size on their device; what that does not certify is solved on the host."""
-    return [
-        second_eigenvector(graph.float().cpu().numpy(), tau=tau, eps=eps)
-        if found is None
-        else found
-        for graph, found in zip(tokens, certified_batch(tokens, tau=tau, eps=eps), strict=True)
-    ]
+    """Graphs of one size on their device; what that does not certify is solved on the host.
+
+    Args:
+        tokens: As in `second_eigenvectors`.
+        tau: Likewise.
+        eps: Likewise.
+        each: Maps over the graphs on the host, such as `GraphPool.map`.
+    """
+
+    def finished(pair: tuple[Tensor, SecondEigenvector | None]) -> SecondEigenvector:
+        graph, certified = pair
+        return certified or second_eigenvector(graph.float().cpu().numpy(), tau=tau, eps=eps)
+
+    certified = certified_batch(tokens, tau=tau, eps=eps)
+    return list(each(finished, zip(tokens, certified, strict=True)))
 
 
 def _links(
@@ -141,9 +153,8 @@ def _links(
         raise DataError("features must be finite, some tokens are not")
     unit = (features.float() / norms.clamp(min=1e-12)).masked_fill(~valid[..., None], 0)
     links = torch.bmm(unit, unit.mT)
-    links = links.gt_(tau) if tau >= 0 else links.gt_(tau) * (valid[:, None] & valid[..., None])
-    links.diagonal(dim1=1, dim2=2).copy_(valid)
-    return links
+    links.diagonal(dim1=1, dim2=2).copy_(valid & (norms[..., 0] > 0))
+    return links.gt_(tau) if tau >= 0 else links.gt_(tau) * (valid[:, None] & valid[..., None])
 
 
 def _krylov_space(

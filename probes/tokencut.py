@@ -6,28 +6,28 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
-from probes.discovery import Cut, Discovery, PatchGrid, cut_out, discover, lost, maskcut
+from probes.discovery import Cut, Discovery, PatchGrid, cut_out, discover
 from probes.discovery_files import DiscoveryFiles
 from probes.discovery_gallery import Gallery
-from probes.discovery_log import Cell, DiscoveryLog, ImageResult, pack_mask
+from probes.discovery_log import DiscoveryLog, ImageResult, image_result
+from probes.discovery_lost import lost
+from probes.discovery_maskcut import MaskCutSearch, maskcut, search_together
 from probes.discovery_panels import panel, save_masks
 from probes.discovery_scores import cell_name, corloc_score
 from probes.image_stream import read_ahead
 from probes.pictures import sheet
 from probes.shape_batches import padded_batch, same_shape
 from probes.spectral import GraphPool, SecondEigenvector
-from probes.spectral_batched import certified_batch
+from probes.spectral_batched import solve_batch
 from ssl_bench import __version__
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
-from ssl_bench.metrics import is_hit
 from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
@@ -47,7 +47,7 @@ class TokenCut(Cut):
         facet: Which features make the graph, one or several of key, query, value, token and
             token_normed.
         method: tokencut, lost, or maskcut, whose first mask counts.
-        max_objects: How many masks maskcut looks for in an image.
+        max_objects: Rounds of maskcut in an image, each of which gives a mask at most.
         panels: How many images get a picture of their own, from the first one on, and how many of
             each kind (hits, misses, degenerate) are on the contact sheet of a block.
     """
@@ -66,7 +66,10 @@ class TokenCut(Cut):
         named = self.protocol.split(",")[0]
         _require(named == "reference", f"protocol must be reference, got {named}")
         _require(self.method in METHODS, f"method must be one of {METHODS}, got {self.method}")
-        _require(-1 <= self.tau < 1, f"tau must lie in [-1, 1), got {self.tau}")
+        # MaskCut's painted patches have cosine 0 with all: a lower tau would link them to all.
+        lowest = 0 if self.method == "maskcut" else -1
+        within = f"[{lowest}, 1) for {self.method}"
+        _require(lowest <= self.tau < 1, f"tau must lie in {within}, got {self.tau}")
         _require(0 < self.eps < 1, f"eps must lie in (0, 1), got {self.eps}")
         _require(self.connectivity in (4, 8), f"connectivity: 4 or 8, got {self.connectivity}")
         _require(self.panels >= 0, f"panels must be >= 0, got {self.panels}")
@@ -238,28 +241,36 @@ class TokenCut(Cut):
         """Objects by cell of each image of a batch."""
         grids_of = [grid for grid in grids for _ in features]
         graphs = [f[image] for image in range(len(grids)) for f in features.values()]
-        certified = self._certified(graphs, grids[0])
-
-        def find(number: int) -> list[Discovery]:
-            spectrum, grid = certified[number], grids_of[number]
-            if spectrum is None:
-                return self.find(graphs[number], grid)
-            return [cut_out(spectrum, grid, self)]
-
-        found, cells = pool.map(find, range(len(graphs))), len(features)
+        if graphs[0].is_cuda and self.method != "lost" and not self.weighted:
+            found = self._find_together(graphs, grids_of, pool)
+        else:
+            found = pool.map(lambda pair: self.find(*pair), zip(graphs, grids_of, strict=True))
+        cells = len(features)
         return [
             dict(zip(features, found[first : first + cells], strict=True))
             for first in range(0, len(found), cells)
         ]
 
-    def _certified(
-        self, graphs: Sequence[Float[Tensor, "rows cols dim"]], grid: PatchGrid
-    ) -> Sequence[SecondEigenvector | None]:
-        """What a device knows for sure of graphs of one shape; on a CPU nothing."""
-        if not graphs[0].is_cuda or self.method != "tokencut" or self.weighted:
-            return [None] * len(graphs)
-        tokens = torch.stack([self.graph_tokens(graph, grid) for graph in graphs])
-        return certified_batch(tokens, tau=self.tau, eps=self.eps)
+    def _find_together(
+        self,
+        graphs: Sequence[Float[Tensor, "rows cols dim"]],
+        grids: Sequence[PatchGrid],
+        pool: GraphPool,
+    ) -> list[list[Discovery]]:
+        """As `find`, for graphs of one shape that are solved together on their device."""
+
+        def solve(
+            graphs: Sequence[Float[Tensor, "tokens dim"]],
+        ) -> Sequence[SecondEigenvector]:
+            return solve_batch(torch.stack([*graphs]), tau=self.tau, eps=self.eps, each=pool.map)
+
+        pairs = list(zip(graphs, grids, strict=True))
+        if self.method == "maskcut":
+            searches = [MaskCutSearch(*pair, self, self.max_objects) for pair in pairs]
+            search_together(searches, solve)
+            return [search.found for search in searches]
+        spectra = solve([self.graph_tokens(*pair) for pair in pairs])
+        return [[cut_out(one, grid, self)] for one, grid in zip(spectra, grids, strict=True)]
 
     def _asked_facets(self) -> Sequence[str]:
         return (self.facet,) if isinstance(self.facet, str) else self.facet
@@ -298,41 +309,9 @@ def extract(
     }
 
 
-def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchGrid) -> ImageResult:
-    """What is kept of an image."""
-    true = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
-    areas = (true[:, 2:] - true[:, :2]).prod(-1)
-    return ImageResult(
-        num_boxes=None if sample.boxes is None else len(true),
-        largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
-        grid=grid.shape,
-        cells={name: _cell(objects, sample.boxes) for name, objects in found.items()},
-    )
-
-
-def _cell(objects: list[Discovery], true: Float64[np.ndarray, "boxes 4"] | None) -> Cell:
-    first, *others = objects
-    cell: Cell = {
-        "box": _whole(first.box),
-        "mask": pack_mask(first.mask),
-        "hit": None if true is None else is_hit(first.box, true),
-        "degenerate": first.degenerate,
-    }
-    if first.eigenvalue is not None:
-        cell |= {"eigenvalue": first.eigenvalue, "gap": first.gap}
-    if others:
-        cell["further_boxes"] = [_whole(other.box) for other in others]
-        cell["further_masks"] = [pack_mask(other.mask) for other in others]
-    return cell
-
-
 def _grid(sample: Sample, patch_size: int) -> PatchGrid:
     height, width = sample.image.shape[:2]
     return PatchGrid(height, width, patch_size)
-
-
-def _whole(box: Float64[np.ndarray, " 4"]) -> list[int]:
-    return box.astype(int).tolist()
 
 
 def _require(condition: bool, message: str) -> None:

@@ -3,18 +3,11 @@ import pytest
 import scipy.linalg
 import scipy.ndimage
 import torch
+from scenes import scene
 
-from probes.discovery import (
-    Cut,
-    PatchGrid,
-    _object_off_the_corners,
-    component_of,
-    cut_out,
-    discover,
-    lost,
-    maskcut,
-    split_at_mean,
-)
+from probes.discovery import Cut, PatchGrid, component_of, cut_out, discover, split_at_mean
+from probes.discovery_lost import lost
+from probes.discovery_maskcut import maskcut
 from probes.spectral import SecondEigenvector
 from ssl_bench.data.samples import Sample
 from ssl_bench.data.voc import Voc
@@ -23,14 +16,6 @@ from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
 GRID = PatchGrid(height=60, width=80, patch_size=10)
 BACKGROUND, OBJECT, OTHER = 0, 1, 2
-
-
-def scene(*rectangles, shape=(6, 8)):
-    """Features that equal one of a few orthogonal directions in each patch."""
-    labels = np.zeros(shape, int)
-    for label, (rows, cols) in enumerate(rectangles, start=1):
-        labels[rows, cols] = label
-    return labels, torch.eye(4)[torch.from_numpy(labels)]
 
 
 def dense_discovery(features, grid):
@@ -260,79 +245,3 @@ def test_images_smaller_than_a_patch_give_a_flagged_box_inside(height, width, sh
 @pytest.mark.parametrize("method", [discover, lost, maskcut])
 def test_every_method_accepts_one_patch(method):
     assert method(torch.ones(1, 1, 4), PatchGrid(5, 5, 10)) is not None
-
-
-def test_lost_grows_from_the_patch_that_resembles_the_fewest():
-    labels, _ = scene((slice(2, 4), slice(3, 6)), (slice(0, 1), slice(0, 1)))
-    labels[5, 7] = OBJECT
-    directions = torch.tensor([[1.0, 0, -0.4], [-0.2, 1, 0], [1, 0.1, 0.1]])
-
-    found = lost(directions[torch.from_numpy(labels)], GRID)
-
-    # Degrees: 41 in the background and at the first patch, which agrees with it; 7 in the object.
-    labels[5, 7] = BACKGROUND
-    assert np.array_equal(found.mask, labels == OBJECT)
-    assert found.box.tolist() == [30, 20, 60, 40]
-
-
-def test_lost_takes_a_zero_patch_for_an_object_of_its_own():
-    _, features = scene((slice(2, 4), slice(3, 6)))
-    features[4, 4] = 0
-
-    assert lost(features, GRID).box.tolist() == [40, 40, 50, 50]
-
-
-def test_lost_joins_no_more_candidates_than_asked():
-    features = torch.tensor([[[1.0, 0], [1, 1], [0, 1], [0, 1], [0, 1], [-1, 1]]])
-    grid = PatchGrid(10, 60, 10)
-
-    assert lost(features, grid, num_candidates=1).mask.tolist() == [[True] * 2 + [False] * 4]
-    # By degree: 0, 5, 1, ...; patch 5 disagrees with the seed, patch 1 joins it.
-    assert lost(features, grid, num_candidates=2).mask.tolist() == [[True] * 2 + [False] * 4]
-    assert lost(features, grid, num_candidates=3).mask.tolist() == [[True] * 5 + [False]]
-
-
-def test_maskcut_finds_two_objects_one_after_the_other():
-    labels, features = scene((slice(0, 3), slice(1, 4)), (slice(4, 6), slice(6, 8)))
-
-    found = maskcut(features, GRID, num_masks=2)
-
-    # The larger one is cut more cheaply: 9 * 39 weak links for 9 patches, not 4 * 44 for 4.
-    assert [one.box.tolist() for one in found] == [[10, 0, 40, 30], [60, 40, 80, 60]]
-    assert np.array_equal(found[0].mask, labels == OBJECT)
-    assert np.array_equal(found[1].mask, labels == OTHER)
-
-
-def test_maskcut_takes_the_side_that_leaves_the_corners():
-    labels, features = scene((slice(1, 6), slice(1, 7)))
-
-    plain, (found,) = discover(features, GRID), maskcut(features, GRID, num_masks=1)
-
-    assert np.array_equal(plain.mask, labels == BACKGROUND)
-    assert np.array_equal(found.mask, labels == OBJECT)
-
-
-def test_maskcut_seeds_at_the_peak_of_the_side_it_turned_to():
-    vector = np.ones((3, 5))
-    vector[1, 1], vector[1, 3] = -1, -3
-
-    component = _object_off_the_corners(vector, np.ones((3, 5), bool), connectivity=4)
-
-    assert np.argwhere(component).tolist() == [[1, 3]]
-
-
-def test_masks_of_maskcut_do_not_overlap_even_down_to_the_last_patch():
-    found = maskcut(torch.eye(3)[None], PatchGrid(10, 30, 10), num_masks=5)
-
-    assert np.stack([one.mask for one in found]).sum(0).tolist() == [[1, 1, 1]]
-
-
-def test_maskcut_stops_at_a_mask_of_one_percent():
-    labels = np.zeros((12, 12), int)
-    labels[2:6, 2:6], labels[9, 9] = 1, 2
-    features = torch.eye(4)[torch.from_numpy(labels)]
-
-    found = maskcut(features, PatchGrid(120, 120, 10), num_masks=3)
-
-    assert all(one.mask.mean() > 0.01 for one in found[1:])
-    assert len({one.mask.tobytes() for one in found}) == len(found)

@@ -10,10 +10,12 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
+from scenes import mosaic
 
 from probes.discovery import Cut, PatchGrid, discover
 from probes.discovery_log import DiscoveryLog, ImageResult, unpack_mask
 from probes.discovery_scores import corloc_score
+from probes.spectral import GraphPool
 from probes.tokencut import TokenCut
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
@@ -270,6 +272,32 @@ def test_maskcut_keeps_as_many_objects_as_asked(tmp_path):
     assert "max_objects" not in TokenCut().settings()
 
 
+def test_ties_for_the_last_place_of_lost_are_counted_apart_from_degenerate_images(tmp_path):
+    boxes = {name: [FAR_AWAY] for name in "abcdg"}
+    probe = TokenCut(method="lost", panels=0)
+
+    (score,) = probe.run(context(tmp_path, Pictures(boxes), [2]))
+
+    (path,) = tmp_path.glob("*/images_*.jsonl")
+    lines = [json.loads(text)["cells"]["2/key"] for text in path.read_text().splitlines()[1:]]
+    share = 20 * sum(line["tied_cutoff"] for line in lines)
+    assert score.details["tied_cutoff_percent"] == share
+
+
+@pytest.mark.parametrize("method", ["tokencut", "maskcut"])
+def test_graphs_that_are_solved_together_give_what_each_gives_alone(method):
+    probe, grid = TokenCut(method=method, tau=0.15), PatchGrid(90, 90, 10)
+    graphs = [mosaic(seed) for seed in range(6)]
+
+    with GraphPool(2) as pool:
+        together = probe._find_together(graphs, [grid] * 6, pool)
+
+    for found, graph in zip(together, graphs, strict=True):
+        alone = probe.find(graph, grid)
+        assert [one.box.tolist() for one in found] == [one.box.tolist() for one in alone]
+        assert [one.mask.sum() for one in found] == [one.mask.sum() for one in alone]
+
+
 def test_a_diverged_encoder_is_reported_with_layer_and_image(tmp_path):
     encoder = tiny_encoder()
     encoder.module.get_parameter("blocks.1.attn.qkv.weight").data.fill_(torch.nan)
@@ -296,6 +324,7 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
         "from_40_percent": {"num_images": 1, "corloc": 100},
     }
     assert score.details["by_num_objects"]["from_4"] == {"num_images": 1, "corloc": 100}
+    assert "tied_cutoff_percent" not in score.details
 
 
 @pytest.mark.parametrize(
@@ -305,6 +334,7 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
         ({"facet": []}, "got none"),
         ({"facet": ["key", "cls"]}, "got cls"),
         ({"tau": 1.0}, "tau must lie"),
+        ({"tau": -0.1, "method": "maskcut"}, r"tau must lie in \[0, 1\) for maskcut, got -0.1"),
         ({"eps": 0.0}, "eps must lie"),
         ({"panels": -1}, "panels must"),
         ({"max_objects": 0}, "max_objects must"),
