@@ -11,6 +11,7 @@ import torch
 from probes.principal_components import Map
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.files import write_atomically
+from ssl_bench.paths import expanded
 
 FILE = "reference.npz"
 
@@ -90,7 +91,7 @@ def reference_folder(align_to: str, pictures: Path, kind: str) -> Path:
     Raises:
         ConfigurationError: there is no such folder, or there are several.
     """
-    given = Path(align_to).expanduser()
+    given = expanded(align_to)
     if (given / FILE).is_file():
         return given
     known = sorted(path.parent.parent for path in pictures.glob(f"*/{kind}/{FILE}"))

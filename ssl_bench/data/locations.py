@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_bench.errors import DataError
+from ssl_bench.paths import expanded
 
 
 def find_root(
@@ -26,7 +27,7 @@ def find_root(
     expected = f"expected {tree}; docs/data.md says where to get it"
     if root is None:
         raise DataError(f"{name} needs its folder, --data-root DIR: {expected}")
-    given = Path(root).expanduser()
+    given = expanded(root)
     for folder in (given, *(given / part for part in inside)):
         if any((folder / landmark).is_dir() for landmark in landmarks):
             return folder
@@ -50,6 +51,6 @@ def first_folder(candidates: Sequence[Path]) -> Path:
 def cache_folder(configured: str | Path | None) -> Path:
     """The configured folder, else this program's own below the user's cache (XDG)."""
     if configured is not None:
-        return Path(configured).expanduser()
+        return expanded(configured)
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "ssl-bench"

@@ -16,6 +16,7 @@ from ssl_bench.models.encoder import (
 )
 from ssl_bench.models.foreign import Told, load_foreign
 from ssl_bench.models.hub import WEIGHTS_FILES, hugging_face_file
+from ssl_bench.paths import expanded
 
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
 _TRANSFORMERS = ("vit", "vit_mae", "dinov2", "dinov2_with_registers")
@@ -51,7 +52,7 @@ def load_hugging_face(uri: str) -> Encoder:
 
 class _LocalFolder:
     def __init__(self, place: str) -> None:
-        self.path = Path(place).expanduser()
+        self.path = expanded(place)
         self.name = self.path.resolve().name
 
     def file(self, *names: str) -> Path:

@@ -1,10 +1,10 @@
 """Who an encoder is, without its weights on any device."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ssl_bench.models.checkpoint import is_ours, stated_identity
 from ssl_bench.models.loading import encoder_name, load_encoder
+from ssl_bench.paths import expanded
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def identify_encoder(uri: str) -> EncoderIdentity:
     Raises:
         CheckpointError: As `load_encoder`; damaged weights are found only there.
     """
-    path = Path(uri).expanduser()
+    path = expanded(uri)
     if path.is_dir():
         path /= "last.safetensors"
     if path.suffix == ".safetensors" and path.is_file() and is_ours(path):

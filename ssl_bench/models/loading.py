@@ -9,6 +9,7 @@ from ssl_bench.models.checkpoint import is_ours, load_checkpoint, unreplaced, ve
 from ssl_bench.models.encoder import Contents, Encoder, encoder_from_model
 from ssl_bench.models.foreign import load_foreign
 from ssl_bench.models.hub import HUB_WEIGHTS, downloaded_file
+from ssl_bench.paths import expanded
 
 _LAST = "last.safetensors"
 _KINDS = (
@@ -65,7 +66,7 @@ def _from_torch_hub(uri: str) -> Encoder:
 
 
 def _from_path(uri: str) -> Encoder:
-    path = Path(uri).expanduser()
+    path = expanded(uri)
     if path.is_dir():
         if (path / "config.json").is_file() and not (path / _LAST).is_file():
             raise CheckpointError(f"{path} is a folder of Hugging Face; type local-dir:{path}")

@@ -22,6 +22,7 @@ from ssl_bench.models.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.positions import resize_positions
 from ssl_bench.models.timm_attention import give_queries_keys_values
 from ssl_bench.models.weights import Backbone, backbone_weights, read_weights
+from ssl_bench.paths import expanded
 
 # Eva holds timm's ViTs with rotary positions, DINOv3 among them.
 PlainViT = VisionTransformer | Eva
@@ -72,7 +73,7 @@ def load_timm(uri: str) -> Encoder:
     name, _, file = uri.removeprefix("timm:").partition("@")
     _check_name(name)
     if file:
-        return _from_file(uri, name, Path(file).expanduser(), label=f"{name}@{Path(file).stem}")
+        return _from_file(uri, name, expanded(file), label=f"{name}@{Path(file).stem}")
     if "." in name:
         return _from_file(uri, name, _published_file(name), label=name)
     with torch.random.fork_rng(devices=[]):
