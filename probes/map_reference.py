@@ -11,6 +11,7 @@ import torch
 from probes.principal_components import Map
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.files import write_atomically
+from ssl_bench.memory import pass_on_memory
 from ssl_bench.paths import expanded
 
 FILE = "reference.npz"
@@ -75,6 +76,7 @@ def load_reference(folder: Path) -> MapReference:
             return MapReference(str(arrays["source"]), int(arrays["layer"]), maps)
     # A damaged file makes the readers of zip and npy fail in any way.
     except Exception as error:
+        pass_on_memory(error)
         raise DataError(
             f"cannot read {path}; probe the checkpoint to align with first, with --overwrite"
         ) from error

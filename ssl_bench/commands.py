@@ -189,7 +189,7 @@ def newest_checkpoint(folder: Path) -> str:
     Raises:
         CheckpointError: there are none.
     """
-    found = list(folder.glob("**/*.safetensors"))
+    found = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
     if not found:
         raise CheckpointError(
             f"no checkpoint below {folder}/; pass --checkpoint URI or make one with "

@@ -58,16 +58,15 @@ def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
     Raises:
         ConfigurationError: unknown group choice, key or a value of the wrong type, in one line.
     """
-    for override in overrides:
-        _check_choice(root, override)
-    is_choice = [_is_choice(override) for override in overrides]
-    groups = [o for o, choice in zip(overrides, is_choice, strict=True) if choice]
-    values = [o for o, choice in zip(overrides, is_choice, strict=True) if not choice]
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        defaults = _defaults(config_folder(), root, tuple(groups))
-        for override in values:
-            _check_key(override, defaults)
-        config = _compose(root, [*groups, *values]) if values else deepcopy(defaults)
+    parsed = [_parsed(override) for override in overrides]
+    for key, value in parsed:
+        _check_choice(root, key, value)
+    chosen = [(key, value) for key, value in parsed if _is_choice(key)]
+    defaults = _defaults(config_folder(), root, tuple(f"{key}={value}" for key, value in chosen))
+    config = deepcopy(defaults)
+    for key, value in parsed:
+        if not _is_choice(key):
+            _set(config, key, value)
     _require_same_components(defaults, config)
     return config
 
@@ -105,13 +104,9 @@ def keys(config: DictConfig) -> list[str]:
 @cache
 def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
     """What the files say; composed once, because it takes a tenth of a second each time."""
-    del folder
-    return _compose(root, groups)
-
-
-def _compose(root: str, overrides: Sequence[str]) -> DictConfig:
     try:
-        return compose(root, list(overrides))
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            return compose(root, list(groups))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(_one_line(error)) from error
 
@@ -126,45 +121,57 @@ def _groups(folder: Path) -> frozenset[str]:
     return frozenset(path.parent.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
 
 
-def _is_choice(override: str) -> bool:
-    return override.partition("=")[0] in _groups(config_folder())
+def _is_choice(key: str) -> bool:
+    return key in _groups(config_folder())
 
 
-def _check_choice(root: str, override: str) -> None:
-    key, equals, value = override.partition("=")
+def _parsed(override: str) -> tuple[str, Any]:
+    """Key and value of an override, in Hydra's grammar without what sweeps over values."""
+    key, equals, text = override.partition("=")
     if not equals:
-        raise ConfigurationError(
-            f"expected KEY=VALUE, got {shown(override)}; see `ssl-bench --help`"
-        )
+        came = shown(override)
+        raise ConfigurationError(f"expected KEY=VALUE, got {came}; see `ssl-bench --help`")
     # An environment variable would stand in records, where others read it.
-    if "${" in value:
+    if "${" in text:
         raise ConfigurationError(
-            f"{key} expects a value, got {shown(value)}, which refers to another place; write the "
-            'value itself, as the shell does for "$NAME"'
+            f"{shown(key)} expects a value, got {shown(text)}, which refers to another place; "
+            'write the value itself, as the shell does for "$NAME"'
         )
     try:
-        OverridesParser.create().parse_override(override)
-    # Hydra's parser reads a number of thousands of digits with int(), which refuses it.
-    except (HydraException, ValueError, RecursionError) as error:
+        parsed = OverridesParser.create().parse_override(f"key={text}")
+        if not parsed.is_sweep_override():
+            return key, parsed.value()
+    # Also a number of thousands of digits, or lists in a thousand lists.
+    except (HydraException, ValueError, RecursionError):
+        pass
+    raise ConfigurationError(
+        f"cannot read {shown(override)}; write lists as [1,2] and quote text: KEY=\"'a b'\""
+    )
+
+
+def _check_choice(root: str, key: str, value: Any) -> None:
+    if not _is_choice(key):
+        return
+    if value not in (valid := choices(key)):
         raise ConfigurationError(
-            f"cannot read {shown(override)}; write lists as [1,2] and quote text: KEY=\"'a b'\""
-        ) from error
-    if _is_choice(override):
-        if value not in (valid := choices(key)):
-            raise ConfigurationError(
-                f"unknown {key}={shown(value)} for {root}; {nearest(value, valid)}"
-            )
-        if value not in _files(key):
-            call = entry_point_call(entry_points(key)[value])
-            ConfigStore.instance().store(group=key, name=value, node=call)
+            f"unknown {key}={shown(value)} for {root}; {nearest(str(value), valid)}"
+        )
+    if value not in _files(key):
+        call = entry_point_call(entry_points(key)[value])
+        ConfigStore.instance().store(group=key, name=value, node=call)
 
 
-def _check_key(override: str, defaults: DictConfig) -> None:
-    key = override.partition("=")[0]
-    known = _flatten(defaults)
+def _set(config: DictConfig, key: str, value: Any) -> None:
+    known = _flatten(config)
     parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
     if key not in known and key not in parents:
         raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, known)}")
+    try:
+        OmegaConf.update(config, key, value)
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(
+            f"{key} does not take {shown(value)}: {_one_line(error)}"
+        ) from error
 
 
 def _require_same_components(defaults: DictConfig, config: DictConfig) -> None:

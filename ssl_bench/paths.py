@@ -31,3 +31,8 @@ def is_path(text: str | Path) -> bool:
     names = path.split(b"/")
     is_short = len(path) <= _LONGEST and all(len(name) <= _LONGEST_NAME for name in names)
     return bool(str(text)) and b"\0" not in path and is_short
+
+
+def real(path: Path) -> Path:
+    """A path without links; unlike `Path.resolve`, also of a link that leads to itself."""
+    return Path(os.path.realpath(path))

@@ -15,6 +15,7 @@ from jaxtyping import Shaped
 
 from ssl_bench.errors import DataError
 from ssl_bench.files import write_atomically, write_text_atomically
+from ssl_bench.memory import pass_on_memory
 
 PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
@@ -156,8 +157,8 @@ class ResultStore:
             if found.dtype.kind in "biu" and found.shape[:1] == (record.num_images,):
                 return found
         # A damaged file makes the readers of zip and npy fail in any way.
-        except Exception:
-            pass
+        except Exception as error:
+            pass_on_memory(error)
         self.damaged.append(path)
         return None
 

@@ -21,7 +21,7 @@ from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.fields import Place, check_fields
 from ssl_bench.files import write_atomically
-from ssl_bench.paths import expanded
+from ssl_bench.paths import expanded, real
 
 NUM_IMAGES = 19_817
 LIST = Published(
@@ -153,7 +153,7 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
     if not annotations.is_file():
         raise DataError(f"{annotations} does not exist; docs/data.md says where to get it")
     status = annotations.stat()
-    key = f"1 {annotations.resolve()} {status.st_size} {status.st_mtime_ns}"
+    key = f"1 {real(annotations)} {status.st_size} {status.st_mtime_ns}"
     index = cache / f"coco-boxes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
     # A damaged index is made again; where none can be written the JSON is parsed each time.
     damage = (OSError, ValueError, KeyError, EOFError, BadZipFile)

@@ -9,7 +9,7 @@ from ssl_bench.models.checkpoint import is_ours, load_checkpoint, unreplaced, ve
 from ssl_bench.models.encoder import Contents, Encoder, encoder_from_model
 from ssl_bench.models.foreign import load_foreign
 from ssl_bench.models.hub import HUB_WEIGHTS, downloaded_file
-from ssl_bench.paths import expanded
+from ssl_bench.paths import expanded, real
 
 _LAST = "last.safetensors"
 _KINDS = (
@@ -98,4 +98,4 @@ def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
 
 def encoder_name(path: Path) -> str:
     """The run's name for its last checkpoint, the file's own otherwise."""
-    return path.resolve().parent.name if path.name == _LAST else path.stem
+    return real(path).parent.name if path.name == _LAST else path.stem

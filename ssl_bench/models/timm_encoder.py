@@ -16,6 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.memory import pass_on_memory
 from ssl_bench.models.checkpoint import unreplaced, verified_sha256
 from ssl_bench.models.encoder import Contents, Encoder, state_dict_sha256
 from ssl_bench.models.hub import downloaded_file, hugging_face_file
@@ -161,6 +162,7 @@ def _create(
     except TypeError as error:
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
+        pass_on_memory(error)
         reason = " ".join(str(error).split())[:300]
         file = weights[0] if weights else "its random weights"
         raise CheckpointError(f"timm:{name} does not fit {file}: {reason}") from error

@@ -14,6 +14,7 @@ import torch
 
 from ssl_bench.commands import announced_encoder, planned_evaluation, say
 from ssl_bench.errors import SslBenchError
+from ssl_bench.memory import is_out_of_memory, memory_error
 from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
 
@@ -68,6 +69,8 @@ def _attempted(job: Job, compute: Callable[[Job], None], *, debug: bool) -> Outc
     except Exception as error:
         if debug:
             raise
+        if is_out_of_memory(error):
+            error = memory_error(error, "sweep")
         line = " ".join(str(error).split())
         known = isinstance(error, SslBenchError)
         code, text = (error.exit_code, line) if known else (1, f"{type(error).__name__}: {line}")
