@@ -382,4 +382,5 @@ def _is_finite(weights: Mapping[str, Any]) -> bool:
 
 def _digest(images: ImageSet) -> str:
     """Which images these are, wherever they lie: hexadecimal sha256 of their ids and classes."""
-    return hashlib.sha256("\n".join((*images.ids, *images.class_names)).encode()).hexdigest()
+    names = "\n".join((*images.ids, *images.class_names))
+    return hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()

@@ -59,7 +59,7 @@ class DiscoveryLog:
 
     def __init__(self, folder: Path, key: Mapping[str, Any], *, forget: bool = False) -> None:
         header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
-        digest = hashlib.sha256(header.encode()).hexdigest()
+        digest = hashlib.sha256(header.encode(errors="surrogateescape")).hexdigest()
         self.path = folder / f"images_{digest[:12]}.jsonl"
         self.images: dict[str, ImageResult] = {}
         try:

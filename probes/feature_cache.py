@@ -142,7 +142,7 @@ class TrainingPass:
             "transform": f"{self.views} at {self.image_size}, bilinear with antialias",
             "dataset": f"{self.images.name} {self.images.split}",
             "dataset_fingerprint": self.images.fingerprint(),
-            "ids_sha256": sha256(ids.encode()).hexdigest(),
+            "ids_sha256": sha256(ids.encode(errors="surrogateescape")).hexdigest(),
         }
 
     def _prepare(self, sample: Sample) -> PreparedImage:

@@ -13,7 +13,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.fields import shown
+from ssl_bench.fields import require, shown
 
 TARGET = "_target_"
 PACKAGES = ("ssl_bench", "probes", "pretrain")
@@ -43,7 +43,7 @@ def constructed(value: Any, key: str) -> Any:
     if TARGET not in parts:
         return parts
     kind = component_class(parts.pop(TARGET), _joined(key, TARGET))
-    _check_names(kind, parts, key)
+    _check_arguments(kind, parts, key)
     return kind(**parts)
 
 
@@ -118,7 +118,7 @@ def _attribute(address: str) -> Any:
         return None
 
 
-def _check_names(kind: type, arguments: Mapping[str, Any], key: str) -> None:
+def _check_arguments(kind: type, arguments: Mapping[str, Any], key: str) -> None:
     taken = [item for item in fields(kind) if item.init]
     names = [item.name for item in taken]
     for name in arguments:
@@ -128,7 +128,9 @@ def _check_names(kind: type, arguments: Mapping[str, Any], key: str) -> None:
                 f"unknown key {_joined(key, name)!r}; valid: {', '.join(near)}"
             )
     for item in taken:
-        if item.name not in arguments and _default(item) is MISSING:
+        if item.name in arguments:
+            require(_joined(key, item.name), item.type, arguments[item.name])
+        elif _default(item) is MISSING:
             raise ConfigurationError(f"{_joined(key, item.name)} has no value")
 
 

@@ -18,6 +18,9 @@ from ssl_bench.components import RESERVED, TARGET, constructed, entry_point_call
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.fields import shown
 
+_LONG = 200
+_SHOWN = 24
+
 
 def config_folder() -> Path:
     """The YAML files: beside the packages in a checkout, inside `ssl_bench` in a wheel."""
@@ -33,8 +36,12 @@ def choices(group: str) -> list[str]:
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of an error message: names like the one that came, else all of them."""
     names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(close)}?" if close else f"valid: {', '.join(names)}"
+    # Nothing is like a text of thousands of characters, and finding that out takes long.
+    close = difflib.get_close_matches(name[:_LONG], names, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {', '.join(close)}?"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"valid: {', '.join(names[:_SHOWN])}{more}"
 
 
 def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
@@ -44,7 +51,7 @@ def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
         ConfigurationError: it is not; the message names the nearest.
     """
     if name not in valid:
-        raise ConfigurationError(f"unknown {kind} {name!r}; {nearest(name, valid)}")
+        raise ConfigurationError(f"unknown {kind} {shown(name)}; {nearest(name, valid)}")
     return name
 
 
@@ -165,7 +172,7 @@ def _set(config: DictConfig, key: str, value: Any) -> None:
     known = _flatten(config)
     parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
     if key not in known and key not in parents:
-        raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, known)}")
+        raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, keys(config))}")
     try:
         OmegaConf.update(config, key, value)
     except OmegaConfBaseException as error:

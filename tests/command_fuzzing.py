@@ -252,7 +252,7 @@ def ended(line: list[str], *, through: bool) -> tuple[str, str]:
         wrong = f"{len(said)} lines on stderr: {err.getvalue()[-300:]!r}"
     if "Traceback" in err.getvalue() or any(text == "ssl-bench: " for text in said):
         wrong = err.getvalue()[-600:]
-    if any(len(text) > 1500 for text in said):
+    if any(len(text) > 1100 for text in said):
         wrong = f"a line of {max(map(len, said))} characters: {said[0][:200]}"
     return str(code), wrong
 

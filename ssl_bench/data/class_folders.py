@@ -53,7 +53,7 @@ class LabelledImages:
     def fingerprint(self) -> str:
         """Sha256 over the images' own fingerprint and the class of each."""
         lines = (self.images.fingerprint(), *self.class_names, *map(str, self.labels))
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return hashlib.sha256("\n".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,10 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
         raise DataError(f"{annotations} does not exist; docs/data.md says where to get it")
     status = annotations.stat()
     key = f"1 {real(annotations)} {status.st_size} {status.st_mtime_ns}"
-    index = cache / f"coco-boxes-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    index = (
+        cache
+        / f"coco-boxes-{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:16]}.npz"
+    )
     # A damaged index is made again; where none can be written the JSON is parsed each time.
     damage = (OSError, ValueError, KeyError, EOFError, BadZipFile)
     with suppress(*damage), np.load(index, allow_pickle=False) as stored:
