@@ -1,4 +1,5 @@
 import pytest
+from omegaconf import DictConfig
 
 from ssl_bench.composition import as_plain, build, choices, compose_config, has_key
 from ssl_bench.errors import ConfigurationError
@@ -50,11 +51,14 @@ def test_as_plain_resolves_references():
 )
 def test_a_wrong_override_is_one_line_that_says_what_to_do(override, message):
     with pytest.raises(ConfigurationError, match=message) as caught:
-        config = compose_config("probing", [*PCA, override])
-        build(config.probe)
-        build(config.dataset)
+        _built_both(compose_config("probing", [*PCA, override]))
 
     assert "\n" not in str(caught.value)
+
+
+def _built_both(config: DictConfig) -> None:
+    build(config.probe)
+    build(config.dataset)
 
 
 def test_several_names_may_stand_where_one_is_the_default():

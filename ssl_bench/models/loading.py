@@ -37,6 +37,7 @@ def load_encoder(uri: str) -> Encoder:
         "torchhub": _from_torch_hub,
         "hf-hub": _from_hugging_face,
         "local-dir": _from_hugging_face,
+        "torchvision": _refuse_torchvision,
     }
     return loaders.get(scheme, _from_path)(uri) if colon else _from_path(uri)
 
@@ -63,6 +64,10 @@ def _from_torch_hub(uri: str) -> Encoder:
         known = (f"torchhub:{repo}:{one}" for repo, names in HUB_WEIGHTS.items() for one in names)
         raise CheckpointError(f"unknown {uri!r}; known are {', '.join(known)}")
     return _from_foreign_file(downloaded_file(url), uri, name)
+
+
+def _refuse_torchvision(uri: str) -> Encoder:
+    raise CheckpointError(f"{uri}: models of torchvision are not supported; give {_KINDS}")
 
 
 def _from_path(uri: str) -> Encoder:
