@@ -141,7 +141,7 @@ def _parsed(override: str) -> tuple[str, Any]:
     # An environment variable would stand in records, where others read it.
     if "${" in text:
         raise ConfigurationError(
-            f"{shown(key)} expects a value, got {shown(text)}, which refers to another place; "
+            f"{key[:_LONG]} expects a value, got {shown(text)}, which refers to another place; "
             'write the value itself, as the shell does for "$NAME"'
         )
     try:

@@ -17,6 +17,7 @@ _WORDS = (
     "storage size calculation overflowed",
     "numel: integer multiplication overflow",
     "unable to mmap",
+    "failed to map segment",
 )
 _REMEDIES = {
     "probe": "lower probe.batch_size, probe.image_size or probe.memory_gib where the task has "

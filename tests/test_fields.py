@@ -20,6 +20,7 @@ ABSURD = (
 
 def classes() -> Iterator[type]:
     """Those that any file of `configs/` names, those inside others included."""
+    yield from _named(as_plain(compose_config("pretraining", [])))
     for group in GROUPS:
         for name in choices(group):
             root = "probing" if group in ("probe", "dataset") else "pretraining"
