@@ -6,9 +6,11 @@ what an installed package declares as an entry point of the group `ssl_bench.pro
 `ssl_bench.dataset`, `ssl_bench.objective` or `ssl_bench.optimizer`.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
 from importlib import import_module, metadata
 from typing import Any
 
@@ -71,7 +73,18 @@ def component_class(address: Any, key: str) -> type:
 
 def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
     """What installed packages add to a group of `configs/`, by name."""
-    return {point.name: point for point in metadata.entry_points(group=f"ssl_bench.{group}")}
+    return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE else {}
+
+
+@cache
+def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
+    """Those of all groups; kept, because every installed package is asked."""
+    del path
+    found = metadata.entry_points()
+    return {
+        group: {point.name: point for point in found.select(group=f"ssl_bench.{group}")}
+        for group in EXTENSIBLE
+    }
 
 
 def entry_point_call(point: metadata.EntryPoint) -> dict[str, Any]:

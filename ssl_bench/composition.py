@@ -125,7 +125,8 @@ def _files(group: str) -> list[str]:
 @cache
 def _groups(folder: Path) -> frozenset[str]:
     """Folders of `configs/` whose files are choices, such as "probe/segmentation_protocol"."""
-    return frozenset(path.parent.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
+    below = (path.parent.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
+    return frozenset(below) - {"."}
 
 
 def _is_choice(key: str) -> bool:

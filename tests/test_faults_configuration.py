@@ -18,6 +18,7 @@ from ssl_bench.models import load_encoder
 from tests.faults import encoder_file, fails, photo_folder, pretraining
 
 PCA = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", "photos"]
+LARGE = ("train.batch_size=2", "model.dim=98304")
 PLUGIN = """
 from dataclasses import dataclass
 from pathlib import Path
