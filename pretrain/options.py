@@ -126,7 +126,7 @@ class TrainOptions:
 
     epochs: Count = 300
     max_steps: Count | None = None
-    max_minutes: Positive | None = None
+    max_minutes: PositiveOrZero | None = None
     batch_size: Count = 1024
     accumulation: Count = 1
     num_workers: Workers | None = None

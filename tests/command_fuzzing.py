@@ -30,7 +30,7 @@ from tests.faults import class_folders, encoder_file, photo_folder, voc
 from tests.test_results import RECORD
 
 CODES = {0, 2, 3, 4, 5, 75, 130}
-SECONDS_EACH = 10
+SECONDS_EACH = 20
 MEBIBYTES = 1500
 THROUGH = 50
 
@@ -273,8 +273,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     signal.signal(signal.SIGPROF, _too_slow)
-    draw, ends, bad = Draw(random.Random(seed)), Counter(), []
-    kinds: dict[str, float] = {}
+    draw, ends, bad = Draw(random.Random(seed)), Counter(), 0
     start, place = time.monotonic(), tempfile.mkdtemp()
     os.environ |= {"XDG_CACHE_HOME": place, "HOME": place, "HF_HUB_OFFLINE": "1"}
     os.chdir(place)
@@ -285,19 +284,15 @@ def main() -> int:
     try:
         for number in range(count):
             line = draw.line()
-            before = time.monotonic()
             end, wrong = ended(line, through=number % THROUGH == 0)
             os.chdir(place)
             ends[end] += 1
-            kinds[line[0]] = kinds.get(line[0], 0) + time.monotonic() - before
             if wrong:
-                bad.append(f"{number}: {[word[:120] for word in line]}\n{wrong[:3000]}")
+                bad += 1
+                print(f"{number}: {[word[:120] for word in line]}\n{wrong[:3000]}", flush=True)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     print(dict(sorted(ends.items())), f"{time.monotonic() - start:.0f} s")
-    if os.environ.get("TIMES"):
-        print({k: round(v, 1) for k, v in kinds.items()})
-    print("\n".join(bad))
     return int(bool(bad))
 
 

@@ -36,7 +36,7 @@ def commands_ended(seed: int, count: int) -> int:
         command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=900
     )
     assert run.returncode == 0, f"{run.stdout[-6000:]}{run.stderr[-2000:]}"
-    return sum(map(int, re.findall(r"': (\d+)", run.stdout.splitlines()[0])))
+    return sum(map(int, re.findall(r"': (\d+)", run.stdout.splitlines()[-1])))
 
 
 def test_a_few_commands_drawn_at_random_end_as_documented():

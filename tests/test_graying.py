@@ -315,7 +315,7 @@ def test_a_training_step_has_gradients_everywhere_and_its_flops_can_be_counted(k
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"graying": "dft"}, "model.graying must be one of none, svd, dct, got 'dft'"),
+        ({"graying": "dft"}, "model.graying expects none or svd or dct, got 'dft'"),
         ({"graying_exponent": 0}, r"model.graying_exponent expects a number in \(0, 1\], got 0"),
         (
             {"graying_exponent": 1.2},

@@ -1,9 +1,6 @@
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import timm
 import torch
@@ -14,6 +11,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
 from ssl_bench.models.positions import resize_positions, sinusoidal_positions
 from ssl_bench.models.vit import Block
+from tests.faults import unchecked_types
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=48, depth=3, num_heads=3)
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -23,16 +21,6 @@ def composed(*overrides: str) -> ViTConfig:
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         config = compose(overrides=[f"+{overrides[0]}", *overrides[1:]])
     return instantiate(config.model, _convert_="all")
-
-
-@contextmanager
-def unchecked_types() -> Iterator[None]:
-    """What users meet: they have no type checks but our own."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize("silenced", ["attn.proj", "mlp.fc2"])
