@@ -12,6 +12,7 @@ import torch
 
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.files import read_digests, sha256_of, write_atomically, write_text_atomically
+from ssl_bench.memory import pass_on_memory
 
 STATE, PREVIOUS = "state.pt", "state.previous.pt"
 # Complete, but not yet renamed: seen only after a kill between two renames.
@@ -90,6 +91,7 @@ def _read(path: Path, device: torch.device) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:  # What is no archive of torch makes its reader fail in any way.
+        pass_on_memory(error)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path} is not a training state ({reason})") from error
     if not isinstance(state, dict) or {key: state.get(key) for key in _FORMAT} != _FORMAT:

@@ -14,14 +14,16 @@ from torch import Tensor, nn
 
 from pretrain.augmentation import Images, normalise
 from pretrain.objectives.objective import Classifier, Learner
-from pretrain.options import require_text, usable_cores
+from pretrain.options import usable_cores
 from pretrain.schedules import Timeline
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.class_folders import ClassFolders
 from ssl_bench.data.fingerprints import extended
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import Count, FilePath, PositiveShare, Temperature, check_fields
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
+from ssl_bench.paths import expanded
 
 KNN, ACCURACY = "knn_top1", "val_top1"
 _MOST_THREADS = 16
@@ -50,35 +52,24 @@ class Monitor:
         batch_size: Images that pass the encoder together.
     """
 
-    root: str | None = None
+    root: FilePath | None = None
     train_split: str = "train"
     val_split: str | None = None
     known_only: bool = False
-    knn_epochs: int | None = None
-    accuracy_epochs: int | None = None
-    results: str | None = None
-    neighbours: int = 20
-    temperature: float = 0.07
-    train_images: int = 10_000
-    val_images: int = 5_000
-    crop_share: float = 0.875
-    batch_size: int = 128
+    knn_epochs: Count | None = None
+    accuracy_epochs: Count | None = None
+    results: FilePath | None = None
+    neighbours: Count = 20
+    temperature: Temperature = 0.07
+    train_images: Count = 10_000
+    val_images: Count = 5_000
+    crop_share: PositiveShare = 0.875
+    batch_size: Count = 128
 
     def __post_init__(self) -> None:
-        names = ("knn_epochs", "accuracy_epochs", "neighbours", "train_images", "val_images")
-        for name in (*names, "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"monitor.{name} must be 1 or more, got {value}")
-        require_text("monitor.root", self.root)
-        require_text("monitor.results", self.results)
+        check_fields(self, "monitor")
         if self.results is not None and self.accuracy_epochs is None:
             raise ConfigurationError("monitor.results=DIR needs monitor.accuracy_epochs")
-        if self.temperature <= 0 or not 0 < self.crop_share <= 1:
-            raise ConfigurationError(
-                "monitor.temperature must be > 0 and monitor.crop_share in (0, 1], got "
-                f"{self.temperature} and {self.crop_share}"
-            )
 
     def open(
         self,
@@ -124,7 +115,7 @@ class Observer:
         self, options: Monitor, folders: ClassFolders, learner: Learner, timeline: Timeline
     ) -> None:
         self.options, self.learner, self.timeline = options, learner, timeline
-        self.root = Path(folders.root or "").expanduser().absolute()
+        self.root = expanded(folders.root or Path()).absolute()
         self.val = Drawn.of(folders.val(), options.val_images)
         self.train = Drawn.of(folders.train(), options.train_images)
         if options.knn_epochs is not None and options.neighbours > len(self.train.indices):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -13,6 +14,16 @@ from torch import Tensor
 from pretrain.augmentation import Images, Looks, apply_looks
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import (
+    Items,
+    Pixels,
+    PositiveOrZero,
+    Share,
+    ShareSpan,
+    Span,
+    Within,
+    check_fields,
+)
 
 _ATTEMPTS = 10
 # Random numbers of a view.
@@ -29,6 +40,10 @@ class CropGroup:
 
     def pin_memory(self) -> "CropGroup":
         return type(self)(self.pixels.pin_memory(), self.looks)
+
+
+# For the first large crop, the second, and the small ones.
+_PerCrop = Annotated[Sequence[Share], Items(3, 3)]
 
 
 @dataclass(frozen=True)
@@ -51,41 +66,31 @@ class MultiCrop:
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
     """
 
-    global_scale: Sequence[float] = (0.4, 1.0)
-    local_scale: Sequence[float] = (0.05, 0.4)
-    num_locals: int = 8
-    local_size: int = 96
-    aspect_ratio: Sequence[float] = (3 / 4, 4 / 3)
-    flip_probability: float = 0.5
-    jitter_probability: float = 0.8
-    brightness: float = 0.4
-    contrast: float = 0.4
-    saturation: float = 0.2
-    hue: float = 0.1
-    grey_probability: float = 0.2
-    blur_sigma: Sequence[float] = (0.1, 2.0)
-    blur_probability: Sequence[float] = (1.0, 0.1, 0.5)
-    solarize_probability: Sequence[float] = (0.0, 0.2, 0.0)
-    solarize_threshold: int = 128
+    global_scale: ShareSpan = (0.4, 1.0)
+    local_scale: ShareSpan = (0.05, 0.4)
+    num_locals: Annotated[int, Within(0, 1000)] = 8
+    local_size: Pixels = 96
+    aspect_ratio: Span = (3 / 4, 4 / 3)
+    flip_probability: Share = 0.5
+    jitter_probability: Share = 0.8
+    brightness: PositiveOrZero = 0.4
+    contrast: PositiveOrZero = 0.4
+    saturation: PositiveOrZero = 0.2
+    hue: Annotated[float, Within(0, 0.5)] = 0.1
+    grey_probability: Share = 0.2
+    blur_sigma: Span = (0.1, 2.0)
+    blur_probability: _PerCrop = (1.0, 0.1, 0.5)
+    solarize_probability: _PerCrop = (0.0, 0.2, 0.0)
+    solarize_threshold: Annotated[int, Within(0, 256)] = 128
 
     def __post_init__(self) -> None:
+        check_fields(self, "objective.crops")
         for name in ("global_scale", "local_scale", "aspect_ratio", "blur_sigma"):
             low, high = getattr(self, name)
             if not 0 < low <= high:
                 raise ConfigurationError(
                     f"crops.{name} expects 0 < least <= largest, got [{low}, {high}]"
                 )
-        for name in ("blur_probability", "solarize_probability"):
-            if len(getattr(self, name)) != 3:
-                raise ConfigurationError(
-                    f"crops.{name} expects three values (first global, second global, locals), "
-                    f"got {list(getattr(self, name))}"
-                )
-        if self.num_locals < 0 or not 0 <= self.hue <= 0.5:
-            raise ConfigurationError(
-                f"crops.num_locals must be 0 or more and crops.hue in [0, .5], "
-                f"got {self.num_locals} and {self.hue}"
-            )
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
         """Sides of the large and, if there are any, the small crops: multiples of the patch."""

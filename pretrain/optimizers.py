@@ -6,16 +6,18 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.soap import SOAP
+from ssl_bench.fields import Count, Items, PositiveShare, RateOrZero, ShareBelowOne, check_fields
 
 __all__ = ["SOAP", "AdamW", "OptimizerRecipe", "Soap", "clip_per_tensor", "parameter_groups"]
 
+_Betas = Annotated[Sequence[ShareBelowOne], Items(2, 2)]
 _BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
 
 
@@ -39,9 +41,12 @@ class AdamW:
         lr: At batch 256.
     """
 
-    lr: float = 5e-4
-    betas: Sequence[float] = (0.9, 0.999)
-    eps: float = 1e-8
+    lr: RateOrZero = 5e-4
+    betas: _Betas = (0.9, 0.999)
+    eps: PositiveShare = 1e-8
+
+    def __post_init__(self) -> None:
+        check_fields(self, "optimizer")
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.AdamW:
         beta1, beta2 = self.betas
@@ -58,14 +63,17 @@ class Soap:
             models.
     """
 
-    lr: float = 5e-4
-    betas: Sequence[float] = (0.95, 0.95)
-    shampoo_beta: float | None = None
-    eps: float = 1e-8
-    precondition_frequency: int = 10
-    max_precond_dim: int = 10_000
+    lr: RateOrZero = 5e-4
+    betas: _Betas = (0.95, 0.95)
+    shampoo_beta: ShareBelowOne | None = None
+    eps: PositiveShare = 1e-8
+    precondition_frequency: Count = 10
+    max_precond_dim: Count = 10_000
     stagger: bool = False
     shard_refreshes: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "optimizer")
 
     def build(self, groups: list[dict[str, Any]]) -> SOAP:
         return SOAP(

@@ -10,12 +10,24 @@ import torch
 from pretrain.schedules import Timeline
 from ssl_bench.data.archives import is_archive, open_archives, open_labelled_archives
 from ssl_bench.data.class_folders import ClassFolders
-from ssl_bench.data.fingerprints import FINGERPRINT_KINDS, FingerprintKind
+from ssl_bench.data.fingerprints import FingerprintKind
 from ssl_bench.data.folder import ImageFolder
 from ssl_bench.data.known_by_stat import known_by_stat
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.data.toy import Toy
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import (
+    Count,
+    FilePath,
+    Pixels,
+    Positive,
+    PositiveOrZero,
+    PositiveShare,
+    RateOrZero,
+    Seed,
+    Workers,
+    check_fields,
+)
 
 # They change how fast, where and until when a run computes, not what.
 _FREE = (
@@ -55,20 +67,15 @@ class DataOptions:
             file once, "stat" trusts sizes and times.
     """
 
-    root: str | None = None
-    image_size: int | None = None
+    root: FilePath | None = None
+    image_size: Pixels | None = None
     in_memory: bool = False
     keep_encoded: bool = False
     labels: bool = False
     fingerprint: FingerprintKind = "content"
 
     def __post_init__(self) -> None:
-        require_text("data.root", self.root)
-        if self.fingerprint not in FINGERPRINT_KINDS:
-            raise ConfigurationError(
-                f"data.fingerprint must be {' or '.join(FINGERPRINT_KINDS)}, "
-                f"got {self.fingerprint!r}"
-            )
+        check_fields(self, "data")
         if self.keep_encoded and not self.in_memory:
             raise ConfigurationError("data.keep_encoded=true needs data.in_memory=true")
 
@@ -126,42 +133,29 @@ class TrainOptions:
         tensorboard: Write the rows of the log for TensorBoard too (extra `track`).
     """
 
-    epochs: int = 300
-    max_steps: int | None = None
-    max_minutes: float | None = None
-    batch_size: int = 1024
-    accumulation: int = 1
-    num_workers: int | None = None
-    seed: int = 0
-    warmup_epochs: float = 10.0
-    final_lr: float = 1e-6
-    layer_decay: float = 1.0
-    weight_decay: float = 0.04
-    final_weight_decay: float = 0.4
-    clip: float | None = 3.0
+    epochs: Count = 300
+    max_steps: Count | None = None
+    max_minutes: PositiveOrZero | None = None
+    batch_size: Count = 1024
+    accumulation: Count = 1
+    num_workers: Workers | None = None
+    seed: Seed = 0
+    warmup_epochs: PositiveOrZero = 10.0
+    final_lr: RateOrZero = 1e-6
+    layer_decay: PositiveShare = 1.0
+    weight_decay: PositiveOrZero = 0.04
+    final_weight_decay: PositiveOrZero = 0.4
+    clip: Positive | None = 3.0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool | None = None
-    checkpoint_minutes: float = 10.0
-    checkpoint_epochs: int | None = None
-    non_finite_patience: int = 10
-    collapse_patience: int = 500
+    checkpoint_minutes: PositiveOrZero = 10.0
+    checkpoint_epochs: Count | None = None
+    non_finite_patience: Count = 10
+    collapse_patience: Count = 500
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "accumulation", "max_steps", "checkpoint_epochs"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"train.{name} must be 1 or more, got {value}")
-        if self.precision not in ("auto", "float32", "bfloat16"):
-            raise ConfigurationError(
-                f"train.precision must be auto, float32 or bfloat16, got {self.precision!r}"
-            )
-        if not 0 < self.layer_decay <= 1:
-            raise ConfigurationError(
-                f"train.layer_decay must lie above 0 and be at most 1, got {self.layer_decay}"
-            )
-        if self.seed < 0:
-            raise ConfigurationError(f"train.seed must be 0 or more, got {self.seed}")
+        check_fields(self, "train")
 
     def timeline(self, num_images: int) -> Timeline:
         """The planned length of a run over so many images."""
@@ -192,16 +186,6 @@ class TrainOptions:
 
     def compiles(self, device: torch.device) -> bool:
         return device.type == "cuda" if self.compile is None else self.compile
-
-
-def require_text(key: str, value: Any) -> None:
-    """Refuse what is neither text nor None: YAML reads a folder called 3 as a number.
-
-    Raises:
-        ConfigurationError: says so.
-    """
-    if not isinstance(value, str | None):
-        raise ConfigurationError(f"{key} expects text or null, got {value!r}; try ./{value}")
 
 
 def usable_cores() -> int:

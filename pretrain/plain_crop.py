@@ -12,6 +12,7 @@ from pretrain.augmentation import Images, normalise
 from pretrain.multicrop import crop, draw_boxes
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import Share, ShareSpan, Span, check_fields
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,12 @@ class PlainCrop:
     Source: what MAE pretrains with, https://arxiv.org/abs/2111.06377, appendix A.1.
     """
 
-    scale: Sequence[float] = (0.2, 1.0)
-    aspect_ratio: Sequence[float] = (3 / 4, 4 / 3)
-    flip_probability: float = 0.5
+    scale: ShareSpan = (0.2, 1.0)
+    aspect_ratio: Span = (3 / 4, 4 / 3)
+    flip_probability: Share = 0.5
 
     def __post_init__(self) -> None:
+        check_fields(self, "objective.crops")
         for name in ("scale", "aspect_ratio"):
             low, high = getattr(self, name)
             if not 0 < low <= high:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -14,7 +15,15 @@ from torchvision.transforms.v2 import RandAugment
 from pretrain.augmentation import Images, normalise
 from pretrain.plain_crop import PlainCrop
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import (
+    CountOrZero,
+    PositiveOrZero,
+    Share,
+    ShareSpan,
+    Span,
+    Within,
+    check_fields,
+)
 
 
 @dataclass(frozen=True)
@@ -60,21 +69,17 @@ class SingleCrop:
     own for each image.
     """
 
-    scale: Sequence[float] = (0.08, 1.0)
-    aspect_ratio: Sequence[float] = (3 / 4, 4 / 3)
-    flip_probability: float = 0.5
-    num_ops: int = 2
-    magnitude: int = 9
-    cutout: int = 0
-    mixup: float = 0.0
+    scale: ShareSpan = (0.08, 1.0)
+    aspect_ratio: Span = (3 / 4, 4 / 3)
+    flip_probability: Share = 0.5
+    num_ops: Annotated[int, Within(0, 100)] = 2
+    magnitude: Annotated[int, Within(0, 30)] = 9
+    cutout: CountOrZero = 0
+    mixup: PositiveOrZero = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self, "objective.crops")
         PlainCrop(self.scale, self.aspect_ratio)  # refuses ranges without meaning
-        for name in ("num_ops", "cutout", "mixup"):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"crops.{name} must be 0 or more, got {self}")
-        if not 0 <= self.magnitude <= 30:
-            raise ConfigurationError(f"crops.magnitude must be in 0..30, got {self.magnitude}")
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
         del patch_size

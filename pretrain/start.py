@@ -19,6 +19,7 @@ from ssl_bench.models import (
     load_encoder,
 )
 from ssl_bench.models.positions import resize_positions
+from ssl_bench.paths import expanded, real
 
 START, SHA256 = "start_from", "start_from_sha256"
 # They say how weights are drawn and trained, or are changed on the way.
@@ -66,8 +67,8 @@ def require_apart(address: str, out: Path) -> None:
     Raises:
         ConfigurationError: the checkpoint lies in `out`.
     """
-    path = Path(address).expanduser().resolve()
-    if out.resolve() in (path, path.parent):
+    path = real(expanded(address))
+    if real(out) in (path, path.parent):
         raise ConfigurationError(
             f"start_from={address} lies in the run folder {out}, which would replace it; choose "
             "another --out"

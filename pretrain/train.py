@@ -31,7 +31,6 @@ from pretrain.options import (
     describe,
     differences,
     in_full,
-    require_text,
 )
 from pretrain.ranks import Ranks, joined
 from pretrain.report import Report
@@ -42,6 +41,7 @@ from pretrain.watch import Watch
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
 from ssl_bench.evaluation import trained_on
+from ssl_bench.fields import check_fields
 from ssl_bench.files import remove_orphans, write_text_atomically
 from ssl_bench.models import EncoderConfig, ViTConfig
 from ssl_bench.models.checkpoint import save_encoder
@@ -67,7 +67,7 @@ class Pretraining:
     start_from: str | None = None
 
     def __post_init__(self) -> None:
-        require_text("start_from", self.start_from)
+        check_fields(self, "")
 
     @property
     def encoder(self) -> EncoderConfig:

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ssl_bench.memory import pass_on_memory
+
 Tokens = Float[Tensor, "tokens dim"]
 AttentionMatrices = Float[Tensor, "heads tokens tokens"]
 
@@ -86,7 +88,8 @@ def take_apart(block: nn.Module, entered: Tokens, left: Tokens, num_heads: int) 
     # A layer of another kind may fail in any way when it is called like this one.
     try:
         agrees = _agree(parts(entered), left)
-    except Exception:
+    except Exception as error:
+        pass_on_memory(error)
         return None
     if not agrees:
         return None
@@ -127,7 +130,8 @@ def _explains(heads: Heads | None, attention: Callable[[Tensor], Tensor], normed
         return True
     try:
         return _agree(heads.output(normed), attention(normed))
-    except (RuntimeError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError) as error:
+        pass_on_memory(error)
         return False
 
 

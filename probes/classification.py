@@ -21,6 +21,18 @@ from probes.training_split import TrainingSplit
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.fields import (
+    Count,
+    Pixels,
+    Positive,
+    PositiveOrZero,
+    PositiveShare,
+    Rate,
+    ShareBelowOne,
+    Threads,
+    check_fields,
+    require_some,
+)
 
 _CHOICES = {"layers_mode": ("single", "last4"), "optimizer": ("lbfgs", "sgd")}
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.
@@ -70,19 +82,19 @@ class LinearClassification:
     facet: str | Sequence[str] = "cls"
     layers_mode: str = "single"
     optimizer: str = "lbfgs"
-    c_values: Sequence[float] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-    max_iterations: int = 1000
-    learning_rates: Sequence[float] = ()
-    epochs: int = 100
-    batch_size: int = 1024
+    c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    max_iterations: Count = 1000
+    learning_rates: Sequence[Rate] = ()
+    epochs: Count = 100
+    batch_size: Count = 1024
     standardise: bool = True
-    holdout: float = 0.1
-    train_images: int | None = None
-    image_size: int | None = None
-    crop_share: float = 0.875
-    encoder_batch_size: int = 64
-    memory_gib: float = 8.0
-    num_workers: int = 4
+    holdout: ShareBelowOne = 0.1
+    train_images: Count | None = None
+    image_size: Pixels | None = None
+    crop_share: PositiveShare = 0.875
+    encoder_batch_size: Count = 64
+    memory_gib: PositiveOrZero = 8.0
+    num_workers: Threads = 4
     guesses: Sequence[str] = ()
 
     task = "classification"
@@ -90,24 +102,14 @@ class LinearClassification:
     keeps_images = True
 
     def __post_init__(self) -> None:
+        check_fields(self, "probe")
         asked_facets(self.facet, tuple(FACETS))
         for field, valid in _CHOICES.items():
             came = getattr(self, field)
             if came not in valid:
                 raise ConfigurationError(f"probe.{field} must be one of {valid}, got {came!r}")
         grid = "c_values" if self.optimizer == "lbfgs" else "learning_rates"
-        if not getattr(self, grid) or min(getattr(self, grid)) <= 0:
-            raise ConfigurationError(
-                f"probe.{grid} must be positive numbers, got {list(getattr(self, grid))}"
-            )
-        for field in ("epochs", "batch_size", "encoder_batch_size", "max_iterations"):
-            if getattr(self, field) < 1:
-                raise ConfigurationError(f"probe.{field} must be >= 1, got {getattr(self, field)}")
-        if not 0 <= self.holdout < 1 or not 0 < self.crop_share <= 1:
-            raise ConfigurationError(
-                "probe.holdout must lie in [0, 1) and probe.crop_share in (0, 1], got "
-                f"{self.holdout} and {self.crop_share}"
-            )
+        require_some(f"probe.{grid}", getattr(self, grid))
 
     @property
     def facets(self) -> tuple[str, ...]:

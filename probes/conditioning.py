@@ -23,6 +23,7 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import resolve_layers
+from ssl_bench.fields import Count, Pixels, check_fields
 from ssl_bench.files import write_atomically
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder, load_encoder
 from ssl_bench.results import encoder_id
@@ -71,9 +72,9 @@ class Conditioning:
     """
 
     protocol: str = "spectra"
-    num_images: int = 8
-    image_size: int = 224
-    num_steps: int = 64
+    num_images: Count = 8
+    image_size: Pixels = 224
+    num_steps: Count = 64
     compare_to: str | None = None
     at_initialisation: bool = False
 
@@ -81,13 +82,11 @@ class Conditioning:
     role = "images"
 
     def __post_init__(self) -> None:
+        check_fields(self, "probe")
         if self.protocol not in PROTOCOLS:
             raise ConfigurationError(
                 f"probe.protocol must be one of {PROTOCOLS}, got {self.protocol!r}"
             )
-        for name in ("num_images", "image_size", "num_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(f"probe.{name} must be >= 1, got {getattr(self, name)}")
         if self.compare_to is not None and self.protocol != "checkpoints":
             raise ConfigurationError(
                 "probe.compare_to goes with probe.protocol=checkpoints, got "

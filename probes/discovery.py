@@ -1,7 +1,7 @@
 """One object from the features of one image: TokenCut, and what its relatives share with it."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import scipy.ndimage
@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Shaped
 from torch import Tensor
 
 from probes.spectral import SecondEigenvector, second_eigenvector
+from ssl_bench.fields import InnerShare, Within
 
 TIE = 1e-6
 
@@ -68,8 +69,8 @@ class Cut:
         refuse_degenerate: No object where rounding would choose it.
     """
 
-    tau: float = 0.2
-    eps: float = 1e-5
+    tau: Annotated[float, Within(-1, 1, below=True)] = 0.2
+    eps: InnerShare = 1e-5
     weighted: bool = False
     centred: bool = False
     mask_padding: bool = False

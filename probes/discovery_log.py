@@ -75,7 +75,7 @@ class DiscoveryLog:
 
     def __init__(self, folder: Path, key: Mapping[str, Any], *, forget: bool = False) -> None:
         header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
-        digest = hashlib.sha256(header.encode()).hexdigest()
+        digest = hashlib.sha256(header.encode(errors="surrogateescape")).hexdigest()
         self.path = folder / f"images_{digest[:12]}.jsonl"
         self.images: dict[str, ImageResult] = {}
         try:
@@ -161,7 +161,7 @@ def _cannot_write(path: Path, error: OSError) -> MachineError:
 def _cell(objects: list[Discovery], true: Float64[np.ndarray, "boxes 4"] | None) -> Cell:
     first, *others = objects
     cell: Cell = {
-        "box": _whole(first.box),
+        "box": _pixels(first.box),
         "mask": pack_mask(first.mask),
         "hit": None if true is None else is_hit(first.box, true),
         "degenerate": first.degenerate,
@@ -171,7 +171,7 @@ def _cell(objects: list[Discovery], true: Float64[np.ndarray, "boxes 4"] | None)
     else:
         cell |= {"eigenvalue": first.eigenvalue, "gap": first.gap}
     if others:
-        cell["further_boxes"] = [_whole(other.box) for other in others]
+        cell["further_boxes"] = [_pixels(other.box) for other in others]
         cell["further_masks"] = [pack_mask(other.mask) for other in others]
     return cell
 

@@ -16,6 +16,16 @@ from probes.training_split import TrainingSplit
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.fields import (
+    Count,
+    Pixels,
+    PositiveOrZero,
+    PositiveShare,
+    Temperature,
+    Threads,
+    check_fields,
+    require_some,
+)
 from ssl_bench.intervals import Share
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
 
@@ -45,33 +55,26 @@ class KNN:
     """
 
     protocol: str = "dino"
-    neighbours: Sequence[int] = (10, 20, 100, 200)
-    temperature: float = 0.07
+    neighbours: Sequence[Count] = (10, 20, 100, 200)
+    temperature: Temperature = 0.07
     facet: str | Sequence[str] = "cls"
-    image_size: int | None = None
-    crop_share: float = 0.875
-    train_images: int | None = None
-    batch_size: int = 64
-    memory_gib: float = 8.0
-    num_workers: int = 4
+    image_size: Pixels | None = None
+    crop_share: PositiveShare = 0.875
+    train_images: Count | None = None
+    batch_size: Count = 64
+    memory_gib: PositiveOrZero = 8.0
+    num_workers: Threads = 4
 
     task = "knn"
     role = "classification"
     keeps_images = True
 
     def __post_init__(self) -> None:
+        check_fields(self, "probe")
         if self.protocol != "dino":
             raise ConfigurationError(f"probe.protocol must be dino, got {self.protocol}")
-        if not self.neighbours or min(self.neighbours) < 1:
-            raise ConfigurationError(
-                f"probe.neighbours expects numbers >= 1, got {list(self.neighbours)}"
-            )
+        require_some("probe.neighbours", self.neighbours)
         asked_facets(self.facet, _FACETS)
-        if self.temperature <= 0 or not 0 < self.crop_share <= 1:
-            raise ConfigurationError(
-                "probe.temperature must be > 0 and probe.crop_share in (0, 1], got "
-                f"{self.temperature} and {self.crop_share}"
-            )
 
     @property
     def facets(self) -> tuple[str, ...]:

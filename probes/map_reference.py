@@ -11,7 +11,9 @@ import torch
 from probes.principal_components import Map
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.files import open_regular, write_atomically
+from ssl_bench.memory import pass_on_memory
 from ssl_bench.naming import encoder_name
+from ssl_bench.paths import expanded
 
 FILE = "reference.npz"
 
@@ -75,6 +77,7 @@ def load_reference(folder: Path) -> MapReference:
             return MapReference(str(arrays["source"]), int(arrays["layer"]), maps)
     # A damaged file makes the readers of zip and npy fail in any way.
     except Exception as error:
+        pass_on_memory(error)
         raise DataError(
             f"cannot read {path}; probe the checkpoint to align with first, with --overwrite"
         ) from error
@@ -91,7 +94,7 @@ def reference_folder(align_to: str, pictures: Path, kind: str) -> Path:
     Raises:
         ConfigurationError: there is no such folder, or there are several.
     """
-    given = Path(align_to).expanduser()
+    given = expanded(align_to)
     if (given / FILE).is_file():
         return given
     known = sorted(path.parent.parent for path in pictures.glob(f"*/{kind}/{FILE}"))

@@ -36,6 +36,7 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
+from ssl_bench.fields import Count, FilePath, Pixels, check_fields
 from ssl_bench.intervals import mean_estimate
 
 PROTOCOLS = ("image", "batch", "dataset")
@@ -94,22 +95,21 @@ class PCA:
 
     protocol: str = "image"
     facet: Literal["token", "token_normed", "key", "query", "value"] = "token"
-    num_images: int = 8
-    image_size: int = 224
+    num_images: Count = 8
+    image_size: Pixels = 224
     background: str = "keep"
-    align_to: str | None = None
+    align_to: FilePath | None = None
     grid: str = "png"
 
     task = "pca"
     role = "images"
 
     def __post_init__(self) -> None:
+        check_fields(self, "probe")
         valid = {"protocol": PROTOCOLS, "background": BACKGROUNDS, "grid": GRIDS}
         for field, choices in valid.items():
             if (came := getattr(self, field)) not in choices:
                 raise ConfigurationError(f"probe.{field} must be one of {choices}, got {came!r}")
-        if self.num_images < 1:
-            raise ConfigurationError(f"probe.num_images must be >= 1, got {self.num_images}")
         if self.protocol == "dataset" and self.background != "keep":
             raise ConfigurationError(
                 "probe.background must be keep for probe.protocol=dataset, whose images pass the "

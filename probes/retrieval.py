@@ -22,6 +22,15 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.fields import (
+    Count,
+    FilePath,
+    Pixels,
+    PositiveOrZero,
+    Temperature,
+    Threads,
+    check_fields,
+)
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.metrics import ABSENT_CLASS_POLICY, IGNORED, class_counts
 
@@ -49,19 +58,19 @@ class Retrieval:
     """
 
     protocol: str = "ssl_bench"
-    neighbours: int = 30
-    temperature: float = 0.02
-    memory_patches: int = 100_000
-    image_size: int = 512
+    neighbours: Count = 30
+    temperature: Temperature = 0.02
+    memory_patches: Count = 100_000
+    image_size: Pixels = 512
     norm: str = "none"
     crops: str = "whole"
-    views: int = 1
-    train_images: int | None = None
-    score_size: int | None = None
-    batch_size: int = 16
-    memory_gib: float = 8.0
-    cache: str | None = None
-    num_workers: int = 4
+    views: Count = 1
+    train_images: Count | None = None
+    score_size: Pixels | None = None
+    batch_size: Count = 16
+    memory_gib: PositiveOrZero = 8.0
+    cache: FilePath | None = None
+    num_workers: Threads = 4
     guesses: Sequence[str] = ()
 
     task = "retrieval"
@@ -69,16 +78,12 @@ class Retrieval:
     keeps_images = True
 
     def __post_init__(self) -> None:
+        check_fields(self, "probe")
         if self.norm not in ("none", "final") or self.crops not in ("whole", "resized"):
             raise ConfigurationError(
                 "probe.norm must be none or final and probe.crops whole or resized, got "
                 f"{self.norm} and {self.crops}"
             )
-        for field in ("neighbours", "memory_patches", "image_size", "views", "batch_size"):
-            if getattr(self, field) < 1:
-                raise ConfigurationError(f"probe.{field} must be >= 1, got {getattr(self, field)}")
-        if self.temperature <= 0:
-            raise ConfigurationError(f"probe.temperature must be > 0, got {self.temperature}")
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, self.facet, m) for layer in sorted(layers) for m in _METRICS]

@@ -24,6 +24,19 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.fields import (
+    Count,
+    CountOrZero,
+    FilePath,
+    Pixels,
+    Positive,
+    PositiveOrZero,
+    Rate,
+    ShareBelowOne,
+    Threads,
+    check_fields,
+    require_some,
+)
 from ssl_bench.models import Encoder
 
 HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
@@ -84,29 +97,29 @@ class Segmentation:
 
     protocol: str = "ssl_bench"
     layers_mode: str = "single"
-    learning_rates: Sequence[float] = HALF_DECADES
-    epochs: int = 30
-    batch_size: int = 16
-    image_size: int = 512
+    learning_rates: Sequence[Rate] = HALF_DECADES
+    epochs: Count = 30
+    batch_size: Count = 16
+    image_size: Pixels = 512
     loss: str = "default"
     norm: str = "standardize"
     crops: str = "whole"
-    views: int = 1
+    views: Count = 1
     optimizer: str = "adamw"
     schedule: str = "cosine"
-    warmup: float = 0.05
-    weight_decay: float = 1e-4
-    c_values: Sequence[float] = ()
-    max_iterations: int = 1000
+    warmup: ShareBelowOne = 0.05
+    weight_decay: PositiveOrZero = 1e-4
+    c_values: Sequence[Positive] = ()
+    max_iterations: Count = 1000
     refit: bool = False
-    holdout: float = 0.1
-    train_images: int | None = None
+    holdout: ShareBelowOne = 0.1
+    train_images: Count | None = None
     scoring: str = "squash"
-    score_size: int | None = None
-    panels: int = 6
-    memory_gib: float = 8.0
-    cache: str | None = None
-    num_workers: int = 4
+    score_size: Pixels | None = None
+    panels: CountOrZero = 6
+    memory_gib: PositiveOrZero = 8.0
+    cache: FilePath | None = None
+    num_workers: Threads = 4
     guesses: Sequence[str] = ()
 
     task = "segmentation"
@@ -114,6 +127,7 @@ class Segmentation:
     keeps_images = True
 
     def __post_init__(self) -> None:
+        check_fields(self, "probe")
         for field, valid in _CHOICES.items():
             came = getattr(self, field)
             if came not in valid:
@@ -123,18 +137,7 @@ class Segmentation:
                 f"probe.loss must be one of {_LOSSES} or a number, got {self.loss!r}"
             )
         grid = "c_values" if self.optimizer == "lbfgs" else "learning_rates"
-        if not getattr(self, grid) or min(getattr(self, grid)) <= 0:
-            raise ConfigurationError(
-                f"probe.{grid} must be positive numbers, got {list(getattr(self, grid))}"
-            )
-        positive = ("epochs", "batch_size", "image_size", "views", "num_workers", "max_iterations")
-        for field in positive:
-            if getattr(self, field) < 1:
-                raise ConfigurationError(f"probe.{field} must be >= 1, got {getattr(self, field)}")
-        for field in ("holdout", "warmup"):
-            if not 0 <= getattr(self, field) < 1:
-                came = getattr(self, field)
-                raise ConfigurationError(f"probe.{field} must lie in [0, 1), got {came}")
+        require_some(f"probe.{grid}", getattr(self, grid))
         self._check_together()
 
     def _check_together(self) -> None:

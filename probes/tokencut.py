@@ -28,6 +28,7 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.fields import Count, CountOrZero, check_fields
 from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
@@ -55,25 +56,23 @@ class TokenCut(Cut):
     protocol: str = "reference"
     facet: str | Sequence[str] = "key"
     method: Literal["tokencut", "lost", "maskcut"] = "tokencut"
-    max_objects: int = 3
-    panels: int = 8
+    max_objects: Count = 3
+    panels: CountOrZero = 8
 
     task = "tokencut"
     role = "discovery"
     keeps_images = True
 
     def __post_init__(self) -> None:
+        check_fields(self, "probe")
         named = self.protocol.split(",")[0]
         _require(named == "reference", f"protocol must be reference, got {named}")
         _require(self.method in METHODS, f"method must be one of {METHODS}, got {self.method}")
         # MaskCut's painted patches have cosine 0 with all: a lower tau would link them to all.
-        lowest = 0 if self.method == "maskcut" else -1
-        within = f"[{lowest}, 1) for {self.method}"
-        _require(lowest <= self.tau < 1, f"tau must lie in {within}, got {self.tau}")
-        _require(0 < self.eps < 1, f"eps must lie in (0, 1), got {self.eps}")
-        _require(self.connectivity in (4, 8), f"connectivity: 4 or 8, got {self.connectivity}")
-        _require(self.panels >= 0, f"panels must be >= 0, got {self.panels}")
-        _require(self.max_objects >= 1, f"max_objects must be >= 1, got {self.max_objects}")
+        _require(
+            self.method != "maskcut" or self.tau >= 0,
+            f"tau must lie in [0, 1) for maskcut, got {self.tau}",
+        )
         unknown = [facet for facet in self._asked_facets() if facet not in FACETS]
         wrong = f"facet must be among {', '.join(FACETS)}, got {', '.join(unknown) or 'none'}"
         _require(bool(self._asked_facets()) and not unknown, wrong)

@@ -72,4 +72,6 @@ class TrainingSplit:
 
 
 def digest(ids: Sequence[str]) -> str:
-    return sha256("".join(f"{image_id}\n" for image_id in ids).encode()).hexdigest()
+    return sha256(
+        "".join(f"{image_id}\n" for image_id in ids).encode(errors="surrogateescape")
+    ).hexdigest()

@@ -172,7 +172,7 @@ def mirrored(image: Float[Tensor, "3 size size"], mask: UInt8[Tensor, "height wi
 
 def generator(seed: int, image_id: str, number: int) -> np.random.Generator:
     """Random numbers that depend on nothing but the seed, the image and the view."""
-    digest = sha256(image_id.encode()).digest()
+    digest = sha256(image_id.encode(errors="surrogateescape")).digest()
     return np.random.default_rng([seed, number, int.from_bytes(digest[:8], "little")])
 
 

@@ -2,14 +2,14 @@
 
 import argparse
 import difflib
-import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ssl_bench import __version__
-from ssl_bench.errors import INTERRUPTED, ConfigurationError, MachineError, SslBenchError
-from ssl_bench.escaping import one_line
+from ssl_bench.endings import known_error, open_streams, say_error
+from ssl_bench.errors import INTERRUPTED, ConfigurationError, SslBenchError
+from ssl_bench.paths import expanded
 
 EPILOG = """\
 examples:
@@ -26,6 +26,9 @@ examples:
 
 KEY=VALUE arguments are Hydra overrides of the files in configs/; a wrong key names the nearest.
 """
+
+
+_PATHS = ("out", "into", "figure", "manifest", "slurm_logs")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -246,19 +249,12 @@ def _add_completion(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit codes are those of `ssl_bench.errors`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that knows only ASCII, or a file's name that is no text, ends no command.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    open_streams()
     try:
         code = _dispatch(arguments)
         # Here a full disk can still be said; Python itself would only complain while it ends.
         print(end="", flush=True)
         return code
-    except SslBenchError as error:
-        if "--debug" in arguments:
-            raise
-        print(f"ssl-bench: {one_line(error)}", file=sys.stderr)
-        return error.exit_code
     except KeyboardInterrupt:
         print("ssl-bench: interrupted; what was finished is saved", file=sys.stderr)
         return INTERRUPTED
@@ -266,20 +262,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (such as `head`) has seen enough; Python would complain while closing stdout.
         sys.stdout = None
         return 0
-    except OSError as error:
-        if "--debug" in arguments:
+    except Exception as error:
+        known = known_error(error, arguments)
+        if known is None or "--debug" in arguments:
             raise
-        sys.stdout = None
-        print(
-            f"ssl-bench: {one_line(error)}; look at the disk and its rights (--debug)",
-            file=sys.stderr,
-        )
-        return MachineError.exit_code
+        if not isinstance(error, SslBenchError):
+            sys.stdout = None
+        say_error(known)
+        return known.exit_code
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
     parser = build_parser()
     options, rest = parser.parse_known_args(_with_layers_joined(arguments))
+    for name in _PATHS:
+        if (text := getattr(options, name, None)) is not None:
+            setattr(options, name, str(expanded(text)))
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in overrides]
     if unknown:

@@ -151,7 +151,8 @@ def choose_device(name: str | None) -> torch.device:
     except RuntimeError as error:
         raise ConfigurationError(f"expected --device cpu, cuda or cuda:N, got {name!r}") from error
     try:
-        torch.zeros(1, device=device)
+        # The device "meta" makes tensors, but none that holds a number.
+        float(torch.zeros(1, device=device))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise MachineError(f"device {name} is not usable here; try --device cpu") from error
     return device
@@ -190,7 +191,7 @@ def newest_checkpoint(folder: Path) -> str:
     Raises:
         CheckpointError: there are none.
     """
-    found = list(folder.glob("**/*.safetensors"))
+    found = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
     if not found:
         raise CheckpointError(
             f"no checkpoint below {folder}/; pass --checkpoint URI or make one with "

@@ -1,20 +1,25 @@
 """From YAML files and overrides to components; below this file there is no DictConfig."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ssl_bench.components import RESERVED, TARGET, constructed, entry_point_call, entry_points
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import shown
+
+_LONG = 200
+_SHOWN = 24
 
 
 def config_folder() -> Path:
@@ -24,15 +29,19 @@ def config_folder() -> Path:
 
 
 def choices(group: str) -> list[str]:
-    """Names of the files of a group, such as "probe" or "dataset"."""
-    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+    """Names of the files of a group, such as "probe", and of what other packages add to it."""
+    return sorted({*_files(group), *entry_points(group)})
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The end of an error message: names like the one that came, else all of them."""
     names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(close)}?" if close else f"valid: {', '.join(names)}"
+    # Nothing is like a text of thousands of characters, and finding that out takes long.
+    close = difflib.get_close_matches(name[:_LONG], names, n=3, cutoff=0.5)
+    if close:
+        return f"did you mean {', '.join(close)}?"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"valid: {', '.join(names[:_SHOWN])}{more}"
 
 
 def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
@@ -42,7 +51,7 @@ def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
         ConfigurationError: it is not; the message names the nearest.
     """
     if name not in valid:
-        raise ConfigurationError(f"unknown {kind} {name!r}; {nearest(name, valid)}")
+        raise ConfigurationError(f"unknown {kind} {shown(name)}; {nearest(name, valid)}")
     return name
 
 
@@ -56,18 +65,16 @@ def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
     Raises:
         ConfigurationError: unknown group choice, key or a value of the wrong type, in one line.
     """
-    for override in overrides:
-        _check_choice(root, override)
-    is_choice = [_is_choice(override) for override in overrides]
-    groups = [o for o, choice in zip(overrides, is_choice, strict=True) if choice]
-    values = [o for o, choice in zip(overrides, is_choice, strict=True) if not choice]
-    with initialize_config_dir(str(config_folder()), version_base="1.3"):
-        defaults = _defaults(config_folder(), root, tuple(groups))
-        for override in values:
-            _check_key(override, defaults)
-        config = _compose(root, [*groups, *values]) if values else deepcopy(defaults)
-    for override in values:
-        _check_type(override, defaults, config)
+    parsed = [_parsed(override) for override in overrides]
+    for key, value in parsed:
+        _check_choice(root, key, value)
+    chosen = [(key, value) for key, value in parsed if _is_choice(key)]
+    defaults = _defaults(config_folder(), root, tuple(f"{key}={value}" for key, value in chosen))
+    config = deepcopy(defaults)
+    for key, value in parsed:
+        if not _is_choice(key):
+            _set(config, key, value)
+    _require_same_components(defaults, config)
     return config
 
 
@@ -78,13 +85,8 @@ def build(config: DictConfig) -> Any:
         ConfigurationError: the component refuses a value.
     """
     try:
-        return instantiate(config, _convert_="all")
-    except HydraException as error:
-        cause = error.__cause__ or error
-        # Hydra's `++KEY=VALUE` can name an argument that the component does not have.
-        if isinstance(cause, ValueError) or "unexpected keyword argument" in str(cause):
-            raise ConfigurationError(_one_line(cause)) from error
-        raise
+        values = OmegaConf.to_container(config, resolve=True)
+        return constructed(values, str(config._get_full_key(None)))
     except OmegaConfBaseException as error:
         raise ConfigurationError(_one_line(error)) from error
 
@@ -109,74 +111,105 @@ def keys(config: DictConfig) -> list[str]:
 @cache
 def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
     """What the files say; composed once, because it takes a tenth of a second each time."""
-    del folder
-    return _compose(root, groups)
-
-
-def _compose(root: str, overrides: Sequence[str]) -> DictConfig:
     try:
-        return compose(root, list(overrides))
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            return compose(root, list(groups))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(_one_line(error)) from error
 
 
-def _is_choice(override: str) -> bool:
-    group = override.partition("=")[0].lstrip("+~").partition("@")[0]
-    # No file has a longer name, and asking for one is an error of the system.
-    return len(group) < 200 and (config_folder() / group).is_dir()
+def _files(group: str) -> list[str]:
+    return [path.stem for path in (config_folder() / group).glob("*.yaml")]
 
 
-def _check_choice(root: str, override: str) -> None:
-    key, equals, value = override.partition("=")
+@cache
+def _groups(folder: Path) -> frozenset[str]:
+    """Folders of `configs/` whose files are choices, such as "probe/segmentation_protocol"."""
+    below = (path.parent.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
+    return frozenset(below) - {"."}
+
+
+def _is_choice(key: str) -> bool:
+    return key in _groups(config_folder())
+
+
+def _parsed(override: str) -> tuple[str, Any]:
+    """Key and value of an override, in Hydra's grammar without what sweeps over values."""
+    key, equals, text = override.partition("=")
     if not equals:
-        raise ConfigurationError(f"expected KEY=VALUE, got {override!r}; see `ssl-bench --help`")
-    try:
-        OverridesParser.create().parse_override(override)
-    except HydraException as error:
+        came = shown(override)
+        raise ConfigurationError(f"expected KEY=VALUE, got {came}; see `ssl-bench --help`")
+    # An environment variable would stand in records, where others read it.
+    if "${" in text:
         raise ConfigurationError(
-            f"cannot read {override!r}; write lists as [1,2] and quote text: KEY=\"'a b'\""
-        ) from error
-    if _is_choice(override) and value not in (valid := choices(key.partition("@")[0])):
-        raise ConfigurationError(f"unknown {key}={value} for {root}; {nearest(value, valid)}")
-
-
-def _check_key(override: str, defaults: DictConfig) -> None:
-    key = override.partition("=")[0]
-    known = _flatten(defaults)
-    parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
-    if key.startswith("+") or key in known or key in parents or _below_open_mapping(key, known):
-        return
-    raise ConfigurationError(f"unknown key {key!r}; {nearest(key, known)}")
-
-
-def _below_open_mapping(key: str, known: Mapping[str, Any]) -> bool:
-    """Whether a parent of the key is an empty mapping, which takes any key."""
-    parent = key.rpartition(".")[0]
-    return known.get(parent) == {}
-
-
-def _check_type(override: str, defaults: DictConfig, config: DictConfig) -> None:
-    key = override.partition("=")[0]
-    expected, came = _flatten(defaults).get(key), _flatten(config).get(key)
-    if expected is None or came is None or _same_kind(expected, came):
-        return
-    kind = {int: "a whole number", float: "a number", bool: "true or false", str: "a name"}.get(
-        type(expected), "a list such as [1,2]"
+            f"{key[:_LONG]} expects a value, got {shown(text)}, which refers to another place; "
+            'write the value itself, as the shell does for "$NAME"'
+        )
+    try:
+        parsed = OverridesParser.create().parse_override(f"key={text}")
+        if not parsed.is_sweep_override():
+            return key, parsed.value()
+    # Also a number of thousands of digits, or lists in a thousand lists.
+    except (HydraException, ValueError, RecursionError):
+        pass
+    raise ConfigurationError(
+        f"cannot read {shown(override)}; write lists as [1,2] and quote text: KEY=\"'a b'\""
     )
-    raise ConfigurationError(f"{key} expects {kind} (default {expected}), got {came!r}")
 
 
-def _same_kind(expected: Any, came: Any) -> bool:
-    if isinstance(expected, bool) or isinstance(came, bool):
-        return isinstance(expected, bool) and isinstance(came, bool)
-    if isinstance(expected, float):
-        return isinstance(came, (int, float))
-    if isinstance(expected, str):
-        # One name or several, such as the facets of tokencut.
-        return all(isinstance(item, str) for item in (came if isinstance(came, list) else [came]))
-    if isinstance(expected, list):
-        return isinstance(came, list) and all(_same_kind(expected[0], c) for c in came if expected)
-    return isinstance(came, type(expected))
+def _check_choice(root: str, key: str, value: Any) -> None:
+    if not _is_choice(key):
+        return
+    if value not in (valid := choices(key)):
+        raise ConfigurationError(
+            f"unknown {key}={shown(value)} for {root}; {nearest(str(value), valid)}"
+        )
+    if value not in _files(key):
+        call = entry_point_call(entry_points(key)[value])
+        ConfigStore.instance().store(group=key, name=value, node=call)
+
+
+def _set(config: DictConfig, key: str, value: Any) -> None:
+    known = _flatten(config)
+    parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
+    if key not in known and key not in parents:
+        raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, keys(config))}")
+    try:
+        OmegaConf.update(config, key, value)
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(
+            f"{key} does not take {shown(value)}: {_one_line(error)}"
+        ) from error
+
+
+def _require_same_components(defaults: DictConfig, config: DictConfig) -> None:
+    """Refuse values that change what is built: the choice of a file alone decides that."""
+    expected, came = (dict(_mappings(c)) for c in (defaults, config))
+    for key in sorted(expected.keys() | came.keys()):
+        if key not in came:
+            raise ConfigurationError(
+                f"{key} is no value; override its keys, such as {key}.KEY=VALUE"
+            )
+        if came[key] != expected.get(key, {}):
+            names = ", ".join(came[key] or expected[key])
+            raise ConfigurationError(
+                f"{key} cannot take {names}, which name code to run; choose a file of configs/ "
+                "such as probe=pca, or see docs/extending.md for classes of your own"
+            )
+
+
+def _mappings(config: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The key of every mapping with those of its entries that say what is built."""
+
+    def walk(key: str, value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        if isinstance(value, dict):
+            yield key, {name: value[name] for name in value if name in (TARGET, *RESERVED)}
+        items = value.items() if isinstance(value, dict) else ()
+        items = enumerate(value) if isinstance(value, list) else items
+        for name, item in items:
+            yield from walk(f"{key}.{name}" if key else str(name), item)
+
+    return walk("", OmegaConf.to_container(config, resolve=False))
 
 
 def _flatten(config: DictConfig) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ssl_bench.data.voc import CLASS_NAMES
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.files import write_text_atomically
+from ssl_bench.paths import expanded
 from ssl_bench.planning import with_root
 from ssl_bench.progress import say, show_progress
 
@@ -174,7 +175,7 @@ def _mark(root: Path, one: Download) -> Path:
 def _root(options: argparse.Namespace) -> Path:
     if options.data_root is None:
         raise ConfigurationError(f"data {options.action} needs --data-root DIR")
-    return Path(options.data_root).expanduser()
+    return expanded(options.data_root)
 
 
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -228,8 +229,8 @@ def _verify(options: argparse.Namespace) -> int:
     """Compare the files below a folder with the list of their sha256, or write that list."""
     if options.target is None:
         raise ConfigurationError("data verify needs the folder of a dataset")
-    root = Path(options.target).expanduser()
-    manifest = Path(options.manifest).expanduser() if options.manifest else root / MANIFEST
+    root = expanded(options.target)
+    manifest = expanded(options.manifest) if options.manifest else root / MANIFEST
     if options.update or not manifest.exists():
         count = write_manifest(root, manifest, show_progress)
         say(f"{count} files listed in {manifest}; `ssl-bench data verify {root}` compares them")

@@ -19,6 +19,7 @@ from ssl_bench.composition import build, choices, compose_config, config_folder
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
 from ssl_bench.escaping import json_text, one_line, printable_lines
+from ssl_bench.paths import real
 from ssl_bench.results import source_commit
 
 PACKAGES = (
@@ -168,7 +169,7 @@ def _disks() -> Iterator[Finding]:
         "hub cache": Path(hub.HF_HUB_CACHE),
     }
     for name, folder in places.items():
-        existing = next(p for p in (folder.resolve(), *folder.resolve().parents) if p.is_dir())
+        existing = next(p for p in (real(folder), *real(folder).parents) if p.is_dir())
         free = shutil.disk_usage(existing).free / 2**30
         advice = "" if os.access(existing, os.W_OK) else f"; {existing} cannot be written"
         yield Finding(name, f"{free:.0f} GiB free in {folder}{advice}")

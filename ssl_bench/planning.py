@@ -2,25 +2,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from omegaconf import DictConfig
 
 from ssl_bench.composition import (
+    as_plain,
     build,
     choices,
     compose_config,
     has_key,
     keys,
     nearest,
-    require_choice,
 )
-from ssl_bench.data.fingerprints import FINGERPRINT_KINDS
+from ssl_bench.data.fingerprints import FingerprintKind
 from ssl_bench.data.known_by_stat import DatasetByStat
 from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
+from ssl_bench.fields import Place, Seed, require, shown
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -119,13 +120,18 @@ def _base(task: str, dataset: str) -> list[str]:
 def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) -> PlannedProbe:
     grouped = [_protocol_as_group(override, choice[0]) for override in overrides]
     config = compose_config("probing", [*_base(*choice), *with_root(grouped, root)])
-    kind = require_choice("data.fingerprint", config.data.fingerprint, FINGERPRINT_KINDS)
+    shared = as_plain(config)
+    require("seed", Seed, shared["seed"])
+    require("dtype", Literal[tuple(DTYPES)], shared["dtype"])
+    require("data.root", Place, shared["data"]["root"])
+    kind = shared["data"]["fingerprint"]
+    require("data.fingerprint", FingerprintKind, kind)
     dataset: Dataset = build(config.dataset)
     return PlannedProbe(
         probe=build(config.probe),
         dataset=DatasetByStat(dataset) if kind == "stat" else dataset,
-        seed=config.seed,
-        dtype=DTYPES[require_choice("dtype", config.dtype, list(DTYPES))],
+        seed=shared["seed"],
+        dtype=DTYPES[shared["dtype"]],
         choice=choice,
         overrides=tuple(overrides),
         root=root,
@@ -178,7 +184,7 @@ def _require_taker(
     key, value = _key_and_value(override)
     if key == "probe.protocol":
         known = {p for t, d in zip(tasks, defaults, strict=True) for p in _protocols(t, d)}
-        raise ConfigurationError(f"unknown protocol {value!r}; {nearest(value, known)}")
+        raise ConfigurationError(f"unknown protocol {shown(value)}; {nearest(value, known)}")
     _refuse_key(key, {name for default in defaults for name in keys(default)}, pairs[0][1])
 
 
@@ -187,4 +193,4 @@ def _refuse_key(key: str, known: set[str], dataset: str) -> NoReturn:
     owners = [task for task, config in others.items() if has_key(config, key)]
     if owners:
         raise ConfigurationError(f"{key} is a setting of --task {', '.join(owners)} alone")
-    raise ConfigurationError(f"unknown key {key!r}; {nearest(key, known)}")
+    raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, known)}")

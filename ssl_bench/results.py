@@ -19,6 +19,7 @@ from jaxtyping import Shaped
 from ssl_bench.errors import DataError
 from ssl_bench.escaping import is_file_name
 from ssl_bench.files import read_within, write_atomically, write_text_atomically
+from ssl_bench.memory import pass_on_memory
 from ssl_bench.naming import file_name
 from ssl_bench.record_ranges import INFINITE, colour_of, parsed, require_possible, shortened
 
@@ -248,8 +249,8 @@ class ResultStore:
         except FileNotFoundError:
             return None
         # A damaged file makes the readers of zip and npy fail in any way.
-        except Exception:
-            pass
+        except Exception as error:
+            pass_on_memory(error)
         self.damaged.append(path)
         return None
 

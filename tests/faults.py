@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import torch
 from PIL import Image
@@ -224,3 +225,13 @@ def end_after_parts(monkeypatch: Any, crops: type, number: int) -> None:
         return finish(self, groups, device)
 
     monkeypatch.setattr(crops, "finish", interrupted)
+
+
+@contextmanager
+def unchecked_types() -> Iterator[None]:
+    """What users meet: they have no type checks but our own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,5 @@
 import pytest
+from omegaconf import DictConfig
 
 from ssl_bench.composition import as_plain, build, choices, compose_config, has_key
 from ssl_bench.errors import ConfigurationError
@@ -28,20 +29,36 @@ def test_as_plain_resolves_references():
         ("probe.num_images=many", r"probe.num_images expects a whole number .*got 'many'"),
         ("probe.num_images=2.5", r"expects a whole number"),
         ("probe.num_images=true", r"expects a whole number"),
-        ("probe.facet=3", r"probe.facet expects a name"),
-        ("probe.facet=[key,3]", r"probe.facet expects a name"),
-        ("dataset=voc2021", r"unknown dataset=voc2021 .*did you mean voc2012"),
+        ("probe.facet=3", r"probe.facet expects token or token_normed .*, got"),
+        ("probe.facet=[key,3]", r"probe.facet expects token or token_normed .*, got"),
+        ("dataset=voc2021", r"unknown dataset='voc2021' .*did you mean voc2012"),
         ("probe.num_images", r"expected KEY=VALUE, got 'probe.num_images'"),
         ("probe.num_images=[1", r"num_images"),
+        ("probe.num_images=???", r"expects a whole number .*, got '\?\?\?'"),
+        ("probe={a: 1}", r"unknown probe="),
+        ("probe.new=1", r"unknown key 'probe.new'"),
+        ("dataset.cache=[1]", r"dataset.cache expects a path"),
+        ("dataset.cache='~nosuchuser/x'", r"dataset.cache expects a path .*, got '~nosuchuser/x'"),
+        ("dataset.cache=''", r"dataset.cache expects a path"),
+        ("dataset.num_train=1e9", r"dataset.num_train expects a whole number"),
+        ("data=3", r"data is no value; override its keys, such as data.KEY=VALUE"),
+        (f"probe.num_images={'9' * 5000}", r"cannot read"),
+        (f"probe.num_images={'[' * 2000}", r"cannot read"),
+        ("probe.num_images=choice(1,2)", r"cannot read"),
         ("probe.num_images=1,2", r"num_images"),
-        ("probe.num_images=0", r"num_images must be >= 1"),
+        ("probe.num_images=0", r"num_images expects a whole number in \[1, 1000000000\], got 0"),
     ],
 )
 def test_a_wrong_override_is_one_line_that_says_what_to_do(override, message):
     with pytest.raises(ConfigurationError, match=message) as caught:
-        build(compose_config("probing", [*PCA, override]).probe)
+        _built_both(compose_config("probing", [*PCA, override]))
 
     assert "\n" not in str(caught.value)
+
+
+def _built_both(config: DictConfig) -> None:
+    build(config.probe)
+    build(config.dataset)
 
 
 def test_several_names_may_stand_where_one_is_the_default():

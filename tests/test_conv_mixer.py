@@ -161,7 +161,7 @@ def test_all_but_covariance_filters_start_as_pytorch_starts_convolutions():
     ("changes", "message"),
     [
         ({"kernel_size": 4}, "kernel_size must be odd.* got 4; take 3 or 5"),
-        ({"kernel_size": 0}, "kernel_size must be positive, got 0"),
+        ({"kernel_size": 0}, "kernel_size expects a whole number .*, got 0"),
         ({"patch_size": 5}, "image_size must be a multiple of model.patch_size = 5, got 16"),
         ({"init": "skipless"}, "model.init must be one of uniform, covariance, got 'skipless'"),
         ({"init_options": {"sigma_0": 1.0}}, "init=uniform has no option 'sigma_0'"),

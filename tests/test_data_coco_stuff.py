@@ -10,6 +10,7 @@ from PIL import Image
 from ssl_bench.data.coco_stuff import COARSE_NAMES, CocoStuff, read_classes
 from ssl_bench.data.samples import Dataset, Sample
 from ssl_bench.errors import ConfigurationError, DataError
+from tests.faults import unchecked_types
 
 NEVER = {11, 25, 28, 29, 44, 65, 67, 68, 70, 82, 90}
 
@@ -132,7 +133,7 @@ def test_a_missing_val2017_says_what_to_type(root):
 
 
 def test_another_number_of_classes_is_a_configuration_error():
-    with pytest.raises(ConfigurationError, match="171 or 27, got 172"):
+    with unchecked_types(), pytest.raises(ConfigurationError, match="171 or 27, got 172"):
         CocoStuff("/nowhere", classes=172)
 
 

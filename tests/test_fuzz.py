@@ -29,6 +29,26 @@ def outcome(kinds: str, count: int) -> dict[str, int]:
     return {name: sum(map(int, re.findall(r": (\d+)", counts))) for name, counts in ends}
 
 
+def commands_ended(seed: int, count: int) -> int:
+    """How many commands were drawn and run, once it is known that none ended badly."""
+    command = [sys.executable, "-m", "tests.command_fuzzing", str(seed), str(count)]
+    run = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=900
+    )
+    assert run.returncode == 0, f"{run.stdout[-6000:]}{run.stderr[-2000:]}"
+    return sum(map(int, re.findall(r"': (\d+)", run.stdout.splitlines()[-1])))
+
+
+def test_a_few_commands_drawn_at_random_end_as_documented():
+    assert commands_ended(seed=0, count=150) == 150
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_two_thousand_commands_drawn_at_random_end_as_documented(seed):
+    assert commands_ended(seed, 1000) == 1000
+
+
 def test_mutations_are_repeatable_and_seldom_harmless():
     content = bytes(range(256)) * 4
     one, other = (

@@ -257,7 +257,7 @@ def test_a_head_for_other_classes_is_not_validated(root, tmp_path):
 
 def test_options_without_meaning_and_a_missing_folder_are_refused(tmp_path):
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"knn_epochs": 0}, "monitor.knn_epochs must be 1 or more"),
+        ({"knn_epochs": 0}, "monitor.knn_epochs expects a whole number"),
         ({"temperature": 0.0}, "monitor.temperature"),
         ({"crop_share": 0.0}, "monitor.crop_share"),
     ]

@@ -341,8 +341,8 @@ def test_images_in_memory_are_those_on_disk_and_a_broken_one_is_named():
     ("field", "value", "message"),
     [
         ("global_scale", (0.5, 0.4), "least <= largest"),
-        ("blur_probability", (1.0, 0.5), "three values"),
-        ("num_locals", -1, "0 or more"),
+        ("blur_probability", (1.0, 0.5), "3 of them"),
+        ("num_locals", -1, "num_locals expects a whole number"),
     ],
 )
 def test_a_recipe_without_meaning_is_refused(field, value, message):

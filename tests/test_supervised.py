@@ -279,5 +279,5 @@ def test_the_yaml_file_says_what_the_dataclasses_default_to():
 def test_a_recipe_without_meaning_is_refused(field, value):
     with pytest.raises(ConfigurationError, match=rf"crops\.{field}"):
         SingleCrop(**{field: value})
-    with pytest.raises(ConfigurationError, match=r"label_smoothing must be in \[0, 1\)"):
+    with pytest.raises(ConfigurationError, match=r"label_smoothing expects a number in \[0, 1\)"):
         Supervised(label_smoothing=1.0)

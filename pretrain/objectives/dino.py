@@ -19,7 +19,7 @@ from pretrain.multicrop import MultiCrop
 from pretrain.objectives.cross_view import cross_view_loss
 from pretrain.objectives.objective import Views, require_vit
 from pretrain.schedules import Cosine, Linear, Timeline
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import PositiveOrZero, Share, Temperature, Width, check_fields
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 
 # Openings counted in epochs take no more than this share of a short run.
@@ -43,26 +43,21 @@ class Dino:
     Source: https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
     """
 
-    out_dim: int = 65_536
-    hidden_dim: int = 2_048
-    bottleneck_dim: int = 256
+    out_dim: Width = 65_536
+    hidden_dim: Width = 2_048
+    bottleneck_dim: Width = 256
     norm_last_layer: bool = True
-    freeze_last_layer_epochs: float = 1.0
-    student_temperature: float = 0.1
-    teacher_temperature_start: float = 0.04
-    teacher_temperature: float = 0.07
-    teacher_temperature_epochs: float = 30.0
-    momentum: float = 0.996
-    center_momentum: float = 0.9
+    freeze_last_layer_epochs: PositiveOrZero = 1.0
+    student_temperature: Temperature = 0.1
+    teacher_temperature_start: Temperature = 0.04
+    teacher_temperature: Temperature = 0.07
+    teacher_temperature_epochs: PositiveOrZero = 30.0
+    momentum: Share = 0.996
+    center_momentum: Share = 0.9
     crops: MultiCrop = field(default_factory=MultiCrop)
 
     def __post_init__(self) -> None:
-        for name in ("out_dim", "hidden_dim", "bottleneck_dim", "student_temperature"):
-            _require(getattr(self, name) > 0, name, "more than 0", getattr(self, name))
-        for name in ("teacher_temperature_start", "teacher_temperature"):
-            _require(getattr(self, name) > 0, name, "more than 0", getattr(self, name))
-        for name in ("momentum", "center_momentum"):
-            _require(0 <= getattr(self, name) <= 1, name, "in [0, 1]", getattr(self, name))
+        check_fields(self, "objective")
 
     def build(
         self,
@@ -251,8 +246,3 @@ class DinoLearner(nn.Module):
         normaliser = logits.logsumexp(dim=-1)
         entropy = (normaliser - torch.linalg.vecdot(targets, logits)).mean()
         return targets.unflatten(0, (2, -1)), entropy
-
-
-def _require(fulfilled: bool, name: str, expected: str, came: Any) -> None:
-    if not fulfilled:
-        raise ConfigurationError(f"objective.{name} must be {expected}, got {came}")

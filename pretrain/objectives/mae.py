@@ -14,6 +14,7 @@ from pretrain.objectives.objective import Independent, Views, require_vit
 from pretrain.plain_crop import PlainCrop
 from pretrain.schedules import Timeline
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import Depth, InnerShare, Width, check_fields
 from ssl_bench.models import EncoderConfig, VisionTransformer, ViTConfig, build_vit
 
 _EPS = 1e-6
@@ -41,23 +42,15 @@ class Mae:
     https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/models_mae.py
     """
 
-    mask_ratio: float = 0.75
-    decoder_dim: int = 256
-    decoder_depth: int = 8
-    decoder_heads: int = 8
+    mask_ratio: InnerShare = 0.75
+    decoder_dim: Width = 256
+    decoder_depth: Depth = 8
+    decoder_heads: Width = 8
     normalised_pixels: bool = True
     crops: PlainCrop = field(default_factory=PlainCrop)
 
     def __post_init__(self) -> None:
-        if not 0 < self.mask_ratio < 1:
-            raise ConfigurationError(
-                f"objective.mask_ratio must lie between 0 and 1, got {self.mask_ratio}"
-            )
-        for name in ("decoder_dim", "decoder_depth", "decoder_heads"):
-            if getattr(self, name) < 1:
-                raise ConfigurationError(
-                    f"objective.{name} must be 1 or more, got {getattr(self, name)}"
-                )
+        check_fields(self, "objective")
         # Sines and cosines of two coordinates share the width.
         if self.decoder_dim % math.lcm(4, self.decoder_heads):
             raise ConfigurationError(

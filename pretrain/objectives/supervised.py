@@ -13,6 +13,7 @@ from pretrain.objectives.objective import Independent, Views
 from pretrain.schedules import Timeline
 from pretrain.single_crop import SingleCrop
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import Count, ShareBelowOne, check_fields
 from ssl_bench.models import EncoderConfig, EncoderModule, build_encoder
 
 
@@ -27,15 +28,12 @@ class Supervised:
     Source: head and smoothing as in DeiT, https://arxiv.org/abs/2012.12877.
     """
 
-    num_classes: int | None = None
-    label_smoothing: float = 0.1
+    num_classes: Count | None = None
+    label_smoothing: ShareBelowOne = 0.1
     crops: SingleCrop = field(default_factory=SingleCrop)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing < 1:
-            raise ConfigurationError(
-                f"objective.label_smoothing must be in [0, 1), got {self.label_smoothing}"
-            )
+        check_fields(self, "objective")
 
     def build(
         self,

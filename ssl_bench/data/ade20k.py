@@ -10,6 +10,7 @@ from ssl_bench.data.paired_folders import paired_set, picture_set, split_folder
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import read_lines, require_disjoint
+from ssl_bench.fields import Place, check_fields
 
 NUM_CLASSES = 150
 
@@ -34,11 +35,12 @@ class Ade20k:
     name = "ade20k"
     supports = frozenset({"segmentation", "images"})
 
-    root: str | Path | None = None
+    root: Place = None
     train_split: str = "training"
     val_split: str = "validation"
 
     def __post_init__(self) -> None:
+        check_fields(self, "dataset")
         require_disjoint(self.train_split, self.val_split)
 
     def train(self) -> FileImageSet:

@@ -19,6 +19,7 @@ from ssl_bench.data.folder import SUFFIXES as PICTURES
 from ssl_bench.data.images import decode_image
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
+from ssl_bench.paths import expanded
 
 _CLASS = ".cls"
 # The first archive in a path, and the folder inside it.
@@ -97,7 +98,7 @@ class ArchiveImages:
 
 def is_archive(root: str) -> bool:
     """Whether a path names archives, or a folder that holds archives and nothing to look into."""
-    folder = Path(root).expanduser()
+    folder = expanded(root)
     if not folder.is_dir():
         return all(_PATH.fullmatch(name) for name in _alternatives(root))
     children = [path for path in folder.iterdir() if path.name[0] != "."]
@@ -167,7 +168,7 @@ def _pictures_of(
 
 def _located(root: str) -> list[tuple[Path, tuple[str, ...]]]:
     """Each archive with the folder inside it that counts."""
-    folder = Path(root).expanduser()
+    folder = expanded(root)
     if folder.is_dir():
         children = (path for path in folder.iterdir() if path.name[0] != ".")
         return [(path, ()) for path in sorted(children) if path.name.lower().endswith(SUFFIXES)]
@@ -177,7 +178,7 @@ def _located(root: str) -> list[tuple[Path, tuple[str, ...]]]:
         if match is None:
             raise DataError(f"{name} is no archive; known are {', '.join(SUFFIXES)}")
         inside = PurePosixPath(match[2] or "").parts
-        located += [(path, inside) for path in _matching(Path(match[1]).expanduser())]
+        located += [(path, inside) for path in _matching(expanded(match[1]))]
     return located
 
 

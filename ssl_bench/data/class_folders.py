@@ -14,6 +14,8 @@ from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.data.splits import Split, read_lines, require_disjoint
 from ssl_bench.errors import DataError
+from ssl_bench.fields import Place, check_fields
+from ssl_bench.paths import expanded
 
 _ANNOTATIONS = "val_annotations.txt"
 _VALIDATION_NAMES = ("val", "test")
@@ -76,10 +78,13 @@ class ClassFolders:
     name = "class_folders"
     supports = frozenset({"classification", "images"})
 
-    root: str | Path | None = None
+    root: Place = None
     train_split: str = "train"
     val_split: str | None = None
     known_only: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
 
     def train(self) -> LabelledImages:
         """The training images; their folders are the classes.
@@ -116,7 +121,7 @@ class ClassFolders:
     def _root(self) -> Path:
         if self.root is None:
             raise DataError("a folder with train/CLASS/PICTURE in it is needed: --data-root DIR")
-        root = Path(self.root).expanduser()
+        root = expanded(self.root)
         if next(root.glob("*/*"), None) is None:
             raise DataError(
                 f"{root} holds no class folders: expected train/CLASS/PICTURE and "

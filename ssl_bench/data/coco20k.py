@@ -19,7 +19,9 @@ from ssl_bench.data.locations import cache_folder, find_root, first_folder
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
+from ssl_bench.fields import Place, check_fields
 from ssl_bench.files import read_regular, write_atomically
+from ssl_bench.paths import expanded
 
 NUM_IMAGES = 19_817
 LIST = Published(
@@ -74,12 +76,13 @@ class Coco20k:
     name = "coco20k"
     supports = frozenset({"discovery", "images"})
 
-    root: str | Path | None = None
-    list_file: str | Path | None = None
+    root: Place = None
+    list_file: Place = None
     discovery_split: str = "train2014"
-    cache: str | Path | None = None
+    cache: Place = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "dataset")
         Split.parse(self.discovery_split)
 
     def train(self) -> FileImageSet:
@@ -111,7 +114,7 @@ class Coco20k:
 
     def _list(self, root: Path) -> Path:
         if self.list_file is not None:
-            given = Path(self.list_file).expanduser()
+            given = expanded(self.list_file)
             if not given.is_file():
                 raise DataError(f"dataset.list_file={given} does not exist")
             return given

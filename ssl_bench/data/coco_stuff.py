@@ -4,6 +4,7 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ssl_bench.data.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
@@ -12,7 +13,7 @@ from ssl_bench.data.paired_folders import paired_set, picture_set, split_folder
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, require_disjoint
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import Place, check_fields
 
 REMAPPED = "_labelTrainIds.png"
 """End of the names of masks that another suite has already turned into 0..170."""
@@ -42,15 +43,14 @@ class CocoStuff:
     name = "coco_stuff"
     supports = frozenset({"segmentation", "images"})
 
-    root: str | Path | None = None
+    root: Place = None
     train_split: str = "train2017"
     val_split: str = "val2017"
-    classes: int = 171
+    classes: Literal[171, 27] = 171
 
     def __post_init__(self) -> None:
+        check_fields(self, "dataset")
         require_disjoint(self.train_split, self.val_split)
-        if self.classes not in (171, 27):
-            raise ConfigurationError(f"classes of COCO-Stuff must be 171 or 27, got {self.classes}")
 
     def train(self) -> FileImageSet:
         return self._segmentation(self.train_split)

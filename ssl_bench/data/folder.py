@@ -7,6 +7,8 @@ from pathlib import Path
 from ssl_bench.data.file_sets import FileImageSet, Files
 from ssl_bench.data.roles import lacking
 from ssl_bench.errors import DataError
+from ssl_bench.fields import Place, check_fields
+from ssl_bench.paths import expanded
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 
@@ -22,7 +24,10 @@ class ImageFolder:
     name = "folder"
     supports = frozenset({"images", "discovery"})
 
-    root: str | Path | None = None
+    root: Place = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
 
     def train(self) -> FileImageSet:
         raise lacking(self.name, "segmentation")
@@ -42,7 +47,7 @@ class ImageFolder:
         """
         if self.root is None:
             raise DataError("a folder of images is needed: --data-root DIR")
-        root = Path(self.root).expanduser()
+        root = expanded(self.root)
         if not root.is_dir():
             raise DataError(f"{root} is not a folder; expected one with pictures in it")
         ids = tuple(sorted(_pictures(root)))

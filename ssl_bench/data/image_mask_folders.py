@@ -16,6 +16,7 @@ from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.fields import MaskValue, Place, Rgb, check_fields
 
 CLASSES_FILE = "classes.txt"
 _SPLIT = "{split}"
@@ -93,7 +94,7 @@ class ImageMaskFolders:
 
     supports = frozenset({"segmentation", "images"})
 
-    root: str | Path | None = None
+    root: Place = None
     name: str = "paired_folders"
     train_split: str = "train"
     val_split: str = "val"
@@ -103,13 +104,14 @@ class ImageMaskFolders:
     mask_suffix: str = ".png"
     lists: str | None = None
     class_names: Sequence[str] = ()
-    numbers: Sequence[int] | None = None
+    numbers: Sequence[MaskValue] | None = None
     reduce_zero: bool = False
-    ignored: Sequence[int] = (IGNORED,)
-    colours: Sequence[Sequence[int]] | None = None
-    ignored_colours: Sequence[Sequence[int]] = ()
+    ignored: Sequence[MaskValue] = (IGNORED,)
+    colours: Sequence[Rgb] | None = None
+    ignored_colours: Sequence[Rgb] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, "dataset")
         require_disjoint(self.train_split, self.val_split)
         if self.colours is not None and (self.numbers is not None or self.reduce_zero):
             raise ConfigurationError(

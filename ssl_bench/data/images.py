@@ -11,6 +11,7 @@ from PIL import Image, UnidentifiedImageError
 from ssl_bench.data.jpeg import open_ended, parse_jpeg, with_noise
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.files import read_regular
+from ssl_bench.memory import pass_on_memory
 
 MAX_PIXELS = 89_478_485
 """Larger files are refused before a pixel is decoded: a quarter of a gigabyte as RGB."""
@@ -94,6 +95,7 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
         raise UnreadableImage(f"{name} {_what_else(data)}; fetch it again") from error
     # Damaged files make the decoders raise OSError, SyntaxError, struct.error, IndexError ...
     except Exception as error:
+        pass_on_memory(error)
         raise UnreadableImage(
             f"{name} is damaged or cut short ({error}); fetch it again"
         ) from error

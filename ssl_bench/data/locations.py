@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_bench.errors import DataError, MachineError
+from ssl_bench.paths import expanded
 
 
 def find_root(
@@ -26,7 +27,7 @@ def find_root(
     expected = f"expected {tree}; docs/data.md says where to get it"
     if root is None:
         raise DataError(f"{name} needs its folder, --data-root DIR: {expected}")
-    given = Path(root).expanduser()
+    given = expanded(root)
     for folder in (given, *(given / part for part in inside)):
         if any((folder / landmark).is_dir() for landmark in landmarks):
             return folder
@@ -54,7 +55,7 @@ def cache_folder(configured: str | Path | None) -> Path:
         MachineError: neither the environment nor the system names one.
     """
     if configured is not None:
-        return Path(configured).expanduser()
+        return expanded(configured)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else _home() / ".cache") / "ssl-bench"
 

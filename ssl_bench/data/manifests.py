@@ -13,6 +13,7 @@ from pathlib import Path
 from ssl_bench.data.threads import in_threads
 from ssl_bench.errors import DataError
 from ssl_bench.files import read_regular, sha256_of, write_text_atomically
+from ssl_bench.paths import real
 
 MANIFEST = "SHA256SUMS"
 # Between them `*` marks what sha256sum read as binary; `find` puts `./` before every name.
@@ -101,12 +102,12 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
 def _files(root: Path, manifest: Path) -> list[str]:
     if not root.is_dir():
         raise DataError(f"{root} is not a folder; name the folder of a dataset")
-    own = manifest.resolve()
+    own = real(manifest)
     found = []
     for folder, children, names in os.walk(root):
         children[:] = [child for child in children if child[0] != "."]
         paths = (Path(folder) / name for name in names if name[0] != ".")
-        found += [p.relative_to(root).as_posix() for p in paths if p.resolve() != own]
+        found += [p.relative_to(root).as_posix() for p in paths if real(p) != own]
     return sorted(found)
 
 

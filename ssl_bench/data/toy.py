@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from PIL import Image
@@ -16,6 +17,9 @@ from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.toy_scenes import CLASS_NAMES, VERSION, Painter, Scene
 from ssl_bench.data.voc import VocFolder
 from ssl_bench.errors import MachineError
+from ssl_bench.fields import Place, Seed, Within, check_fields
+
+_NumScenes = Annotated[int, Within(1, 100_000)]
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,13 @@ class Toy:
     name = "toy"
     supports = frozenset({"segmentation", "discovery", "images"})
 
-    num_train: int = 200
-    num_val: int = 60
-    seed: int = 0
-    cache: str | Path | None = None
+    num_train: _NumScenes = 200
+    num_val: _NumScenes = 60
+    seed: Seed = 0
+    cache: Place = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
 
     def train(self) -> FileImageSet:
         return self._folder().segmentation("train")

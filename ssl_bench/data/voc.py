@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Float64
@@ -15,6 +16,7 @@ from ssl_bench.data.locations import find_root
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
+from ssl_bench.fields import Place, Within, check_fields
 from ssl_bench.files import read_regular
 
 # fmt: off
@@ -135,14 +137,15 @@ class Voc:
 
     supports = frozenset({"segmentation", "discovery", "images"})
 
-    root: str | Path | None = None
-    year: int = 2012
+    root: Place = None
+    year: Annotated[int, Within(2005, 2012)] = 2012
     train_split: str = "train"
     val_split: str = "val"
     discovery_split: str = "trainval"
     no_hard: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, "dataset")
         require_disjoint(self.train_split, self.val_split)
 
     @property

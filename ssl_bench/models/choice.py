@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import Within, require
 
 T = TypeVar("T")
+_Gain = Annotated[float, Within(-1000, 1000)]
 
 
 def chosen(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
@@ -29,7 +31,8 @@ def _option(name: str, defaults: Mapping[str, Any], key: str, value: Any) -> Any
         hint = f"did you mean: {near}?" if near else "it has none; set model.init_options={}"
         raise ConfigurationError(f"model.init={name} has no option {key!r}; {hint}")
     wanted = type(defaults[key])
-    if wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
+    if wanted is float:
+        require(f"model.init_options.{key}", _Gain, value)
         return float(value)
     if not isinstance(value, wanted):
         raise ConfigurationError(

@@ -2,13 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import (
+    CountOrZero,
+    Depth,
+    Pixels,
+    PositiveShare,
+    ShareBelowOne,
+    Width,
+    Within,
+    check_fields,
+)
 from ssl_bench.models.fields import (
+    as_floats,
     check_divisible,
-    check_positive,
-    check_types,
     from_dict,
     without_defaults,
 )
@@ -44,29 +53,30 @@ class ViTConfig:
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
 
-    image_size: int = 224
-    patch_size: int = 16
-    dim: int = 384
-    depth: int = 12
-    num_heads: int = 6
-    mlp_ratio: float = 4.0
+    image_size: Pixels = 224
+    patch_size: Pixels = 16
+    dim: Width = 384
+    depth: Depth = 12
+    num_heads: Width = 6
+    mlp_ratio: Annotated[float, Within(0, 1000, above=True)] = 4.0
     attention: AttentionKind = "softmax"
     graying: GrayingKind = "none"
-    graying_exponent: float = 0.95
-    graying_layers: Sequence[int] | None = None
+    graying_exponent: PositiveShare = 0.95
+    graying_layers: Sequence[CountOrZero] | None = None
     skip_attention: bool = True
     skip_mlp: bool = True
     norm: Norm = "layernorm"
     qkv_bias: bool = True
-    drop_path: float = 0.0
-    num_registers: int = 0
+    drop_path: ShareBelowOne = 0.0
+    num_registers: Annotated[int, Within(0, 1000)] = 0
     position_embedding: PositionEmbedding = "learned"
     init: str = "default"
     init_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_fields(self, "model")
         object.__setattr__(self, "init_options", without_defaults(self.init_options))
-        check_types(self)
+        as_floats(self)
         self._check_sizes()
         self._check_graying()
         self._check_names()
@@ -101,25 +111,14 @@ class ViTConfig:
         return from_dict(cls, values)
 
     def _check_sizes(self) -> None:
-        check_positive(self, ("image_size", "patch_size", "dim", "depth", "num_heads", "mlp_ratio"))
-        if self.num_registers < 0:
-            raise ConfigurationError(
-                f"model.num_registers must be 0 or more, got {self.num_registers}"
-            )
         check_divisible(self, "image_size", "patch_size")
         check_divisible(self, "dim", "num_heads")
         if self.position_embedding == "sinusoidal" and self.dim % 4:
             raise ConfigurationError(
                 f"model.dim must be a multiple of 4 for sinusoidal positions, got {self.dim}"
             )
-        if not 0 <= self.drop_path < 1:
-            raise ConfigurationError(f"model.drop_path must lie in [0, 1), got {self.drop_path}")
 
     def _check_graying(self) -> None:
-        if not 0 < self.graying_exponent <= 1:
-            raise ConfigurationError(
-                f"model.graying_exponent must lie in (0, 1], got {self.graying_exponent}"
-            )
         if self.graying_layers is None:
             return
         # JSON and YAML give lists; equal configurations shall be equal.

@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.fields import Depth, Pixels, Width, check_fields
 from ssl_bench.models.convolution_initialisers import filter_initialiser_of
 from ssl_bench.models.fields import (
+    as_floats,
     check_divisible,
-    check_positive,
-    check_types,
     from_dict,
     without_defaults,
 )
@@ -36,11 +36,11 @@ class ConvMixerConfig:
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
 
-    image_size: int = 32
-    patch_size: int = 2
-    dim: int = 256
-    depth: int = 8
-    kernel_size: int = 9
+    image_size: Pixels = 32
+    patch_size: Pixels = 2
+    dim: Width = 256
+    depth: Depth = 8
+    kernel_size: Pixels = 9
     skip: bool = True
     frozen_filters: bool = False
     init: str = "uniform"
@@ -52,9 +52,9 @@ class ConvMixerConfig:
     num_registers = 0
 
     def __post_init__(self) -> None:
+        check_fields(self, "model")
         object.__setattr__(self, "init_options", without_defaults(self.init_options))
-        check_types(self)
-        check_positive(self, ("image_size", "patch_size", "dim", "depth", "kernel_size"))
+        as_floats(self)
         check_divisible(self, "image_size", "patch_size")
         if self.kernel_size % 2 == 0:
             near = f"{self.kernel_size - 1} or {self.kernel_size + 1}"

@@ -1,6 +1,6 @@
 """What the configurations of all encoders check of their fields."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
@@ -24,24 +24,11 @@ def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
     return kind(**values)
 
 
-def check_types(config: Any) -> None:
-    """Refuse what is no number or truth value where one belongs; whole numbers become floats."""
+def as_floats(config: Any) -> None:
+    """Make floats of whole numbers in fields of fractions: equal configurations are equal texts."""
     for item in fields(config):
-        value = getattr(config, item.name)
-        if item.type is int and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ConfigurationError(f"model.{item.name} must be a whole number, got {value!r}")
-        if item.type is bool and not isinstance(value, bool):
-            raise ConfigurationError(f"model.{item.name} must be true or false, got {value!r}")
-        if item.type is float:
-            if not isinstance(value, int | float):
-                raise ConfigurationError(f"model.{item.name} must be a number, got {value!r}")
-            object.__setattr__(config, item.name, float(value))
-
-
-def check_positive(config: Any, names: Sequence[str]) -> None:
-    for name in names:
-        if getattr(config, name) <= 0:
-            raise ConfigurationError(f"model.{name} must be positive, got {getattr(config, name)}")
+        if isinstance(item.default, float):
+            object.__setattr__(config, item.name, float(getattr(config, item.name)))
 
 
 def check_divisible(config: Any, name: str, divisor_name: str) -> None:

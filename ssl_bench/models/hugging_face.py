@@ -17,6 +17,7 @@ from ssl_bench.models.encoder import (
 )
 from ssl_bench.models.foreign import Told, load_foreign
 from ssl_bench.models.hub import WEIGHTS_FILES, hugging_face_file
+from ssl_bench.paths import expanded, real
 
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
 _TRANSFORMERS = ("vit", "vit_mae", "dinov2", "dinov2_with_registers")
@@ -52,8 +53,8 @@ def load_hugging_face(uri: str) -> Encoder:
 
 class _LocalFolder:
     def __init__(self, place: str) -> None:
-        self.path = Path(place).expanduser()
-        self.name = self.path.resolve().name
+        self.path = expanded(place)
+        self.name = real(self.path).name
 
     def file(self, *names: str) -> Path:
         """The first of these that is there."""

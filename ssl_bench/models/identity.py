@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from ssl_bench.models.architecture import configured
 from ssl_bench.models.checkpoint import is_ours, stated_identity
 from ssl_bench.models.encoder import IMAGENET_COLOURS, identity_of
 from ssl_bench.models.loading import encoder_name, load_encoder
+from ssl_bench.paths import expanded
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def identify_encoder(uri: str) -> EncoderIdentity:
     Raises:
         CheckpointError: As `load_encoder`; damaged weights are found only there.
     """
-    path = Path(uri).expanduser()
+    path = expanded(uri)
     if path.is_dir():
         path /= "last.safetensors"
     if path.suffix == ".safetensors" and path.is_file() and is_ours(path):

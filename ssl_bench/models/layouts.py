@@ -129,6 +129,16 @@ _STRANGERS = (
 )
 
 
+# Networks without blocks that take tokens; nothing here reads their features.
+_UNSUPPORTED = (
+    (r"conv1\.weight|layer\d\.\d+\.conv\d\.weight", "a ResNet"),
+    (r"stages\.\d+\..*|downsample_layers\..*", "a network of stages, such as ConvNeXt"),
+    (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer"),
+    (r"conv_proj\.weight", "a Vision Transformer of torchvision"),
+    (r"features\.\d+\..*", "a network of torchvision"),
+)
+
+
 def recognised(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
     """The first layout with a mark among the names or the prefixes that stood before them."""
     present = (*names, *prefixes)
@@ -146,13 +156,24 @@ def refuse_strangers(names: Sequence[str], path: object) -> None:
     Raises:
         CheckpointError: Says which, and how timm loads it.
     """
+    for pattern, what in _UNSUPPORTED:
+        if (found := _first(names, pattern)) is not None:
+            raise CheckpointError(
+                f"{path} holds {what} ({found}), which is not supported; supported are Vision "
+                "Transformers in the layouts that `ssl-bench models` lists, those of timm, and "
+                "ConvMixers of this suite"
+            )
     for pattern, what, architecture in _STRANGERS:
-        found = next((name for name in names if re.fullmatch(pattern, name)), None)
+        found = _first(names, pattern)
         if found is not None:
             raise CheckpointError(
                 f"{path} has {what} ({found}), which the ViT of this suite does not have; "
                 f"use timm:{architecture}@FILE with timm's name of its architecture"
             )
+
+
+def _first(names: Sequence[str], pattern: str) -> str | None:
+    return next((name for name in names if re.fullmatch(pattern, name)), None)
 
 
 def renamed(layout: Layout, weights: Mapping[str, Tensor], path: object) -> dict[str, Tensor]:

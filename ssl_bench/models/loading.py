@@ -9,6 +9,7 @@ from ssl_bench.models.checkpoint import is_ours, load_checkpoint, unreplaced, ve
 from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, encoder_from_model
 from ssl_bench.models.foreign import load_foreign
 from ssl_bench.models.hub import HUB_WEIGHTS, downloaded_file
+from ssl_bench.paths import expanded, real
 
 _LAST = "last.safetensors"
 _KINDS = (
@@ -36,6 +37,7 @@ def load_encoder(uri: str) -> Encoder:
         "torchhub": _from_torch_hub,
         "hf-hub": _from_hugging_face,
         "local-dir": _from_hugging_face,
+        "torchvision": _refuse_torchvision,
     }
     return loaders.get(scheme, _from_path)(uri) if colon else _from_path(uri)
 
@@ -64,8 +66,12 @@ def _from_torch_hub(uri: str) -> Encoder:
     return _from_foreign_file(downloaded_file(url), uri, name)
 
 
+def _refuse_torchvision(uri: str) -> Encoder:
+    raise CheckpointError(f"{uri}: models of torchvision are not supported; give {_KINDS}")
+
+
 def _from_path(uri: str) -> Encoder:
-    path = Path(uri).expanduser()
+    path = expanded(uri)
     if path.is_dir():
         if (path / "config.json").is_file() and not (path / _LAST).is_file():
             raise CheckpointError(f"{path} is a folder of Hugging Face; type local-dir:{path}")
@@ -103,4 +109,4 @@ def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
 
 def encoder_name(path: Path) -> str:
     """The run's name for its last checkpoint, the file's own otherwise."""
-    return path.resolve().parent.name if path.name == _LAST else path.stem
+    return real(path).parent.name if path.name == _LAST else path.stem

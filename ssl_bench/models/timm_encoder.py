@@ -17,6 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.memory import pass_on_memory
 from ssl_bench.models.architecture import of_library
 from ssl_bench.models.checkpoint import unreplaced, verified_sha256
 from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, state_dict_sha256
@@ -24,6 +25,7 @@ from ssl_bench.models.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.positions import resize_positions
 from ssl_bench.models.timm_attention import give_queries_keys_values
 from ssl_bench.models.weights import Backbone, backbone_weights, read_weights
+from ssl_bench.paths import expanded
 
 # Eva holds timm's ViTs with rotary positions, DINOv3 among them.
 PlainViT = VisionTransformer | Eva
@@ -74,7 +76,7 @@ def load_timm(uri: str) -> Encoder:
     name, _, file = uri.removeprefix("timm:").partition("@")
     _check_name(name)
     if file:
-        return _from_file(uri, name, Path(file).expanduser(), label=f"{name}@{Path(file).stem}")
+        return _from_file(uri, name, expanded(file), label=f"{name}@{Path(file).stem}")
     if "." in name:
         return _from_file(uri, name, _published_file(name), label=name)
     with torch.random.fork_rng(devices=[]):
@@ -164,6 +166,7 @@ def _create(
     except TypeError as error:
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
+        pass_on_memory(error)
         reason = " ".join(str(error).split())[:300]
         file = weights[0] if weights else "its random weights"
         raise CheckpointError(f"timm:{name} does not fit {file}: {reason}") from error

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.files import open_regular
+from ssl_bench.memory import pass_on_memory
 
 # Where training scripts keep the model; averaged weights are the better encoder, so they lead.
 _CONTAINERS = (
@@ -74,6 +75,7 @@ def read_weights(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(_pickle_message(path, str(error))) from error
     except Exception as error:  # A damaged file makes its reader fail in any way.
+        pass_on_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} is cut or no weights file ({reason[:120]}); copy or download it again"

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ssl_bench.paths import expanded
 from ssl_bench.progress import say
 from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.folder import require_replaceable
@@ -16,7 +17,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write a folder of pages about the records of a folder of results."""
     del overrides
     store = ResultStore(Path(options.out))
-    folder = Path(options.into).expanduser() if options.into else store.root / "report"
+    folder = expanded(options.into) if options.into else store.root / "report"
     require_replaceable(folder)
     records = asked_records(options, store)
     pairs = [

@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.paths import real
 
 MARKER = ".ssl-bench-report"
 
@@ -36,7 +37,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     """
     require_replaceable(folder)
     # So that "." has a name.
-    folder = folder.resolve()
+    folder = real(folder)
     mark = uuid.uuid4().hex
     new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
     try:

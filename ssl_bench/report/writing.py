@@ -11,6 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ssl_bench import __version__
 from ssl_bench.escaping import in_page
+from ssl_bench.paths import real
 from ssl_bench.progress import show_progress
 from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
 from ssl_bench.report.comparing import (
@@ -138,7 +139,7 @@ def write_report(report: Report, folder: Path) -> None:
         MachineError: it cannot be written.
     """
     site = Site(
-        source=report.store.root.resolve().name,
+        source=real(report.store.root).name,
         version=__version__,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )

@@ -16,6 +16,7 @@ from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.evaluation import cell_keys
 from ssl_bench.features import resolve_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
+from ssl_bench.paths import expanded
 from ssl_bench.pending import find_pending, pictures_folder
 from ssl_bench.planning import PlannedProbe
 from ssl_bench.progress import say
@@ -115,7 +116,7 @@ def _is_pattern(text: str) -> bool:
 
 def _matching(pattern: str) -> list[str]:
     # Path.glob takes no absolute pattern.
-    names = glob.glob(str(Path(pattern).expanduser()), recursive=True)  # noqa: PTH207
+    names = glob.glob(str(expanded(pattern)), recursive=True)  # noqa: PTH207
     paths = map(Path, sorted(names))
     found = [
         str(path)

@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 
 from ssl_bench.commands import announced_encoder, planned_evaluation
-from ssl_bench.errors import SslBenchError
+from ssl_bench.errors import MachineError, SslBenchError
 from ssl_bench.escaping import one_line
+from ssl_bench.memory import is_out_of_memory, memory_error
 from ssl_bench.progress import say
 from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
@@ -70,6 +71,8 @@ def _attempted(job: Job, compute: Callable[[Job], None], *, debug: bool) -> Outc
     except Exception as error:
         if debug:
             raise
+        if is_out_of_memory(error):
+            error = memory_error(error, "sweep")
         line = one_line(error)
         known = isinstance(error, SslBenchError)
         code, text = (error.exit_code, line) if known else (1, f"{type(error).__name__}: {line}")
@@ -97,7 +100,9 @@ def run_in_processes(jobs: Sequence[Job], count: int) -> Iterator[Outcome]:
         with process:
             said = process.communicate()[1]
         running.discard(process)
-        return Outcome(job, time.monotonic() - start, process.returncode, _error(process, said))
+        # A signal has no code of its own; most often it is the system's, for want of memory.
+        code = process.returncode if process.returncode >= 0 else MachineError.exit_code
+        return Outcome(job, time.monotonic() - start, code, _error(process, said))
 
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(compute, job) for job in jobs]
@@ -122,6 +127,6 @@ def _error(process: subprocess.Popen[str], said: str) -> str:
     if process.returncode == 0:
         return ""
     if process.returncode < 0:
-        return f"ended by signal {-process.returncode}"
+        return f"ended by signal {-process.returncode}; if memory was short, take --jobs 1"
     last = said.strip().splitlines()[-1:]
     return "".join(last).removeprefix("ssl-bench: ") or f"exit code {process.returncode}"

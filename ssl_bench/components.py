@@ -1,0 +1,151 @@
+"""From a configuration to components; of nothing else than the classes of this suite.
+
+A configuration names a class by its address, and building it runs its code. So a class is only
+built if a file of `configs/` may name it: a dataclass that one of the three packages defines, or
+what an installed package declares as an entry point of the group `ssl_bench.probe`,
+`ssl_bench.dataset`, `ssl_bench.objective` or `ssl_bench.optimizer`.
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module, metadata
+from typing import Any
+
+from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.fields import require, shown
+
+TARGET = "_target_"
+PACKAGES = ("ssl_bench", "probes", "pretrain")
+EXTENSIBLE = ("probe", "dataset", "objective", "optimizer")
+# Keys by which Hydra calls things in other ways.
+RESERVED = ("_args_", "_partial_", "_recursive_", "_convert_")
+
+
+def constructed(value: Any, key: str) -> Any:
+    """Plain values with every mapping that has a `_target_` replaced by what it constructs.
+
+    Args:
+        value: A mapping, a list or anything else, without references to other places.
+        key: Where it stands in the configuration, such as "probe.crops".
+
+    Raises:
+        ConfigurationError: a class that must not be built, or arguments that it does not take.
+    """
+    if isinstance(value, list):
+        return [constructed(item, key) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    parts = {str(name): constructed(item, _joined(key, name)) for name, item in value.items()}
+    reserved = [name for name in RESERVED if name in parts]
+    if reserved:
+        raise ConfigurationError(f"{_joined(key, reserved[0])} is no key of a component")
+    if TARGET not in parts:
+        return parts
+    kind = component_class(parts.pop(TARGET), _joined(key, TARGET))
+    _check_arguments(kind, parts, key)
+    return kind(**parts)
+
+
+def component_class(address: Any, key: str) -> type:
+    """The class at an address.
+
+    Raises:
+        ConfigurationError: it is no dataclass of this suite and no declared entry point.
+    """
+    package, name = str(address).partition(".")[0], str(address).rpartition(".")[2]
+    if package in PACKAGES:
+        found = _attribute(str(address))
+        home = str(getattr(found, "__module__", "")).partition(".")[0]
+        if isinstance(found, type) and is_dataclass(found) and home in PACKAGES:
+            return found
+    for point in (point for group in EXTENSIBLE for point in entry_points(group).values()):
+        if str(address) == f"{point.module}.{point.attr}":
+            return _loaded(point)
+    raise ConfigurationError(
+        f"{key}={shown(address)} is not built: {name!r} is neither a dataclass of "
+        f"{', '.join(PACKAGES)} nor an entry point in a group such as ssl_bench.probe of an "
+        "installed package; see docs/extending.md"
+    )
+
+
+def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
+    """What installed packages add to a group of `configs/`, by name."""
+    return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE else {}
+
+
+@cache
+def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
+    """Those of all groups; kept, because every installed package is asked."""
+    del path
+    found = metadata.entry_points()
+    return {
+        group: {point.name: point for point in found.select(group=f"ssl_bench.{group}")}
+        for group in EXTENSIBLE
+    }
+
+
+def entry_point_call(point: metadata.EntryPoint) -> dict[str, Any]:
+    """The configuration of a class of another package: its address and the defaults of its fields.
+
+    Raises:
+        ConfigurationError: it is no dataclass, or a field has no default.
+    """
+    kind = _loaded(point)
+    defaults = {item.name: _default(item) for item in fields(kind) if item.init}
+    lacking = [name for name, value in defaults.items() if value is MISSING]
+    if lacking:
+        raise ConfigurationError(
+            f"the entry point {point.name} = {point.value} needs a default for {lacking[0]}"
+        )
+    return {TARGET: f"{point.module}.{point.attr}", **defaults}
+
+
+def _loaded(point: metadata.EntryPoint) -> type:
+    try:
+        found = point.load()
+    # Whatever another package does while it is imported.
+    except Exception as error:
+        raise MachineError(
+            f"the entry point {point.name} = {point.value} cannot be imported ({error}); mend or "
+            f"uninstall {point.dist.name if point.dist else point.module}"
+        ) from error
+    if not (isinstance(found, type) and is_dataclass(found)):
+        raise ConfigurationError(f"the entry point {point.name} = {point.value} is no dataclass")
+    return found
+
+
+def _default(item: Field) -> Any:
+    value = item.default if item.default_factory is MISSING else item.default_factory()
+    # A list can be overridden where a tuple would be text.
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _attribute(address: str) -> Any:
+    module, _, name = address.rpartition(".")
+    try:
+        return getattr(import_module(module), name, None) if module else None
+    except ImportError:
+        return None
+
+
+def _check_arguments(kind: type, arguments: Mapping[str, Any], key: str) -> None:
+    taken = [item for item in fields(kind) if item.init]
+    names = [item.name for item in taken]
+    for name in arguments:
+        if name not in names:
+            near = get_close_matches(name, names) or names
+            raise ConfigurationError(
+                f"unknown key {_joined(key, name)!r}; valid: {', '.join(near)}"
+            )
+    for item in taken:
+        if item.name in arguments:
+            require(_joined(key, item.name), item.type, arguments[item.name])
+        elif _default(item) is MISSING:
+            raise ConfigurationError(f"{_joined(key, item.name)} has no value")
+
+
+def _joined(key: str, name: object) -> str:
+    return f"{key}.{name}" if key else str(name)

@@ -1,0 +1,43 @@
+"""How a command begins and ends: streams that can be used, errors that say what to do."""
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from ssl_bench.errors import MachineError, SslBenchError
+from ssl_bench.escaping import one_line
+from ssl_bench.memory import is_out_of_memory, memory_error
+
+_LONGEST = 1000
+
+
+def open_streams() -> None:
+    """Make standard streams usable, whichever of them the caller closed."""
+    # Otherwise the next file to be opened would get the number of the output or of errors.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that knows only ASCII, or a file's name that is no text, ends no command.
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def known_error(error: Exception, arguments: Sequence[str]) -> SslBenchError | None:
+    """An error as one that says what to do; None for a fault of this program."""
+    if isinstance(error, SslBenchError):
+        return error
+    if is_out_of_memory(error):
+        return memory_error(error, next(iter(arguments), ""))
+    if isinstance(error, OSError):
+        return MachineError(f"{error}; look at the disk and its rights (--debug)")
+    return None
+
+
+def say_error(error: SslBenchError) -> None:
+    """Print an error in one line, shortened where somebody's text is long."""
+    line = one_line(error)
+    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+    print(f"ssl-bench: {line}", file=sys.stderr)
