@@ -6,13 +6,7 @@ from typing import Any
 
 from probes.feature_cache import TrainingPass
 from probes.head_optimizers import SGD, AdamW, Schedule
-from probes.head_training import (
-    HeadTraining,
-    Source,
-    Training,
-    settings_without,
-    sources_of,
-)
+from probes.head_training import HeadTraining, Source, Training, settings_without, sources_of
 from probes.logistic_heads import LogisticTraining
 from probes.pixel_losses import HistogramLoss, ModeLoss, PixelLoss, ResampledLoss, UpsampledLoss
 from probes.scored_images import PatchScoring, Scoring, SlidingScoring, SquashedScoring
