@@ -1,9 +1,11 @@
 """Records of finished cells: one JSON file each, written whole or not at all."""
 
 import hashlib
+import io
 import json
 import math
 import subprocess
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
@@ -27,6 +29,8 @@ SUPERVISED = "supervised"
 """Task of the record that a supervised run leaves of itself; no probe asks for it."""
 
 _INFINITE = "inf"
+# Of what an image contributes: three counts of eight bytes for each of 2,700 classes.
+_IMAGE_BYTES, _MOST_BYTES = 2**16, 2**30
 
 
 @dataclass(frozen=True)
@@ -151,8 +155,7 @@ class ResultStore:
         if not path.is_file():
             return None
         try:
-            with np.load(path, allow_pickle=False) as arrays:
-                found = arrays["arr_0"]
+            found = _read_array(path, min(_IMAGE_BYTES * record.num_images, _MOST_BYTES))
             if found.dtype.kind in "biu" and found.shape[:1] == (record.num_images,):
                 return found
         # A damaged file makes the readers of zip and npy fail in any way.
@@ -218,6 +221,18 @@ class ResultStore:
         except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
             self.unreadable.append(path)
             return None
+
+
+def _read_array(path: Path, most_bytes: int) -> np.ndarray:
+    """The array of an .npz file, which may claim and inflate to anything."""
+    if path.stat().st_size > most_bytes:
+        raise ValueError(f"{path} is larger than {most_bytes} bytes")
+    with zipfile.ZipFile(path) as archive, archive.open("arr_0.npy") as file:
+        size = archive.getinfo("arr_0.npy").file_size
+        if size > most_bytes:
+            raise ValueError(f"{path} claims {size} bytes")
+        # With a number, because without one it inflates all and cuts that.
+        return np.load(io.BytesIO(file.read(size)), allow_pickle=False)
 
 
 def _finite(value: Any) -> Any:
