@@ -138,5 +138,6 @@ class ClassificationRun:
             "train_ids_sha256": self.split.ids_sha256(self.train_images),
             "train_seconds": round(heads.seconds, 3),
             "unconverged_heads": heads.unfinished,
+            "stalled_heads": heads.stalled,
             "guesses": list(self.guesses),
         }

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+_DROP_AT, _DROP_TO = 0.8, 0.1
+
 
 @runtime_checkable
 class HeadOptimizer(Protocol):
@@ -77,10 +79,11 @@ class SGD:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate as a share of its peak: linear warm-up, then one of three shapes.
+    """Learning rate as a share of its peak: linear warm-up, then one of four shapes.
 
     Attributes:
-        shape: "cosine" and "linear" fall to zero, "constant" stays.
+        shape: "cosine" and "linear" fall to zero, "constant" stays, "drop" stays until four fifths
+            of the steps behind the warm-up are done, and is a tenth then.
         warmup: Share of the steps.
     """
 
@@ -92,5 +95,9 @@ class Schedule:
         if step < warmup_steps:
             return (step + 1) / (warmup_steps + 1)
         done = (step - warmup_steps) / (num_steps - warmup_steps)
-        shapes = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}
+        shapes = {
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+            "linear": 1 - done,
+            "drop": 1.0 if done < _DROP_AT else _DROP_TO,
+        }
         return shapes.get(self.shape, 1.0)

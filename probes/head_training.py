@@ -147,6 +147,7 @@ class TrainedHeads:
     Attributes:
         constant_channels: How many channels of each source say nothing: they do not vary.
         unfinished: Heads that stopped before they converged; None where that is not asked.
+        stalled: Those of them that gained next to nothing any more.
     """
 
     sources: tuple[Source, ...]
@@ -155,6 +156,7 @@ class TrainedHeads:
     constant_channels: tuple[int, ...]
     seconds: float
     unfinished: int | None = None
+    stalled: int | None = None
 
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]

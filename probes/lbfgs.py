@@ -20,11 +20,14 @@ class Minimum:
     """Where all problems ended.
 
     Attributes:
-        converged: Where neither a step nor the gradient promised anything any more.
+        converged: Where the gradient is as small as was asked.
+        stalled: Where it is not, and yet a step gained next to nothing; the others that did not
+            converge reached the limit of iterations.
     """
 
     values: Float64[Tensor, "problems parameters"]
     converged: Bool[Tensor, " problems"]
+    stalled: Bool[Tensor, " problems"]
     iterations: int
 
 
@@ -51,28 +54,34 @@ def minimise(
     max_iterations: int,
     memory: int = 5,
     gradient_tolerance: float = 1e-6,
-    loss_tolerance: float = 1e-8,
+    loss_tolerance: float = 1e-10,
 ) -> Minimum:
     """Minimise smooth convex functions of the rows of `start`, each with steps of its own.
 
-    `objective` gives the losses of all problems and their gradients. A problem ends where no entry
-    of its gradient exceeds `gradient_tolerance`, or where a step lowers its loss by a smaller share
-    than `loss_tolerance`. `memory` is how many steps approximate the curvature.
+    `objective` gives the losses of all problems and their gradients. A problem converges where no
+    entry of its gradient exceeds `gradient_tolerance`, and stalls where a step lowers its loss by a
+    smaller share than `loss_tolerance`; either ends it. `memory` is how many steps approximate the
+    curvature.
 
     Source: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. Backtracking alone
     is enough: a convex function curves upwards along every step.
     """
     point, pairs = _Point(start, *objective(start)), []
-    done, iteration = point.gradient.abs().amax(1) <= gradient_tolerance, 0
-    while iteration < max_iterations and not done.all():
+    converged, iteration = _is_flat(point, gradient_tolerance), 0
+    stalled = torch.zeros_like(converged)
+    while iteration < max_iterations and not (converged | stalled).all():
         direction = _direction(point.gradient, pairs)
-        following = _line_search(objective, point, direction, done)
+        following = _line_search(objective, point, direction, converged | stalled)
         decrease = point.loss - following.loss
-        done |= decrease <= loss_tolerance * point.loss.abs()
-        done |= following.gradient.abs().amax(1) <= gradient_tolerance
+        converged = _is_flat(following, gradient_tolerance)
+        stalled |= decrease <= loss_tolerance * point.loss.abs()
         pairs = [*pairs, _pair(point, following)][-memory:]
         point, iteration = following, iteration + 1
-    return Minimum(point.values, done, iteration)
+    return Minimum(point.values, converged, stalled & ~converged, iteration)
+
+
+def _is_flat(point: _Point, tolerance: float) -> Bool[Tensor, " problems"]:
+    return point.gradient.abs().amax(1) <= tolerance
 
 
 def _direction(gradient: _Values, pairs: Sequence[_Pair]) -> _Values:

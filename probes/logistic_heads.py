@@ -28,10 +28,11 @@ class LogisticTraining:
     """Hyperparameters of the heads.
 
     Attributes:
-        rates: C, which multiplies the sum of the loss beside half the squared weights; the bias
-            is free, as in scikit-learn.
+        rates: C, which multiplies the sum of the loss beside half the squared weights, of two
+            classes half the squared difference of theirs; the bias is free, as in scikit-learn.
         batch_size: Images that are looked at together; the result does not depend on it.
-        gradient_tolerance: A head ends where no entry of the mean loss's gradient exceeds it.
+        gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
+            it.
     """
 
     rates: tuple[float, ...]
@@ -77,6 +78,7 @@ class LogisticTraining:
             constant_channels=statistics.constant_channels(),
             seconds=time.monotonic() - start,
             unfinished=int((~found.converged).sum()),
+            stalled=int(found.stalled.sum()),
         )
 
     def _objective(
@@ -94,6 +96,9 @@ class LogisticTraining:
         counted = torch.stack([some.counted.sum() for some in targets]).double()
         total = counted.sum().clamp(min=1)
         c_values = torch.tensor(self.rates, dtype=torch.float64, device=self.device)
+        # At the minimum the weights of two classes are opposite, so that the sum of their squares
+        # is half the square of the difference, which is all that scikit-learn has there.
+        weights = 2 if self.classes == 2 else 1
         return _Objective(
             heads=LinearHeads(standardisation, weight, weight[..., 0].clone()),
             blocks=blocks,
@@ -101,7 +106,7 @@ class LogisticTraining:
             targets=targets,
             shares=(counted / total).tolist(),
             loss=self.loss,
-            penalty=1 / (c_values.repeat(sources) * total),
+            penalty=weights / (c_values.repeat(sources) * total),
         )
 
 

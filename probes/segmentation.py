@@ -39,7 +39,7 @@ _CHOICES = {
     "norm": ("none", "final", "standardize"),
     "crops": ("whole", "resized", "scaled"),
     "optimizer": ("adamw", "sgd", "lbfgs"),
-    "schedule": ("cosine", "linear", "constant"),
+    "schedule": ("cosine", "linear", "constant", "drop"),
     "scoring": ("squash", "patch", "slide"),
 }
 _LOSSES = ("default", "fast", "full", "mode")

@@ -188,6 +188,7 @@ class SegmentationRun:
         num_held_out, views = len(self.split.held_out), self.training_pass.views.count
         ignored = (features.labels[::views] == IGNORED).flatten(1).all(1)
         unfinished = [some.unfinished for some in heads if some.unfinished is not None]
+        stalled = [some.stalled for some in heads if some.stalled is not None]
         return {
             "num_train_images": len(self.split.indices) - (0 if self.refit else num_held_out),
             "num_held_out_images": num_held_out,
@@ -195,6 +196,7 @@ class SegmentationRun:
             "all_ignored_train_images": int(ignored.sum()),
             "train_seconds": round(sum(some.seconds for some in heads), 3),
             "unconverged_heads": sum(unfinished) if unfinished else None,
+            "stalled_heads": sum(stalled) if stalled else None,
             "feature_tier": features.tier,
             "encoder_passes": features.passes,
             "guesses": list(guesses),

@@ -1,17 +1,20 @@
 """The command `ssl-bench data`: what is published, fetched, complete and unchanged."""
 
 import argparse
+import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ssl_bench.composition import build, compose_config, require_choice
 from ssl_bench.data.ade20k import class_names as ade20k_class_names
+from ssl_bench.data.archive_index import list_members
 from ssl_bench.data.checking import SplitState, check_dataset
 from ssl_bench.data.coco_stuff import read_classes
-from ssl_bench.data.downloads import download
+from ssl_bench.data.downloads import download, part_of
 from ssl_bench.data.manifests import MANIFEST, check_manifest, write_manifest
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.data.unpacking import UNPACKED, require_space, unpack
@@ -124,7 +127,7 @@ def _download(options: argparse.Namespace) -> int:
     if not source.downloads:
         raise ConfigurationError(f"{source.name} has no free address: {source.by_hand}")
     root = _root(options)
-    pending = [one for one in source.downloads if not _mark(root, one).is_file()]
+    pending = [one for one in source.downloads if not _is_done(one, root)]
     say(f"{source.title}: {source.licence}; {source.homepage}")
     # Archive and files are on the disk at the same time.
     require_space(sum(_lacking(one, root) + one.size for one in pending), root)
@@ -145,7 +148,7 @@ def _lacking(one: Download, root: Path) -> int:
     target = _target(one, root)
     if target.is_file():
         return 0
-    part = target.with_name(f"{target.name}.part")
+    part = part_of(target)
     return max(0, one.size - (part.stat().st_size if part.is_file() else 0))
 
 
@@ -159,16 +162,36 @@ def _is_archive(one: Download) -> bool:
 
 def _fetch(one: Download, root: Path) -> None:
     say(f"{one.published.url}, {_bytes(one.size)}")
-    path = download(one.published, _target(one, root))
-    if _is_archive(one):
-        unpack(path, root / one.into, show_progress)
-        # Before the mark: it must not survive a loss of power that the files do not.
-        os.sync()
-    write_text_atomically(_mark(root, one), f"{one.published.digest}\n")
+    target = _target(one, root)
+    check = partial(_require_archive, target=target) if _is_archive(one) else None
+    with download(one.published, target, check).open("rb") as file:
+        # Another process may unpack it.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if _is_done(one, root):
+            return
+        if _is_archive(one):
+            unpack(target, root / one.into, show_progress)
+            # Before the mark: it must not survive a loss of power that the files do not.
+            os.sync()
+        write_text_atomically(_mark(root, one), _what_is_done(one))
+
+
+def _require_archive(found: Path, *, target: Path) -> None:
+    with found.open("rb") as file:
+        list_members(file, target)
+
+
+def _is_done(one: Download, root: Path) -> bool:
+    mark = _mark(root, one)
+    return mark.is_file() and mark.read_text(errors="replace") == _what_is_done(one)
+
+
+def _what_is_done(one: Download) -> str:
+    return f"{one.published.url} {one.published.digest}\n"
 
 
 def _mark(root: Path, one: Download) -> Path:
-    """A file that says that a download is in its place."""
+    """A file that says which download is in its place."""
     return root / _MARKS / one.name
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import tarfile
 import zipfile
 from dataclasses import replace
@@ -68,7 +69,7 @@ def published(server, tmp_path, monkeypatch):
     def publish(content: bytes, kind: str = "tar", *, digest: bool = True) -> Path:
         found = server.publish(content, "md5")
         one = Download(
-            f"voc.{kind}", found if digest else replace(found, digest=None), len(content)
+            f"voc.{kind}", found if digest else replace(found, digest=None, size=None), len(content)
         )
         source = replace(
             SOURCES["voc2012"], downloads=(one,), counts={"train": 2, "val": 1, "discovery": 3}
@@ -99,11 +100,21 @@ def test_every_dataset_says_where_it_comes_from():
         assert source.tree or source.name == "toy"
 
 
-def test_the_digests_of_voc_are_those_of_torchvision():
+def test_the_addresses_of_voc_are_those_of_torchvision():
     for year, split in (("2012", "voc2012"), ("2007", "voc2007")):
         (one,) = SOURCES[split].downloads
-        theirs = torchvision_voc.DATASET_YEAR_DICT[year]
-        assert (one.published.digest, one.published.url) == (theirs["md5"], theirs["url"])
+        assert one.published.url == torchvision_voc.DATASET_YEAR_DICT[year]["url"]
+
+
+def test_all_but_one_of_the_downloads_have_a_published_digest_and_length():
+    for source in SOURCES.values():
+        for one in source.downloads:
+            digits = {"md5": 32, "sha256": 64}[one.published.algorithm]
+            if one.name == "stuffthingmaps_trainval2017.zip":
+                assert (one.published.digest, one.published.size) == (None, None)
+            else:
+                assert re.fullmatch(f"[0-9a-f]{{{digits}}}", one.published.digest or "")
+                assert one.size == one.published.size
 
 
 def test_the_list_has_a_line_for_each_and_json_says_the_same(capsys):
@@ -124,7 +135,7 @@ def test_one_dataset_is_shown_with_tree_files_and_classes(capsys):
     said = capsys.readouterr().out
     for part in (
         "1,464 images",
-        "md5 6cd6e144f989b92b3379bac3b3de84fd",
+        "sha256 e14f763270cf193d0b5f74b169f44157a4b0c6efa708f4dd0ff78ee691763bcb",
         "tvmonitor",
         "Annotations",
     ):
@@ -187,7 +198,7 @@ def test_a_connection_that_breaks_leaves_no_dataset_and_the_next_call_goes_on(
     server.cut_after = 3000
     assert download(root) == 5
     assert "broke off after 3000 of" in capsys.readouterr().err
-    assert files_below(root) == ["voc.tar.part"]
+    assert files_below(root) == ["voc.tar.part", "voc.tar.part.json"]
     assert download(root) == 0
     assert server.ranges == ["", "bytes=3000-"]
     assert check(root) == 0

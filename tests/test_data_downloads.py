@@ -2,12 +2,13 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ssl_bench.data import downloads
-from ssl_bench.data.downloads import Published, download
+from ssl_bench.data import answers
+from ssl_bench.data.downloads import Published, download, part_of
 from ssl_bench.errors import MachineError
 
 CONTENT = bytes(range(256)) * 4096
@@ -16,10 +17,6 @@ CONTENT = bytes(range(256)) * 4096
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "new/folder/list.txt"
-
-
-def part_of(path: Path) -> Path:
-    return path.with_name("list.txt.part")
 
 
 @pytest.mark.parametrize("algorithm", ["md5", "sha256"])
@@ -47,21 +44,24 @@ def test_a_cut_download_is_no_file_and_the_next_call_goes_on(server, path, knows
     assert server.ranges == ["", "bytes=300000-"]
 
 
-def test_a_part_that_was_complete_is_checked_and_named(server, path):
+def test_a_part_that_was_complete_is_checked_and_named_without_asking(server, path):
     published = server.publish(CONTENT)
     path.parent.mkdir(parents=True)
     part_of(path).write_bytes(CONTENT)
 
     assert download(published, path).read_bytes() == CONTENT
+    assert server.ranges == []
 
 
-def test_a_part_that_is_longer_than_the_file_is_given_up(server, path):
-    published = server.publish(CONTENT)
+@pytest.mark.parametrize("size", [len(CONTENT), None])
+def test_a_part_that_is_longer_than_the_file_is_given_up(server, path, size):
+    published = replace(server.publish(CONTENT), size=size)
     path.parent.mkdir(parents=True)
     part_of(path).write_bytes(CONTENT + b"more")
 
-    with pytest.raises(MachineError, match="has become shorter"):
-        download(published, path)
+    if size is None:
+        with pytest.raises(MachineError, match="has become shorter; nothing was kept"):
+            download(published, path)
     assert download(published, path).read_bytes() == CONTENT
 
 
@@ -98,8 +98,8 @@ def test_processes_that_want_the_same_file_wait_for_the_first(server, path):
 
 
 def test_a_server_that_is_not_there_or_silent_is_told_within_seconds(server, path, monkeypatch):
-    assert downloads.REACH_SECONDS < 5
-    monkeypatch.setattr(downloads, "REACH_SECONDS", 0.2)
+    assert answers.REACH_SECONDS < 5
+    monkeypatch.setattr(answers, "REACH_SECONDS", 0.2)
     silent = server.publish(CONTENT)
     server.delay = 1.0
     start = time.monotonic()

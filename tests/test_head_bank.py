@@ -196,3 +196,20 @@ def test_the_rate_rises_linearly_and_falls_as_its_shape_says():
     assert Schedule().factor(0, 1) > 0
     assert Schedule("linear", 0.0).factor(50, 200) == pytest.approx(0.75)
     assert Schedule("constant", 0.0).factor(199, 200) == 1
+
+
+@pytest.mark.parametrize(
+    ("epochs", "milestone", "per_epoch"), [(25, 20, 7), (5, 4, 1), (10, 8, 13)]
+)
+def test_a_rate_that_drops_is_that_of_multi_step_lr_stepped_every_epoch(
+    epochs, milestone, per_epoch
+):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [milestone], gamma=0.1)
+    schedule = Schedule("drop", warmup=0.0)
+    for epoch in range(epochs):
+        for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+            optimizer.step()
+            found = schedule.factor(step, epochs * per_epoch)
+            assert found == pytest.approx(optimizer.param_groups[0]["lr"])
+        scheduler.step()

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from coloured_classes import coloured_classes
+from PIL import Image
+from torchvision import transforms
 
 from probes.image_features import ImagePass
 from probes.knn import KNN
@@ -87,6 +89,19 @@ def test_the_central_square_keeps_its_share_of_the_shorter_side():
     assert (central_square(image, 4, share=0.5) == 200).all()
     whole = central_square(image, 8, share=1.0).permute(1, 2, 0).numpy()
     assert np.array_equal(whole, image[:, 8:16])
+
+
+@pytest.mark.parametrize("height", [375, 500, 64, 1201])
+@pytest.mark.parametrize(("size", "share"), [(224, 0.875), (96, 1.0), (30, 0.9)])
+def test_the_central_square_is_that_of_resizing_and_cropping_up_to_rounding(height, size, share):
+    image = np.random.default_rng(0).integers(0, 256, (height, 443, 3), dtype=np.uint8)
+    bicubic = transforms.InterpolationMode.BICUBIC
+    whole = transforms.Resize(round(size / share), bicubic)(Image.fromarray(image))
+    expected = np.array(transforms.CenterCrop(size)(whole)).astype(int)
+
+    found = central_square(image, size, share=share).permute(1, 2, 0).numpy()
+
+    assert np.abs(found - expected).max() <= 1
 
 
 @pytest.fixture(scope="module")

@@ -199,7 +199,8 @@ def test_logistic_heads_are_chosen_by_the_held_out_images_and_fitted_to_all(tmp_
     held_out = score.details["miou_by_rate_held_out"]
     assert score.details["c_value"] == [1e-5, 1e-1][int(np.argmax(held_out))]
     assert score.details["num_train_images"] == 18
-    assert score.details["unconverged_heads"] == 0
+    # None reached the limit of iterations.
+    assert score.details["unconverged_heads"] == score.details["stalled_heads"]
     assert score.value > 80
     assert "learning_rates" not in probe.settings()
 

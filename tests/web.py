@@ -18,7 +18,13 @@ class WebServer(ThreadingHTTPServer):
         cut_after: Bytes after which the connection breaks, once.
         delay: Seconds before it answers.
         knows_ranges: Else it sends the whole file always.
+        minds_versions: Else it goes on with the file whatever If-Range asks.
         gone: Nothing is found.
+        headers: In place of those that are right, or beside them; None leaves one out.
+        chunked: The length is not said before.
+        endless: The file begins again where it ends.
+        pause: Seconds before each thousand bytes.
+        leads_to: Another address.
     """
 
     daemon_threads = True
@@ -28,15 +34,21 @@ class WebServer(ThreadingHTTPServer):
         self.content = b""
         self.ranges: list[str] = []
         self.cut_after: int | None = None
-        self.delay = 0.0
-        self.knows_ranges = True
-        self.gone = False
+        self.delay = self.pause = 0.0
+        self.knows_ranges = self.minds_versions = True
+        self.gone = self.chunked = self.endless = False
+        self.headers: dict[str, str | None] = {}
+        self.leads_to: str | None = None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def publish(self, content: bytes, algorithm: Literal["md5", "sha256"] = "sha256") -> Published:
         self.content = content
-        url = f"http://127.0.0.1:{self.server_port}/file.bin"
-        return Published(url, hashlib.new(algorithm, content).hexdigest(), algorithm)
+        digest = hashlib.new(algorithm, content).hexdigest()
+        return Published(self.url, digest, algorithm, len(content))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/file.bin"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -46,23 +58,56 @@ class _Handler(BaseHTTPRequestHandler):
         server, asked = self.server, self.headers.get("Range", "")
         server.ranges.append(asked)
         time.sleep(server.delay)
-        found = re.fullmatch(r"bytes=(\d+)-", asked) if server.knows_ranges else None
-        start, total = int(found[1]) if found else 0, len(server.content)
         if server.gone:
             self.send_error(404)
             return
-        if found and start >= total:
-            self.send_response(416)
-            self.send_header("Content-Range", f"bytes */{total}")
-            self.end_headers()
-            return
-        self.send_response(206 if found else 200)
-        self.send_header("Content-Length", str(total - start))
-        if found:
-            self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
+        found = re.fullmatch(r"bytes=(\d+)-", asked) if server.knows_ranges else None
+        version = self.headers.get("If-Range")
+        tags = (server.headers.get("ETag"), server.headers.get("Last-Modified"))
+        if server.minds_versions and version is not None and version not in tags:
+            found = None
+        self._answer(int(found[1]) if found else None)
+
+    def _answer(self, asked: int | None) -> None:
+        server, start, total = self.server, asked or 0, len(self.server.content)
+        headers: dict[str, str | None] = {"Content-Length": str(total - start)}
+        status = 302 if server.leads_to else 200 if asked is None else 206
+        if asked is not None:
+            headers["Content-Range"] = f"bytes {start}-{total - 1}/{total}"
+        if asked is not None and start >= total:
+            status = 416
+            headers = {"Content-Range": f"bytes */{total}"}
+        if status == 302:
+            headers["Content-Length"] = "0"
+        if server.chunked:
+            headers = {**headers, "Content-Length": None, "Transfer-Encoding": "chunked"}
+        self.send_response_only(status)
+        for name, value in {**headers, "Location": server.leads_to, **server.headers}.items():
+            if value is not None:
+                self.send_header(name, value)
         self.end_headers()
-        end, server.cut_after = server.cut_after, None
-        self.wfile.write(server.content[start : total if end is None else start + end])
+        if status in (200, 206):
+            self._send(server.content[start:])
+
+    def _send(self, content: bytes) -> None:
+        cut, self.server.cut_after = self.server.cut_after, None
+        content = content if cut is None else content[:cut]
+        size = 1000 if self.server.pause else 2**16
+        try:
+            while True:
+                for start in range(0, len(content), size):
+                    time.sleep(self.server.pause)
+                    self._write(content[start : start + size])
+                if not self.server.endless:
+                    break
+            if self.server.chunked and cut is None:
+                self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            # The other side has had enough.
+            self.close_connection = True
+
+    def _write(self, piece: bytes) -> None:
+        self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self.server.chunked else piece)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         pass

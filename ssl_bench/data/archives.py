@@ -21,7 +21,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.paths import expanded
 
-_CLASS = ".cls"
+_CLASS, _LONGEST_CLASS = ".cls", 32
 # The first archive in a path, and the folder inside it.
 _PATH = re.compile(rf"(.*?(?:{'|'.join(map(re.escape, SUFFIXES))}))(?:/+(.*))?", re.I | re.S)
 
@@ -264,7 +264,7 @@ def _key(name: str) -> str:
 
 
 def _class_number(archive: Archive, member: Member) -> int:
-    content = archive.read(member).strip()
+    content = b"" if member.size > _LONGEST_CLASS else archive.read(member).strip()
     if not content.isdigit():
         raise DataError(
             f"{archive.path}/{member.name} holds {content[:20]!r}, expected the number of a class"

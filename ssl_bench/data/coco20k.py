@@ -24,10 +24,12 @@ from ssl_bench.files import read_regular, write_atomically
 from ssl_bench.paths import expanded
 
 NUM_IMAGES = 19_817
+# The digest is that of the file in commit fcedbec.
 LIST = Published(
     "https://raw.githubusercontent.com/valeoai/LOST/master/datasets/coco_20k_filenames.txt",
     "133cea5ffcea93dccbaeb62c38b24e7c",
     "md5",
+    size=832_314,
 )
 LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 

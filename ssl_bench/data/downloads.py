@@ -2,27 +2,18 @@
 
 import fcntl
 import hashlib
-import http.client
+import json
 import os
-import re
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import BinaryIO, Literal
 
 from tqdm import tqdm
 
-from ssl_bench.errors import MachineError
-
-REACH_SECONDS = 4.0
-_STALL_SECONDS = 60.0
-_CHUNK = 2**18
+from ssl_bench.data.answers import Answer, Origin, Refused, Unfit, Wish, ask
+from ssl_bench.errors import DataError, MachineError
+from ssl_bench.files import write_text_atomically
 
 
 @dataclass(frozen=True)
@@ -30,44 +21,50 @@ class Published:
     """A file at an address, and the digest of its bytes.
 
     Attributes:
-        digest: Hexadecimal; None where nobody publishes one, and only the length is checked.
+        digest: Hexadecimal; None where nobody publishes one, and the length that the server gives
+            and what the file is for itself must do.
+        size: Bytes; None where nobody publishes them.
     """
 
     url: str
     digest: str | None
     algorithm: Literal["md5", "sha256"] = "sha256"
+    size: int | None = None
 
     def hexdigest(self, file: Path) -> str:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, self.algorithm).hexdigest()
 
 
-def download(published: Published, path: Path) -> Path:
+Check = Callable[[Path], object]
+
+
+def download(published: Published, path: Path, check: Check | None = None) -> Path:
     """The published file at `path`, fetched unless it is there.
 
-    Bytes go to `path` + ".part", with which a later call goes on, and get their name when their
-    digest is the published one. Processes that want the same file wait for the first.
+    Bytes go to `path` + ".part", with which a later call goes on if they are of the same version
+    at the same address or a digest will tell. They get their name when they are as many as was
+    promised and their digest is the published one or, without one, `check` finds nothing. A file
+    that is there has to pass the same. Processes that want the same file wait for the first.
+
+    Args:
+        published: Where it is, and what is known of it.
+        path: Its name here.
+        check: Raises DataError for a file that is not what its name says.
 
     Returns:
         `path`.
 
     Raises:
-        MachineError: the server cannot be reached, the transfer broke off, the digest is another,
-            or the disk is full; nothing is at `path` then.
+        MachineError: the server cannot be reached or sends something else, the transfer broke off,
+            the digest is another, or the disk is full; nothing is at `path` then.
+        DataError: there is another file at `path`.
     """
-    if path.exists():
-        return path
-    part = path.with_name(f"{path.name}.part")
     try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if path.exists():
-                return path
-            _complete(published, file, path)
-            _require_digest(published, file, part)
-            os.fsync(file.fileno())
-            part.replace(path)
+        if not path.exists():
+            _fetch(published, path, check)
+        elif (fault := _fault(published, path, check)) is not None:
+            raise DataError(f"{path} {fault}; delete it and type the command again")
     except OSError as error:
         if isinstance(error, MachineError):
             raise
@@ -77,102 +74,110 @@ def download(published: Published, path: Path) -> Path:
     return path
 
 
+def part_of(path: Path) -> Path:
+    """Where the bytes of a file are that is not complete."""
+    return path.with_name(f"{path.name}.part")
+
+
+def _fetch(published: Published, path: Path, check: Check | None) -> None:
+    part = part_of(path)
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with part.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists():
+            return
+        try:
+            _complete(published, file, path)
+            fault = _fault(published, part, check)
+            if fault is not None:
+                raise Unfit(f"{published.url} {fault}")
+        except Refused as error:
+            kept = "the part that came is kept"
+            if isinstance(error, Unfit):
+                # Emptied, not removed: another process may wait for this file.
+                file.truncate(0)
+                kept = "nothing was kept"
+            raise MachineError(
+                f"{error}; {kept}, type the command again or fetch {published.url} elsewhere and "
+                f"put it at {path}"
+            ) from error
+        os.fsync(file.fileno())
+        part.replace(path)
+        _note(path).unlink(missing_ok=True)
+
+
+def _fault(published: Published, file: Path, check: Check | None) -> str | None:
+    """What tells a file from the published one, if anything does."""
+    if published.digest is not None:
+        found = published.hexdigest(file)
+        same = found == published.digest
+        digests = f"{published.algorithm} {found}, published was {published.digest}"
+        return None if same else f"has {digests}"
+    try:
+        if check is not None:
+            check(file)
+    except DataError as error:
+        return f"is not what its name says: {error}"
+    return None
+
+
 def _complete(published: Published, file: BinaryIO, path: Path) -> None:
     """Append what the file lacks."""
-    known = file.seek(0, os.SEEK_END)
-    with _response(published.url, known, path) as response:
-        if response is None:
-            return
-        if response.status != http.HTTPStatus.PARTIAL_CONTENT:
-            known = file.seek(0)
-            file.truncate()
-        total = known + int(response.headers["Content-Length"] or 0)
-        with tqdm(
-            desc=path.name, initial=known, total=total or None, unit="B", unit_scale=True,
-            disable=None, leave=False,
-        ) as bar:  # fmt: skip
-            for chunk in _chunks(response):
-                file.write(chunk)
-                bar.update(len(chunk))
-        file.flush()
-        if file.tell() < total:
-            raise MachineError(
-                f"{published.url} broke off after {file.tell()} of {total} bytes; "
-                "type the command again to go on from there"
-            )
-
-
-def _chunks(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """What arrives until the end or until the connection breaks."""
-    while True:
-        try:
-            chunk = response.read1(_CHUNK)
-        except (OSError, http.client.HTTPException):
-            return
-        if not chunk:
-            return
-        yield chunk
-
-
-@contextmanager
-def _response(url: str, known: int, path: Path) -> Iterator[http.client.HTTPResponse | None]:
-    """The server's answer from byte `known` on; None if there is nothing behind it."""
-    headers = {"Range": f"bytes={known}-"} if known else {}
-    answer = _within(REACH_SECONDS, urllib.request.Request(url, headers=headers))
-    if isinstance(answer, urllib.error.HTTPError):
-        behind = answer.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-        if behind and _total_of(answer) == known:
-            yield None
-            return
-        # A part that is longer than the file is no part of it.
-        reason = f"answers {answer.code} {answer.reason}" if not behind else "has become shorter"
-        if behind:
-            os.truncate(path.with_name(f"{path.name}.part"), 0)
-        raise MachineError(f"{url} {reason}; type the command again, or {_by_hand(url, path)}")
-    if not isinstance(answer, http.client.HTTPResponse):
-        host = urllib.parse.urlsplit(url).netloc
-        raise MachineError(f"{host} cannot be reached ({answer}); {_by_hand(url, path)}")
-    with answer:
-        yield answer
-
-
-def _total_of(error: urllib.error.HTTPError) -> int | None:
-    found = re.fullmatch(r"bytes \*/(\d+)", error.headers.get("Content-Range", ""))
-    return int(found[1]) if found else None
-
-
-def _within(
-    seconds: float, request: urllib.request.Request
-) -> http.client.HTTPResponse | Exception | str:
-    """The answer to a request, or why there is none."""
-    answers: SimpleQueue[http.client.HTTPResponse | Exception] = SimpleQueue()
-
-    def ask() -> None:
-        try:
-            answers.put(urllib.request.urlopen(request, timeout=_STALL_SECONDS))
-        except (OSError, http.client.HTTPException) as error:
-            answers.put(error)
-
-    # In a thread: no timeout of a socket covers a name server that does not answer.
-    Thread(target=ask, daemon=True).start()
-    try:
-        return answers.get(timeout=seconds)
-    except Empty:
-        return f"no answer within {seconds:g} s"
-
-
-def _require_digest(published: Published, file: BinaryIO, part: Path) -> None:
-    if published.digest is None:
+    wish = _wish(published, _origin(path), file.seek(0, os.SEEK_END))
+    if wish.start and wish.start == (wish.size or (wish.origin and wish.origin.size)):
         return
-    found = published.hexdigest(part)
-    if found != published.digest:
-        # Emptied, not removed: another process may wait for this file.
-        file.truncate(0)
+    with ask(wish) as answer:
+        if not answer.start:
+            file.truncate(0)
+            note = json.dumps(asdict(answer.origin))
+            write_text_atomically(_note(path), f"{note}\n")
+        _append(answer, file, path, goes_on=_goes_on(published, answer.origin))
+
+
+def _note(path: Path) -> Path:
+    """Where it is written of what a part is a part."""
+    return path.with_name(f"{path.name}.part.json")
+
+
+def _origin(path: Path) -> Origin | None:
+    try:
+        found = Origin(**json.loads(_note(path).read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    kinds = (type(found.url), type(found.size), type(found.version))
+    return found if kinds in ((str, int, str), (str, int, type(None))) else None
+
+
+def _goes_on(published: Published, origin: Origin | None) -> bool:
+    """Whether a part of that origin is known, or will be, to be one of the published file."""
+    if origin is None:
+        return published.digest is not None
+    return origin.url == published.url and bool(published.digest or origin.version)
+
+
+def _wish(published: Published, origin: Origin | None, known: int) -> Wish:
+    """All bytes behind those of the part, or just all."""
+    size = published.size or (known if origin is None else origin.size)
+    if not _goes_on(published, origin) or known > size:
+        return Wish(published.url, published.size)
+    return Wish(published.url, published.size, known, origin)
+
+
+def _append(answer: Answer, file: BinaryIO, path: Path, *, goes_on: bool) -> None:
+    at, size = answer.start, answer.origin.size
+    with tqdm(
+        desc=path.name, initial=at, total=size, unit="B", unit_scale=True, disable=None, leave=False
+    ) as bar:
+        for chunk in answer.chunks():
+            at += len(chunk)
+            if at > size:
+                raise Unfit(f"{answer.origin.url} sends more than its {size} bytes")
+            file.write(chunk)
+            bar.update(len(chunk))
+    file.flush()
+    if at < size:
+        anew = "go on from there" if goes_on else "begin anew, as nothing proves it unchanged"
         raise MachineError(
-            f"{published.url} has {published.algorithm} {found}, published was "
-            f"{published.digest}; nothing was kept, type the command again"
+            f"{answer.origin.url} broke off after {at} of {size} bytes; type the command again to "
+            f"{anew}"
         )
-
-
-def _by_hand(url: str, path: Path) -> str:
-    return f"fetch {url} elsewhere and put it at {path}"

@@ -19,7 +19,7 @@ class Download:
 
     Attributes:
         name: Of the file.
-        size: Bytes, about.
+        size: Bytes; about where they are not published.
         into: Folder below that of the data into which it is unpacked or, if it is no archive, put.
     """
 
@@ -57,11 +57,12 @@ class Source:
         return sum(one.size for one in self.downloads)
 
 
-def _coco(path: str, sha256: str, size: int, into: str) -> Download:
-    return Download(path.rpartition("/")[2], Published(f"{_COCO}/{path}", sha256), size, into)
+def _known(url: str, sha256: str, size: int, into: str = "") -> Download:
+    published = Published(url, sha256, size=size)
+    return Download(url.rpartition("/")[2], published, size, into)
 
 
-def _voc(year: int, file: str, md5: str, size: int, counts: Mapping[str, int]) -> Source:
+def _voc(year: int, file: str, sha256: str, size: int, counts: Mapping[str, int]) -> Source:
     return Source(
         name=f"voc{year}",
         title=f"PASCAL VOC {year}",
@@ -76,25 +77,29 @@ def _voc(year: int, file: str, md5: str, size: int, counts: Mapping[str, int]) -
         ),
         counts=counts,
         num_classes=21,
-        # The digests are those of torchvision.datasets.VOCDetection.
-        downloads=(Download(file, Published(f"{_VOC}/voc{year}/{file}", md5, "md5"), size),),
+        downloads=(_known(f"{_VOC}/voc{year}/{file}", sha256, size),),
         by_hand="dataset.train_split=trainaug needs SegmentationClassAug.zip and trainaug.txt too"
         if year == 2012
         else "",
     )
 
 
+# Digests and sizes of VOC, ADE20K and COCO are those of the files voc.txt (commit 333639b),
+# ade20k.txt (6f96ef3), coco2014.txt (24211da) and coco2017.txt (2282548) in
+# https://github.com/tensorflow/datasets/tree/master/tensorflow_datasets/url_checksums. Those of VOC
+# and COCO are in torchvision/prototype/datasets/_builtin/{voc,coco}.py of
+# https://github.com/pytorch/vision (a5a52e3, 05caddc) too.
 _VOC_2012 = _voc(
     2012,
     "VOCtrainval_11-May-2012.tar",
-    "6cd6e144f989b92b3379bac3b3de84fd",
+    "e14f763270cf193d0b5f74b169f44157a4b0c6efa708f4dd0ff78ee691763bcb",
     1_999_639_040,
     {"train": 1464, "val": 1449, "discovery": 11540},
 )
 _VOC_2007 = _voc(
     2007,
     "VOCtrainval_06-Nov-2007.tar",
-    "c52e279531787c972589f7e41ab4ae64",
+    "7d8cd951101b0957ddfd7a530bdc8a94f06121cfc1e511bb5937e973020c7508",
     460_032_000,
     {"train": 209, "val": 213, "discovery": 5011},
 )
@@ -111,14 +116,10 @@ _ADE20K = Source(
     counts={"train": 20210, "val": 2000},
     num_classes=150,
     downloads=(
-        Download(
-            "ADEChallengeData2016.zip",
-            Published(
-                "http://data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip",
-                "7328b3957e407ddae1d3cbf487f149ef",
-                "md5",
-            ),
-            967_000_000,
+        _known(
+            "http://data.csail.mit.edu/places/ADEchallenge/ADEChallengeData2016.zip",
+            "7ff1be44964418441f542a7cc1e1a650e7dc0fc275f5d23252bc9bbdbc977b29",
+            967_382_037,
         ),
     ),
 )
@@ -131,19 +132,20 @@ _COCO_STUFF = Source(
     counts={"train": 118287, "val": 5000},
     num_classes=171,
     downloads=(
-        _coco(
-            "zips/train2017.zip",
+        _known(
+            f"{_COCO}/zips/train2017.zip",
             "69a8bb58ea5f8f99d24875f21416de2e9ded3178e903f1f7603e283b9e06d929",
             19_336_861_798,
             "images",
         ),
-        _coco(
-            "zips/val2017.zip",
+        _known(
+            f"{_COCO}/zips/val2017.zip",
             "4f7e2ccb2866ec5041993c9cf2a952bbed69647b115d0f74da7ce8f4bef82f05",
             815_585_330,
             "images",
         ),
-        # Nobody publishes a digest of it; its members carry checksums of their own.
+        # Nobody publishes a digest or the bytes of it: the server must say how long it is, it must
+        # list its members to the end, and each of them carries a checksum of its own.
         Download(
             "stuffthingmaps_trainval2017.zip",
             Published(
@@ -168,19 +170,18 @@ _COCO20K = Source(
     ),
     counts={"discovery": NUM_IMAGES},
     downloads=(
-        _coco(
-            "zips/train2014.zip",
+        _known(
+            f"{_COCO}/zips/train2014.zip",
             "ede4087e640bddba550e090eae701092534b554b42b05ac33f0300b984b31775",
             13_510_573_713,
             "images",
         ),
-        _coco(
-            "annotations/annotations_trainval2014.zip",
+        _known(
+            f"{_COCO}/annotations/annotations_trainval2014.zip",
             "031296bbc80c45a1d1f76bf9a90ead27e94e99ec629208449507a4917a3bf009",
             252_872_794,
-            "",
         ),
-        Download(LIST_NAMES[0], LIST, 750_000),
+        Download(LIST_NAMES[0], LIST, LIST.size or 0),
     ),
 )
 _CITYSCAPES = Source(

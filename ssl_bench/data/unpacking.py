@@ -1,7 +1,9 @@
 """Archives onto the disk: as a whole, or nothing of them."""
 
+import posixpath
 import shutil
 import tarfile
+import unicodedata
 import uuid
 import zipfile
 import zlib
@@ -31,11 +33,13 @@ def unpack(archive: Path, folder: Path, shown: Shown) -> int:
         How many files the archive holds.
 
     Raises:
-        DataError: it is damaged, holds links, or a name that leads out of the folder.
+        DataError: it is damaged, holds links, a name that leads out of the folder, or two names
+            of one file.
         MachineError: the disk is too small or cannot be written.
     """
     members = Archive(archive).members()
     _require_plain(members, archive)
+    _require_apart(members, archive)
     require_space(sum(member.size for member in members), folder)
     with _errors_of(archive), _opened(archive) as open_member:
         names = dict.fromkeys(member.name for member in members)
@@ -66,6 +70,19 @@ def _require_plain(members: Iterable[Member], archive: Path) -> None:
             f"{archive} holds the link {link!r}, which could lead anywhere; it is refused as a "
             "whole: fetch it from where it was published"
         )
+
+
+def _require_apart(members: Iterable[Member], archive: Path) -> None:
+    """Refuse names of which the disk decides whether they are one file."""
+    names: dict[str, str] = {}
+    for member in members:
+        key = unicodedata.normalize("NFC", posixpath.normpath(member.name)).casefold()
+        if key in names:
+            raise DataError(
+                f"{archive} holds {names[key]!r} and {member.name!r}, one file on some disks; it "
+                "is refused as a whole: fetch it from where it was published"
+            )
+        names[key] = member.name
 
 
 @contextmanager
