@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from hostile import CHECKS, HOSTILE, check_page, check_terminal, hostile, hostile_store
 from report_cells import (
     SKIP,
@@ -31,7 +33,7 @@ from ssl_bench.progress import show_progress
 from ssl_bench.results import CellKey, ResultStore
 from ssl_bench.tables.depth import depth_tables, model_names
 from ssl_bench.tables.published import published_table
-from tests.faults import Mark, peak_memory_mib
+from tests.faults import DINO_LIKE, Mark, encoder_file, fails, peak_memory_mib
 
 PICTURES = "pictures/tokencut/toy/skip-aaaaaaaa/reference"
 POLICY = (
@@ -287,12 +289,33 @@ def test_fault_67_what_is_typed_comes_back_in_one_line_that_is_only_seen(
 ):
     monkeypatch.chdir(tmp_path)
 
-    assert main(arguments) in (2, 3, 4, 5)
+    code = main(arguments)
 
     out, err = capsys.readouterr()
     check_terminal(out)
     check_terminal(err)
-    assert err.endswith("\n")
+    assert code in (2, 3, 4, 5)
+    assert err.startswith("ssl-bench: ")
+    assert err.count("\n") == 1
+
+
+def test_fault_67_what_a_checkpoint_calls_its_tensors_is_only_seen(place, capsys):
+    path = encoder_file(place / "wide.safetensors", config=DINO_LIKE)
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file({**tensors, HOSTILE[:150]: torch.zeros(3)}, "more.safetensors")
+
+    said = fails(capsys, ["models", "more.safetensors"], 4)
+
+    check_terminal(said)
+    assert r"\x1b]0;t\x07" in said
+
+
+def test_fault_67_what_doctor_finds_is_only_seen(capsys):
+    assert main(["doctor", "--data-root", f"/nowhere{HOSTILE[:80]}".replace("=", "")]) in (0, 5)
+
+    out = capsys.readouterr().out
+    check_terminal(out)
+    assert r"\ninput" in out or r"\n" in out
 
 
 def test_fault_67_the_description_of_a_bar_is_only_seen(monkeypatch, capsys):
@@ -402,6 +425,17 @@ def test_fault_68_no_record_is_written_elsewhere(tmp_path, field, name):
         store.save(replace(cell(), **{field: name}), np.zeros(60, bool))
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_fault_68_where_nothing_is_left_to_show_the_reason_is_said(store, capsys):
+    path = store.save(cell(task="knn", metric="top1_k20"))
+    path.write_text("{")
+
+    said = fails(capsys, ["table", "--out", str(store.root), "--task", "knn"], 3)
+
+    assert (
+        f"no records of --task knn in {store.root}; 1 of 2 records cannot be shown: {path}" in said
+    )
 
 
 def test_fault_68_many_records_that_cannot_be_shown_are_one_line(store, capsys):
