@@ -95,7 +95,9 @@ def json_text(
         indent: Of the lines; None for a single line.
         text: What to do with each text, instead of leaving it whole.
     """
-    return json.dumps(_plain(value, text or _whole), indent=indent, default=list)
+    separators = (",", ":") if indent is None else None
+    plain = _plain(value, text or _whole)
+    return json.dumps(plain, indent=indent, separators=separators, default=list)
 
 
 def _plain(value: Any, text: Callable[[str], str]) -> Any:

@@ -94,7 +94,7 @@ def compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     store = ResultStore(Path(options.out))
     records = _of_tasks(options.task, store.records())
     if not records:
-        raise DataError(f"no records of --task {options.task} in {store.root}")
+        raise _none_of(options.task, store)
     chosen = [recorded_checkpoint(name, records, store) for name in options.checkpoints]
     by_id = {record.encoder_id: record for record in records}
     records = _filtered(options, records)
@@ -124,15 +124,24 @@ def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
     records = _of_tasks(options.task, store.records())
     records = _of_layers(_filtered(options, records), options.layer)
     if not records:
-        raise DataError(f"no records of --task {options.task} in {store.root}")
+        raise _none_of(options.task, store)
     return records
+
+
+def _none_of(task: str, store: ResultStore) -> DataError:
+    unshown = f"; {_unshown(store)}" if store.unreadable else ""
+    return DataError(f"no records of --task {task} in {store.root}{unshown}")
+
+
+def _unshown(store: ResultStore) -> str:
+    count = f"{len(store.unreadable)} of {store.found} records cannot be shown"
+    return f"{count}: {first_few(store.unreadable)}; the next probe computes what is missing"
 
 
 def say_ignored(store: ResultStore) -> None:
     """One line on the records that cannot be shown, and one on the images' values of others."""
     if store.unreadable:
-        count = f"{len(store.unreadable)} of {store.found} records cannot be shown"
-        say(f"{count}: {first_few(store.unreadable)}; the next probe computes what is missing")
+        say(_unshown(store))
     if damaged := dict.fromkeys(store.damaged, _MISFIT):
         say(f"ignored {first_few(damaged)}; a probe with --overwrite makes both anew")
 

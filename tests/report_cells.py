@@ -9,6 +9,7 @@ import numpy as np
 from PIL import Image
 from test_results import RECORD
 
+from ssl_bench.cli import main
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
 from ssl_bench.report.curves import Curve, Spot
@@ -123,3 +124,12 @@ def compared_pair(store: ResultStore, records: list[Record]) -> PanelPair:
     compared = panel_pair(panel, first, second)
     assert compared is not None
     return compared
+
+
+def files_of(report: Path) -> set[str]:
+    return {path.relative_to(report).as_posix() for path in report.rglob("*") if path.is_file()}
+
+
+def said_by(capsys, arguments: list[str]) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().err

@@ -45,7 +45,7 @@ def assert_complete(root: Path, cells: int) -> None:
 def test_fault_33_eight_writers_of_the_same_and_of_other_cells_lose_nothing(place):
     def write_forty(writer: int) -> None:
         for layer in range(40):
-            record = replace(RECORD, layer=layer, seed=writer % 4)
+            record = replace(RECORD, layer=layer, depth=40, seed=writer % 4)
             ResultStore(Path("results")).save(record, np.full((record.num_images, 3), layer))
 
     writers = [fork(lambda w=w: write_forty(w)) for w in range(WRITERS)]
@@ -62,7 +62,7 @@ def test_fault_33_eight_writers_of_the_same_and_of_other_cells_lose_nothing(plac
 def test_fault_33_killed_writers_leave_no_half_of_a_cell(place):
     def write_for_ever(writer: int) -> None:
         for number in range(10**9):
-            record = replace(RECORD, layer=number % 40, seed=writer % 4)
+            record = replace(RECORD, layer=number % 40, depth=40, seed=writer % 4)
             ResultStore(Path("results")).save(record)
 
     chance = random.Random(0)

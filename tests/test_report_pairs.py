@@ -95,6 +95,24 @@ def test_the_worst_and_best_images_are_named_where_ids_were_kept(tmp_path, ids):
     assert [(s.image, s.value) for s in found.best] == [(names[0], 100)]
 
 
+def test_images_are_listed_from_the_worst_from_the_best_and_from_the_largest_loss(tmp_path):
+    store, names = ResultStore(tmp_path), {"task": "segmentation", "metric": "miou_holdout"}
+    good = [[3, 3], [4, 4], [4, 4]]
+    save(store, cell(**names), counts(HALF, PERFECT, WRONG, good))
+    save(store, skipless(**names), counts(PERFECT, WRONG, HALF, good))
+    records = store.records()
+    checkpoints = checkpoints_of(records)
+    (panel,) = panels_of(records, checkpoints)
+
+    found = extremes_of(store, records, panel, panel.lines[0])
+    compared = compared_pair(store, records)
+
+    assert found is not None
+    assert [round(score.value) for score in found.worst] == [0, 25]
+    assert [round(score.value) for score in found.best] == [100, 60]
+    assert [round(image.difference) for image in compared.images] == [-100, 25, 75]
+
+
 @pytest.mark.parametrize("metric", ["corloc", "miou", "pixel_accuracy"])
 def test_differences_are_those_of_the_command_compare(tmp_path, metric):
     store, random = ResultStore(tmp_path), np.random.default_rng(0)

@@ -14,6 +14,7 @@ from ssl_bench.tables.depth import (
     MARKERS,
     depth_tables,
     insert_between_markers,
+    provenance,
     render,
     settings_digest,
 )
@@ -261,3 +262,9 @@ def test_a_table_replaces_only_what_stands_between_the_markers(tmp_path):
     document.write_text("no markers")
     with pytest.raises(DataError, match="to put the table between"):
         insert_between_markers(document, "new")
+
+
+def test_the_date_of_a_table_is_that_of_its_latest_record():
+    records = [replace(RECORD, created=f"2026-0{n}-01T00:00:00+00:00") for n in (1, 3, 2)]
+
+    assert provenance(records).endswith("; 2026-03-01")
