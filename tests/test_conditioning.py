@@ -194,7 +194,9 @@ def test_a_table_shows_the_ends_of_an_interval_that_is_not_symmetric(photographs
     assert title.startswith("conditioning: condition_number on folder all, attention_matrix")
     assert shown(0.5, None)[1] == "0.5"
     title, text = shown(12.34, (11.0, 13.0), unit="%")
-    assert (title.startswith("conditioning: condition_number (%) on"), text) == (True, "12.3 ± 1.0")
+    assert title.startswith("conditioning: condition_number (%) on")
+    assert text == "12.3 [11.0, 13.0]"
+    assert shown(12.0, (11.0, 13.0), unit="%")[1] == "12.0 ± 1.0"
 
 
 def test_records_written_before_units_are_in_percent(photographs, tmp_path):

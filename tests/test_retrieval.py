@@ -29,8 +29,10 @@ def test_colours_are_retrieved_almost_without_error(tmp_path):
     assert isinstance(probe, Probe)
     assert {s.metric: s.value for s in scores if s.layer == 3}["miou"] > 80
     for score in scores:
-        assert score.ci95 is not None
-        assert score.ci95[0] <= score.value <= score.ci95[1]
+        # Where all images are perfect, they do not tell how others might be.
+        assert (score.ci95 is None) == (score.value == 100)
+        low, high = score.ci95 or (100, 100)
+        assert low <= score.value <= high
         json.dumps(score.details, allow_nan=False)
 
 
