@@ -35,7 +35,7 @@ from probes.discovery_maskcut import maskcut
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
 from tests.benchmarks.provenance import provenance
-from tests.benchmarks.tokencut import random_encoder
+from tests.benchmarks.tokencut import print_table, random_encoder
 from tests.scenes import mosaic
 
 SIDE, TAU, CLEAR_GAP = 30, 0.15, 1e-3
@@ -164,7 +164,6 @@ def rows_of(arguments: argparse.Namespace, theirs: Original) -> list[dict[str, A
             found = [compared(one, theirs) for one in graphs_of(encoder, layer, paths)]
             counts = {key: sum(one[key] for one in found) for key in found[0]}
             rows.append({"encoder": encoder.name, "block": layer, "graphs": len(found), **counts})
-            print(rows[-1], flush=True)
     return rows
 
 
@@ -182,9 +181,12 @@ def main() -> None:
         print(json.dumps(golden(theirs), indent=1))
         return
     print(provenance())
-    found = {"provenance": provenance(), "originals": rows_of(arguments, theirs)}
+    rows = rows_of(arguments, theirs)
+    print_table("MaskCut and LOST on graphs of photographs, against their authors' code", rows)
     if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+        arguments.json.write_text(
+            json.dumps({"provenance": provenance(), "originals": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":
