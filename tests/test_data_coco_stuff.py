@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest

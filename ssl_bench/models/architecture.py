@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict
 from typing import Any
 
 from torch import nn
@@ -22,12 +22,11 @@ def configured(config: EncoderConfig, *, norm_eps: float = _NORM_EPS) -> dict[st
 
     All whole numbers, and what else differs from a plain encoder of its kind.
     """
-    plain = type(config)()
+    plain = asdict(type(config)())
     told = {
-        item.name: getattr(config, item.name)
-        for item in fields(config)
-        if item.name not in _OF_TRAINING
-        and (item.type is int or getattr(config, item.name) != getattr(plain, item.name))
+        name: value
+        for name, value in asdict(config).items()
+        if name not in _OF_TRAINING and (type(value) is int or value != plain[name])
     }
     eps = {} if norm_eps == _NORM_EPS else {"norm_eps": norm_eps}
     return json.loads(json.dumps({"kind": kind_of(config), **told, **eps}))
