@@ -20,6 +20,7 @@ from ssl_bench import __version__
 from ssl_bench.evaluation import device_name
 from ssl_bench.intervals import Share
 from ssl_bench.models import identify_encoder
+from ssl_bench.paths import real
 from ssl_bench.results import (
     SUPERVISED,
     TRAINED_ON,
@@ -87,7 +88,7 @@ def _record(
     encoder = identify_encoder(str(weights))
     return Record(
         task=SUPERVISED,
-        dataset=re.sub(r"\W+", "_", observer.root.resolve().name).lower() or "images",
+        dataset=re.sub(r"\W+", "_", real(observer.root).name).lower() or "images",
         split=observer.val.images.split,
         layer=encoder.depth - 1,
         depth=encoder.depth,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ssl_bench import __version__
-from ssl_bench.endings import known_error, open_streams, say_error
-from ssl_bench.errors import INTERRUPTED, ConfigurationError, SslBenchError
+from ssl_bench.endings import open_streams, told
+from ssl_bench.errors import INTERRUPTED, ConfigurationError
 from ssl_bench.paths import expanded
 
 EPILOG = """\
@@ -263,13 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return 0
     except Exception as error:
-        known = known_error(error, arguments)
-        if known is None or "--debug" in arguments:
+        code = None if "--debug" in arguments else told(error, arguments)
+        if code is None:
             raise
-        if not isinstance(error, SslBenchError):
-            sys.stdout = None
-        say_error(known)
-        return known.exit_code
+        return code
 
 
 def _dispatch(arguments: Sequence[str]) -> int:

@@ -25,8 +25,27 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def known_error(error: Exception, arguments: Sequence[str]) -> SslBenchError | None:
-    """An error as one that says what to do; None for a fault of this program."""
+def told(error: Exception, arguments: Sequence[str]) -> int | None:
+    """Say an error in one line; its exit code, or None for a fault of this program.
+
+    Not in `main`, whose frame the error's traceback holds: the two would keep each other, and with
+    them data workers and memory.
+    """
+    known = _known(error, arguments)
+    if known is None:
+        return None
+    if known is not error:
+        # What is still to be written there would only fail again.
+        sys.stdout = None
+    line = one_line(known)
+    # Somebody's text may be of any length.
+    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
+    print(f"ssl-bench: {line}", file=sys.stderr)
+    return known.exit_code
+
+
+def _known(error: Exception, arguments: Sequence[str]) -> SslBenchError | None:
+    """An error as one that says what to do."""
     if isinstance(error, SslBenchError):
         return error
     if is_out_of_memory(error):
@@ -34,10 +53,3 @@ def known_error(error: Exception, arguments: Sequence[str]) -> SslBenchError | N
     if isinstance(error, OSError):
         return MachineError(f"{error}; look at the disk and its rights (--debug)")
     return None
-
-
-def say_error(error: SslBenchError) -> None:
-    """Print an error in one line, shortened where somebody's text is long."""
-    line = one_line(error)
-    line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."
-    print(f"ssl-bench: {line}", file=sys.stderr)

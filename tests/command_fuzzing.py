@@ -31,7 +31,7 @@ from tests.test_results import RECORD
 
 CODES = {0, 2, 3, 4, 5, 75, 130}
 SECONDS_EACH = 20
-MEBIBYTES = 1500
+MEBIBYTES = 3000
 THROUGH = 50
 
 NUMBERS = (

@@ -185,7 +185,7 @@ def record_files() -> Kind:
         seed = ResultStore(Path(folder)).save(RECORD).read_bytes()
 
     def read(path: Path) -> object:
-        place = path.parent / "records/pca/toy/one.json"
+        place = ResultStore(path.parent).path(RECORD.key())
         place.parent.mkdir(parents=True, exist_ok=True)
         path.replace(place)
         tables = depth_tables(ResultStore(path.parent).records())

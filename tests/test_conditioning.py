@@ -199,23 +199,6 @@ def test_a_table_shows_the_ends_of_an_interval_that_is_not_symmetric(photographs
     assert shown(12.0, (11.0, 13.0), unit="%")[1] == "12.0 ± 1.0"
 
 
-def test_records_written_before_units_are_in_percent(photographs, tmp_path):
-    (record, *_) = probe(photographs, tmp_path, tiny(), layers=(0,))
-    store = ResultStore(tmp_path)
-    path = store.path(record.key())
-    fields = json.loads(path.read_text())
-    del fields["unit"]
-    path.write_text(json.dumps({**fields, "value": None}))
-
-    old = store.load(record.key())
-
-    assert old is not None
-    assert old.unit == "%"
-    assert math.isnan(old.value)
-    path.write_text(json.dumps({**fields, "value": "infinite"}))
-    assert store.load(record.key()) is None
-
-
 def test_constant_tokens_are_said_and_nothing_else_breaks(photographs, tmp_path):
     model = build_vit(BARE, seed=0)
     with torch.no_grad():

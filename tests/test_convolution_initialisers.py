@@ -166,7 +166,7 @@ def test_an_encoder_of_one_layer_takes_the_first_sigma():
         ("covariances", {}, "model.init must be one of uniform, covariance, got 'covariances'"),
         ("covariance", {"sigma": 1.0}, "no option 'sigma'; did you mean: .*v_sigma"),
         ("uniform", {"sigma_0": 1.0}, "no option 'sigma_0'; it has none"),
-        ("covariance", {"sigma_0": "wide"}, "sigma_0 must be of the kind of 0.08, got 'wide'"),
+        ("covariance", {"sigma_0": "wide"}, "sigma_0 expects a number in .*, got 'wide'"),
         ("covariance", {"sigma_0": 0.0}, "must stay positive .* got 0 with"),
         ("covariance", {"v_sigma": -2.0}, "raise sigma_0"),
         # Positive in both the first and the last layer, not between them.

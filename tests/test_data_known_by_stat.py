@@ -60,7 +60,7 @@ def test_numbers_that_trust_times_say_so_and_never_meet_others(place, capsys):
     assert sorted(kinds) == [False, True]
     assert main(["table"]) == 0
     assert "[data stat-" in capsys.readouterr().out
-    assert "valid: content, stat" in fails(capsys, [*words, "data.fingerprint=times"], 2)
+    assert "expects content or stat" in fails(capsys, [*words, "data.fingerprint=times"], 2)
 
 
 def test_a_run_may_trust_times_and_says_when_it_no_longer_does(place, capsys):

@@ -234,7 +234,9 @@ def test_the_seed_decides_the_weights_and_the_global_generator_is_left_alone():
 def test_dino_is_an_objective_and_refuses_values_without_meaning():
     assert isinstance(Dino(), Objective)
     assert isinstance(learner_of(), Learner)
-    with pytest.raises(ConfigurationError, match=r"objective\.momentum must be in \[0, 1\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"objective\.momentum expects a number in \[0, 1\]"
+    ):
         Dino(momentum=1.5)
     with pytest.raises(ConfigurationError, match=r"objective\.out_dim"):
         Dino(out_dim=0)

@@ -138,7 +138,7 @@ def test_fault_45_two_checkpoints_of_one_name_are_never_one_column(place, capsys
         encoder_file(place / folder / "run/last.safetensors", seed=seed)
         arguments = probing("tokencut", "voc2012", place)
         assert main(with_checkpoint(arguments, f"{folder}/run")) == 0
-    shas = sorted({record.checkpoint_sha256 for record in records()})
+    shas = sorted({record.encoder_id for record in records()})
     assert len(shas) == 2
     capsys.readouterr()
 
@@ -148,7 +148,7 @@ def test_fault_45_two_checkpoints_of_one_name_are_never_one_column(place, capsys
         assert all(f"run {sha[:6]}" in out for sha in shas)
     assert main(["compare", f"run {shas[0][:6]}", f"run {shas[1][:6]}"]) == 0
     capsys.readouterr()
-    assert "several checkpoints are of 'run'" in fails(capsys, ["compare", "run"], 3)
+    assert "several encoders are of 'run'" in fails(capsys, ["compare", "run"], 3)
     assert "no record is of ''" in fails(capsys, ["compare", ""], 3)
     pictures = Path("results/pictures/tokencut/voc2012").iterdir()
     assert sorted(path.name for path in pictures) == [f"run-{sha[:8]}" for sha in shas]

@@ -24,7 +24,8 @@ POLICY = (
 @pytest.mark.parametrize("command", ["depth", "pivot", "oracle", "paper", "compare", "blocks"])
 def test_fault_67_no_text_of_a_record_acts_in_a_table(tmp_path, capsys, command, style):
     hostile_store(tmp_path)
-    name, other = (f"{HOSTILE} {digits[:6]}" for digits in (SKIP, SKIPLESS))
+    encoders = (hostile(checkpoint_sha256=digits).encoder_id for digits in (SKIP, SKIPLESS))
+    name, other = (f"{HOSTILE} {encoder[:6]}" for encoder in encoders)
     row = published_table("mnist").rows[0]
     words = {
         "depth": ["table"],

@@ -348,7 +348,7 @@ def test_the_flops_of_a_training_step_can_be_counted(kind):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"attention": "osa"}, "must be one of softmax, linear, osa_qr"),
+        ({"attention": "osa"}, "expects softmax or linear or osa_qr"),
         ({"qkv_bias": True}, "model.attention=osa_qr has no biases; set model.qkv_bias=false"),
         ({"num_heads": 1}, "model.num_heads must be 2 or more, got 1"),
     ],

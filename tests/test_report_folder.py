@@ -93,5 +93,5 @@ def test_an_older_report_that_cannot_be_put_back_is_kept(tmp_path, monkeypatch):
     with pytest.raises(MachineError), replacing(tmp_path / "report"):
         pass
 
-    (kept,) = tmp_path.glob(".report.*.old/index.html")
+    (kept,) = tmp_path.glob(".*.old/index.html")
     assert kept.read_text() == "first"

@@ -336,8 +336,8 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
         ({"tau": 1.0}, "tau expects a number in"),
         ({"tau": -0.1, "method": "maskcut"}, r"tau must lie in \[0, 1\) for maskcut, got -0.1"),
         ({"eps": 0.0}, "eps expects a number in"),
-        ({"panels": -1}, "panels must"),
-        ({"max_objects": 0}, "max_objects must"),
+        ({"panels": -1}, "panels expects"),
+        ({"max_objects": 0}, "max_objects expects"),
         ({"protocol": "mine"}, "protocol must be reference"),
     ],
 )

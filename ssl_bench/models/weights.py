@@ -19,6 +19,7 @@ from ssl_bench.errors import CheckpointError
 from ssl_bench.files import open_regular
 from ssl_bench.memory import pass_on_memory
 
+_SMALL_FILE = 2**20
 # Where training scripts keep the model; averaged weights are the better encoder, so they lead.
 _CONTAINERS = (
     *("teacher", "state_dict_ema", "model_ema"),
@@ -75,7 +76,9 @@ def read_weights(path: Path) -> dict[str, Any]:
     except pickle.UnpicklingError as error:
         raise CheckpointError(_pickle_message(path, str(error))) from error
     except Exception as error:  # A damaged file makes its reader fail in any way.
-        pass_on_memory(error)
+        # What asks for more than there is of a small file is damage.
+        if path.stat().st_size > _SMALL_FILE:
+            pass_on_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{path} is cut or no weights file ({reason[:120]}); copy or download it again"
