@@ -218,6 +218,17 @@ def test_fault_53_another_encoder_at_the_compared_address_is_compared_anew(place
     assert after.value != before.value
 
 
+def test_the_arithmetic_of_the_encoder_makes_a_cell_of_its_own(place):
+    probe = probing("knn", "class_folders", place / "classes")
+    assert main(probe) == 0
+    exact = {record.key().digest() for record in records()}
+
+    assert main([*probe, "dtype=bfloat16"]) == 0
+
+    kinds = [record.settings["dtype"] for record in records()]
+    assert sorted(kinds) == ["bfloat16"] * len(exact) + ["float32"] * len(exact)
+
+
 def make_old(path: Path) -> None:
     """As records were before they named architecture, colours and training images."""
     told = json.loads(path.read_text())
