@@ -66,7 +66,8 @@ def test_fault_60_a_kill_after_the_first_record_loses_no_picture(place, task):
     assert pictures("results").keys() == pictures("whole").keys()
     assert contents("results/records", "*.json")[path] == record
     values = [{r.key(): r.value for r in records(out)} for out in ("results", "whole")]
-    assert values[0] == values[1]
+    # Rounding hangs on the number of threads, which the killed process chose itself.
+    assert values[0] == pytest.approx(values[1], rel=1e-4, nan_ok=True)
 
 
 @pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca", "tokencut"])
