@@ -84,19 +84,20 @@ def build(config: DictConfig) -> Any:
     Raises:
         ConfigurationError: the component refuses a value.
     """
-    try:
-        values = OmegaConf.to_container(config, resolve=True)
-        return constructed(values, str(config._get_full_key(None)))
-    except OmegaConfBaseException as error:
-        raise ConfigurationError(_one_line(error)) from error
+    return constructed(as_plain(config), str(config._get_full_key(None)))
 
 
 def as_plain(config: DictConfig) -> dict[str, Any]:
-    """The resolved configuration as JSON types."""
-    return {
-        str(key): value
-        for key, value in dict(OmegaConf.to_container(config, resolve=True)).items()  # type: ignore[arg-type]
-    }
+    """The resolved configuration as JSON types.
+
+    Raises:
+        ConfigurationError: a value that a file refers to has none, such as `data.root=???`.
+    """
+    try:
+        values = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(_one_line(error)) from error
+    return {str(key): value for key, value in dict(values).items()}  # type: ignore[arg-type]
 
 
 def has_key(config: DictConfig, key: str) -> bool:

@@ -266,6 +266,7 @@ def test_fault_72_an_image_is_not_damaged_where_memory_does_not_suffice(place, c
         (["pca", "seed=99999999999999999999999"], "seed expects a whole number in [0, 4294967295]"),
         (["pca", "seed=null"], "seed expects a whole number"),
         (["pca", "data.root=[1]"], "data.root expects a path"),
+        (["pca", "data.root=???"], "Missing mandatory value: data.root"),
         (["pca", "dtype=${dtype}"], "dtype expects a value"),
         (["pca", "seed=${oc.env:HOME}"], "seed expects a value"),
         (["pca", "dtype=8"], "dtype expects float32 or float16 or bfloat16"),
