@@ -138,13 +138,18 @@ class Question(Protocol):
 
 
 def cell_keys(
-    question: Question, images: ImageSet, layers: Sequence[int], identity: Mapping[str, Any]
+    question: Question,
+    images: ImageSet,
+    layers: Sequence[int],
+    *,
+    identity: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> list[CellKey]:
     """Every cell of a question on the split that its probe scores, known without the encoder.
 
-    `identity` is that of `ssl_bench.models.Encoder.identity`.
+    `identity` is that of `ssl_bench.models.Encoder.identity`, `settings` of `cell_settings`.
     """
-    fingerprint, settings = images.fingerprint(), cell_settings(question)
+    fingerprint = images.fingerprint()
     return [
         CellKey(
             task=question.probe.task,
@@ -164,7 +169,10 @@ def cell_keys(
 
 
 def cell_settings(question: Question) -> dict[str, Any]:
-    """What changes the number and has no field of its own in a key."""
+    """What changes the number and has no field of its own in a key.
+
+    Cost: opens the training images and reads them for their fingerprint, so ask once.
+    """
     gone = _left_out(question.dataset)
     fitted = question.probe.training_images(question.dataset)
     return {
@@ -233,7 +241,11 @@ class Evaluation:
         self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool
     ) -> list[Record]:
         images = self.probe.split(self.dataset)
-        keys = cell_keys(self, images, self.layers, self.encoder.identity())
+        # Once, before anything is computed: images may change before the last score is known.
+        settings = cell_settings(self)
+        keys = cell_keys(
+            self, images, self.layers, identity=self.encoder.identity(), settings=settings
+        )
         pending = find_pending(self.probe, keys, images, store, self.artifacts(store, images))
         if overwrite:
             pending = Pending.everything(keys)
@@ -248,10 +260,18 @@ class Evaluation:
             again = "" if pending.cells else "pictures are missing and drawn again, "
             say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")
             finished = dict.fromkeys(key for key in keys if key not in pending.cells)
-            self._compute(pending.layers, images, store, finished, say=say, overwrite=overwrite)
+            context = self._context(
+                pending.layers, images, store, finished, say=say, overwrite=overwrite
+            )
+            start = time.monotonic()
+            for score in self.probe.run(context):
+                record = self._record(score, images, settings, time.monotonic() - start)
+                # Those of finished cells stay as they are.
+                if record.key() not in finished:
+                    store.save(record, score.per_image)
         return [record for key in keys if (record := store.load(key)) is not None]
 
-    def _compute(
+    def _context(
         self,
         layers: tuple[int, ...],
         images: ImageSet,
@@ -260,9 +280,8 @@ class Evaluation:
         *,
         say: Callable[[str], None],
         overwrite: bool,
-    ) -> None:
-        """Run the probe; records of finished cells stay as they are."""
-        context = ProbeContext(
+    ) -> ProbeContext:
+        return ProbeContext(
             encoder=self.encoder,
             dataset=self.dataset,
             layers=layers,
@@ -275,11 +294,6 @@ class Evaluation:
             say=say,
             known=[record for key in finished if (record := store.load(key)) is not None],
         )
-        start = time.monotonic()
-        for score in self.probe.run(context):
-            record = self._record(score, images, time.monotonic() - start)
-            if record.key() not in finished:
-                store.save(record, score.per_image)
 
     def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
         """Folder for the pictures and per-image results of this encoder."""
@@ -287,7 +301,9 @@ class Evaluation:
         known_as = encoder_id(encoder.identity())
         return pictures_folder(store, self.probe.task, images.name, encoder.name, known_as)
 
-    def _record(self, score: Score, images: ImageSet, seconds: float) -> Record:
+    def _record(
+        self, score: Score, images: ImageSet, settings: Mapping[str, Any], seconds: float
+    ) -> Record:
         left_out = _left_out(self.dataset)
         unreadable = {"left_out": counts_and_first(left_out)} if left_out else {}
         return Record(
@@ -306,7 +322,7 @@ class Evaluation:
             **self.encoder.identity(),
             dataset_fingerprint=images.fingerprint(),
             seed=self.seed,
-            settings=cell_settings(self),
+            settings=settings,
             version=__version__,
             git_commit=source_commit(),
             torch=torch.__version__,

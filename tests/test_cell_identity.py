@@ -14,8 +14,9 @@ from foreign_weights import saved
 
 from ssl_bench.cli import main
 from ssl_bench.composition import build, choices, compose_config
+from ssl_bench.data.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.evaluation import Evaluation, cell_keys
+from ssl_bench.evaluation import Evaluation, cell_keys, cell_settings
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model, identify_encoder
 from ssl_bench.models.architecture import configured, of_library
 from ssl_bench.results import ResultStore
@@ -130,6 +131,32 @@ def test_fault_52_whoever_reads_training_images_says_so(place, task):
     made = evaluation.run(ResultStore(Path("here")), say=print)
 
     assert {record.trained_on is not None for record in made} == {bool(dataset.opened)}
+
+
+def test_fault_52_training_images_that_change_during_a_run_give_it_no_other_key(place):
+    config = compose_config("probing", ["probe=knn", *SMALL["knn"], "data.root=classes"])
+    folders = ClassFolders("classes")
+    dataset = cast(Any, Watched(folders, []))
+    before = folders.train().fingerprint()
+
+    def swapped_after_the_first(self, record, per_image=None):
+        path = save(self, record, per_image)
+        if len(list(Path("here").rglob("*.json"))) == 2:
+            swap(place / "classes/train/cat", place / "classes/train/dog")
+        return path
+
+    save = ResultStore.save
+    encoder = encoder_from_model(build_vit(TINY, seed=0), name="tiny")
+    cpu = torch.device("cpu")
+    evaluation = Evaluation(encoder, dataset, build(config.probe), (1,), 0, cpu, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResultStore, "save", swapped_after_the_first)
+        made = evaluation.run(ResultStore(Path("here")), say=print)
+
+    assert len(made) == 4
+    assert {cast(Any, record.trained_on).fingerprint for record in made} == {before}
+    # For the key and to be read, however many cells there are.
+    assert len(dataset.opened) == 2
 
 
 def test_every_probe_was_asked_whom_it_is_fitted_to():
@@ -274,7 +301,8 @@ def test_the_identity_of_a_cell_needs_no_encoder(place):
         dtype = torch.float32
 
     images: ImageSet = Asked.dataset.val()
-    keys = cell_keys(Asked(), images, [1], found.identity())
+    settings = cell_settings(Asked())
+    keys = cell_keys(Asked(), images, [1], identity=found.identity(), settings=settings)
 
     assert {key.checkpoint_sha256 for key in keys} == {found.sha256}
     assert {key.architecture["kind"] for key in keys} == {"vit"}

@@ -13,7 +13,7 @@ from typing import Any
 
 from ssl_bench.commands import asked_probes, newest_checkpoint
 from ssl_bench.errors import CheckpointError, DataError
-from ssl_bench.evaluation import cell_keys
+from ssl_bench.evaluation import cell_keys, cell_settings
 from ssl_bench.features import resolve_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.paths import expanded
@@ -69,13 +69,15 @@ def plan_sweep(
     store = ResultStore(Path(options.out))
     times = RecordedTimes(_records(store), device)
     # Opened once, because every opening looks at all files.
-    scored = [(planned, planned.probe.split(planned.dataset)) for planned in plan]
+    asked = [(p, p.probe.split(p.dataset), cell_settings(p)) for p in plan]
     jobs = []
     for encoder in encoders:
         layers = resolve_layers(options.layer, encoder.depth)
         known_as = encoder_id(encoder.identity())
-        for planned, images in scored:
-            keys = cell_keys(planned, images, layers, encoder.identity())
+        for planned, images, settings in asked:
+            keys = cell_keys(
+                planned, images, layers, identity=encoder.identity(), settings=settings
+            )
             folder = pictures_folder(store, planned.probe.task, images.name, encoder.name, known_as)
             found = find_pending(planned.probe, keys, images, store, folder)
             # Where pictures alone are missing, the cells that are run for them.
