@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ssl_bench.data.fingerprints import extended
-from ssl_bench.data.samples import Dataset, ImageSet, Sample
+from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Sample
 from ssl_bench.data.threads import in_threads
 from ssl_bench.errors import DataError, UnreadableImage
 
@@ -60,7 +60,7 @@ class RemainingImages:
         return tuple(self.images.ids[index] for index in self.kept)
 
 
-class ReadableDataset:
+class ReadableDataset(DatasetView):
     """A dataset that leaves out the images that were found to be unreadable.
 
     Nothing is looked at beforehand: where every image can be read, it costs nothing. Whoever meets
@@ -69,30 +69,10 @@ class ReadableDataset:
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+        super().__init__(dataset)
         # By role and ids, not by fingerprint, for which all files would be read.
         self._opened: dict[_Key, ImageSet] = {}
         self._kept: dict[_Key, tuple[int, ...]] = {}
-
-    @property
-    def name(self) -> str:
-        return self._dataset.name
-
-    @property
-    def supports(self) -> frozenset[str]:
-        return self._dataset.supports
-
-    def train(self) -> ImageSet:
-        return self._remaining("train", self._dataset.train())
-
-    def val(self) -> ImageSet:
-        return self._remaining("val", self._dataset.val())
-
-    def discovery(self) -> ImageSet:
-        return self._remaining("discovery", self._dataset.discovery())
-
-    def images(self) -> ImageSet:
-        return self._remaining("images", self._dataset.images())
 
     def leave_out_unreadable(
         self, shown: Callable[[Iterable[int], str, int], Iterable[int]]
@@ -130,7 +110,7 @@ class ReadableDataset:
                 gone.setdefault(images.split, []).extend(missing)
         return gone
 
-    def _remaining(self, role: str, images: ImageSet) -> ImageSet:
+    def _given(self, role: str, images: ImageSet) -> ImageSet:
         key = (role, images.ids)
         self._opened.setdefault(key, images)
         kept = self._kept.get(key)

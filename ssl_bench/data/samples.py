@@ -1,5 +1,6 @@
 """What every dataset gives, whatever its layout on disk."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final, Protocol, runtime_checkable
 
@@ -84,3 +85,33 @@ class Dataset(Protocol):
     def images(self) -> ImageSet:
         """Images without anything."""
         ...
+
+
+class DatasetView(ABC):
+    """A dataset whose sets are given in another form; `_given` says in which."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    @property
+    def name(self) -> str:
+        return self._dataset.name
+
+    @property
+    def supports(self) -> frozenset[str]:
+        return self._dataset.supports
+
+    def train(self) -> ImageSet:
+        return self._given("train", self._dataset.train())
+
+    def val(self) -> ImageSet:
+        return self._given("val", self._dataset.val())
+
+    def discovery(self) -> ImageSet:
+        return self._given("discovery", self._dataset.discovery())
+
+    def images(self) -> ImageSet:
+        return self._given("images", self._dataset.images())
+
+    @abstractmethod
+    def _given(self, role: str, images: ImageSet) -> ImageSet: ...
