@@ -1,0 +1,181 @@
+"""Lines of the rooms that keep numbers, broken one at a time: which ones does no test notice?
+
+    python -m tests.benchmarks.mutants --json FILE
+    python -m tests.benchmarks.mutants --only 7
+
+Places are drawn by chance in a copy of the committed files: a comparison turned round, `and` for
+`or`, a `not` left out, a truth value exchanged, a call or a `raise` dropped, `None` returned. Then
+the tests of that room are run until the first that fails; slow ones are left out. The seed and the
+commit give the same mutants again.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.benchmarks.provenance import provenance
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS = 600
+
+# How many lines of each file, and the tests that guard it.
+ROOMS = {
+    "ssl_bench/results.py": (
+        10,
+        "results cell_identity faults_records faults_results faults_bombs",
+    ),
+    "ssl_bench/record_ranges.py": (3, "results faults_records"),
+    "ssl_bench/files.py": (8, "files faults_files regular_files digests faults_strangers_pictures"),
+    "ssl_bench/evaluation.py": (5, "cell_identity cli faults_data faults_pictures"),
+    "ssl_bench/pending.py": (4, "cli faults_pictures"),
+    "probes/feature_file.py": (5, "feature_cache faults_cache"),
+    "probes/training_features.py": (4, "feature_cache faults_cache"),
+    "ssl_bench/models/checkpoint.py": (5, "checkpoint digests load_encoder faults_models sweep"),
+    "pretrain/checkpoint.py": (4, "checkpoint digests faults_runs"),
+    "ssl_bench/data/inflating.py": (3, "data_archives faults_bombs"),
+    "ssl_bench/data/archive_index.py": (5, "data_archives faults_data faults_bombs"),
+    "ssl_bench/report/picture_files.py": (4, "report faults_strangers_pictures"),
+}
+TURNED = {
+    ast.Eq: "!=", ast.NotEq: "==", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">",
+    ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`file` with `new` in place of what stands at `line`, from `start` to `stop` in its bytes."""
+
+    file: str
+    line: int
+    start: int
+    stop: int
+    new: str
+    text: str
+
+    def applied(self, source: bytes) -> bytes:
+        return source[: self.start] + self.new.encode() + source[self.stop :]
+
+
+def changes(node: ast.AST, source: str) -> Iterator[str]:
+    """What may stand in the place of a node."""
+
+    def text(part: ast.AST) -> str:
+        return f"({ast.get_source_segment(source, part)})"
+
+    match node:
+        case ast.Compare(left=left, ops=[one], comparators=[right]):
+            yield f"{text(left)} {TURNED[type(one)]} {text(right)}"
+        case ast.BoolOp(op=kind, values=[left, right]):
+            yield f"{text(left)} {'or' if isinstance(kind, ast.And) else 'and'} {text(right)}"
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield text(operand)
+        case ast.Constant(value=bool(value)):
+            yield str(not value)
+        case ast.Expr(value=ast.Call()) | ast.Raise(exc=ast.AST()):
+            yield "pass"
+        case ast.Return(value=ast.AST() as value) if not isinstance(value, ast.Constant):
+            yield "return None"
+
+
+def mutants_of(file: str) -> list[Mutant]:
+    source = (REPOSITORY / file).read_text()
+    lines = source.splitlines(keepends=True)
+    begins = [0]
+    for line in lines:
+        begins.append(begins[-1] + len(line.encode()))
+    return [
+        Mutant(
+            file, node.lineno, begins[node.lineno - 1] + node.col_offset,
+            begins[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0), new, lines[node.lineno - 1].strip(),
+        )
+        for node in ast.walk(ast.parse(source)) if isinstance(node, ast.expr | ast.stmt)
+        for new in changes(node, source)
+    ]  # fmt: skip
+
+
+def drawn(seed: int) -> list[Mutant]:
+    chance = random.Random(seed)
+    return [
+        one for file, (count, _) in ROOMS.items() for one in chance.sample(mutants_of(file), count)
+    ]
+
+
+def first_failure(mutant: Mutant, copy: Path) -> str | None:
+    """The first test of its room that fails with it; None where none does."""
+    path = copy / mutant.file
+    source = path.read_bytes()
+    path.write_bytes(mutant.applied(source))
+    tests = [f"tests/test_{name}.py" for name in ROOMS[mutant.file][1].split()]
+    options = ["-x", "-n0", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not browser"]
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *tests],
+            cwd=copy, capture_output=True, text=True, errors="replace", timeout=SECONDS,
+            env={**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"no end in {SECONDS} s"
+    finally:
+        path.write_bytes(source)
+    told = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return (
+        (told or [run.stderr[-200:] or "not said"])[0].split(" - ")[0] if run.returncode else None
+    )
+
+
+def tried(mutants: list[Mutant], workers: int) -> Iterator[str | None]:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool:
+        free = [Path(folder) / str(number) for number in range(workers)]
+        for copy in free:
+            subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(copy)], check=True)
+
+        def one(mutant: Mutant) -> str | None:
+            copy = free.pop()
+            try:
+                return first_failure(mutant, copy)
+            finally:
+                free.append(copy)
+
+        yield from pool.map(one, mutants)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=20261122)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of mutants")
+    parser.add_argument("--json", type=Path, help="write what became of each to this file")
+    options = parser.parse_args()
+    mutants = drawn(options.seed)
+    chosen = options.only or range(len(mutants))
+    rows, start = [], time.monotonic()
+    for number, by in zip(
+        chosen, tried([mutants[n] for n in chosen], options.workers), strict=True
+    ):
+        mutant = mutants[number]
+        rows.append({"number": number, **asdict(mutant), "killed_by": by})
+        print(
+            f"{number} {mutant.file}:{mutant.line} {mutant.text!r} -> {mutant.new!r}: {by}",
+            flush=True,
+        )
+    count = Counter("killed" if row["killed_by"] else "survived" for row in rows)
+    print(f"{dict(count)} in {time.monotonic() - start:.0f} s; {provenance()}")
+    if options.json:
+        told = {"provenance": provenance(), "mutants": rows}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
