@@ -14,7 +14,6 @@ from ssl_bench.data.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.archive_index import list_members
 from ssl_bench.data.checking import SplitState, check_dataset
 from ssl_bench.data.coco_stuff import read_classes
-from ssl_bench.data.downloads import download, part_of
 from ssl_bench.data.manifests import MANIFEST, check_manifest, write_manifest
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.data.unpacking import UNPACKED, require_space, unpack
@@ -22,6 +21,7 @@ from ssl_bench.data.voc import CLASS_NAMES
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.files import write_text_atomically
+from ssl_bench.network.downloads import download, part_of
 from ssl_bench.paths import expanded
 from ssl_bench.planning import with_root
 from ssl_bench.progress import say, show_progress

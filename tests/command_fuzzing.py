@@ -277,7 +277,7 @@ def main() -> int:
     start, scratch = time.monotonic(), tempfile.mkdtemp()
     # Deep enough that "../.." is still ours, and not all files of the machine.
     place = f"{scratch}/home/user"
-    os.makedirs(place)
+    Path(place).mkdir(parents=True)
     os.environ |= {"XDG_CACHE_HOME": place, "HOME": place, "HF_HUB_OFFLINE": "1"}
     os.chdir(place)
     prepare()

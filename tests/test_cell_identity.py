@@ -289,6 +289,17 @@ def test_fault_55_a_record_of_an_earlier_kind_counts_for_nothing_and_is_named(pl
     assert "of an earlier kind" in line
 
 
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"checkpoint_sha256": '])
+def test_a_damaged_record_is_not_taken_for_one_of_an_earlier_kind(place, capsys, content):
+    probe = probing("knn", "class_folders", place / "classes")
+    assert main(probe) == 0
+    for path in Path("results/records").rglob("*.json"):
+        path.write_text(content)
+
+    assert "earlier kind" not in said(probe, capsys)
+    assert main(["table"]) == 0
+
+
 def test_the_identity_of_a_cell_needs_no_encoder(place):
     found = identify_encoder("encoder.safetensors")
     config = compose_config("probing", ["probe=knn", "dataset=class_folders", "data.root=classes"])

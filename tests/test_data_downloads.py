@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ssl_bench.data import answers
-from ssl_bench.data.downloads import Published, download, part_of
 from ssl_bench.errors import MachineError
+from ssl_bench.network import answers
+from ssl_bench.network.downloads import Published, download, part_of
 
 CONTENT = bytes(range(256)) * 4096
 

@@ -14,10 +14,11 @@ import pytest
 
 from ssl_bench import data_command
 from ssl_bench.cli import main
-from ssl_bench.data import answers, unpacking
-from ssl_bench.data.downloads import Published, download
+from ssl_bench.data import unpacking
 from ssl_bench.data.sources import SOURCES, Download
 from ssl_bench.errors import MachineError
+from ssl_bench.network import answers
+from ssl_bench.network.downloads import Published, download
 from tests.faults import exit_code, fork, small_files
 from tests.web import WebServer
 

@@ -18,8 +18,8 @@ import timm  # noqa: F401 - its seconds of import are no part of any test
 import torch
 
 from ssl_bench.cli import main
-from ssl_bench.data.downloads import Published, download
 from ssl_bench.errors import MachineError
+from ssl_bench.network.downloads import Published, download
 from tests.faults import (
     encoded,
     encoder_file,

@@ -1,6 +1,8 @@
+import hashlib
+import http.client
 import threading
 import time
-import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -10,7 +12,8 @@ import torch
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.files import sha256_of
-from ssl_bench.models import ViTConfig, build_vit, hub, load_encoder
+from ssl_bench.models import ViTConfig, build_vit, hub, load_encoder, loading
+from ssl_bench.network import answers
 
 
 @pytest.fixture
@@ -25,8 +28,9 @@ def empty_caches(tmp_path, monkeypatch) -> Path:
 )
 @pytest.mark.parametrize("network", ["refuses", "hangs"])
 def test_a_machine_without_network_is_told_quickly(uri, network, empty_caches, monkeypatch):
-    assert hub.REACH_SECONDS <= 3
-    monkeypatch.setattr(hub, "REACH_SECONDS", 0.1)
+    assert hub.REACH_SECONDS <= answers.REACH_SECONDS < 5
+    for room in (hub, answers):
+        monkeypatch.setattr(room, "REACH_SECONDS", 0.1)
 
     ended = threading.Event()
 
@@ -35,7 +39,7 @@ def test_a_machine_without_network_is_told_quickly(uri, network, empty_caches, m
             ended.wait(8)
         raise OSError("no network")
 
-    monkeypatch.setattr(urllib.request, "urlopen", without_network)
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", without_network)
     start = time.monotonic()
     with pytest.raises(CheckpointError) as raised:
         load_encoder(uri)
@@ -44,7 +48,7 @@ def test_a_machine_without_network_is_told_quickly(uri, network, empty_caches, m
     assert "timm:NAME@FILE" in str(raised.value)
     assert "cannot be reached" in str(raised.value)
     assert seconds < 5
-    assert not empty_caches.exists()
+    assert not list(empty_caches.glob("*.pth"))
 
 
 def test_a_cached_download_of_dino_needs_no_network(empty_caches):
@@ -57,28 +61,68 @@ def test_a_cached_download_of_dino_needs_no_network(empty_caches):
     assert encoder.name == "dino_vits16"
 
 
-class Response:
-    """A server that promises more bytes than it sends."""
+@pytest.fixture
+def weights(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
+    """Let the server have weights of DINO, under the name that is asked for; their bytes."""
+    config = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
+    torch.save(build_vit(config, seed=0).state_dict(), tmp_path / "weights.pth")
 
-    def __init__(self, promised: int) -> None:
-        self.headers = {"Content-Length": str(promised)}
-        self.content = [b"abc", b""]
+    def publish(name: str) -> bytes:
+        server.content = (tmp_path / "weights.pth").read_bytes()
+        address = {"dino_vits16": server.url.replace("file.bin", name)}
+        monkeypatch.setattr(loading, "HUB_WEIGHTS", {"facebookresearch/dino": address})
+        return server.content
 
-    def __enter__(self) -> "Response":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def read(self, _size: int) -> bytes:
-        return self.content.pop(0)
-
-    def close(self) -> None:
-        pass
+    return publish
 
 
-def test_a_download_that_breaks_off_is_not_kept(empty_caches, monkeypatch):
-    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: Response(promised=10))
-    with pytest.raises(CheckpointError, match="broke off after 3 of 10 bytes"):
-        load_encoder("torchhub:facebookresearch/dino:dino_vits16")
-    assert list(empty_caches.iterdir()) == []
+DINO = "torchhub:facebookresearch/dino:dino_vits16"
+
+
+def refuses() -> str:
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(DINO)
+    assert "--checkpoint FILE.pth" in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_download_that_breaks_off_gets_no_name_and_goes_on(empty_caches, server, weights):
+    content = weights("small.pth")
+    server.headers = {"ETag": '"one"'}
+    server.cut_after = 1000
+    assert "broke off after 1000 of" in refuses()
+    assert not (empty_caches / "small.pth").exists()
+
+    assert load_encoder(DINO).sha256 == hashlib.sha256(content).hexdigest()
+    assert server.ranges == ["", "bytes=1000-"]
+    assert [path.name for path in empty_caches.iterdir()] == ["small.pth"]
+
+
+def test_a_download_whose_end_nobody_could_tell_is_refused(empty_caches, server, weights):
+    weights("small.pth")
+    server.chunked = True
+    assert "does not say how long it is" in refuses()
+    assert not (empty_caches / "small.pth").exists()
+
+
+@pytest.mark.parametrize("kind", ["text/html", "application/octet-stream"])
+def test_a_page_in_place_of_weights_is_refused(kind, empty_caches, server, weights):
+    weights("small.pth")
+    server.content = b"<html>Please log in</html>"
+    server.headers = {"Content-Type": kind}
+    said = {"text/html": "a web page"}.get(kind, "was not written by torch.save")
+    assert said in refuses()
+    assert not (empty_caches / "small.pth").exists()
+
+
+def test_the_digest_in_a_name_is_held_against_the_bytes(empty_caches, server, weights):
+    content = weights("small-0123abcd.pth")
+    assert "its name says 0123abcd" in refuses()
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"small-{digest[:8]}.pth"
+    weights(name)
+    assert load_encoder(DINO).sha256 == digest
+
+    kept = empty_caches / name
+    kept.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert f"its name says {digest[:8]}" in refuses()

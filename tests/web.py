@@ -7,7 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-from ssl_bench.data.downloads import Published
+from ssl_bench.network.downloads import Published
 
 
 class WebServer(ThreadingHTTPServer):

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from ssl_bench.data.digests import digest_of
-from ssl_bench.data.downloads import Published, download
 from ssl_bench.data.file_sets import FileImageSet, Files
 from ssl_bench.data.locations import cache_folder, find_root, first_folder
 from ssl_bench.data.roles import lacking
@@ -21,6 +20,7 @@ from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.fields import Place, check_fields
 from ssl_bench.files import read_regular, write_atomically
+from ssl_bench.network.downloads import Published, download
 from ssl_bench.paths import expanded
 
 NUM_IMAGES = 19_817

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ssl_bench.data.coco20k import LIST, LIST_NAMES, NUM_IMAGES
-from ssl_bench.data.downloads import Published
+from ssl_bench.network.downloads import Published
 
 _COCO = "http://images.cocodataset.org"
 _VOC = "https://thor.robots.ox.ac.uk/pascal/VOC"

@@ -1,6 +1,6 @@
 """Public weights: from the usual caches, else from the network, else a quick error."""
 
-import shutil
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import BinaryIO
 
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from ssl_bench.errors import CheckpointError
-from ssl_bench.files import write_atomically
+from ssl_bench.errors import CheckpointError, DataError
+from ssl_bench.files import sha256_of
+from ssl_bench.network.answers import NotFetched
+from ssl_bench.network.downloads import Published, download
 
 # Long enough for a slow line, short enough that a machine without network answers within 5 s.
 REACH_SECONDS = 3.0
-_STALL_SECONDS = 30.0
 _FILES = "https://dl.fbaipublicfiles.com"
 # Addresses in hubconf.py of each repository; its code is not run.
 HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
@@ -43,6 +43,9 @@ HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
         for size, digest in (("tiny", "a1311bcf"), ("small", "cd65a155"), ("base", "b5f2ef4d"))
     },
 }
+# Of a zip, and of a pickle as torch wrote it before 1.6.
+_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02")
+_DIGEST_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.pth?(?:\.part)?$")
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -53,10 +56,23 @@ def downloaded_file(url: str) -> Path:
         CheckpointError: Not cached and not to be had.
     """
     target = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", maxsplit=1)[-1]
-    if not target.is_file():
-        _require_network(url)
-        write_atomically(target, lambda file: _fetch(url, file))
-    return target
+    try:
+        return download(Published(url, None), target, _require_weights)
+    except (NotFetched, DataError) as error:
+        raise CheckpointError(f"{error}; or {_local_ways(url)}") from error
+
+
+def _require_weights(file: Path) -> None:
+    """Raises DataError unless torch wrote it and its name gives no other digest.
+
+    A name such as deit_tiny_patch16_224-a1311bcf.pth ends with the first digits of the sha256.
+    """
+    with file.open("rb") as opened:
+        if not opened.read(4).startswith(_BEGINNINGS):
+            raise DataError(f"{file} was not written by torch.save")
+    told = _DIGEST_IN_NAME.search(file.name)
+    if told and not (found := sha256_of(file)).startswith(told[1]):
+        raise DataError(f"{file} has sha256 {found}, its name says {told[1]}")
 
 
 def hugging_face_file(
@@ -116,23 +132,6 @@ def _answers(url: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _fetch(url: str, file: BinaryIO) -> None:
-    try:
-        with urllib.request.urlopen(url, timeout=_STALL_SECONDS) as response:
-            shutil.copyfileobj(response, file)
-            expected = int(response.headers.get("Content-Length", file.tell()))
-    except urllib.error.URLError as error:
-        raise CheckpointError(
-            f"cannot download {url} ({error.reason}); {_local_ways(url)}"
-        ) from error
-    # A line that breaks looks like the end of the file to the reader.
-    if file.tell() != expected:
-        raise CheckpointError(
-            f"{url} broke off after {file.tell()} of {expected} bytes; try again, or "
-            f"{_local_ways(url)}"
-        )
 
 
 def _local_ways(url: str) -> str:

@@ -95,14 +95,18 @@ def mutants_of(file: str) -> list[Mutant]:
     begins = [0]
     for line in lines:
         begins.append(begins[-1] + len(line.encode()))
+
+    def mutant(node: ast.expr | ast.stmt, new: str) -> Mutant:
+        start = begins[node.lineno - 1] + node.col_offset
+        stop = begins[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        return Mutant(file, node.lineno, start, stop, new, lines[node.lineno - 1].strip())
+
     return [
-        Mutant(
-            file, node.lineno, begins[node.lineno - 1] + node.col_offset,
-            begins[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0), new, lines[node.lineno - 1].strip(),
-        )
-        for node in ast.walk(ast.parse(source)) if isinstance(node, ast.expr | ast.stmt)
+        mutant(node, new)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.expr | ast.stmt)
         for new in changes(node, source)
-    ]  # fmt: skip
+    ]
 
 
 def drawn(seed: int) -> list[Mutant]:

@@ -24,7 +24,11 @@ _PAGES = ("text/html", "application/xhtml+xml")
 _SURE_SECONDS = 60
 
 
-class Refused(MachineError):
+class NotFetched(MachineError):
+    """A file that could not be had from where it is published."""
+
+
+class Refused(NotFetched):
     """No answer, or none that is the file."""
 
 

@@ -11,9 +11,9 @@ from typing import BinaryIO, Literal
 
 from tqdm import tqdm
 
-from ssl_bench.data.answers import Answer, Origin, Refused, Unfit, Wish, ask
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.files import write_text_atomically
+from ssl_bench.network.answers import Answer, NotFetched, Origin, Refused, Unfit, Wish, ask
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,9 @@ def download(published: Published, path: Path, check: Check | None = None) -> Pa
         `path`.
 
     Raises:
-        MachineError: the server cannot be reached or sends something else, the transfer broke off,
-            the digest is another, or the disk is full; nothing is at `path` then.
+        NotFetched: the server cannot be reached or sends something else, the transfer broke off,
+            or the digest is another; nothing is at `path` then.
+        MachineError: it cannot be written.
         DataError: there is another file at `path`.
     """
     try:
@@ -97,7 +98,7 @@ def _fetch(published: Published, path: Path, check: Check | None) -> None:
                 # Emptied, not removed: another process may wait for this file.
                 file.truncate(0)
                 kept = "nothing was kept"
-            raise MachineError(
+            raise NotFetched(
                 f"{error}; {kept}, type the command again or fetch {published.url} elsewhere and "
                 f"put it at {path}"
             ) from error
@@ -177,7 +178,7 @@ def _append(answer: Answer, file: BinaryIO, path: Path, *, goes_on: bool) -> Non
     file.flush()
     if at < size:
         anew = "go on from there" if goes_on else "begin anew, as nothing proves it unchanged"
-        raise MachineError(
+        raise NotFetched(
             f"{answer.origin.url} broke off after {at} of {size} bytes; type the command again to "
             f"{anew}"
         )

@@ -1,0 +1,1 @@
+"""Files from the network, whole and as they were published."""
