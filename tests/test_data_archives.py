@@ -18,7 +18,7 @@ from pretrain.multicrop import MultiCrop
 from ssl_bench.data.archives import is_archive, open_archives, open_labelled_archives
 from ssl_bench.data.folder import ImageFolder
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import DataError
+from ssl_bench.errors import DataError, MachineError
 
 NAMES = ("cat/10.png", "cat/9.jpg", "dog/deep/1.JPEG", "top.bmp")
 
@@ -359,3 +359,16 @@ def test_parts_of_tiny_imagenet_are_read_as_published(shared_data):
     assert images.ids[0] == "n01443537/images/n01443537_0.JPEG"
     assert np.bincount([images.labels[i] for i in range(40_000)]).tolist() == [500] * 80
     assert {images[index].image.shape for index in range(0, 40_000, 400)} == {(64, 64, 3)}
+
+
+def test_an_index_that_memory_does_not_hold_ends_in_one_line(tmp_path, monkeypatch):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a.png", b"")
+
+    def too_much(self: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+        raise MemoryError
+
+    monkeypatch.setattr(zipfile.ZipFile, "infolist", too_much)
+    with pytest.raises(MachineError, match=r"a\.zip needs more memory than there is; unpack it"):
+        open_archives(str(path))

@@ -1,12 +1,12 @@
 """Lines of the rooms that keep numbers, broken one at a time: which ones does no test notice?
 
     python -m tests.benchmarks.mutants --json FILE
-    python -m tests.benchmarks.mutants --only 7
+    python -m tests.benchmarks.mutants --json FILE --only 7 12
 
 Places are drawn by chance in a copy of the committed files: a comparison turned round, `and` for
 `or`, a `not` left out, a truth value exchanged, a call or a `raise` dropped, `None` returned. Then
 the tests of that room are run until the first that fails; slow ones are left out. The seed and the
-commit give the same mutants again.
+commit give the same mutants again; with numbers, those alone are tried anew.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.benchmarks.provenance import provenance
 
@@ -164,21 +165,25 @@ def main() -> None:
     options = parser.parse_args()
     mutants = drawn(options.seed)
     chosen = options.only or range(len(mutants))
-    rows, start = [], time.monotonic()
-    for number, by in zip(
-        chosen, tried([mutants[n] for n in chosen], options.workers), strict=True
-    ):
+    start, rows = time.monotonic(), known(options.json) if options.only else {}
+    found = tried([mutants[number] for number in chosen], options.workers)
+    for number, by in zip(chosen, found, strict=True):
         mutant = mutants[number]
-        rows.append({"number": number, **asdict(mutant), "killed_by": by})
-        print(
-            f"{number} {mutant.file}:{mutant.line} {mutant.text!r} -> {mutant.new!r}: {by}",
-            flush=True,
-        )
-    count = Counter("killed" if row["killed_by"] else "survived" for row in rows)
-    print(f"{dict(count)} in {time.monotonic() - start:.0f} s; {provenance()}")
+        rows[number] = {"number": number, **asdict(mutant), "killed_by": by, "when": provenance()}
+        what = f"{mutant.file}:{mutant.line} {mutant.text!r} -> {mutant.new!r}"
+        print(f"{number} {what}: {by or 'SURVIVED'}", flush=True)
+    count = Counter("killed" if row["killed_by"] else "survived" for row in rows.values())
+    print(f"{dict(count)} after {time.monotonic() - start:.0f} s; {provenance()}")
     if options.json:
-        told = {"provenance": provenance(), "mutants": rows}
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        ordered = [rows[number] for number in sorted(rows)]
+        options.json.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+def known(path: Path | None) -> dict[int, dict[str, Any]]:
+    """What an earlier round found, by number."""
+    if path is None or not path.exists():
+        return {}
+    return {row["number"]: row for row in json.loads(path.read_text())}
 
 
 if __name__ == "__main__":
