@@ -98,7 +98,7 @@ def test_a_download_that_breaks_off_gets_no_name_and_goes_on(empty_caches, serve
     assert [path.name for path in empty_caches.iterdir()] == ["small.pth"]
 
 
-def test_a_download_whose_end_nobody_could_tell_is_refused(empty_caches, server, weights):
+def test_fault_61_weights_whose_end_nobody_could_tell_are_refused(empty_caches, server, weights):
     weights("small.pth")
     server.chunked = True
     assert "does not say how long it is" in refuses()
@@ -115,7 +115,7 @@ def test_a_page_in_place_of_weights_is_refused(kind, empty_caches, server, weigh
     assert not (empty_caches / "small.pth").exists()
 
 
-def test_the_digest_in_a_name_is_held_against_the_bytes(empty_caches, server, weights):
+def test_fault_61_the_digest_in_the_name_of_weights_is_held_against_them(empty_caches, server, weights):
     content = weights("small-0123abcd.pth")
     assert "its name says 0123abcd" in refuses()
     digest = hashlib.sha256(content).hexdigest()
