@@ -12,17 +12,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ssl_bench.errors import MachineError, SslBenchError
+
 T = TypeVar("T")
 _PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands among those that train together."""
+    """Where this process stands among those that train together.
+
+    Attributes:
+        group: For what they tell each other beside tensors on devices.
+    """
 
     device: torch.device
     rank: int = 0
     count: int = 1
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -43,21 +50,62 @@ class Ranks:
             values /= self.count
         return values
 
-    def wait(self) -> None:
-        """Go on when all processes are here."""
-        if self.count > 1:
-            dist.barrier()
+    def agree(self, error: Exception | None = None) -> None:
+        """Raise in every process the error that one of them met.
+
+        All processes must call this equally often, and between two calls they may meet as often as
+        they like for other reasons. What is raised was raised everywhere, `is_shared` says so.
+
+        Raises:
+            SslBenchError: its own in a process that met one, elsewhere that of the first that did.
+        """
+        if self.count > 1 and (error is None or not _is_shared(error)):
+            error = self._first_error(error)
+        if error is not None:
+            raise error
+
+    def _first_error(self, error: Exception | None) -> Exception | None:
+        failed = torch.tensor(int(error is not None))
+        dist.all_reduce(failed, group=self.group)
+        if not failed:
+            return None
+        met: list[SslBenchError | None] = [None] * self.count
+        dist.all_gather_object(met, _sendable(error, self.rank), group=self.group)
+        own = error or next(found for found in met if found is not None)
+        if isinstance(own, SslBenchError):
+            own.is_shared = True
+        return own
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Leave with what one of the processes met, or go on in all of them."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(error)
+        else:
+            self.agree()
 
     def from_first(self, compute: Callable[[], T]) -> T:
         """What the first process computes, for all of them, however long it takes."""
-        if self.count == 1:
-            return compute()
-        # Over a group of its own: others give up after minutes, and reading all images takes more.
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        assert isinstance(group, dist.ProcessGroup)
-        box = [compute() if self.is_first else None]
-        dist.broadcast_object_list(box, src=0, group=group)
+        box: list[T | None] = [None]
+        with self.together():
+            if self.is_first:
+                box[0] = compute()
+        if self.count > 1:
+            dist.broadcast_object_list(box, src=0, group=self.group)
         return cast(T, box[0])
+
+
+def _is_shared(error: Exception) -> bool:
+    return isinstance(error, SslBenchError) and error.is_shared
+
+
+def _sendable(error: Exception | None, rank: int) -> SslBenchError | None:
+    """An error as another process can raise it."""
+    if error is None or isinstance(error, SslBenchError):
+        return error
+    return MachineError(f"process {rank} failed: {type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -72,6 +120,9 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
-        yield Ranks(device, dist.get_rank(), count)
+        # Others give up after minutes, and reading all images takes more.
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        assert isinstance(group, dist.ProcessGroup)
+        yield Ranks(device, dist.get_rank(), count, group)
     finally:
         dist.destroy_process_group()

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from pretrain.batches import step_seed
@@ -51,18 +51,23 @@ class Trainer:
     def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
         """Learn from one batch, given in as many parts as it is accumulated from.
 
-        Nothing here waits for the device: what is reported are tensors on it.
+        Where a value of the gradient is not finite, nothing is learned: weights, moments and
+        statistics stay as they are. Nothing here waits for the device: what is reported are
+        tensors on it.
         """
         torch.manual_seed(step_seed(self.options.seed, step, self.ranks.rank))
         self._set_rates(step)
         statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
         report = self._accumulate(step, parts)
-        report["gradient_norm"] = self._tame_gradients()
-        self._keep_sound(statistics, report["gradient_norm"])
+        report["gradient_norm"] = self._clip()
+        lost = ~report["gradient_norm"].isfinite()
+        self._keep_sound(statistics, lost)
         self.learner.hold_gradients(step)
+        # As a scaler of gradients tells an optimizer to leave everything as it was.
+        vars(self.optimizer).update(found_inf=lost.float(), grad_scale=None)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.learner.follow(step)
+        self.learner.follow(step, lost)
         return report
 
     def utilisation(self, seconds: float) -> float:
@@ -117,21 +122,16 @@ class Trainer:
         assert isinstance(self.network, nn.parallel.DistributedDataParallel)
         return self.network.no_sync()
 
-    def _tame_gradients(self) -> Float[Tensor, ""]:
-        """Clip tensor by tensor; if any value is not finite, let the step learn nothing.
+    def _clip(self) -> Float[Tensor, ""]:
+        """Clip tensor by tensor.
 
         Returns:
             The norm over all tensors before.
         """
-        parameters = list(self.learner.student.parameters())
-        norm = clip_per_tensor(parameters, self.options.clip or math.inf).norm()
-        lost = ~norm.isfinite()
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.masked_fill_(lost, 0.0)
-        return norm
+        parameters = self.learner.student.parameters()
+        return clip_per_tensor(parameters, self.options.clip or math.inf).norm()
 
-    def _keep_sound(self, before: Iterable[Tensor], norm: Float[Tensor, ""]) -> None:
+    def _keep_sound(self, before: Iterable[Tensor], lost: Bool[Tensor, ""]) -> None:
         """Batch statistics of a step that learns nothing are not kept either."""
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
-            buffer.copy_(torch.where(norm.isfinite(), buffer, old))
+            buffer.copy_(torch.where(lost, old, buffer))

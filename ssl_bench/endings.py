@@ -37,6 +37,8 @@ def told(error: Exception, arguments: Sequence[str]) -> int | None:
     if known is not error:
         # What is still to be written there would only fail again.
         sys.stdout = None
+    if known.is_shared and os.environ.get("RANK", "0") != "0":
+        return known.exit_code
     line = one_line(known)
     # Somebody's text may be of any length.
     line = line if len(line) <= _LONGEST else f"{line[:_LONGEST]} ..."

@@ -2,9 +2,14 @@
 
 
 class SslBenchError(Exception):
-    """Base of everything the command line reports in one line instead of a traceback."""
+    """Base of everything the command line reports in one line instead of a traceback.
+
+    Attributes:
+        is_shared: All processes of a run end with it, so that the first alone says it.
+    """
 
     exit_code = 1
+    is_shared = False
 
 
 class ConfigurationError(SslBenchError, ValueError):

@@ -141,7 +141,7 @@ def test_the_teacher_starts_as_the_student_and_follows_it_by_the_momentum():
     learner.loss(learner.student, views_of(), step=0)
     for parameter in learner.student.parameters():
         parameter.data.add_(1.0)
-    learner.follow(step=0)
+    learner.follow(step=0, lost=torch.tensor(False))
 
     for old, new in zip(start, learner.teacher.parameters(), strict=True):
         torch.testing.assert_close(new, old + 0.1)
@@ -157,7 +157,7 @@ def test_the_center_moves_after_the_loss_to_the_mean_over_all_parts():
     before, weights = learner.center.clone(), prototypes(learner.teacher)
     outputs = torch.cat([views[0] for views in parts])
     mean = (learner.teacher.head(learner.teacher.backbone(outputs)) @ weights.T).mean(0)
-    learner.follow(step=0)
+    learner.follow(step=0, lost=torch.tensor(False))
 
     assert not before.any()
     torch.testing.assert_close(learner.center, 0.25 * mean)

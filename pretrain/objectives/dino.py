@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from pretrain.multicrop import MultiCrop
@@ -199,17 +199,20 @@ class DinoLearner(nn.Module):
                 parameter.grad = None
 
     @torch.no_grad()
-    def follow(self, step: int) -> None:
+    def follow(self, step: int, lost: Bool[Tensor, ""]) -> None:
         """Move the centre towards the teacher's mean output, and the teacher towards the student.
 
-        The centre changes after all parts of a batch, so that accumulation changes nothing.
+        The centre changes after all parts of a batch, so that accumulation changes nothing. A lost
+        step leaves it; the teacher follows a student that did not move.
         """
         mean = torch.stack(self._teacher_means).mean(dim=0)
         self._teacher_means.clear()
         if dist.is_initialized():
             dist.all_reduce(mean)
             mean /= dist.get_world_size()
-        self.center.lerp_(mean, 1 - self.options.center_momentum)
+        lost = lost | ~mean.isfinite().all()
+        moved = self.center.lerp(mean, 1 - self.options.center_momentum)
+        self.center.copy_(torch.where(lost, self.center, moved))
         teacher: list[Tensor] = list(self.teacher.parameters())
         student: list[Tensor] = list(self.student.parameters())
         torch._foreach_lerp_(teacher, student, 1 - self.momentum(step))

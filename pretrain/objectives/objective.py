@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from pretrain.schedules import Timeline
@@ -53,8 +53,11 @@ class Learner(Protocol):
         """Drop the gradients of what must not change in this step."""
         ...
 
-    def follow(self, step: int) -> None:
-        """Change what follows the student, after the optimizer has changed the student."""
+    def follow(self, step: int, lost: Bool[Tensor, ""]) -> None:
+        """Change what follows the student, after the optimizer has changed the student.
+
+        Where the step was `lost`, for a gradient that is not finite, nothing is learned from it.
+        """
         ...
 
     def values(self, step: int) -> dict[str, float]:
@@ -72,7 +75,7 @@ class Independent(nn.Module):
     def hold_gradients(self, step: int) -> None:
         """Everything is trained from the first step on."""
 
-    def follow(self, step: int) -> None:
+    def follow(self, step: int, lost: Bool[Tensor, ""]) -> None:
         """Nothing follows the student."""
 
     def values(self, step: int) -> dict[str, float]:
