@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.fields import (
     Count,
     FilePath,
+    Items,
     Pixels,
     Positive,
     PositiveOrZero,
@@ -41,14 +42,19 @@ _FREE = (
     "train.tensorboard",
     "train.checkpoint_minutes",
     "train.checkpoint_epochs",
+    "train.keep_epochs",
+    "train.keep_every",
     "train.non_finite_patience",
     "train.collapse_patience",
 )
+# What a run may be given more of.
+LENGTH = ("train.epochs", "train.max_steps")
 # It looks at the run and changes nothing.
 _OBSERVING = "monitor."
 # Warm-ups are counted in epochs of ImageNet; a short run gives them no more than this share.
 _WARMUP_SHARE = 0.1
 _MOST_WORKERS = 16
+Epochs = Annotated[Sequence[Count], Items(0, 10_000)]
 
 
 @dataclass(frozen=True)
@@ -128,6 +134,9 @@ class TrainOptions:
         precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
         compile: With torch.compile; on CUDA if not said.
         checkpoint_epochs: Save after every so many epochs, beside the minutes.
+        keep_epochs: After these epochs the encoder is kept for good, as `epoch0100.safetensors`,
+            which `ssl-bench probe` finds as `RUN@100`.
+        keep_every: Likewise after every so many epochs.
         non_finite_patience: Steps in a row without a finite gradient before the run stops.
         collapse_patience: Likewise with a collapsed teacher.
         tensorboard: Write the rows of the log for TensorBoard too (extra `track`).
@@ -150,12 +159,26 @@ class TrainOptions:
     compile: bool | None = None
     checkpoint_minutes: PositiveOrZero = 10.0
     checkpoint_epochs: Count | None = None
+    keep_epochs: Epochs | None = None
+    keep_every: Count | None = None
     non_finite_patience: Count = 10
     collapse_patience: Count = 500
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "train")
+
+        late = [epoch for epoch in self.keep_epochs or () if epoch > self.epochs]
+        if late:
+            raise ConfigurationError(
+                f"train.keep_epochs expects epochs up to train.epochs={self.epochs}, got {late}"
+            )
+
+    def keeps(self, epoch: int) -> bool:
+        """Whether the encoder is kept as it is after so many epochs."""
+        return epoch in (self.keep_epochs or ()) or (
+            self.keep_every is not None and epoch % self.keep_every == 0
+        )
 
     def timeline(self, num_images: int) -> Timeline:
         """The planned length of a run over so many images."""

@@ -58,10 +58,15 @@ class Trainer:
         torch.manual_seed(step_seed(self.options.seed, step, self.ranks.rank))
         self._set_rates(step)
         statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
-        report = self._accumulate(step, parts)
+        try:
+            report = self._accumulate(step, parts)
+        except BaseException:
+            # A part that never came, or a device that is full: this step was not taken.
+            self._restore(statistics, torch.tensor(True))
+            raise
         report["gradient_norm"] = self._clip()
         lost = ~report["gradient_norm"].isfinite()
-        self._keep_sound(statistics, lost)
+        self._restore(statistics, lost)
         self.learner.hold_gradients(step)
         # As a scaler of gradients tells an optimizer to leave everything as it was.
         vars(self.optimizer).update(found_inf=lost.float(), grad_scale=None)
@@ -131,7 +136,7 @@ class Trainer:
         parameters = self.learner.student.parameters()
         return clip_per_tensor(parameters, self.options.clip or math.inf).norm()
 
-    def _keep_sound(self, before: Iterable[Tensor], lost: Bool[Tensor, ""]) -> None:
+    def _restore(self, before: Iterable[Tensor], lost: Bool[Tensor, ""]) -> None:
         """Batch statistics of a step that learns nothing are not kept either."""
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
-            buffer.copy_(torch.where(lost, old, buffer))
+            buffer.copy_(torch.where(lost.to(buffer.device), old, buffer))

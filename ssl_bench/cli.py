@@ -131,7 +131,13 @@ def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--out", metavar="DIR", help="run folder (default runs/MODEL-OPTIMIZER-TIME)")
     add("--data-root", metavar="DIR", help="folder of images (default: the toy scenes)")
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    add("--resume", action="store_true", help="go on from the state in --out")
+    add("--resume", action="store_true", help="go on from the state in --out, if there is one")
+    add("--resume=must", action="store_true", dest="must_resume", help="there has to be one")
+    add(
+        "--extend",
+        action="store_true",
+        help="go on for longer: with more train.epochs or train.max_steps than before",
+    )
     add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
 
 

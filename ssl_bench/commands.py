@@ -24,6 +24,7 @@ from ssl_bench.evaluation import Evaluation
 from ssl_bench.features import resolve_layers
 from ssl_bench.files import remove_orphans_below
 from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models.addresses import expand, kept_epoch
 from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, with_root
 from ssl_bench.progress import say
 from ssl_bench.results import Record, ResultStore
@@ -39,7 +40,7 @@ def probe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     device = choose_device(options.device)
     store = opened_store(options.out)
     records: list[Record] = []
-    for uri in options.checkpoint or [newest_checkpoint(Path("runs"))]:
+    for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
         encoder = announced_encoder(uri)
         layers = resolve_layers(options.layer, encoder.depth)
         for planned in plan:
@@ -118,8 +119,8 @@ def pretrain(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Pretrain one encoder into a run folder."""
     overrides = with_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
-    if options.resume and options.out is None:
-        raise ConfigurationError("--resume needs --out DIR, the run folder to go on with")
+    if (options.resume or options.must_resume or options.extend) and options.out is None:
+        raise ConfigurationError("--resume and --extend need --out DIR, the run to go on with")
     out = Path(options.out or _default_run(overrides))
     # torchrun starts several of this; one of them is enough to be heard.
     is_first = os.environ.get("RANK", "0") == "0"
@@ -128,6 +129,8 @@ def pretrain(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     build(config).run(
         out,
         resume=options.resume,
+        must_resume=options.must_resume,
+        extend=options.extend,
         overwrite=options.overwrite,
         device=choose_device(options.device),
         config=as_plain(config),
@@ -191,7 +194,8 @@ def newest_checkpoint(folder: Path) -> str:
     Raises:
         CheckpointError: there are none.
     """
-    found = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
+    files = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
+    found = [path for path in files if kept_epoch(path) is None]
     if not found:
         raise CheckpointError(
             f"no checkpoint below {folder}/; pass --checkpoint URI or make one with "

@@ -27,6 +27,7 @@ class Address:
 
 ADDRESSES = (
     Address("FOLDER", "runs/skip", "a run of this suite, its last.safetensors"),
+    Address("FOLDER@EPOCH", "runs/skip@200", "the encoder a run kept after an epoch"),
     Address("FILE.safetensors", "runs/skip/last.safetensors", "a checkpoint of this suite"),
     Address("FILE", "dinov2_vits14_pretrain.pth", "weights in one of the layouts below"),
     Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published with timm"),

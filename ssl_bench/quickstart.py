@@ -56,7 +56,8 @@ def _pretrain(run: Path, model: str, *, overwrite: bool) -> None:
         say(f"{run} is pretrained already, skipped (--overwrite)")
         return
     # A folder without weights is a run that was stopped; it is begun anew.
-    flags = {"out": str(run), "data_root": None, "device": None, "resume": False}
+    flags = {"out": str(run), "data_root": None, "device": None}
+    flags |= dict.fromkeys(("resume", "must_resume", "extend"), False)
     shown = ["pretrain", f"model={model}", *PRETRAINING, "--out", str(run)]
     overrides = [f"model={model}", *PRETRAINING]
     _as_typed(commands.pretrain, shown, Namespace(**flags, overwrite=True), overrides)

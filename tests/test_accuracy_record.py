@@ -8,13 +8,14 @@ import pytest
 from PIL import Image
 
 from pretrain.accuracy import recipe_of
+from pretrain.folder import ENCODER, LOG
 from pretrain.monitor import Monitor
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers import AdamW
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Timeline
 from pretrain.single_crop import SingleCrop
-from pretrain.train import ENCODER, LOG, Pretraining
+from pretrain.train import Pretraining
 from ssl_bench.cli import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, load_encoder

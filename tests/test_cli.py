@@ -125,7 +125,7 @@ def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):
         (["table", "seed=1"], 2, "takes no 'seed=1'"),
         (["pretrain", "model=vit_tinny_skip"], 2, "did you mean vit_tiny_skip"),
         (["pretrain", "train.epoch=1"], 2, "did you mean train.epochs"),
-        (["pretrain", "--resume"], 2, "--resume needs --out"),
+        (["pretrain", "--resume"], 2, "--resume and --extend need --out"),
     ],
 )
 def test_bad_input_is_one_line_and_its_exit_code(workplace, capsys, arguments, code, message):

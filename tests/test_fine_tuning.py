@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from pretrain.checkpoint import load_state
+from pretrain.folder import CONFIG, LOG
 from pretrain.multicrop import MultiCrop
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.mae import Mae
@@ -20,7 +21,7 @@ from pretrain.optimizers import AdamW, Soap, parameter_groups
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Timeline
 from pretrain.start import start_from
-from pretrain.train import CONFIG, LOG, Pretraining
+from pretrain.train import Pretraining
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.files import sha256_of
 from ssl_bench.models import (

@@ -115,7 +115,9 @@ def test_a_page_in_place_of_weights_is_refused(kind, empty_caches, server, weigh
     assert not (empty_caches / "small.pth").exists()
 
 
-def test_fault_61_the_digest_in_the_name_of_weights_is_held_against_them(empty_caches, server, weights):
+def test_fault_61_the_digest_in_the_name_of_weights_is_held_against_them(
+    empty_caches, server, weights
+):
     content = weights("small-0123abcd.pth")
     assert "its name says 0123abcd" in refuses()
     digest = hashlib.sha256(content).hexdigest()

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import nn
 
 from pretrain.checkpoint import load_state
+from pretrain.folder import LOG
 from pretrain.objectives.mae import Mae, MaeDecoder, patchify, take
 from pretrain.objectives.objective import Classifier, Learner, Objective, ViewMaker
 from pretrain.optimizers import AdamW
@@ -20,7 +21,7 @@ from pretrain.options import DataOptions, TrainOptions
 from pretrain.plain_crop import PlainCrop
 from pretrain.schedules import Timeline
 from pretrain.single_crop import SingleCrop
-from pretrain.train import LOG, Pretraining
+from pretrain.train import Pretraining
 from ssl_bench.composition import build, compose_config
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, Preempted

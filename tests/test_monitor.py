@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from pretrain.checkpoint import load_state
+from pretrain.folder import ENCODER, LOG
 from pretrain.monitor import Monitor, evaluating
 from pretrain.multicrop import MultiCrop
 from pretrain.objectives.dino import Dino, DinoLearner
@@ -19,7 +20,7 @@ from pretrain.optimizers import AdamW
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Timeline
 from pretrain.single_crop import SingleCrop
-from pretrain.train import ENCODER, LOG, Pretraining
+from pretrain.train import Pretraining
 from probes.knn import KNN
 from ssl_bench.composition import build, compose_config
 from ssl_bench.data.central_square import central_square

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pretrain.folder import ENCODER, LOG
 from pretrain.multicrop import MultiCrop
 from pretrain.objectives.dino import Dino
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.train import ENCODER, LOG, Pretraining
+from pretrain.train import Pretraining
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig
 

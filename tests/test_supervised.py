@@ -13,13 +13,14 @@ from torch.utils.data import DataLoader
 
 from pretrain.batches import Batches, Share
 from pretrain.checkpoint import load_state
+from pretrain.folder import LOG
 from pretrain.objectives.objective import Classifier, Learner, Objective, ViewMaker
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers import AdamW
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Timeline
 from pretrain.single_crop import SingleCrop, squares
-from pretrain.train import LOG, Pretraining
+from pretrain.train import Pretraining
 from ssl_bench.composition import build, compose_config
 from ssl_bench.data.class_folders import ClassFolders
 from ssl_bench.data.samples import Sample

@@ -16,9 +16,10 @@ import torch
 from ssl_bench.cli import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import identify_encoder, load_encoder
+from ssl_bench.models.addresses import expand
 from ssl_bench.planning import dataset_roots
 from ssl_bench.results import ResultStore
-from ssl_bench.sweep.plan import RecordedTimes, expand_checkpoints
+from ssl_bench.sweep.plan import RecordedTimes
 from tests.faults import (
     DINO_LIKE,
     class_folders,
@@ -80,10 +81,10 @@ def test_patterns_are_files_of_weights_and_run_folders_each_once(place):
     Path("runs/notes.txt").write_text("not weights")
     Path("runs/empty").mkdir()
 
-    found = expand_checkpoints(["runs/*", "runs/t*", "timm:vit_*", "runs/one"])
+    found = expand(["runs/*", "runs/t*", "timm:vit_*", "runs/one"])
 
     assert found == ["runs/one", "runs/two", "timm:vit_*"]
-    assert expand_checkpoints(["runs/**/*.safetensors"]) == [
+    assert expand(["runs/**/*.safetensors"]) == [
         "runs/one/last.safetensors",
         "runs/two/last.safetensors",
     ]

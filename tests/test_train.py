@@ -19,12 +19,13 @@ from PIL import Image
 
 from pretrain import journal
 from pretrain.checkpoint import load_state
+from pretrain.folder import BOARD, ENCODER, LOG
 from pretrain.multicrop import MultiCrop
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.optimizers import AdamW, Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Cosine
-from pretrain.train import BOARD, ENCODER, LOG, Pretraining
+from pretrain.train import Pretraining
 from ssl_bench.composition import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
 from ssl_bench.models import ViTConfig, load_encoder

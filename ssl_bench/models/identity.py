@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from ssl_bench.models.addresses import file_of, name_of
 from ssl_bench.models.architecture import configured
 from ssl_bench.models.checkpoint import is_ours, stated_identity
 from ssl_bench.models.encoder import IMAGENET_COLOURS, identity_of
-from ssl_bench.models.loading import encoder_name, load_encoder
-from ssl_bench.paths import expanded
+from ssl_bench.models.loading import load_encoder
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,12 @@ def identify_encoder(uri: str) -> EncoderIdentity:
     Raises:
         CheckpointError: As `load_encoder`; damaged weights are found only there.
     """
-    path = expanded(uri)
-    if path.is_dir():
-        path /= "last.safetensors"
+    path = file_of(uri)
     if path.suffix == ".safetensors" and path.is_file() and is_ours(path):
         config, digest = stated_identity(path)
         told = configured(config)
         return EncoderIdentity(
-            uri, encoder_name(path), digest, told, *IMAGENET_COLOURS, depth=config.depth
+            uri, name_of(path), digest, told, *IMAGENET_COLOURS, depth=config.depth
         )
     encoder = load_encoder(uri)
     return EncoderIdentity(

@@ -5,16 +5,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.models.addresses import LAST, file_of, name_of
 from ssl_bench.models.checkpoint import is_ours, load_checkpoint, unreplaced, verified_sha256
 from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, encoder_from_model
 from ssl_bench.models.foreign import load_foreign
 from ssl_bench.models.hub import HUB_WEIGHTS, downloaded_file
-from ssl_bench.paths import expanded, real
 
-_LAST = "last.safetensors"
 _KINDS = (
-    "a run folder, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, timm:NAME@FILE, "
-    "hf-hub:ORG/NAME, local-dir:FOLDER or torchhub:facebookresearch/dino:dino_vits16; "
+    "a run folder, RUN@EPOCH, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, "
+    "timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or torchhub:facebookresearch/dino:dino_vits16; "
     "`ssl-bench models` lists them"
 )
 
@@ -23,8 +22,8 @@ def load_encoder(uri: str) -> Encoder:
     """Load the frozen encoder that `uri` names; nothing a file holds is ever run.
 
     Args:
-        uri: Our checkpoint or its run folder; a local file in the layout of DINO, DINOv2, MAE,
-            iBOT or MoCo-v3; `timm:NAME` (random weights), `timm:NAME.TAG` (published),
+        uri: Our checkpoint, its run folder, or `RUN@EPOCH` for one it kept; a local file in the
+            layout of DINO, DINOv2, MAE, iBOT or MoCo-v3; `timm:NAME` (random weights), `timm:NAME.TAG` (published),
             `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`; `local-dir:FOLDER`;
             `torchhub:REPOSITORY:NAME`.
 
@@ -71,11 +70,10 @@ def _refuse_torchvision(uri: str) -> Encoder:
 
 
 def _from_path(uri: str) -> Encoder:
-    path = expanded(uri)
-    if path.is_dir():
-        if (path / "config.json").is_file() and not (path / _LAST).is_file():
-            raise CheckpointError(f"{path} is a folder of Hugging Face; type local-dir:{path}")
-        path /= _LAST
+    path = file_of(uri)
+    if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
+        folder = path.parent
+        raise CheckpointError(f"{folder} is a folder of Hugging Face; type local-dir:{folder}")
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}; give {_KINDS}")
     if path.suffix == ".safetensors" and is_ours(path):
@@ -83,13 +81,13 @@ def _from_path(uri: str) -> Encoder:
         keys = len(model.state_dict())
         return encoder_from_model(
             model,
-            name=encoder_name(path),
+            name=name_of(path),
             uri=uri,
             sha256=digest,
             keys=(keys, keys),
             contents=Contents("ssl-bench", file=path),
         )
-    return _from_foreign_file(path, uri, encoder_name(path))
+    return _from_foreign_file(path, uri, name_of(path))
 
 
 def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
@@ -105,8 +103,3 @@ def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
         contents=found.contents,
         colours_from=ASSUMED,
     )
-
-
-def encoder_name(path: Path) -> str:
-    """The run's name for its last checkpoint, the file's own otherwise."""
-    return real(path).parent.name if path.name == _LAST else path.stem

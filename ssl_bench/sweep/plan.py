@@ -1,7 +1,6 @@
 """Which cells of checkpoints x probes x datasets are pending, and how long they may take."""
 
 import argparse
-import glob
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,17 +11,16 @@ from statistics import median
 from typing import Any
 
 from ssl_bench.commands import asked_probes, newest_checkpoint
-from ssl_bench.errors import CheckpointError, DataError
+from ssl_bench.errors import DataError
 from ssl_bench.evaluation import cell_keys, cell_settings
 from ssl_bench.features import resolve_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
-from ssl_bench.paths import expanded
+from ssl_bench.models.addresses import expand
 from ssl_bench.pending import find_pending, pictures_folder
 from ssl_bench.planning import PlannedProbe
 from ssl_bench.progress import say
 from ssl_bench.results import CellKey, Record, ResultStore, encoder_id
 
-_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 _SAME_PASS_SECONDS = 2.0
 
 
@@ -63,7 +61,7 @@ def plan_sweep(
     Raises:
         SslBenchError: As `probe` with the same arguments.
     """
-    uris = expand_checkpoints(options.checkpoint or [newest_checkpoint(Path("runs"))])
+    uris = expand(options.checkpoint or [newest_checkpoint(Path("runs"))])
     plan = asked_probes(options, overrides)
     encoders = _distinct(identify_encoder(uri) for uri in uris)
     store = ResultStore(Path(options.out))
@@ -97,40 +95,6 @@ def plan_sweep(
                 )
             )
     return jobs
-
-
-def expand_checkpoints(patterns: Sequence[str]) -> list[str]:
-    """Addresses of encoders, from addresses and patterns of files and run folders.
-
-    Raises:
-        CheckpointError: a pattern matches no weights.
-    """
-    found: list[str] = []
-    for pattern in patterns:
-        found += _matching(pattern) if _is_pattern(pattern) else [pattern]
-    return list(dict.fromkeys(found))
-
-
-def _is_pattern(text: str) -> bool:
-    is_address = ":" in text.partition("/")[0]
-    return glob.has_magic(text) and not is_address and not Path(text).exists()
-
-
-def _matching(pattern: str) -> list[str]:
-    # Path.glob takes no absolute pattern.
-    names = glob.glob(str(expanded(pattern)), recursive=True)  # noqa: PTH207
-    paths = map(Path, sorted(names))
-    found = [
-        str(path)
-        for path in paths
-        if (path / "last.safetensors").is_file() or (path.is_file() and path.suffix in _WEIGHTS)
-    ]
-    if not found:
-        raise CheckpointError(
-            f"no checkpoint matches {pattern!r}; expected run folders or files of weights "
-            f"({', '.join(_WEIGHTS)}), such as 'runs/*/last.safetensors'"
-        )
-    return found
 
 
 def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:

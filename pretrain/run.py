@@ -1,0 +1,361 @@
+"""The loop of a pretraining run, and what it reads and writes on its way."""
+
+import hashlib
+import os
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch.utils.data import DataLoader
+
+from pretrain.accuracy import Trained, record_accuracy
+from pretrain.batches import Batches, Share, in_memory
+from pretrain.board import Board
+from pretrain.checkpoint import load_state, save_state
+from pretrain.clock import Clock
+from pretrain.folder import BOARD, CONFIG, ENCODER, LOG
+from pretrain.holding import Hold
+from pretrain.journal import Journal
+from pretrain.monitor import described
+from pretrain.options import LENGTH, describe, differences, in_full
+from pretrain.plan import Plan
+from pretrain.ranks import Ranks
+from pretrain.report import Report
+from pretrain.start import SHA256, sha256_at_resume, start_from
+from pretrain.stopping import StopRequest, leave_signals_to_the_parent
+from pretrain.trainer import Trainer
+from pretrain.watch import Watch
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import (
+    ConfigurationError,
+    DataError,
+    MachineError,
+    Preempted,
+    SslBenchError,
+)
+from ssl_bench.evaluation import trained_on
+from ssl_bench.files import write_text_atomically
+from ssl_bench.models.addresses import kept_name
+from ssl_bench.models.checkpoint import save_encoder
+
+
+class Run:
+    """A pretraining on its way: the loop, and what it reads and writes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        out: Path,
+        ranks: Ranks,
+        request: StopRequest,
+        hold: Hold | None,
+    ) -> None:
+        self.plan, self.out, self.ranks, self.request = plan, out, ranks, request
+        self.hold = hold
+        self.clock = Clock()
+        images = plan.data.open()
+        self._num_images = len(images)
+        self.timeline = plan.train.timeline(self._num_images)
+        self.trained_on = ranks.from_first(request.at_once()(partial(trained_on, images)))
+        which = {"images": _digest(images), "image_files": self.trained_on.fingerprint}
+        self.description = describe(plan) | which
+        self.batches = _batches(plan, images, ranks)
+        learner = plan.objective.build(
+            plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
+        )
+        self.observer = plan.monitor.open(
+            learner, self.timeline, data_root=plan.data.root, class_names=images.class_names
+        )
+        self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
+        self.step = 0
+        self.extensions: list[dict[str, int]] = []
+        self._news = ""
+        self._fault: Exception | None = None
+
+    def begin(self, *, instead: bool = False) -> None:
+        """Take the weights of another run, where the plan says so; `instead` of going on."""
+        if instead:
+            self._news = f"nothing to resume in {self.out}, starting"
+        if self.plan.start_from is not None:
+            encoders = self.trainer.learner.encoders
+            self.description[SHA256] = start_from(self.plan.start_from, encoders)
+
+    def restore(self, *, extend: bool = False) -> None:
+        """Go back to the last state that was saved, to go on for longer where `extend` says so.
+
+        Raises:
+            ConfigurationError: it is of a run with another configuration.
+            CheckpointError: it is damaged, and the one before too.
+        """
+        state, path = load_state(self.out, self.ranks.device)
+        # Older states say nothing of the files, nor of options that came later.
+        older = {"image_files": self.description["image_files"], **state["configuration"]}
+        if self.plan.start_from is not None:
+            self.description[SHA256] = sha256_at_resume(self.plan.start_from, older)
+        before = in_full(older, self.plan)
+        changed = differences(before, self.description)
+        if extend:
+            changed = [change for change in changed if change.partition(":")[0] not in LENGTH]
+        if changed:
+            longer = any(change.partition(":")[0] in LENGTH for change in changed)
+            raise ConfigurationError(
+                f"{path} is of a run with another configuration ({'; '.join(changed)}); put it "
+                f"back, {'go on for longer with --extend, ' if longer else ''}or start anew in "
+                "another folder"
+            )
+        self.extensions = state.get("extensions", [])
+        if extend:
+            self._extend(state["step"], before["train"])
+        self.trainer.load_state_dict(state)
+        self.step = state["step"]
+        longer = f" instead of {self.extensions[-1]['from_steps']}" if extend else ""
+        self._news = f"going on after step {self.step} of {self.timeline.total_steps}{longer}"
+
+    def _extend(self, step: int, before: Mapping[str, Any]) -> None:
+        options = self.plan.train
+        lengths = {name.partition(".")[2]: before[name.partition(".")[2]] for name in LENGTH}
+        old = replace(options, **lengths).timeline(self._num_images).total_steps
+        new = self.timeline.total_steps
+        if new <= old:
+            raise ConfigurationError(
+                f"--extend expects more than the {old} steps of the run in {self.out}, got {new}; "
+                "raise train.epochs or train.max_steps"
+            )
+        self.extensions.append({"step": step, "from_steps": old, "to_steps": new})
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Leave what was asked for, and how often it was extended."""
+        more = {"extensions": self.extensions} if self.extensions else {}
+        plain = yaml.safe_dump({**config, **more}, sort_keys=False)
+        write_text_atomically(self.out / CONFIG, plain)
+
+    def go(self) -> None:
+        """Train from the current step to the last, or until something asks to stop."""
+        total, options = self.timeline.total_steps, self.plan.train
+        watch = Watch(
+            self.trainer.learner.symptom,
+            non_finite_patience=options.non_finite_patience,
+            symptom_patience=options.collapse_patience,
+            first_step=options.warmup_steps(self.timeline),
+        )
+        report = Report(self._journal(), done=self.step, total=total, ranks=self.ranks, watch=watch)
+        with closing(report):
+            if self._news:
+                report.say(self._news)
+            try:
+                self._loop(report)
+            except (DataError, MachineError):
+                # Nobody leaves before it is done: torchrun ends those that are left.
+                with self.ranks.together():
+                    self.save(report)
+                raise
+            with self.ranks.together():
+                self.save(report)
+            if self.step < total:
+                self._leave(report)
+            else:
+                self._record_accuracy(report)
+
+    def _journal(self) -> Journal | None:
+        if not self.ranks.is_first:
+            return None
+        board = None
+        if self.plan.train.tensorboard:
+            board = Board(self.out / BOARD, last_step=self.step)
+        return Journal(self.out / LOG, last_step=self.step, board=board)
+
+    def save(self, report: Report) -> None:
+        """Write training state and encoder, once all steps so far are known to be sound."""
+        report.settle(everything=True)
+        if self.hold is not None:
+            self.hold.require()
+            state = {"step": self.step, "configuration": self.description}
+            state |= {"extensions": self.extensions, **self.trainer.state_dict()}
+            # A broken one would push out the last good one.
+            if _is_finite(state["learner"]):
+                save_state(self.out, state)
+                self._save_encoder(self.out / ENCODER)
+            else:
+                report.say(f"step {self.step}: weights are not finite, the checkpoint is kept")
+        self.clock.mark_saved()
+        report.save = False
+
+    def _save_encoder(self, path: Path) -> None:
+        epoch = self.step / self.timeline.steps_per_epoch
+        metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
+        save_encoder(path, self.trainer.learner.encoder, metadata)
+
+    def _loop(self, report: Report) -> None:
+        """Take steps until the last, or until a process wants to stop or cannot go on."""
+        with closing(self._groups()) as groups:
+            while self.step < self.timeline.total_steps and not report.stop:
+                self._take_step(groups, report)
+        self._agree()
+
+    def _agree(self, error: Exception | None = None) -> None:
+        """End all processes with what one of them could not do since the last time."""
+        self.ranks.agree(error or self._fault)
+
+    def _take_step(self, groups: Iterator[Any], report: Report) -> None:
+        crops, device = self.plan.objective.crops, self.ranks.device
+        cut = islice(groups, self.plan.train.accumulation)
+        parts = (crops.finish(group, device) for group in cut)
+        values = self.trainer.take_step(self.step, parts)
+        row = self._row()
+        self.step += 1
+        try:
+            row |= self._measures(report)
+        except Exception as error:
+            self._fault = error
+        # What could not be measured must not cost the row of a step that was taken.
+        report.note(row, values, stop=self._wants_to_stop(), save=self._wants_to_save())
+        try:
+            self._settle(report)
+        except Exception as error:
+            self._fault = self._fault or error
+
+    def _settle(self, report: Report) -> None:
+        """Write what is due after a step."""
+        report.settle()
+        self._keep(report)
+        if report.save and not report.stop and self.step < self.timeline.total_steps:
+            self.save(report)
+
+    def _keep(self, report: Report) -> None:
+        """Leave the encoder of an epoch that is to be kept, when the epoch is over."""
+        epoch, steps_more = divmod(self.step, self.timeline.steps_per_epoch)
+        if steps_more or not self.plan.train.keeps(epoch) or self.hold is None:
+            return
+        report.settle(everything=True)
+        self.hold.require()
+        path = self.out / kept_name(epoch)
+        self._save_encoder(path)
+        report.say(f"epoch {epoch}: kept {path.name}")
+
+    def _measures(self, report: Report) -> dict[str, float]:
+        """What the monitor finds after this step, if it is its turn; one process measures."""
+        if self.observer is None or not self.ranks.is_first:
+            return {}
+        measures = self.observer.measures(self.step)
+        if measures:
+            report.say(f"step {self.step}/{self.timeline.total_steps}  {described(measures)}")
+            # The time it took is not that of the next step.
+            self.clock.begin()
+        return measures
+
+    def _groups(self) -> Generator[Any, None, None]:
+        """Crops of all parts that are still to come; closing it ends the data workers."""
+        num_parts, device = self.plan.train.accumulation, self.ranks.device
+        remaining = range(self.step * num_parts, self.timeline.total_steps * num_parts)
+        loader = DataLoader(
+            self.batches,
+            batch_size=None,
+            sampler=remaining,
+            num_workers=self.plan.train.workers(device),
+            pin_memory=device.type == "cuda",
+            worker_init_fn=leave_signals_to_the_parent,
+            # It draws a number when iterated, which must not come out of the global generator.
+            generator=torch.Generator(),
+        )
+        arriving = iter(loader)
+        self.clock.begin()
+        try:
+            for _ in remaining:
+                with self.clock.waiting():
+                    part = _next_part(arriving)
+                self._agree(part if isinstance(part, SslBenchError) else None)
+                yield part
+        finally:
+            # A traceback may keep this frame alive, and with it the workers.
+            del arriving
+
+    def _row(self) -> dict[str, Any]:
+        """What the log says of the step just taken, apart from what the device computes."""
+        seconds, waited = self.clock.lap()
+        return {
+            "step": self.step + 1,
+            "epoch": self.timeline.epoch(self.step),
+            **self.trainer.values(self.step),
+            "images_per_second": self.plan.train.batch_size / seconds,
+            "data_wait": 100 * waited / seconds,
+            "mfu": self.trainer.utilisation(seconds),
+        }
+
+    def _record_accuracy(self, report: Report) -> None:
+        results = self.plan.monitor.results
+        if results is None or self.observer is None or not self.ranks.is_first:
+            return
+        weights = self.out / ENCODER
+        training = Trained(self.description, self.trained_on)
+        if path := record_accuracy(Path(results), self.observer, weights, training):
+            report.say(f"accuracy recorded in {path}")
+
+    def _wants_to_stop(self) -> bool:
+        return self.request.received is not None or self._time_is_up()
+
+    def _time_is_up(self) -> bool:
+        minutes = self.plan.train.max_minutes
+        return minutes is not None and self.clock.minutes_since_start >= minutes
+
+    def _wants_to_save(self) -> bool:
+        epochs = self.plan.train.checkpoint_epochs
+        if epochs and self.step % (epochs * self.timeline.steps_per_epoch) == 0:
+            return True
+        return self.clock.minutes_since_save >= self.plan.train.checkpoint_minutes
+
+    def _leave(self, report: Report) -> None:
+        where = f"after step {self.step} of {self.timeline.total_steps}, saved in {self.out}"
+        if self.request.is_interrupt:
+            report.say(f"interrupted {where}; go on with --resume")
+            raise KeyboardInterrupt
+        if not self.request.is_preemption and self._time_is_up():
+            report.say(f"time is up {where}; go on with --resume")
+            return
+        error = Preempted(f"asked to stop {where}; submit again with --resume")
+        error.is_shared = self.ranks.count > 1
+        raise error
+
+
+def _batches(plan: Plan, images: ImageSet, ranks: Ranks) -> Batches:
+    options, crops = plan.train, plan.objective.crops
+    pieces = options.accumulation * ranks.count
+    if options.batch_size % pieces:
+        raise ConfigurationError(
+            f"train.batch_size must be a multiple of {pieces} (train.accumulation x processes), "
+            f"got {options.batch_size}"
+        )
+    sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
+    return Batches(
+        images=in_memory(images) if plan.data.decodes_once else images,
+        cut=partial(crops.cut, sizes=sizes),
+        share=Share(options.batch_size, options.accumulation, ranks.rank, ranks.count),
+        seed=options.seed,
+    )
+
+
+def _next_part(arriving: Iterator[Any]) -> Any:
+    try:
+        return next(arriving)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        return MachineError(
+            f"a data worker died ({str(error).splitlines()[0]}); memory or /dev/shm may be too "
+            "small: try train.num_workers=0"
+        )
+
+
+def _is_finite(weights: Mapping[str, Any]) -> bool:
+    return all(bool(value.isfinite().all()) for value in weights.values())
+
+
+def _digest(images: ImageSet) -> str:
+    """Which images these are, wherever they lie: hexadecimal sha256 of their ids and classes."""
+    names = "\n".join((*images.ids, *images.class_names))
+    return hashlib.sha256(os.fsencode(names)).hexdigest()
