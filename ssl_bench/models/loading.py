@@ -13,8 +13,8 @@ from ssl_bench.models.hub import HUB_WEIGHTS, downloaded_file
 
 _KINDS = (
     "a run folder, RUN@EPOCH, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, "
-    "timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or torchhub:facebookresearch/dino:dino_vits16; "
-    "`ssl-bench models` lists them"
+    "timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or "
+    "torchhub:facebookresearch/dino:dino_vits16; `ssl-bench models` lists them"
 )
 
 
@@ -23,8 +23,8 @@ def load_encoder(uri: str) -> Encoder:
 
     Args:
         uri: Our checkpoint, its run folder, or `RUN@EPOCH` for one it kept; a local file in the
-            layout of DINO, DINOv2, MAE, iBOT or MoCo-v3; `timm:NAME` (random weights), `timm:NAME.TAG` (published),
-            `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`; `local-dir:FOLDER`;
+            layout of DINO, DINOv2, MAE, iBOT or MoCo-v3; `timm:NAME` (random weights),
+            `timm:NAME.TAG` (published), `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`; `local-dir:FOLDER`;
             `torchhub:REPOSITORY:NAME`.
 
     Raises:
