@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ssl_bench import __version__
-from ssl_bench.endings import open_streams, told
+from ssl_bench.endings import is_heard, open_streams, told
 from ssl_bench.errors import INTERRUPTED, ConfigurationError
 from ssl_bench.paths import expanded
 
@@ -262,7 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(end="", flush=True)
         return code
     except KeyboardInterrupt:
-        print("ssl-bench: interrupted; what was finished is saved", file=sys.stderr)
+        if is_heard():
+            print("ssl-bench: interrupted; what was finished is saved", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # The reader (such as `head`) has seen enough; Python would complain while closing stdout.

@@ -1,7 +1,6 @@
 """What the commands probe and pretrain do once their arguments are read."""
 
 import argparse
-import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +17,7 @@ from ssl_bench.composition import (
     require_choice,
 )
 from ssl_bench.data.readable import ReadableDataset
+from ssl_bench.endings import is_heard
 from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
 from ssl_bench.escaping import json_text
 from ssl_bench.evaluation import Evaluation
@@ -122,9 +122,7 @@ def pretrain(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if (options.resume or options.must_resume or options.extend) and options.out is None:
         raise ConfigurationError("--resume and --extend need --out DIR, the run to go on with")
     out = Path(options.out or _default_run(overrides))
-    # torchrun starts several of this; one of them is enough to be heard.
-    is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
+    if is_heard():
         say(f"run folder {out}")
     build(config).run(
         out,
@@ -135,7 +133,7 @@ def pretrain(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         device=choose_device(options.device),
         config=as_plain(config),
     )
-    if is_first:
+    if is_heard():
         say(f"next: ssl-bench probe --task all --checkpoint {out}")
     return 0
 

@@ -25,6 +25,11 @@ def open_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def is_heard() -> bool:
+    """Whether this process says what all of a run meet; torchrun starts several, one is enough."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def told(error: Exception, arguments: Sequence[str]) -> int | None:
     """Say an error in one line; its exit code, or None for a fault of this program.
 
@@ -37,7 +42,7 @@ def told(error: Exception, arguments: Sequence[str]) -> int | None:
     if known is not error:
         # What is still to be written there would only fail again.
         sys.stdout = None
-    if known.is_shared and os.environ.get("RANK", "0") != "0":
+    if known.is_shared and not is_heard():
         return known.exit_code
     line = one_line(known)
     # Somebody's text may be of any length.

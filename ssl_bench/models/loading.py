@@ -24,8 +24,8 @@ def load_encoder(uri: str) -> Encoder:
     Args:
         uri: Our checkpoint, its run folder, or `RUN@EPOCH` for one it kept; a local file in the
             layout of DINO, DINOv2, MAE, iBOT or MoCo-v3; `timm:NAME` (random weights),
-            `timm:NAME.TAG` (published), `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`; `local-dir:FOLDER`;
-            `torchhub:REPOSITORY:NAME`.
+            `timm:NAME.TAG` (published), `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`;
+            `local-dir:FOLDER`; `torchhub:REPOSITORY:NAME`.
 
     Raises:
         CheckpointError: In one line, what was expected, what came and what to do.
