@@ -9,8 +9,11 @@ import pytest
 import torch
 from PIL import Image
 from scipy.stats import norm
+from timm.data import create_transform
 from timm.data.auto_augment import AugmentOp, rand_augment_transform
+from timm.data.auto_augment import RandAugment as TimmsRandAugment
 from torch import Tensor
+from torchvision.transforms import ColorJitter
 
 from pretrain.rand_augment import OPERATIONS, RandAugment, apply_operations
 from pretrain.single_crop import SingleCrop
@@ -33,9 +36,22 @@ OF_TIMM = {
     "translate_x": "TranslateXRel",
     "translate_y": "TranslateYRel",
 }
-# As timm's `create_transform` passes them on where it is told mean and bicubic interpolation.
 OPTIONS = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
+RECIPE = "rand-m9-mstd0.5-inc1"
 DRAWS = 20_000
+
+
+def test_the_recipes_leave_timm_no_choice_but_these_options():
+    """Their arguments; with them it does not change the colours apart from RandAugment."""
+    recipe: Any = {"color_jitter": 0.4, "auto_augment": RECIPE, "interpolation": "bicubic"}
+
+    transforms = create_transform(224, is_training=True, **recipe).transforms
+
+    (augment,) = (step for step in transforms if isinstance(step, TimmsRandAugment))
+    for operation in augment.ops:
+        assert operation.kwargs["fillcolor"] == OPTIONS["img_mean"]
+        assert operation.kwargs["resample"] == OPTIONS["interpolation"]
+    assert not any(isinstance(step, ColorJitter) for step in transforms)
 
 
 def picture() -> Tensor:
@@ -93,7 +109,7 @@ def draws_of_ours() -> list[list[tuple[str, float]]]:
 @cache
 def draws_of_timm() -> list[list[tuple[str, float]]]:
     """What timm's operations are called with; none of them is carried out."""
-    augment = rand_augment_transform("rand-m9-mstd0.5-inc1", {**OPTIONS})
+    augment = rand_augment_transform(RECIPE, {**OPTIONS})
     names = {theirs: ours for ours, theirs in OF_TIMM.items()}
     called: list[tuple[str, float]] = []
     for operation in augment.ops:
