@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ class Scripted(np.random.Generator):
         super().__init__(np.random.PCG64(0))
         self.numbers = list(numbers)
 
-    def uniform(self, *_):
+    def uniform(self, *_: Any, **__: Any) -> Any:
         return self.numbers.pop(0)
 
 

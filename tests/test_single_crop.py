@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from scipy.stats import uniform
-from timm.data import create_transform
+from timm.data.transforms_factory import create_transform
 from torch.utils.data import DataLoader
 from torchvision.transforms import functional
 
@@ -159,7 +159,7 @@ def test_images_of_a_whole_recipe_are_distributed_as_those_of_timm(monkeypatch):
     picture = Image.fromarray(image).resize((48, 36), Image.Resampling.BICUBIC)
     recipe: Any = {"auto_augment": "rand-m9-mstd0.5-inc1", "interpolation": "bicubic"}
     erasing: Any = {"re_prob": 0.25, "re_mode": "pixel"}
-    transform = create_transform(24, is_training=True, color_jitter=0.4, **recipe, **erasing)
+    transform: Any = create_transform(24, is_training=True, color_jitter=0.4, **recipe, **erasing)
     monkeypatch.setattr(ImageOps, "posterize", posterized)
     random.seed(0)
     torch.manual_seed(0)
