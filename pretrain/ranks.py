@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from inspect import signature
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,11 @@ from ssl_bench.errors import MachineError, SslBenchError
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=1)
+_known = signature(DistributedDataParallel).parameters
+# The older name warns since torch 2.15.
+_UNSENT_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _known else "broadcast_buffers": False
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class Ranks:
         if self.count == 1:
             return module
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=devices, broadcast_buffers=False)
+        return DistributedDataParallel(module, device_ids=devices, **_UNSENT_BUFFERS)
 
     def mean(self, values: Tensor) -> Tensor:
         """Average a tensor over the processes, in place."""
