@@ -106,8 +106,8 @@ def _add_probing(add: Callable[..., object]) -> None:
         "--checkpoint",
         action="append",
         metavar="URI",
-        help="run folder, weights file, timm:NAME and others that `ssl-bench models` lists; may be "
-        "repeated (default: the newest below runs/; sweep takes patterns such as 'runs/*')",
+        help="run folder, RUN@EPOCH, weights file, timm:NAME and others that `ssl-bench models` "
+        "lists; several, or patterns such as 'runs/*' (default: the newest below runs/)",
     )
     add("--dataset", default="toy", help="several with commas (default toy)")
     add(
@@ -278,7 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: Sequence[str]) -> int:
     parser = build_parser()
-    options, rest = parser.parse_known_args(_with_layers_joined(arguments))
+    options, rest = parser.parse_known_args(_with_values_joined(arguments))
     for name in _PATHS:
         if (text := getattr(options, name, None)) is not None:
             setattr(options, name, str(expanded(text)))
@@ -294,12 +294,18 @@ def _dispatch(arguments: Sequence[str]) -> int:
     return _runner(options.command)(options, overrides)
 
 
-def _with_layers_joined(arguments: Sequence[str]) -> list[str]:
-    """`--layer -1,0` as one word, because argparse takes -1,0 for a flag."""
+def _with_values_joined(arguments: Sequence[str]) -> list[str]:
+    """`--layer -1,0` as one word, because argparse takes -1,0 for a flag.
+
+    And `--checkpoint A B C` as three, as a shell leaves `--checkpoint runs/x/epoch*`.
+    """
     joined: list[str] = []
     for word in arguments:
-        if joined and joined[-1] == "--layer":
-            joined[-1] = f"--layer={word}"
+        last = joined[-1] if joined else ""
+        if last in ("--layer", "--checkpoint"):
+            joined[-1] = f"{last}={word}"
+        elif last.startswith("--checkpoint=") and not ("=" in word or word.startswith("-")):
+            joined.append(f"--checkpoint={word}")
         else:
             joined.append(word)
     return joined

@@ -34,10 +34,8 @@ CPU = torch.device("cpu")
 TIMED = ("images_per_second", "data_wait", "mfu")
 
 
-@pytest.fixture(scope="module")
-def album(tmp_path_factory) -> Path:
+def make_album(root: Path) -> Path:
     """Thirteen coloured pictures in two folders: six steps of two an epoch, one picture left."""
-    root = tmp_path_factory.mktemp("album")
     generator = np.random.default_rng(0)
     for number in range(13):
         folder = root / f"class{number % 2}"
@@ -45,6 +43,11 @@ def album(tmp_path_factory) -> Path:
         pixels = generator.integers(0, 256, (5, 6, 3), dtype=np.uint8)
         Image.fromarray(pixels).resize((24, 20)).save(folder / f"{number}.png")
     return root
+
+
+@pytest.fixture(scope="module")
+def album(tmp_path_factory) -> Path:
+    return make_album(tmp_path_factory.mktemp("album"))
 
 
 def tiny(album, *, skip=True, drop_path=0.0, optimizer=None, **train) -> Pretraining:
