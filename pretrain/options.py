@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from pretrain.openings import KEYS, WARMUP
 from pretrain.schedules import Timeline
 from ssl_bench.data.archives import is_archive, open_archives, open_labelled_archives
 from ssl_bench.data.class_folders import ClassFolders
@@ -43,11 +44,10 @@ _FREE = (
     "train.checkpoint_epochs",
     "train.non_finite_patience",
     "train.collapse_patience",
+    *KEYS,  # what they come to, the state says in steps
 )
 # It looks at the run and changes nothing.
 _OBSERVING = "monitor."
-# Warm-ups are counted in epochs of ImageNet; a short run gives them no more than this share.
-_WARMUP_SHARE = 0.1
 _MOST_WORKERS = 16
 
 
@@ -121,7 +121,8 @@ class TrainOptions:
         accumulation: Parts a batch is computed in, to fit into memory.
         num_workers: Processes that read and crop images; 0 for none. Without a number: one for
             each CPU core the process may use beside a GPU, none beside a CPU that computes.
-        warmup_epochs: Of the learning rate, at most a tenth of the run.
+        warmup_epochs: Of the learning rate, at most the whole run. Without a number 10, but at most
+            a tenth of the run.
         layer_decay: Factor of the learning rate from each layer to the one below, in (0, 1]; the
             head has the full rate. For fine-tuning, .65 to .75; 1 makes no difference.
         clip: Largest norm of the gradient of each single tensor; none for no clipping.
@@ -140,7 +141,7 @@ class TrainOptions:
     accumulation: Count = 1
     num_workers: Workers | None = None
     seed: Seed = 0
-    warmup_epochs: PositiveOrZero = 10.0
+    warmup_epochs: PositiveOrZero | None = None
     final_lr: RateOrZero = 1e-6
     layer_decay: PositiveShare = 1.0
     weight_decay: PositiveOrZero = 0.04
@@ -169,7 +170,7 @@ class TrainOptions:
         return Timeline(min(total, self.max_steps or total), steps_per_epoch)
 
     def warmup_steps(self, timeline: Timeline) -> int:
-        return timeline.opening(self.warmup_epochs, share=_WARMUP_SHARE)
+        return WARMUP.steps(self.warmup_epochs, timeline)
 
     def workers(self, device: torch.device) -> int:
         """Data workers of each process."""

@@ -29,14 +29,6 @@ class Timeline:
         """Epoch, from 0, that the step belongs to."""
         return step // self.steps_per_epoch
 
-    def opening(self, epochs: float, *, share: float) -> int:
-        """Steps in the first epochs, but no more than a share of the run, in (0, 1].
-
-        The recipes count their warm-ups in epochs of ImageNet; a short run on few images would
-        otherwise end before they do.
-        """
-        return min(round(epochs * self.steps_per_epoch), math.ceil(share * self.total_steps))
-
 
 @dataclass(frozen=True)
 class Cosine:

@@ -24,6 +24,7 @@ from pretrain.journal import Journal
 from pretrain.monitor import Monitor, described
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Objective
+from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
 from pretrain.optimizers import AdamW, OptimizerRecipe
 from pretrain.options import (
     DataOptions,
@@ -147,6 +148,7 @@ class Run:
             self.trained_on = ranks.from_first(lambda: trained_on(images))
         which = {"images": _digest(images), "image_files": self.trained_on.fingerprint}
         self.description = describe(plan) | which
+        self.description[OPENINGS] = opening_steps(self.description, self.timeline)
         self.batches = _batches(plan, images, ranks)
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
@@ -175,7 +177,9 @@ class Run:
         older = {"image_files": self.description["image_files"], **state["configuration"]}
         if self.plan.start_from is not None:
             self.description[SHA256] = sha256_at_resume(self.plan.start_from, older)
-        if changed := differences(in_full(older, self.plan), self.description):
+        older = in_full(older, self.plan)
+        older.setdefault(OPENINGS, former_opening_steps(older, self.timeline))
+        if changed := differences(older, self.description):
             raise ConfigurationError(
                 f"{path} is of a run with another configuration ({'; '.join(changed)}); "
                 "put it back, or start anew in another folder"

@@ -63,13 +63,6 @@ def test_epochs_change_on_the_first_step_after_the_last_whole_batch():
     assert [timeline.epoch(step) for step in (0, 9, 10, 29)] == [0, 0, 1, 2]
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 10), (2.5, 25), (5.0, 30)])
-def test_an_opening_never_takes_more_than_its_share_of_the_run(epochs, steps):
-    timeline = Timeline(total_steps=300, steps_per_epoch=10)
-
-    assert timeline.opening(epochs, share=0.1) == steps
-
-
 def test_a_run_without_steps_is_refused():
     with pytest.raises(ConfigurationError, match="at least one step"):
         Timeline(total_steps=0, steps_per_epoch=5)
