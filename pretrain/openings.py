@@ -27,10 +27,7 @@ class Opening:
     share: float
 
     def steps(self, asked: float | None, timeline: Timeline) -> int:
-        """How long it is.
-
-        Args:
-            asked: Epochs; None for the default.
+        """How long it is; `asked` in epochs, None for the default.
 
         Raises:
             ConfigurationError: what was asked for is longer than the run.
@@ -65,8 +62,7 @@ KEYS = tuple(opening.key for opening in _ALL)
 def opening_steps(description: Mapping[str, Any], timeline: Timeline) -> dict[str, int]:
     """What the openings of a run come to, by the names of their options.
 
-    Args:
-        description: As `pretrain.options.describe` gives it.
+    `description` is what `pretrain.options.describe` makes of the run.
 
     Raises:
         ConfigurationError: one is longer than the run.
