@@ -125,6 +125,8 @@ class TrainOptions:
             a tenth of the run.
         layer_decay: Factor of the learning rate from each layer to the one below, in (0, 1]; the
             head has the full rate. For fine-tuning, .65 to .75; 1 makes no difference.
+        decay_tokens: Whether class token, registers, mask token and position embedding are decayed,
+            as official DINO does; DeiT and timm exempt them. Biases and vectors always are exempt.
         clip: Largest norm of the gradient of each single tensor; none for no clipping.
         precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
         compile: With torch.compile; on CUDA if not said.
@@ -146,6 +148,7 @@ class TrainOptions:
     layer_decay: PositiveShare = 1.0
     weight_decay: PositiveOrZero = 0.04
     final_weight_decay: PositiveOrZero = 0.4
+    decay_tokens: bool = True
     clip: Positive | None = 3.0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool | None = None

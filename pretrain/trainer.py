@@ -39,7 +39,9 @@ class Trainer:
                 module.compile(dynamic=False)
         self.network = ranks.wrap(learner.student)
         named = learner.student.named_parameters()
-        groups = parameter_groups(named, layer_decay=options.layer_decay)
+        groups = parameter_groups(
+            named, layer_decay=options.layer_decay, decay_tokens=options.decay_tokens
+        )
         self.optimizer = recipe.build(groups)
         total = timeline.total_steps
         top = recipe.lr * options.batch_size / _REFERENCE_BATCH

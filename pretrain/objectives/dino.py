@@ -20,6 +20,7 @@ from pretrain.objectives.cross_view import cross_view_loss
 from pretrain.objectives.objective import Views, require_vit
 from pretrain.openings import FREEZE, TEMPERATURE
 from pretrain.schedules import Cosine, Linear, Timeline
+from pretrain.streams import part_seed
 from ssl_bench.fields import PositiveOrZero, Share, Temperature, Width, check_fields
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 
@@ -76,7 +77,7 @@ class Dino:
         del class_names
         model = require_vit(model, "dino", "its teacher does not follow batch statistics")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(part_seed(seed, "head"))
             head = DinoHead(model.dim, self)
         return DinoLearner(self, DinoNetwork(build_vit(model, seed=seed), head), timeline)
 
