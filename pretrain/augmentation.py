@@ -56,7 +56,7 @@ def apply_looks(
     """
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     change(images, looks.flip, lambda chosen, _: chosen.flip(-1))
-    jitter(images, looks)
+    jitter(images, looks.jitter, looks.order, looks.factors)
     change(images, looks.grey, lambda chosen, _: greyscale(chosen).expand_as(chosen))
     change(images, looks.blur_sigma > 0, lambda chosen, rows: blur(chosen, looks.blur_sigma[rows]))
     change(images, looks.solarize, lambda chosen, _: solarize(chosen, solarize_threshold))
@@ -84,10 +84,18 @@ def change(
         images.index_copy_(0, there, operation(images.index_select(0, there), rows))
 
 
-def jitter(images: Images, looks: Looks) -> None:
-    """Apply the four jitters to the views that want them, in place, each in its own order."""
-    for kind in looks.order.unbind(1):
-        factor = looks.factors.gather(1, kind[:, None])[:, 0]
+def jitter(
+    images: Images,
+    wanted: Bool[Tensor, " views"],
+    order: Int64[Tensor, "views kinds"],
+    factors: Float32[Tensor, "views kinds"],
+) -> None:
+    """Apply all jitters to the views that want them, in place, each view in its own order.
+
+    The sequence of kinds and their strengths are those of `Looks`; without HUE there are three.
+    """
+    for kind in order.unbind(1):
+        factor = factors.gather(1, kind[:, None])[:, 0]
 
         def tone(
             chosen: Images, rows: Rows, kind: Tensor = kind, factor: Tensor = factor
@@ -97,8 +105,8 @@ def jitter(images: Images, looks: Looks) -> None:
         def hue(chosen: Images, rows: Rows, factor: Tensor = factor) -> Images:
             return shift_hue(chosen, factor[rows])
 
-        change(images, looks.jitter & (kind != HUE), tone)
-        change(images, looks.jitter & (kind == HUE), hue)
+        change(images, wanted & (kind != HUE), tone)
+        change(images, wanted & (kind == HUE), hue)
 
 
 def blend(

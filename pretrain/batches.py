@@ -56,29 +56,41 @@ class Batches(Dataset[Any]):
 
     An image that cannot be read comes back as the `DataError` itself, since an exception would
     lose its one line on the way out of a worker process.
+
+    Attributes:
+        repeats: Times that each image of an epoch comes, one after the other, each time with
+            randomness of its own. An epoch is as long as without, and so has as many times fewer
+            images, drawn anew.
+
+    Source: repeated augmentation, https://arxiv.org/abs/1901.09335, as `RASampler` of
+    https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
+    has it; there the repeats of an image go to different processes, here to the same one.
     """
 
     images: Samples
     cut: Callable[[list[Sample], list[np.random.Generator]], Any]
     share: Share
     seed: int
+    repeats: int = 1
 
     def __getitem__(self, part: int) -> Any:
         keys = self.keys(part)
         try:
-            samples = [self.images[index] for _, index in keys]
+            opened = {index: self.images[index] for index in sorted({key[1] for key in keys})}
         except DataError as error:
             return error
+        samples = [opened[index] for _, index, _ in keys]
         return self.cut(samples, [sample_generator(self.seed, *key) for key in keys])
 
-    def keys(self, part: int) -> list[tuple[int, int]]:
-        """(epoch, index) of every image of a part."""
+    def keys(self, part: int) -> list[tuple[int, int, int]]:
+        """(epoch, index, repeat) of every image of a part."""
         share = self.share
         step, place = divmod(part, share.num_parts)
         epoch, batch = divmod(step, len(self.images) // share.batch_size)
         start = batch * share.batch_size + (place * share.num_ranks + share.rank) * share.size
         order = epoch_order(len(self.images), self.seed, epoch)
-        return [(epoch, int(index)) for index in order[start : start + share.size]]
+        numbers = (divmod(number, self.repeats) for number in range(start, start + share.size))
+        return [(epoch, int(order[image]), repeat) for image, repeat in numbers]
 
 
 @lru_cache(maxsize=2)
@@ -87,9 +99,11 @@ def epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " i
     return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
 
 
-def sample_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
+def sample_generator(seed: int, epoch: int, index: int, repeat: int = 0) -> np.random.Generator:
     """Randomness of one image in one epoch, whatever batch or process it lands in."""
-    return np.random.default_rng((_SAMPLE, seed, epoch, index))
+    key = (_SAMPLE, seed, epoch, index)
+    # The first one's is what it would be without repeats.
+    return np.random.default_rng((*key, repeat) if repeat else key)
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -119,6 +119,8 @@ class TrainOptions:
         max_minutes: Stop after so long, wherever the schedules are; `resume` goes on.
         batch_size: Images in an optimizer step, over all devices and accumulations.
         accumulation: Parts a batch is computed in, to fit into memory.
+        repeats: Times that each image of an epoch comes, one after the other, each time in another
+            crop. The epoch keeps its length, with as many times fewer images. DeiT takes 3.
         num_workers: Processes that read and crop images; 0 for none. Without a number: one for
             each CPU core the process may use beside a GPU, none beside a CPU that computes.
         warmup_epochs: Of the learning rate, at most the whole run. Without a number 10, but at most
@@ -141,6 +143,7 @@ class TrainOptions:
     max_minutes: PositiveOrZero | None = None
     batch_size: Count = 1024
     accumulation: Count = 1
+    repeats: Count = 1
     num_workers: Workers | None = None
     seed: Seed = 0
     warmup_epochs: PositiveOrZero | None = None

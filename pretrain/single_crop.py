@@ -1,19 +1,20 @@
 """The images of supervised training: one crop each, changed at random, and its class."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float32, Int64, UInt8
-from PIL import Image
+from jaxtyping import Float32, Float64, Int64, UInt8
 from torch import Tensor
-from torchvision.transforms.v2 import RandAugment
 
-from pretrain.augmentation import Images, normalise
+from pretrain.augmentation import HUE, Images, jitter, normalise
+from pretrain.erasing import draw_rectangle, draw_square, erase, grey_out
+from pretrain.mixing import Mixing, Mixture, mix
 from pretrain.plain_crop import PlainCrop
+from pretrain.rand_augment import LARGEST_MAGNITUDE, RandAugment, apply_operations
 from ssl_bench.data.samples import Sample
 from ssl_bench.fields import (
     CountOrZero,
@@ -31,51 +32,71 @@ class LabelledCrops:
     """One crop of every image of a part, 8-bit, with what the device does to it.
 
     Attributes:
-        centres: Row and column of the middle of the square that is cut out.
-        own_share: Of the image itself in its mixture with the next one; 1 without mixup.
+        order: Sequence of the jitters, BRIGHTNESS, CONTRAST and SATURATION.
+        factors: Their strengths in that numbering.
+        hidden: Edges of the square that Cutout takes.
+        erased: Edges of the rectangle that becomes noise; zeros for none.
+        noise_seed: Of the noise of the whole part.
     """
 
     pixels: UInt8[Tensor, "batch 3 size size"]
     labels: Int64[Tensor, " batch"]
-    centres: Int64[Tensor, "batch 2"]
-    own_share: Float32[Tensor, " batch"]
+    order: Int64[Tensor, "batch 3"]
+    factors: Float32[Tensor, "batch 3"]
+    hidden: Int64[Tensor, "batch 4"]
+    erased: Int64[Tensor, "batch 4"]
+    noise_seed: int
+    mixture: Mixture
 
     def pin_memory(self) -> "LabelledCrops":
-        return self.each(Tensor.pin_memory)
-
-    def to(self, device: torch.device) -> "LabelledCrops":
-        return self.each(lambda values: values.to(device, non_blocking=True))
-
-    def each(self, change) -> "LabelledCrops":
-        return type(self)(*(change(getattr(self, f.name)) for f in fields(self)))
+        return replace(self, pixels=self.pixels.pin_memory(), labels=self.labels.pin_memory())
 
 
 @dataclass(frozen=True)
 class SingleCrop:
-    """Crop, flip and RandAugment on the CPU; normalise, Cutout and mixup on the device.
+    """Crop, flip and RandAugment on the CPU; all that follows on the device.
+
+    In this order: colour jitter, normalisation, Cutout, random erasing, mixup or CutMix.
 
     Attributes:
         scale: Least and largest share of the image's area in the crop.
         aspect_ratio: Least and largest width over height before resizing.
-        num_ops: Operations of RandAugment on each crop; 0 for none.
-        magnitude: Their strength, 0 to 30.
+        num_ops: Operations of RandAugment that are drawn for each crop, half of which are applied;
+            0 for none.
+        magnitude: Their strength, 0 to 10.
+        magnitude_deviation: Standard deviation of the strength about it.
+        color_jitter: Largest relative change of brightness, contrast and saturation, in an order
+            drawn for each crop. The recipes of DeiT and its followers name one, and timm leaves it
+            out beside RandAugment (timm 1.0.31, timm/data/transforms_factory.py, line 187): for
+            those it is 0.
         cutout: Side in pixels of a square that becomes grey (the mean colour), about a centre
             anywhere in the crop; 0 for none.
-        mixup: Each image is blended with the next one of its part, which stands for
-            Beta(mixup, mixup) of the result and of the loss; 0 for none.
+        erasing_probability: Of a rectangle of noise, see `draw_rectangle`.
+        mixup: The images of a part are blended with the same in reverse order, and stand for
+            Beta(mixup, mixup) of the result and of the loss; 0 for none. See `Mixing`.
+        cutmix: Likewise, with a box of the other image in place of a blend.
+        mix_probability: That a part is mixed.
+        switch_probability: That it is by CutMix, where both would be possible.
 
-    Source: RandAugment, https://arxiv.org/abs/1909.13719, as torchvision has it; Cutout,
-    https://arxiv.org/abs/1708.04552; mixup, https://arxiv.org/abs/1710.09412, with a share of its
-    own for each image.
+    What belongs to an image is drawn from its own generator; the mixture and the noise of a part,
+    which a process computes in one go, from that of its first image.
+
+    Source: the transforms and `Mixup` of timm, see `RandAugment`, `Mixing` and `draw_rectangle`.
     """
 
     scale: ShareSpan = (0.08, 1.0)
     aspect_ratio: Span = (3 / 4, 4 / 3)
     flip_probability: Share = 0.5
     num_ops: Annotated[int, Within(0, 100)] = 2
-    magnitude: Annotated[int, Within(0, 30)] = 9
+    magnitude: Annotated[int, Within(0, LARGEST_MAGNITUDE)] = 9
+    magnitude_deviation: PositiveOrZero = 0.5
+    color_jitter: PositiveOrZero = 0.0
     cutout: CountOrZero = 0
+    erasing_probability: Share = 0.0
     mixup: PositiveOrZero = 0.0
+    cutmix: PositiveOrZero = 0.0
+    mix_probability: Share = 1.0
+    switch_probability: Share = 0.5
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.crops")
@@ -92,66 +113,55 @@ class SingleCrop:
         sizes: Sequence[int],
     ) -> LabelledCrops:
         """Crop every image once, and draw what else happens to it."""
-        cuts = [
-            self._cut_one(sample, generator, sizes[0])
-            for sample, generator in zip(samples, generators, strict=True)
-        ]
-        pixels, labels, centres, shares = zip(*cuts, strict=True)
+        samples, generators, size = list(samples), list(generators), sizes[0]
+        pairs = zip(samples, generators, strict=True)
+        pixels = torch.stack([self._cut_one(sample, one, size) for sample, one in pairs])
+        labels = torch.tensor([sample.label for sample in samples])
         return LabelledCrops(
-            pixels=torch.stack(pixels),
-            labels=torch.tensor(labels),
-            centres=torch.from_numpy(np.stack(centres)),
-            own_share=torch.tensor(shares, dtype=torch.float32),
+            pixels=pixels,
+            labels=labels,
+            order=_rows(one.permutation(HUE) for one in generators),
+            factors=_rows(self._draw_factors(one) for one in generators).float(),
+            hidden=_rows(draw_square(one, size, self.cutout) for one in generators),
+            erased=_rows(draw_rectangle(one, size, self.erasing_probability) for one in generators),
+            noise_seed=int(generators[0].integers(2**62)),
+            mixture=self.mixing.draw(generators[0], size),
         )
 
     def finish(
         self, groups: LabelledCrops, device: torch.device
-    ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, " batch"]]:
-        """The normalised images, the class of each, and its own share of the mixture."""
-        crops = groups.to(device)
-        images = normalise(crops.pixels.float() / 255)
+    ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, ""]]:
+        """The normalised images, the class of each, and its share of the mixture."""
+        images = groups.pixels.to(device, non_blocking=True).float().div_(255)
+        if self.color_jitter:
+            jitter(images, torch.ones(len(images), dtype=torch.bool), groups.order, groups.factors)
+        normalise(images)
         if self.cutout:
-            hidden = squares(crops.centres, images.shape[-1], self.cutout)
-            images = images.masked_fill(hidden[:, None], 0.0)
-        if self.mixup:
-            share = crops.own_share[:, None, None, None]
-            images = share * images + (1 - share) * images.roll(-1, 0)
-        return images, crops.labels, crops.own_share
+            grey_out(images, groups.hidden)
+        erase(images, groups.erased, groups.noise_seed)
+        mix(images, groups.mixture)
+        own_share = torch.full((), groups.mixture.own_share, device=device)
+        return images, groups.labels.to(device, non_blocking=True), own_share
 
     def _cut_one(
         self, sample: Sample, generator: np.random.Generator, size: int
-    ) -> tuple[UInt8[Tensor, "3 size size"], int, Int64[np.ndarray, " 2"], float]:
-        assert sample.label is not None
+    ) -> UInt8[Tensor, "3 {size} {size}"]:
         plain = PlainCrop(self.scale, self.aspect_ratio, self.flip_probability)
         pixels = plain.cut_one(sample.image, generator, size)
-        pixels = self._augmented(pixels, int(generator.integers(2**62)))
-        centre = generator.integers(0, size, size=2)
-        share = generator.beta(self.mixup, self.mixup) if self.mixup else 1.0
-        return pixels, sample.label, centre, share
+        return apply_operations(pixels, self.rand_augment.draw(generator))
 
-    def _augmented(
-        self, pixels: UInt8[Tensor, "3 size size"], seed: int
-    ) -> UInt8[Tensor, "3 size size"]:
-        if not self.num_ops:
-            return pixels
-        # PIL's operations: two to three times as fast as those on tensors.
-        image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-        # They draw from PyTorch's generator, which may differ from worker to worker.
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            image = self._rand_augment(image)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+    def _draw_factors(self, generator: np.random.Generator) -> Float64[np.ndarray, " 3"]:
+        low, high = max(0.0, 1 - self.color_jitter), 1 + self.color_jitter
+        return generator.uniform(low, high, HUE)
 
     @cached_property
-    def _rand_augment(self) -> RandAugment:
-        return RandAugment(self.num_ops, self.magnitude)
+    def rand_augment(self) -> RandAugment:
+        return RandAugment(self.num_ops, self.magnitude, self.magnitude_deviation)
+
+    @cached_property
+    def mixing(self) -> Mixing:
+        return Mixing(self.mixup, self.cutmix, self.mix_probability, self.switch_probability)
 
 
-def squares(
-    centres: Int64[Tensor, "batch 2"], size: int, side: int
-) -> Bool[Tensor, "batch {size} {size}"]:
-    """Which pixels lie in a square about each centre; what of it lies outside is lost."""
-    places = torch.arange(size, device=centres.device)
-    offset = places - centres[..., None] + side // 2  # batch 2 size
-    rows, cols = ((offset >= 0) & (offset < side)).unbind(1)
-    return rows[:, :, None] & cols[:, None, :]
+def _rows(values: Iterable[np.ndarray]) -> Tensor:
+    return torch.from_numpy(np.stack(list(values)))

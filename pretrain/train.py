@@ -376,6 +376,7 @@ def _batches(plan: Pretraining, images: ImageSet, ranks: Ranks) -> Batches:
         cut=partial(crops.cut, sizes=sizes),
         share=Share(options.batch_size, options.accumulation, ranks.rank, ranks.count),
         seed=options.seed,
+        repeats=options.repeats,
     )
 
 

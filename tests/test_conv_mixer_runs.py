@@ -72,7 +72,7 @@ def test_counting_a_step_leaves_batch_statistics_alone():
     learner = supervised()
     before = {name: value.clone() for name, value in learner.state_dict().items()}
 
-    views = [torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), torch.ones(2)]
+    views = [torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), torch.tensor(1.0)]
     assert training_flops(learner, views, 0) > 0
 
     assert all(torch.equal(v, before[name]) for name, v in learner.state_dict().items())
@@ -174,7 +174,7 @@ def test_a_step_that_learns_nothing_leaves_the_batch_statistics_too():
     options = TrainOptions(epochs=1, batch_size=4)
     trainer = Trainer(learner, AdamW(), options, timeline, Ranks(CPU))
     before = {name: value.clone() for name, value in learner.student.state_dict().items()}
-    views = (torch.full((4, 3, 16, 16), torch.nan), torch.tensor([0, 1, 0, 1]), torch.ones(4))
+    views = (torch.full((4, 3, 16, 16), torch.nan), torch.tensor([0, 1, 0, 1]), torch.tensor(1.0))
     trainer.take_step(0, [views])
     lost = {name: value.clone() for name, value in learner.student.state_dict().items()}
     trainer.take_step(1, [(torch.randn(4, 3, 16, 16), *views[1:])])

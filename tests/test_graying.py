@@ -302,7 +302,7 @@ def test_linear_attention_has_the_weights_and_the_initialisation_of_softmax():
 @pytest.mark.parametrize("kind", GRAYING)
 def test_a_training_step_has_gradients_everywhere_and_its_flops_can_be_counted(kind):
     learner = Supervised().build(grayed(TINY, kind), Timeline(1, 1), seed=0, class_names=("a", "b"))
-    views = drawn(2, 3, 32, 32).float(), torch.tensor([0, 1]), torch.ones(2)
+    views = drawn(2, 3, 32, 32).float(), torch.tensor([0, 1]), torch.tensor(1.0)
     assert training_flops(learner, views, 0) > 0
     loss, _ = learner.loss(learner.student, views, 0)
     loss.backward()

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torchvision.transforms.v2.functional as tvf
 from PIL import Image
-from torch.utils.data import DataLoader
 
 from pretrain.augmentation import (
     BRIGHTNESS,
@@ -22,10 +21,9 @@ from pretrain.augmentation import (
     shift_hue,
     solarize,
 )
-from pretrain.batches import Batches, Share, epoch_order, in_memory, sample_generator
 from pretrain.multicrop import MultiCrop, crop, draw_boxes
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
 
 ADJUST = {
@@ -133,7 +131,7 @@ def test_looks_that_change_nothing_only_normalise():
 
 
 def test_pixels_travel_side_by_side_and_are_changed_plane_by_plane():
-    samples = samples_of(bytes_of(3, 30, 40))
+    samples = [Sample("", image) for image in bytes_of(3, 30, 40)]
     generators = [np.random.default_rng(seed) for seed in range(3)]
 
     large, _ = MultiCrop(num_locals=2).cut(samples, generators, (24, 16))
@@ -231,110 +229,6 @@ def test_a_crop_is_what_pil_cuts_out_and_resizes():
 def test_small_crops_keep_their_share_in_whole_patches(image_size, patch_size, sizes):
     assert MultiCrop().sizes(image_size, patch_size) == sizes
     assert MultiCrop(num_locals=0).sizes(image_size, patch_size) == (image_size,)
-
-
-def batches(images, seed=3, batch_size=4, **share):
-    crops = MultiCrop(num_locals=3)
-
-    def cut(samples, generators):
-        return crops.cut(samples, generators, (16, 8))
-
-    return Batches(images, cut, Share(batch_size, **share), seed)
-
-
-def samples_of(images):
-    return [Sample(str(number), image) for number, image in enumerate(images)]
-
-
-def same(one, other):
-    return all(
-        torch.equal(a.pixels, b.pixels) and torch.equal(a.looks.factors, b.looks.factors)
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def test_views_are_grouped_by_size_and_ordered_view_by_view():
-    images = samples_of([np.full((20, 20, 3), value, np.uint8) for value in (10, 20, 30, 40)])
-
-    large, small = batches(images)[0]
-
-    order = [images[index].image[0, 0, 0] for _, index in batches(images).keys(0)]
-    assert large.pixels[:, 0, 0, 0].tolist() == order * 2
-    assert small.pixels[:, 0, 0, 0].tolist() == order * 3
-
-
-def test_batches_do_not_depend_on_the_number_of_workers():
-    source = batches(samples_of(bytes_of(9, 20, 28)))
-
-    alone, helped = (
-        list(DataLoader(source, batch_size=None, sampler=range(1, 4), num_workers=workers))
-        for workers in (0, 2)
-    )
-
-    assert all(same(a, b) for a, b in zip(alone, helped, strict=True))
-    assert not same(alone[0], alone[2])
-
-
-def test_an_image_is_cut_alike_in_any_batch_and_differently_in_every_epoch():
-    images = samples_of(bytes_of(4, 20, 28))
-    whole, halves = batches(images), batches(images, num_ranks=2, rank=1)
-
-    large, _ = whole[0]
-    second_half, _ = halves[0]
-
-    for view in (0, 1):
-        ours, theirs = slice(4 * view + 2, 4 * view + 4), slice(2 * view, 2 * view + 2)
-        assert torch.equal(large.pixels[ours], second_half.pixels[theirs])
-        assert torch.equal(large.looks.factors[ours], second_half.looks.factors[theirs])
-    assert sample_generator(3, 0, 1).random() != sample_generator(3, 1, 1).random()
-
-
-def test_parts_and_ranks_share_a_batch_without_rest_or_overlap():
-    images = samples_of(bytes_of(8, 20, 28))
-    whole = batches(images, batch_size=8).keys(1)
-
-    shared = [
-        key
-        for part in (2, 3)
-        for rank in (0, 1)
-        for key in batches(images, batch_size=8, num_parts=2, num_ranks=2, rank=rank).keys(part)
-    ]
-
-    assert shared == whole
-
-
-def test_an_epoch_shows_every_image_once_in_another_order():
-    first, second = epoch_order(50, 0, 0), epoch_order(50, 0, 1)
-
-    assert sorted(first) == list(range(50))
-    assert not np.array_equal(first, second)
-
-
-class Album:
-    """An image set whose third picture is broken."""
-
-    name, split, class_names, ids = "album", "train", (), ("a", "b", "c")
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, index):
-        if index == 2:
-            raise DataError("c.jpg is cut short; replace it")
-        return Sample(self.ids[index], bytes_of(1, 20, 28, seed=index)[0])
-
-    def fingerprint(self):
-        return "0"
-
-
-def test_images_in_memory_are_those_on_disk_and_a_broken_one_is_named():
-    album = Album()
-
-    with pytest.raises(DataError, match=r"c\.jpg"):
-        in_memory(album)
-    assert isinstance(batches(album, batch_size=3)[0], DataError)
-    (_, kept) = in_memory(samples_of(bytes_of(2, 20, 28)))
-    assert np.array_equal(kept.image, bytes_of(2, 20, 28)[1])
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,7 @@ def test_a_block_without_skips_and_norms_is_mlp_of_attention():
 def test_the_flops_of_a_training_step_can_be_counted(kind):
     config = ViTConfig(**{**TINY.to_dict(), "attention": kind})
     learner = Supervised().build(config, Timeline(1, 1), seed=0, class_names=("a", "b"))
-    views = torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), torch.ones(2)
+    views = torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), torch.tensor(1.0)
     assert training_flops(learner, views, 0) > 0
 
 

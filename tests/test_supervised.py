@@ -9,27 +9,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch.utils.data import DataLoader
 
-from pretrain.batches import Batches, Share
 from pretrain.checkpoint import load_state
-from pretrain.objectives.objective import Classifier, Learner, Objective, ViewMaker
+from pretrain.objectives.objective import Classifier, Learner, Objective
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers import AdamW
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Timeline
-from pretrain.single_crop import SingleCrop, squares
+from pretrain.single_crop import SingleCrop
 from pretrain.train import LOG, Pretraining
 from ssl_bench.composition import build, compose_config
 from ssl_bench.data.class_folders import ClassFolders
-from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, Preempted
-from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD, ViTConfig, load_encoder
+from ssl_bench.models import ViTConfig, load_encoder
 from tests.faults import end_after_parts
 
 CPU = torch.device("cpu")
 TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2, drop_path=0.1)
 PLAIN = SingleCrop(scale=(1.0, 1.0), aspect_ratio=(1.0, 1.0), flip_probability=0.0, num_ops=0)
+CROPS = SingleCrop(color_jitter=0.2, cutout=3, erasing_probability=0.5, mixup=0.4, cutmix=1.0)
 NAMES = ("a", "b", "c")
 
 
@@ -53,7 +51,7 @@ def plan_of(root, **train) -> Pretraining:
     options |= train
     return Pretraining(
         model=TINY,
-        objective=Supervised(crops=SingleCrop(cutout=3, mixup=0.4)),
+        objective=Supervised(crops=CROPS),
         optimizer=AdamW(lr=0.05),
         data=DataOptions(root=str(root), labels=True),
         train=TrainOptions(**options),
@@ -66,103 +64,6 @@ def rows_of(out):
     return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
-def samples(count, size=12, seed=0):
-    generator = np.random.default_rng(seed)
-    shape = (count, size, size, 3)
-    images = generator.integers(0, 256, shape, dtype=np.uint8)
-    return [Sample(str(i), image, label=i % 3) for i, image in enumerate(images)]
-
-
-def cut(crops, some, *, size=12, seed=0):
-    return crops.cut(some, [np.random.default_rng((seed, i)) for i in range(len(some))], [size])
-
-
-def test_an_image_that_nothing_happens_to_is_only_normalised():
-    some = samples(3)
-
-    images, labels, own_share = PLAIN.finish(cut(PLAIN, some), CPU)
-
-    statistics = torch.tensor([IMAGENET_MEAN, IMAGENET_STD])
-    pixels = torch.from_numpy(np.stack([s.image for s in some])).float() / 255
-    expected = ((pixels - statistics[0]) / statistics[1]).permute(0, 3, 1, 2)
-    torch.testing.assert_close(images, expected, atol=1e-6, rtol=1e-6)
-    assert (labels.tolist(), own_share.tolist()) == ([0, 1, 2], [1.0, 1.0, 1.0])
-
-
-def test_half_of_the_images_are_mirrored():
-    flipping, some = replace(PLAIN, flip_probability=0.5), samples(1) * 200
-
-    pixels = cut(flipping, some).pixels
-
-    mirrored = pixels[0].flip(-1)
-    original = torch.from_numpy(some[0].image).permute(2, 0, 1)
-    is_mirrored = [torch.equal(p, original.flip(-1)) for p in pixels]
-    assert all(torch.equal(p, original) or m for p, m in zip(pixels, is_mirrored, strict=True))
-    assert 70 < sum(is_mirrored) < 130
-    assert mirrored.shape == original.shape
-
-
-def test_cutout_hides_a_square_about_the_centre_and_no_more():
-    hidden = squares(torch.tensor([[2, 3], [0, 4]]), 5, 3)
-
-    assert hidden[0].nonzero().tolist() == [[r, c] for r in (1, 2, 3) for c in (2, 3, 4)]
-    assert hidden[1].nonzero().tolist() == [[r, c] for r in (0, 1) for c in (3, 4)]
-    whole, cutout = PLAIN, replace(PLAIN, cutout=3)
-    some = samples(2)
-    before, after = (c.finish(cut(c, some), CPU)[0] for c in (whole, cutout))
-    masks = squares(cut(cutout, some).centres, 12, 3)[:, None].expand_as(after)
-    assert (after[masks] == 0).all()
-    assert torch.equal(after[~masks], before[~masks])
-
-
-def test_mixup_blends_each_image_with_the_next_one_by_its_own_share():
-    mixing = replace(PLAIN, mixup=1.0)
-    part = cut(mixing, samples(3))
-
-    mixed, _, share = mixing.finish(part, CPU)
-
-    plain, _, _ = PLAIN.finish(part, CPU)
-    for i, own in enumerate(share.tolist()):
-        torch.testing.assert_close(mixed[i], own * plain[i] + (1 - own) * plain[(i + 1) % 3])
-    assert len(set(share.tolist())) == 3
-    shares = cut(replace(PLAIN, mixup=0.4), samples(1, size=2) * 2000, size=2).own_share
-    assert shares.mean() == pytest.approx(0.5, abs=0.03)
-    assert shares.var() == pytest.approx(0.25 / 1.8, abs=0.01)  # of Beta(a, a): 1 / 4 / (2 a + 1)
-
-
-def test_rand_augment_changes_pixels_by_the_sample_alone():
-    augmenting, some = replace(PLAIN, num_ops=2), samples(4)
-    state = torch.get_rng_state()
-
-    part = cut(augmenting, some)
-
-    assert torch.equal(state, torch.get_rng_state())
-    alone = augmenting.cut(some[2:3], [np.random.default_rng((0, 2))], [12])
-    assert torch.equal(part.pixels[2], alone.pixels[0])
-    plain = cut(PLAIN, some).pixels
-    assert not torch.equal(part.pixels, plain)
-    assert torch.equal(cut(augmenting, some).pixels, part.pixels)
-    assert not torch.equal(cut(augmenting, some, seed=1).pixels, part.pixels)
-
-
-def test_batches_do_not_depend_on_the_number_of_workers():
-    crops = SingleCrop(mixup=0.5)
-
-    def cut_all(some, generators):
-        return crops.cut(some, generators, (16,))
-
-    source = Batches(samples(9), cut_all, Share(4), 3)
-    alone, helped = (
-        list(DataLoader(source, batch_size=None, sampler=range(3), num_workers=workers))
-        for workers in (0, 2)
-    )
-
-    for one, other in zip(alone, helped, strict=True):
-        for name in ("pixels", "labels", "centres", "own_share"):
-            assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert isinstance(crops, ViewMaker)
-
-
 def learner_of(objective=None, names=NAMES):
     return (objective or Supervised()).build(TINY, Timeline(10, 5), seed=1, class_names=names)
 
@@ -170,19 +71,31 @@ def learner_of(objective=None, names=NAMES):
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_the_loss_is_cross_entropy_with_smoothed_and_mixed_targets(smoothing):
     learner = learner_of(Supervised(label_smoothing=smoothing))
-    logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.4, 0.0]])
-    labels, own_share = torch.tensor([0, 1]), torch.tensor([1.0, 0.25])
+    logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.4, 0.0], [0.0, 0.0, 1.0]])
+    labels, own_share = torch.tensor([0, 1, 1]), torch.tensor(0.25)
 
-    images = torch.zeros(2, 3, 16, 16)
-    loss, report = learner.loss(lambda _: logits, (images, labels, own_share), 0)
+    images = torch.zeros(3, 3, 16, 16)
+    loss, _ = learner.loss(lambda _: logits, (images, labels, own_share), 0)
 
     onehot = torch.eye(3, dtype=torch.float64)[labels]
-    share = own_share.double()[:, None]
-    mixed = share * onehot + (1 - share) * onehot.roll(-1, 0)
+    mixed = 0.25 * onehot + 0.75 * onehot[[2, 1, 0]]
     targets = (1 - smoothing) * mixed + smoothing / 3
     logs = logits.double() - logits.double().exp().sum(1, keepdim=True).log()
     assert loss.item() == pytest.approx(-(targets * logs).sum(1).mean().item(), rel=1e-6)
-    assert report["train_top1"].item() == 50.0
+
+
+@pytest.mark.parametrize(
+    ("own_share", "top1"), [(1.0, 40.0), (0.75, 45.0), (0.25, 55.0), (0.0, 60.0)]
+)
+def test_an_image_is_right_by_the_share_of_the_class_that_is_named(own_share, top1):
+    """Of five images, two are named as they are, and three as what they are mixed with."""
+    named, labels = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 2, 1, 0])
+    logits = torch.eye(3)[named]
+
+    views = (torch.zeros(5, 3, 16, 16), labels, torch.tensor(own_share))
+    _, report = learner_of().loss(lambda _: logits, views, 0)
+
+    assert report["train_top1"].item() == pytest.approx(top1)
 
 
 def test_the_head_starts_small_and_classifies_what_the_encoder_gives():
@@ -238,6 +151,21 @@ def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
     assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "stopped")
 
 
+def test_a_run_shows_each_image_as_often_as_it_was_said(root, tmp_path, monkeypatch):
+    shown = []
+
+    def cut(self, samples, generators, sizes):
+        shown.append([sample.image_id for sample in samples])
+        return cut_as_ever(self, samples, generators, sizes)
+
+    cut_as_ever = SingleCrop.cut
+    monkeypatch.setattr(SingleCrop, "cut", cut)
+    plan_of(root, batch_size=4, repeats=2, max_steps=2).run(tmp_path, device="cpu")
+
+    assert [len(set(names)) for names in shown] == [2, 2]
+    assert all(names[0] == names[1] and names[2] == names[3] for names in shown)
+
+
 def test_a_run_learns_to_tell_two_colours_and_leaves_its_encoder(root, tmp_path):
     plan = plan_of(root, max_steps=30, batch_size=8, weight_decay=0.0, final_weight_decay=0.0)
     plan = replace(plan, objective=Supervised(crops=PLAIN), optimizer=AdamW(lr=0.1))
@@ -270,14 +198,3 @@ def test_the_yaml_file_says_what_the_dataclasses_default_to():
     for name, value in vars(SingleCrop()).items():
         ours = getattr(built.crops, name)
         assert ours == (list(value) if isinstance(value, tuple) else value), name
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("scale", (0.5, 0.4)), ("num_ops", -1), ("magnitude", 31), ("cutout", -1), ("mixup", -0.1)],
-)
-def test_a_recipe_without_meaning_is_refused(field, value):
-    with pytest.raises(ConfigurationError, match=rf"crops\.{field}"):
-        SingleCrop(**{field: value})
-    with pytest.raises(ConfigurationError, match=r"label_smoothing expects a number in \[0, 1\)"):
-        Supervised(label_smoothing=1.0)

@@ -106,18 +106,22 @@ class SupervisedLearner(Independent):
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        """Loss of a part of a batch; `views` holds images, classes, and shares of mixtures."""
+        """Loss of a part of a batch, and `train_top1` in percent.
+
+        `views` holds images, their classes, and the share that each has in its mixture with the
+        image at the same place from the end. The other one's class has the rest: of the loss, and
+        of an image that counts as right.
+        """
         del step
         images, labels, own_share = views
         logits = network(images).float()
-        own, others = (
-            F.cross_entropy(
+        loss = right = torch.zeros_like(own_share)
+        for wanted, share in ((labels, own_share), (labels.flip(0), 1 - own_share)):
+            losses = F.cross_entropy(
                 logits, wanted, reduction="none", label_smoothing=self.options.label_smoothing
             )
-            for wanted in (labels, labels.roll(-1))
-        )
-        loss = (own_share * own + (1 - own_share) * others).mean()
-        right = (logits.argmax(1) == labels).float().mean()
+            loss = loss + share * losses.mean()
+            right = right + share * (logits.argmax(1) == wanted).float().mean()
         return loss, {"train_top1": 100 * right}
 
     def classify(

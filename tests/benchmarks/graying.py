@@ -79,8 +79,8 @@ def candidate(config: ViTConfig, batch: int, device: torch.device) -> Candidate:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, 3, config.image_size, config.image_size, generator=generator)
     labels = torch.randint(NUM_CLASSES, (batch,), generator=generator)
-    shares = torch.ones(batch)
-    return Candidate(trainer, (images.to(device), labels.to(device), shares.to(device)), device)
+    own_share = torch.tensor(1.0)
+    return Candidate(trainer, (images.to(device), labels.to(device), own_share.to(device)), device)
 
 
 def step_rows(name: str, batch: int, device: torch.device, turns: int, steps: int) -> list[Row]:

@@ -53,7 +53,7 @@ def compare(folder: Path, sizes: tuple[int, int], rounds: int) -> str:
     ours, official = our_batches(images, sizes), OfficialViews(*sizes)
     times, parts = [], []
     for part in range(rounds + 1):
-        chosen = [index for _, index in ours.keys(part)]
+        chosen = [index for _, index, _ in ours.keys(part)]
         files = [folder / images.ids[index] for index in chosen]
         times.append((seconds(lambda f=files: official(f)), seconds(lambda p=part: ours[p])))
         parts.append(split(ours, chosen, sizes))
