@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from pretrain.openings import KEYS, WARMUP
-from pretrain.schedules import Timeline
+from pretrain.schedules import Cosine, Schedule, Timeline, Triangle
 from ssl_bench.data.archives import is_archive, open_archives, open_labelled_archives
 from ssl_bench.data.class_folders import ClassFolders
 from ssl_bench.data.fingerprints import FingerprintKind
@@ -125,6 +125,8 @@ class TrainOptions:
             each CPU core the process may use beside a GPU, none beside a CPU that computes.
         warmup_epochs: Of the learning rate, at most the whole run. Without a number 10, but at most
             a tenth of the run.
+        schedule: Of the learning rate: a warm-up and a cosine down to `final_lr`, or the triangle of
+            `pretrain.schedules.Triangle`, which has neither a warm-up nor a `final_lr`.
         layer_decay: Factor of the learning rate from each layer to the one below, in (0, 1]; the
             head has the full rate. For fine-tuning, .65 to .75; 1 makes no difference.
         decay_tokens: Whether class token, registers, mask token and position embedding are decayed,
@@ -147,6 +149,7 @@ class TrainOptions:
     num_workers: Workers | None = None
     seed: Seed = 0
     warmup_epochs: PositiveOrZero | None = None
+    schedule: Literal["cosine", "triangular"] = "cosine"
     final_lr: RateOrZero = 1e-6
     layer_decay: PositiveShare = 1.0
     weight_decay: PositiveOrZero = 0.04
@@ -163,6 +166,11 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, "train")
+        if self.schedule == "triangular" and self.warmup_epochs is not None:
+            raise ConfigurationError(
+                "train.schedule=triangular rises over two fifths of the run and has no warm-up, got "
+                f"train.warmup_epochs={self.warmup_epochs:g}; leave it at null"
+            )
 
     def timeline(self, num_images: int) -> Timeline:
         """The planned length of a run over so many images."""
@@ -177,6 +185,12 @@ class TrainOptions:
 
     def warmup_steps(self, timeline: Timeline) -> int:
         return WARMUP.steps(self.warmup_epochs, timeline)
+
+    def rate(self, top: float, timeline: Timeline) -> Schedule:
+        """The learning rate of every step, which is `top` at its highest."""
+        if self.schedule == "triangular":
+            return Triangle(top, timeline.total_steps)
+        return Cosine(top, self.final_lr, timeline.total_steps, self.warmup_steps(timeline))
 
     def workers(self, device: torch.device) -> int:
         """Data workers of each process."""
