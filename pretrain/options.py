@@ -168,8 +168,8 @@ class TrainOptions:
         check_fields(self, "train")
         if self.schedule == "triangular" and self.warmup_epochs is not None:
             raise ConfigurationError(
-                "train.schedule=triangular rises over two fifths of the run and has no warm-up, got "
-                f"train.warmup_epochs={self.warmup_epochs:g}; leave it at null"
+                "train.schedule=triangular rises for two fifths of the run and has no warm-up, "
+                f"got train.warmup_epochs={self.warmup_epochs:g}; leave it at null"
             )
 
     def timeline(self, num_images: int) -> Timeline:
