@@ -125,8 +125,8 @@ class TrainOptions:
             each CPU core the process may use beside a GPU, none beside a CPU that computes.
         warmup_epochs: Of the learning rate, at most the whole run. Without a number 10, but at most
             a tenth of the run.
-        schedule: Of the learning rate: a warm-up and a cosine down to `final_lr`, or the triangle of
-            `pretrain.schedules.Triangle`, which has neither a warm-up nor a `final_lr`.
+        schedule: Of the learning rate: a warm-up and a cosine down to `final_lr`, or the triangle
+            of `pretrain.schedules.Triangle`, which has neither a warm-up nor a `final_lr`.
         layer_decay: Factor of the learning rate from each layer to the one below, in (0, 1]; the
             head has the full rate. For fine-tuning, .65 to .75; 1 makes no difference.
         decay_tokens: Whether class token, registers, mask token and position embedding are decayed,

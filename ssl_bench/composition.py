@@ -127,7 +127,7 @@ def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
             said = OmegaConf.to_container(compose(root, list(groups)), resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(_one_line(error)) from error
-    whole = OmegaConf.create(completed(said, ""))
+    whole = DictConfig(completed(said, ""))
     OmegaConf.set_struct(whole, True)
     return whole
 
