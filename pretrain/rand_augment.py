@@ -61,7 +61,7 @@ class RandAugment:
     def draw(self, generator: np.random.Generator) -> list[tuple[str, float]]:
         """The operations that are applied, by name, each with its amount."""
         numbers = generator.integers(len(_NAMES), size=self.num_ops).tolist()
-        applied, negated = generator.random((2, self.num_ops)) < (_HALF)
+        applied, negated = generator.random((2, self.num_ops)) < _HALF
         magnitudes = generator.normal(self.magnitude, self.deviation, self.num_ops)
         levels = (magnitudes.clip(0, LARGEST_MAGNITUDE) / LARGEST_MAGNITUDE).tolist()
         names = [_NAMES[number] for number in numbers]
@@ -128,7 +128,7 @@ def _enhancing(enhancer: Callable[[Picture], Any]) -> Operation:
     """Away from 1, the picture as it is, to either side."""
     return Operation(
         lambda picture, factor: enhancer(picture).enhance(factor),
-        lambda level: max(0.1, 1 + 0.9 * level),
+        lambda level: 1 + 0.9 * level,
         either_way=True,
     )
 

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float32, Float64, Int64, UInt8
 from torch import Tensor
 
-from pretrain.augmentation import HUE, Images, jitter, normalise
+from pretrain.augmentation import Images, jitter, normalise
 from pretrain.erasing import draw_rectangle, draw_square, erase, grey_out
 from pretrain.mixing import Mixing, Mixture, mix
 from pretrain.plain_crop import PlainCrop
@@ -25,6 +25,9 @@ from ssl_bench.fields import (
     Within,
     check_fields,
 )
+
+# Brightness, contrast and saturation: no hue.
+_NUM_JITTERS = 3
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class SingleCrop:
         return LabelledCrops(
             pixels=pixels,
             labels=labels,
-            order=_rows(one.permutation(HUE) for one in generators),
+            order=_rows(one.permutation(_NUM_JITTERS) for one in generators),
             factors=_rows(self._draw_factors(one) for one in generators).float(),
             hidden=_rows(draw_square(one, size, self.cutout) for one in generators),
             erased=_rows(draw_rectangle(one, size, self.erasing_probability) for one in generators),
@@ -152,7 +155,7 @@ class SingleCrop:
 
     def _draw_factors(self, generator: np.random.Generator) -> Float64[np.ndarray, " 3"]:
         low, high = max(0.0, 1 - self.color_jitter), 1 + self.color_jitter
-        return generator.uniform(low, high, HUE)
+        return generator.uniform(low, high, _NUM_JITTERS)
 
     @cached_property
     def rand_augment(self) -> RandAugment:

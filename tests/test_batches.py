@@ -114,6 +114,13 @@ def test_every_repeat_is_cut_anew_and_the_first_as_without_repeats():
     assert len(cuts) == 3
 
 
+def test_a_first_repeat_is_drawn_as_in_runs_before_there_were_others():
+    of_then = np.random.default_rng((1, 3, 5, 2)).random()
+
+    assert sample_generator(3, 5, 2, 0).random() == of_then
+    assert sample_generator(3, 5, 2, 1).random() != of_then
+
+
 def test_an_image_that_is_repeated_is_opened_once_a_part():
     opened = []
 

@@ -1,6 +1,8 @@
 """Cutout and random erasing: which pixels they take, and what they leave there."""
 
+import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +77,27 @@ def of_timm(erasing, size):
         return [0, 0, 0, 0]
     (top, left), (bottom, right) = taken.amin(0).tolist(), (taken.amax(0) + 1).tolist()
     return [top, bottom, left, right]
+
+
+class Scripted(np.random.Generator):
+    """Says beforehand which shares of the area and logarithms of the ratio it will draw."""
+
+    def __init__(self, *numbers):
+        super().__init__(np.random.PCG64(0))
+        self.numbers = list(numbers)
+
+    def uniform(self, *_: Any, **__: Any) -> Any:
+        return self.numbers.pop(0)
+
+
+def test_a_rectangle_as_high_as_the_image_is_drawn_again_nine_times():
+    as_high, fitting = (0.3, math.log(1 / 0.3)), (0.25, 0.0)
+
+    tenth = draw_rectangle(Scripted(*as_high * 9, *fitting), 20, 1.0)
+    given_up = draw_rectangle(Scripted(*as_high * 10), 20, 1.0)
+
+    assert (tenth[1] - tenth[0], tenth[3] - tenth[2]) == (10, 10)
+    assert not given_up.any()
 
 
 def test_noise_is_standard_normal_and_stays_in_its_rectangle():

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 from scipy.stats import norm
-from timm.data import create_transform
 from timm.data.auto_augment import AugmentOp, rand_augment_transform
 from timm.data.auto_augment import RandAugment as TimmsRandAugment
+from timm.data.transforms_factory import create_transform
 from torch import Tensor
 from torchvision.transforms import ColorJitter
 
@@ -45,13 +45,13 @@ def test_the_recipes_leave_timm_no_choice_but_these_options():
     """Their arguments; with them it does not change the colours apart from RandAugment."""
     recipe: Any = {"color_jitter": 0.4, "auto_augment": RECIPE, "interpolation": "bicubic"}
 
-    transforms = create_transform(224, is_training=True, **recipe).transforms
+    transform: Any = create_transform(224, is_training=True, **recipe)
 
-    (augment,) = (step for step in transforms if isinstance(step, TimmsRandAugment))
+    (augment,) = (step for step in transform.transforms if isinstance(step, TimmsRandAugment))
     for operation in augment.ops:
         assert operation.kwargs["fillcolor"] == OPTIONS["img_mean"]
         assert operation.kwargs["resample"] == OPTIONS["interpolation"]
-    assert not any(isinstance(step, ColorJitter) for step in transforms)
+    assert not any(isinstance(step, ColorJitter) for step in transform.transforms)
 
 
 def picture() -> Tensor:

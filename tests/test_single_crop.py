@@ -1,13 +1,16 @@
 """The crops of supervised training: what happens to images, in which order, drawn from what."""
 
+import random
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from scipy.stats import uniform
+from timm.data.transforms_factory import create_transform
 from torch.utils.data import DataLoader
 from torchvision.transforms import functional
 
@@ -20,7 +23,7 @@ from pretrain.single_crop import LabelledCrops, SingleCrop
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
-from tests.draws import follows
+from tests.draws import alike, follows
 
 CPU = torch.device("cpu")
 PLAIN = SingleCrop(scale=(1.0, 1.0), aspect_ratio=(1.0, 1.0), flip_probability=0.0, num_ops=0)
@@ -144,6 +147,34 @@ def test_images_are_erased_after_normalising_and_mixed_after_erasing():
     expected = mix(erase(alone, part.erased, part.noise_seed), part.mixture)
     assert torch.equal(images, expected)
     assert own_share.item() == pytest.approx(part.mixture.own_share)
+
+
+def posterized(image, bits):
+    """Its highest bits; Pillow's own function refuses to keep none."""
+    return Image.fromarray(np.array(image) & np.uint8(256 - 2 ** (8 - bits)))
+
+
+def test_images_of_a_whole_recipe_are_distributed_as_those_of_timm(monkeypatch):
+    count, image = 700, np.random.default_rng(0).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    picture = Image.fromarray(image).resize((48, 36), Image.Resampling.BICUBIC)
+    recipe: Any = {"auto_augment": "rand-m9-mstd0.5-inc1", "interpolation": "bicubic"}
+    erasing: Any = {"re_prob": 0.25, "re_mode": "pixel"}
+    transform: Any = create_transform(24, is_training=True, color_jitter=0.4, **recipe, **erasing)
+    monkeypatch.setattr(ImageOps, "posterize", posterized)
+    random.seed(0)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    theirs = torch.stack([transform(picture) for _ in range(count)])
+
+    crops, some = SingleCrop(erasing_probability=0.25), [Sample("", np.array(picture), label=0)]
+    ours, _, _ = crops.finish(cut(crops, some * count, size=24), CPU)
+
+    for measure in (torch.mean, torch.std, torch.amax, torch.amin):
+        assert alike(*(measure(images, dim=(1, 2, 3)) for images in (ours, theirs)))
+    edges = (images.diff(dim=3).abs().mean((1, 2, 3)) for images in (ours, theirs))
+    corners = (images[:, 1, 0, 0] for images in (ours, theirs))
+    assert alike(*edges)
+    assert alike(*corners)
 
 
 def test_what_a_recipe_does_not_ask_for_does_not_happen():
