@@ -18,6 +18,8 @@ from ssl_bench.fields import Count, Items, PositiveShare, RateOrZero, ShareBelow
 __all__ = ["SOAP", "AdamW", "OptimizerRecipe", "Soap", "clip_per_tensor", "parameter_groups"]
 
 _Betas = Annotated[Sequence[ShareBelowOne], Items(2, 2)]
+# [CLS], positions, registers and what stands for a hidden patch.
+_TOKENS = ("cls_token", "pos_embed", "reg_token", "mask_token")
 _BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
 
 
@@ -90,11 +92,15 @@ class Soap:
 
 
 def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], *, layer_decay: float = 1.0
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    layer_decay: float = 1.0,
+    decay_tokens: bool = True,
 ) -> list[dict[str, Any]]:
     """The decayed parameters, then those exempt from weight decay; frozen ones are left out.
 
-    Exempt are biases and vectors. Class token and position embedding are decayed.
+    Exempt are biases and vectors, and without `decay_tokens` class token, registers, mask token and
+    position embedding, as in timm and DeiT; official DINO decays them.
 
     A `layer_decay` other than 1 gives such a pair for each layer, the embedding's first, then the
     blocks', that of final norm and head last; `lr_scale` is layer_decay to the number of layers
@@ -102,12 +108,14 @@ def parameter_groups(
 
     Source: `get_params_groups` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
+    for the tokens `no_weight_decay` of
+    https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/models_v2.py
     and, for the layers, BEiT, https://arxiv.org/abs/2106.08254, as in `param_groups_lrd` of
     https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/util/lr_decay.py
     """
     named = [(name, value) for name, value in named_parameters if value.requires_grad]
     if layer_decay == 1.0:
-        return _decayed_and_exempt(named)
+        return _decayed_and_exempt(named, decay_tokens=decay_tokens)
     blocks = [_BLOCK.match(name) for name, _ in named]
     last = max((int(block[1]) for block in blocks if block), default=-1) + 2
     members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(last + 1)]
@@ -116,14 +124,17 @@ def parameter_groups(
     return [
         {**group, "lr_scale": layer_decay ** (last - layer)}
         for layer, those in enumerate(members)
-        for group in _decayed_and_exempt(those)
+        for group in _decayed_and_exempt(those, decay_tokens=decay_tokens)
     ]
 
 
-def _decayed_and_exempt(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+def _decayed_and_exempt(
+    named: Iterable[tuple[str, nn.Parameter]], *, decay_tokens: bool
+) -> list[dict[str, Any]]:
     decayed, exempt = [], []
     for name, parameter in named:
-        is_exempt = name.endswith(".bias") or parameter.ndim == 1
+        is_token = name.rpartition(".")[2] in _TOKENS
+        is_exempt = name.endswith(".bias") or parameter.ndim == 1 or (is_token and not decay_tokens)
         (exempt if is_exempt else decayed).append(parameter)
     return [{"params": decayed}, {"params": exempt, "weight_decay": 0.0}]
 

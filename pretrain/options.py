@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from pretrain.schedules import Timeline
+from pretrain.openings import KEYS, WARMUP
+from pretrain.schedules import Cosine, Schedule, Timeline, Triangle
 from ssl_bench.data.archives import is_archive, open_archives, open_labelled_archives
 from ssl_bench.data.class_folders import ClassFolders
 from ssl_bench.data.fingerprints import FingerprintKind
@@ -46,13 +47,12 @@ _FREE = (
     "train.keep_every",
     "train.non_finite_patience",
     "train.collapse_patience",
+    *KEYS,  # what they come to, the state says in steps
 )
 # What a run may be given more of.
 LENGTH = ("train.epochs", "train.max_steps")
 # It looks at the run and changes nothing.
 _OBSERVING = "monitor."
-# Warm-ups are counted in epochs of ImageNet; a short run gives them no more than this share.
-_WARMUP_SHARE = 0.1
 _MOST_WORKERS = 16
 Epochs = Annotated[Sequence[Count], Items(0, 10_000)]
 
@@ -129,9 +129,14 @@ class TrainOptions:
             crop. The epoch keeps its length, with as many times fewer images. DeiT takes 3.
         num_workers: Processes that read and crop images; 0 for none. Without a number: one for
             each CPU core the process may use beside a GPU, none beside a CPU that computes.
-        warmup_epochs: Of the learning rate, at most a tenth of the run.
+        warmup_epochs: Of the learning rate, at most the whole run. Without a number 10, but at most
+            a tenth of the run.
+        schedule: Of the learning rate: a warm-up and a cosine down to `final_lr`, or the triangle
+            of `pretrain.schedules.Triangle`, which has neither a warm-up nor a `final_lr`.
         layer_decay: Factor of the learning rate from each layer to the one below, in (0, 1]; the
             head has the full rate. For fine-tuning, .65 to .75; 1 makes no difference.
+        decay_tokens: Whether class token, registers, mask token and position embedding are decayed,
+            as official DINO does; DeiT and timm exempt them. Biases and vectors always are exempt.
         clip: Largest norm of the gradient of each single tensor; none for no clipping.
         precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
         compile: With torch.compile; on CUDA if not said.
@@ -152,11 +157,13 @@ class TrainOptions:
     repeats: Count = 1
     num_workers: Workers | None = None
     seed: Seed = 0
-    warmup_epochs: PositiveOrZero = 10.0
+    warmup_epochs: PositiveOrZero | None = None
+    schedule: Literal["cosine", "triangular"] = "cosine"
     final_lr: RateOrZero = 1e-6
     layer_decay: PositiveShare = 1.0
     weight_decay: PositiveOrZero = 0.04
     final_weight_decay: PositiveOrZero = 0.4
+    decay_tokens: bool = True
     clip: Positive | None = 3.0
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool | None = None
@@ -170,6 +177,11 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, "train")
+        if self.schedule == "triangular" and self.warmup_epochs is not None:
+            raise ConfigurationError(
+                "train.schedule=triangular rises for two fifths of the run and has no warm-up, "
+                f"got train.warmup_epochs={self.warmup_epochs:g}; leave it at null"
+            )
 
         late = [epoch for epoch in self.keep_epochs or () if epoch > self.epochs]
         if late:
@@ -195,7 +207,13 @@ class TrainOptions:
         return Timeline(min(total, self.max_steps or total), steps_per_epoch)
 
     def warmup_steps(self, timeline: Timeline) -> int:
-        return timeline.opening(self.warmup_epochs, share=_WARMUP_SHARE)
+        return WARMUP.steps(self.warmup_epochs, timeline)
+
+    def rate(self, top: float, timeline: Timeline) -> Schedule:
+        """The learning rate of every step, which is `top` at its highest."""
+        if self.schedule == "triangular":
+            return Triangle(top, timeline.total_steps)
+        return Cosine(top, self.final_lr, timeline.total_steps, self.warmup_steps(timeline))
 
     def workers(self, device: torch.device) -> int:
         """Data workers of each process."""

@@ -23,6 +23,7 @@ from pretrain.folder import BOARD, CONFIG, ENCODER, LOG
 from pretrain.holding import Hold
 from pretrain.journal import Journal
 from pretrain.monitor import described
+from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
 from pretrain.options import LENGTH, describe, differences, in_full
 from pretrain.plan import Plan
 from pretrain.ranks import Ranks
@@ -65,6 +66,7 @@ class Run:
         self.trained_on = ranks.from_first(request.at_once()(partial(trained_on, images)))
         which = {"images": _digest(images), "image_files": self.trained_on.fingerprint}
         self.description = describe(plan) | which
+        self.description[OPENINGS] = opening_steps(self.description, self.timeline)
         self.batches = _batches(plan, images, ranks)
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
@@ -99,14 +101,15 @@ class Run:
         if self.plan.start_from is not None:
             self.description[SHA256] = sha256_at_resume(self.plan.start_from, older)
         before = in_full(older, self.plan)
+        before.setdefault(OPENINGS, former_opening_steps(before, self.timeline))
         changed = differences(before, self.description)
+        lengths = [change for change in changed if change.startswith((*LENGTH, f"{OPENINGS}."))]
         if extend:
-            changed = [change for change in changed if change.partition(":")[0] not in LENGTH]
+            changed = [change for change in changed if change not in lengths]
         if changed:
-            longer = any(change.partition(":")[0] in LENGTH for change in changed)
             raise ConfigurationError(
                 f"{path} is of a run with another configuration ({'; '.join(changed)}); put it "
-                f"back, {'go on for longer with --extend, ' if longer else ''}or start anew in "
+                f"back, {'go on for longer with --extend, ' if lengths else ''}or start anew in "
                 "another folder"
             )
         self.extensions = state.get("extensions", [])

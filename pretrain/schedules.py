@@ -1,9 +1,17 @@
 """Values that change from step to step, as pure functions of the step."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ssl_bench.errors import ConfigurationError
+
+# Of a triangle: shares of the run, and share of the top.
+_PEAK, _KNEE, _KNEE_VALUE = 0.4, 0.8, 0.05
+
+
+Schedule = Callable[[int], float]
+"""From a step, from 0, to a value."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +37,6 @@ class Timeline:
         """Epoch, from 0, that the step belongs to."""
         return step // self.steps_per_epoch
 
-    def opening(self, epochs: float, *, share: float) -> int:
-        """Steps in the first epochs, but no more than a share of the run, in (0, 1].
-
-        The recipes count their warm-ups in epochs of ImageNet; a short run on few images would
-        otherwise end before they do.
-        """
-        return min(round(epochs * self.steps_per_epoch), math.ceil(share * self.total_steps))
-
 
 @dataclass(frozen=True)
 class Cosine:
@@ -56,6 +56,28 @@ class Cosine:
             return self.start * step / max(self.warmup_steps - 1, 1)
         progress = (step - self.warmup_steps) / max(self.num_steps - self.warmup_steps, 1)
         return self.end + 0.5 * (self.start - self.end) * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Triangle:
+    """From 0 to `top` over two fifths, down to a twentieth of it by four fifths, then to 0.
+
+    Step i of n has the value at the end of its stretch, (i + 1) / n.
+
+    Source: `lr_schedule` of
+    https://github.com/locuslab/convmixer-cifar10/blob/2d3d9b73d3caa6112ecdcea866f1d2805f37cc8e/train.py
+    """
+
+    top: float
+    num_steps: int
+
+    def __call__(self, step: int) -> float:
+        done = (step + 1) / self.num_steps
+        if done <= _PEAK:
+            return self.top * done / _PEAK
+        if done <= _KNEE:
+            return self.top * (1 + (_KNEE_VALUE - 1) * (done - _PEAK) / (_KNEE - _PEAK))
+        return self.top * _KNEE_VALUE * (1 - done) / (1 - _KNEE)
 
 
 @dataclass(frozen=True)

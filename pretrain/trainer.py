@@ -39,11 +39,13 @@ class Trainer:
                 module.compile(dynamic=False)
         self.network = ranks.wrap(learner.student)
         named = learner.student.named_parameters()
-        groups = parameter_groups(named, layer_decay=options.layer_decay)
+        groups = parameter_groups(
+            named, layer_decay=options.layer_decay, decay_tokens=options.decay_tokens
+        )
         self.optimizer = recipe.build(groups)
         total = timeline.total_steps
         top = recipe.lr * options.batch_size / _REFERENCE_BATCH
-        self.lr = Cosine(top, options.final_lr, total, options.warmup_steps(timeline))
+        self.lr = options.rate(top, timeline)
         self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
         dtype = torch.bfloat16 if options.autocasts(ranks.device) else torch.float32
         self._product_rate, self._flops = product_rate(ranks.device, dtype), 0.0

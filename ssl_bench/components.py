@@ -88,19 +88,41 @@ def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPo
 
 
 def entry_point_call(point: metadata.EntryPoint) -> dict[str, Any]:
-    """The configuration of a class of another package: its address and the defaults of its fields.
+    """The configuration of a class of another package: its address alone, see `completed`.
 
     Raises:
         ConfigurationError: it is no dataclass, or a field has no default.
     """
-    kind = _loaded(point)
-    defaults = {item.name: _default(item) for item in fields(kind) if item.init}
-    lacking = [name for name, value in defaults.items() if value is MISSING]
+    lacking = [
+        item.name for item in fields(_loaded(point)) if item.init and _default(item) is MISSING
+    ]
     if lacking:
         raise ConfigurationError(
             f"the entry point {point.name} = {point.value} needs a default for {lacking[0]}"
         )
-    return {TARGET: f"{point.module}.{point.attr}", **defaults}
+    return {TARGET: f"{point.module}.{point.attr}"}
+
+
+def completed(value: Any, key: str) -> Any:
+    """Plain values in which every mapping with a `_target_` says all that its class takes.
+
+    What it leaves out has the default of the class, so that whatever a class can be given can be
+    overridden. Fields without a default stay out.
+
+    Raises:
+        ConfigurationError: a class that must not be built.
+    """
+    if isinstance(value, list):
+        return [completed(item, key) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    said = {str(name): completed(item, _joined(key, name)) for name, item in value.items()}
+    if TARGET not in said:
+        return said
+    kind = component_class(said[TARGET], _joined(key, TARGET))
+    defaults = {item.name: _default(item) for item in fields(kind) if item.init}
+    left = {name for name, default in defaults.items() if default is not MISSING} - said.keys()
+    return said | {name: _plain(defaults[name]) for name in defaults if name in left}
 
 
 def _loaded(point: metadata.EntryPoint) -> type:
@@ -118,9 +140,19 @@ def _loaded(point: metadata.EntryPoint) -> type:
 
 
 def _default(item: Field) -> Any:
-    value = item.default if item.default_factory is MISSING else item.default_factory()
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _plain(default: Any) -> Any:
+    """A default as a file would say it; a dataclass as the call that makes it."""
+    if is_dataclass(default):
+        said = {item.name: getattr(default, item.name) for item in fields(default) if item.init}
+        address = f"{type(default).__module__}.{type(default).__qualname__}"
+        return {TARGET: address, **{name: _plain(item) for name, item in said.items()}}
+    if isinstance(default, Mapping):
+        return {str(name): _plain(item) for name, item in default.items()}
     # A list can be overridden where a tuple would be text.
-    return list(value) if isinstance(value, tuple) else value
+    return [_plain(item) for item in default] if isinstance(default, tuple | list) else default
 
 
 def _attribute(address: str) -> Any:

@@ -14,7 +14,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ssl_bench.components import RESERVED, TARGET, constructed, entry_point_call, entry_points
+from ssl_bench.components import (
+    RESERVED,
+    TARGET,
+    completed,
+    constructed,
+    entry_point_call,
+    entry_points,
+)
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.fields import shown
 
@@ -111,12 +118,18 @@ def keys(config: DictConfig) -> list[str]:
 
 @cache
 def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
-    """What the files say; composed once, because it takes a tenth of a second each time."""
+    """What the files say, and the classes that they name where the files say nothing.
+
+    Composed once, because it takes a tenth of a second each time.
+    """
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            return compose(root, list(groups))
+            said = OmegaConf.to_container(compose(root, list(groups)), resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(_one_line(error)) from error
+    whole = DictConfig(completed(said, ""))
+    OmegaConf.set_struct(whole, True)
+    return whole
 
 
 def _files(group: str) -> list[str]:

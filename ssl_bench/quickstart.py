@@ -28,7 +28,6 @@ PRETRAINING = (
     "optimizer.lr=4e-3",
     "train.batch_size=16",
     "train.max_steps=48",
-    "train.warmup_epochs=1",
     "train.max_minutes=1",
 )
 PROBING = ("probe.protocol=fast", "probe.image_size=128", "probe.epochs=10")

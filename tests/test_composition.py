@@ -1,8 +1,25 @@
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
 import pytest
 from omegaconf import DictConfig
 
-from ssl_bench.composition import as_plain, build, choices, compose_config, has_key
+from pretrain.objectives.dino import Dino
+from pretrain.optimizers import Soap
+from pretrain.options import describe
+from ssl_bench.components import completed, component_class, constructed
+from ssl_bench.composition import (
+    as_plain,
+    build,
+    choices,
+    compose_config,
+    config_folder,
+    has_key,
+    keys,
+)
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.convolution_initialisers import FILTER_INITIALISERS
+from ssl_bench.models.initialisers import INITIALISERS
 
 PCA = ["probe=pca", "dataset=toy"]
 
@@ -91,3 +108,56 @@ def test_the_presets_of_a_probe_keep_its_keys():
         )
 
         assert build(config.probe).protocol == preset
+
+
+def _components(config) -> Iterator[tuple[str, type]]:
+    """The key and the class of everything that a configuration builds."""
+
+    def walk(key, value):
+        if isinstance(value, dict):
+            if "_target_" in value:
+                yield key, component_class(value["_target_"], key)
+            for name, item in value.items():
+                yield from walk(f"{key}.{name}" if key else name, item)
+
+    return walk("", as_plain(config))
+
+
+@pytest.mark.parametrize(
+    "group", ["probe", "dataset", "model", "optimizer", "objective", "experiment"]
+)
+def test_every_field_of_every_class_can_be_overridden(group):
+    root = "probing" if group in ("probe", "dataset") else "pretraining"
+    base = ["probe=pca"] if root == "probing" else []
+    for name in choices(group):
+        config = compose_config(root, [*base, f"{group}={name}"])
+        said = {key.rpartition(".")[0] for key in keys(config)} | set(keys(config))
+        for key, kind in _components(config):
+            names = [f"{key}.{item.name}".lstrip(".") for item in fields(kind) if item.init]
+            assert set(names) <= said
+
+
+def test_what_files_leave_out_is_the_default_of_the_class():
+    config = compose_config("pretraining", ["optimizer=soap", "optimizer.max_precond_dim=7"])
+
+    assert "max_precond_dim" not in (config_folder() / "optimizer/soap.yaml").read_text()
+    assert build(config.optimizer) == replace(Soap(betas=[0.95, 0.95]), max_precond_dim=7)
+    with pytest.raises(ConfigurationError, match=r"optimizer\.eps expects a number"):
+        build(compose_config("pretraining", ["optimizer.eps=x"]).optimizer)
+
+
+def test_a_class_alone_is_completed_by_its_defaults_those_inside_it_too():
+    call = completed({"_target_": "pretrain.objectives.dino.Dino", "out_dim": 9}, "objective")
+
+    assert call["crops"]["_target_"] == "pretrain.multicrop.MultiCrop"
+    assert call["crops"]["global_scale"] == [0.4, 1.0]
+    assert describe(constructed(call, "objective")) == describe(Dino(out_dim=9))
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"), [("vit_tiny_skip", INITIALISERS), ("conv_mixer", FILTER_INITIALISERS)]
+)
+def test_every_option_of_every_initialiser_can_be_overridden(model, kinds):
+    options = compose_config("pretraining", [f"model={model}"]).model.init_options
+
+    assert set(options) == {item.name for kind in kinds.values() for item in fields(kind)}

@@ -68,6 +68,9 @@ PUBLISHED = {
 COMPARISONS = {
     "convmixer_cifar10": {"model"},
     "convmixer_imagenet": {"model"},
+    "deit_imagenet": {"model"},
+    "dino_100_imagenet": {"model"},
+    "dino_300_imagenet": {"model"},
     "dino_imagenet": {"model", "optimizer"},
     "dino_photographs": {"model", "optimizer"},
     "dino_tiny_imagenet": {"model", "optimizer"},

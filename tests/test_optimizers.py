@@ -56,6 +56,23 @@ def test_matrices_and_tokens_are_decayed_and_biases_and_vectors_are_not(model):
     assert "weight_decay" not in decayed
 
 
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+def test_without_decay_of_tokens_they_alone_join_the_exempt(model, layer_decay):
+    model["backbone"].reg_token = nn.Parameter(torch.zeros(1, 2, 12))
+    model["mask_token"] = nn.ParameterDict({"mask_token": torch.zeros(1, 1, 12)})
+    named = list(model.named_parameters())
+    exempt = {}
+    for decay_tokens in (True, False):
+        groups = parameter_groups(named, layer_decay=layer_decay, decay_tokens=decay_tokens)
+        exempt[decay_tokens] = set().union(*(names_of(group, model) for group in groups[1::2]))
+
+    assert exempt[False] - exempt[True] == {
+        *(f"backbone.{name}" for name in ("cls_token", "pos_embed", "reg_token")),
+        "mask_token.mask_token",
+    }
+    assert exempt[True] < exempt[False]
+
+
 def test_a_bias_of_two_dimensions_is_exempt_by_its_name():
     matrix = nn.Parameter(torch.zeros(2, 2))
     assert parameter_groups([("head.bias", matrix)])[1]["params"][0] is matrix

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from pretrain.schedules import Cosine, Linear, Timeline
+from pretrain.options import TrainOptions
+from pretrain.schedules import Cosine, Linear, Timeline, Triangle
 from ssl_bench.errors import ConfigurationError
 
 
@@ -57,17 +58,32 @@ def test_a_line_without_length_is_at_its_end_at_once(num_steps):
     assert Linear(start=0.04, end=0.07, num_steps=num_steps)(0) == 0.07
 
 
+def test_the_triangle_is_the_published_one_at_every_step():
+    """Corners at 0, 2/5, 4/5 and the end; the log of its README has .005 after one of 25 epochs."""
+    schedule = Triangle(top=0.05, num_steps=25)
+
+    values = [schedule(step) for step in range(25)]
+
+    corners = np.interp(np.arange(1, 26), [0, 10, 20, 25], [0, 0.05, 0.0025, 0])
+    assert values == pytest.approx(corners, abs=1e-15)
+    assert [round(value, 6) for value in values[:2]] == [0.005, 0.01]
+    assert [round(value, 6) for value in values[9:12]] == [0.05, 0.04525, 0.0405]
+    assert [round(value, 6) for value in values[-2:]] == [0.0005, 0]
+
+
+def test_the_triangle_of_a_run_takes_no_warmup():
+    timeline = Timeline(total_steps=10, steps_per_epoch=5)
+
+    assert TrainOptions(schedule="triangular").rate(0.1, timeline) == Triangle(0.1, 10)
+    assert TrainOptions().rate(0.1, timeline) == Cosine(0.1, 1e-6, 10, 1)
+    with pytest.raises(ConfigurationError, match=r"has no warm-up, got train\.warmup_epochs=2;"):
+        TrainOptions(schedule="triangular", warmup_epochs=2.0)
+
+
 def test_epochs_change_on_the_first_step_after_the_last_whole_batch():
     timeline = Timeline(total_steps=30, steps_per_epoch=10)
 
     assert [timeline.epoch(step) for step in (0, 9, 10, 29)] == [0, 0, 1, 2]
-
-
-@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 10), (2.5, 25), (5.0, 30)])
-def test_an_opening_never_takes_more_than_its_share_of_the_run(epochs, steps):
-    timeline = Timeline(total_steps=300, steps_per_epoch=10)
-
-    assert timeline.opening(epochs, share=0.1) == steps
 
 
 def test_a_run_without_steps_is_refused():

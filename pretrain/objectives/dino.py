@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from pretrain.multicrop import MultiCrop
 from pretrain.objectives.cross_view import cross_view_loss
 from pretrain.objectives.objective import Views, require_vit
+from pretrain.openings import FREEZE, TEMPERATURE
 from pretrain.schedules import Cosine, Linear, Timeline
+from pretrain.streams import part_seed
 from ssl_bench.fields import PositiveOrZero, Share, Temperature, Width, check_fields
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 
-# Openings counted in epochs take no more than this share of a short run.
-_FREEZE_SHARE, _TEMPERATURE_SHARE = 0.1, 0.3
 # Of the largest possible entropy.
 _COLLAPSE_MARGIN = 0.005
 
@@ -35,8 +35,10 @@ class Dino:
     Attributes:
         out_dim: Prototypes; 8,192 or fewer suit small data.
         norm_last_layer: Keep the last layer's weights at norm 1; steadier, a little less accurate.
-        freeze_last_layer_epochs: The last layer waits so long, at most a tenth of the run.
-        teacher_temperature_epochs: Length of the rise, at most three tenths of the run.
+        freeze_last_layer_epochs: The last layer waits so long, at most the whole run. Without a
+            number 1, but at most a tenth of the run.
+        teacher_temperature_epochs: Length of the rise, at most the whole run. Without a number 30,
+            but at most three tenths of the run.
         momentum: Of the teacher at the start; ends at 1. Small batches and short runs differ:
             .9995 for batch 256 on ImageNet, .99 or less for a few thousand steps.
 
@@ -47,11 +49,11 @@ class Dino:
     hidden_dim: Width = 2_048
     bottleneck_dim: Width = 256
     norm_last_layer: bool = True
-    freeze_last_layer_epochs: PositiveOrZero = 1.0
+    freeze_last_layer_epochs: PositiveOrZero | None = None
     student_temperature: Temperature = 0.1
     teacher_temperature_start: Temperature = 0.04
     teacher_temperature: Temperature = 0.07
-    teacher_temperature_epochs: PositiveOrZero = 30.0
+    teacher_temperature_epochs: PositiveOrZero | None = None
     momentum: Share = 0.996
     center_momentum: Share = 0.9
     crops: MultiCrop = field(default_factory=MultiCrop)
@@ -75,7 +77,7 @@ class Dino:
         del class_names
         model = require_vit(model, "dino", "its teacher does not follow batch statistics")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(part_seed(seed, "head"))
             head = DinoHead(model.dim, self)
         return DinoLearner(self, DinoNetwork(build_vit(model, seed=seed), head), timeline)
 
@@ -156,9 +158,9 @@ class DinoLearner(nn.Module):
         self.teacher_temperature = Linear(
             options.teacher_temperature_start,
             options.teacher_temperature,
-            timeline.opening(options.teacher_temperature_epochs, share=_TEMPERATURE_SHARE),
+            TEMPERATURE.steps(options.teacher_temperature_epochs, timeline),
         )
-        self.frozen_steps = timeline.opening(options.freeze_last_layer_epochs, share=_FREEZE_SHARE)
+        self.frozen_steps = FREEZE.steps(options.freeze_last_layer_epochs, timeline)
         self._teacher_means: list[Tensor] = []
 
     @property

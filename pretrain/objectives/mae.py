@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pretrain.objectives.objective import Independent, Views, require_vit
 from pretrain.plain_crop import PlainCrop
 from pretrain.schedules import Timeline
+from pretrain.streams import part_seed
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.fields import Depth, InnerShare, Width, check_fields
 from ssl_bench.models import EncoderConfig, VisionTransformer, ViTConfig, build_vit
@@ -75,7 +76,7 @@ class Mae:
         model = require_vit(model, "mae", "others have no patches that can be left out")
         num_visible = self._num_visible(model.grid_size**2)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(part_seed(seed, "decoder"))
             decoder = MaeDecoder(model, self, seed=seed)
         network = MaeNetwork(build_vit(model, seed=seed), decoder, num_visible)
         return MaeLearner(self, network)
@@ -107,8 +108,7 @@ class MaeDecoder(nn.Module):
             num_heads=options.decoder_heads,
             position_embedding="sinusoidal",
         )
-        # Another seed: the encoder's weights shall not come again where the sizes agree.
-        transformer = build_vit(like, seed=seed + 1)
+        transformer = build_vit(like, seed=part_seed(seed, "decoder blocks"))
         self.embed = nn.Linear(encoder.dim, like.dim)
         self.mask_token = nn.Parameter(_STD * torch.randn(1, 1, like.dim))
         self.blocks, self.norm = transformer.blocks, transformer.norm

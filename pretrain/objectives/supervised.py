@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pretrain.objectives.objective import Independent, Views
 from pretrain.schedules import Timeline
 from pretrain.single_crop import SingleCrop
+from pretrain.streams import part_seed
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.fields import Count, ShareBelowOne, check_fields
 from ssl_bench.models import EncoderConfig, EncoderModule, build_encoder
@@ -51,7 +52,7 @@ class Supervised:
         del timeline
         self._check(class_names)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(part_seed(seed, "head"))
             head = nn.Linear(model.dim, len(class_names))
             nn.init.trunc_normal_(head.weight, std=0.02)
             nn.init.zeros_(head.bias)
