@@ -295,6 +295,11 @@ class Evaluation:
             known=[record for key in finished if (record := store.load(key)) is not None],
         )
 
+    def _epoch(self) -> dict[str, float]:
+        """How long the encoder was trained, where its file says so."""
+        epoch = self.encoder.contents.epoch
+        return {} if epoch is None else {"epoch": epoch}
+
     def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
         """Folder for the pictures and per-image results of this encoder."""
         encoder = self.encoder
@@ -329,7 +334,7 @@ class Evaluation:
             device=device_name(self.device),
             seconds=round(seconds, 3),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            details={**score.details, **unreadable},
+            details={**score.details, **unreadable, **self._epoch()},
             unit=score.unit,
         )
 

@@ -14,6 +14,7 @@ from ssl_bench.tables.block_choice import CHOICES
 from ssl_bench.tables.comparison import Comparison, comparisons
 from ssl_bench.tables.depth import depth_tables, insert_between_markers, model_names
 from ssl_bench.tables.drawing import draw_curves
+from ssl_bench.tables.epochs import epoch_tables
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
 from ssl_bench.tables.published import PublishedTable, published_table
@@ -39,7 +40,8 @@ def table(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         insert_between_markers(Path(options.into), set_tables(tables, "markdown"))
         say(f"written into {options.into}")
     if options.figure:
-        draw_curves(depth_tables(records), Path(options.figure))
+        curves = epoch_tables if options.over_epochs else depth_tables
+        draw_curves(curves(records), Path(options.figure))
         say(f"drawn: {options.figure}")
     say_ignored(store)
     return 0
@@ -50,8 +52,14 @@ def _check_together(options: argparse.Namespace) -> None:
         require_choice("--best-layer", options.best_layer, CHOICES)
         if not (options.pivot or options.paper):
             raise ConfigurationError("--best-layer needs --pivot or --paper TABLE")
-    if options.pivot and options.paper:
-        raise ConfigurationError("expected --pivot or --paper TABLE, got both")
+    chosen = {
+        "--pivot": options.pivot,
+        "--paper": options.paper,
+        "--over-epochs": options.over_epochs,
+    }
+    asked = [flag for flag, value in chosen.items() if value]
+    if len(asked) > 1:
+        raise ConfigurationError(f"expected one of {', '.join(chosen)}, got {' and '.join(asked)}")
     if options.encoders and not options.paper:
         raise ConfigurationError("--as 'ROW'=CHECKPOINT needs --paper TABLE")
 
@@ -62,6 +70,8 @@ def _tables(
     choice = options.best_layer or "holdout"
     if options.pivot:
         return [pivot_table(records, store, choice)]
+    if options.over_epochs:
+        return epoch_tables(records)
     if options.paper is None:
         return depth_tables(records)
     published = published_table(options.paper)

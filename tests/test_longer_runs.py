@@ -1,11 +1,13 @@
 """Encoders kept on the way, runs that go on for longer, and what there is to resume."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from pretrain.checkpoint import load_state
 from pretrain.folder import CONFIG, ENCODER
@@ -16,6 +18,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, Preempted
 from ssl_bench.files import read_digests, sha256_of
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.addresses import expand
+from ssl_bench.results import ResultStore
 from tests.faults import end_after_parts
 from tests.test_train import assert_same_run, make_album, rows_of, tiny
 
@@ -83,6 +86,45 @@ def test_patterns_find_epochs(kept, capsys):
     out = capsys.readouterr().out
     assert "run@1" in out
     assert "run@2" in out
+
+
+def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
+    small = ["dataset.num_train=6", "dataset.num_val=4", "probe.image_size=16"]
+    asked = ["probe", "--task", "pca", "--out", str(tmp_path), "--checkpoint", str(kept)]
+    assert main([*asked, f"{kept}@1", f"{kept}@2", *small]) == 0
+    table = ["table", "--out", str(tmp_path), "--over-epochs"]
+    figure = tmp_path / "epochs.png"
+    capsys.readouterr()
+
+    assert main([*table, "--format", "json", "--figure", str(figure)]) == 0
+    tables = json.loads(capsys.readouterr().out)
+    assert {table["kind"] for table in tables} == {"epochs"}
+    assert all(table["title"].endswith(", run") for table in tables)
+    shown = {
+        (told["metric"], told["facet"], cell["epoch"], cell["column"]): cell["value"]
+        for told in tables
+        for cell in told["cells"]
+    }
+    records = {
+        (one.metric, one.facet, one.details["epoch"], f"block {one.layer}"): one.value
+        for one in ResultStore(tmp_path).records()
+    }
+    assert shown == records
+    assert {epoch for _, _, epoch, _ in shown} == {1.0, 2.0, 3.0}
+    assert Image.open(figure).size[0] > 300
+    assert main([*table, "--format", "text"]) == 0
+    assert capsys.readouterr().out.count("epoch") >= 1
+    assert main([*table, "--pivot"]) == 2
+
+
+def test_what_has_one_epoch_alone_is_no_course(kept, tmp_path, capsys):
+    small = ["dataset.num_train=3", "dataset.num_val=2", "probe.image_size=16"]
+    assert (
+        main(["probe", "--task", "pca", "--out", str(tmp_path), "--checkpoint", str(kept), *small])
+        == 0
+    )
+    assert main(["table", "--out", str(tmp_path), "--over-epochs"]) == 3
+    assert "two epochs or more; pretrain with train.keep_epochs" in capsys.readouterr().err
 
 
 def test_epochs_that_never_come_are_refused(album):

@@ -1,6 +1,7 @@
 """Our checkpoint: one safetensors file that says what it is, and its sha256 beside it."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
@@ -91,6 +92,15 @@ def stated_identity(path: Path) -> tuple[EncoderConfig, str]:
     # While the weights are replaced two lines stand there; others may speak of other files.
     is_single = [name for _, name in stated] == [path.name]
     return config, stated[0][0] if is_single else verified_sha256(path)
+
+
+def stated_epoch(path: Path) -> float | None:
+    """How many epochs of training a file of ours says it had."""
+    try:
+        epoch = float(read_metadata(path).get("epoch", "nan"))
+    except ValueError:
+        return None
+    return epoch if math.isfinite(epoch) else None
 
 
 def read_metadata(path: Path) -> dict[str, str]:

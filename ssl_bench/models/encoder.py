@@ -30,6 +30,7 @@ class Contents:
         ignored: Tensors that are not used, or what holds several, and why.
         note: What was done to the tensors on the way.
         file: Where they are.
+        epoch: How long they were trained, where a run of this suite says so.
     """
 
     layout: str = "memory"
@@ -37,6 +38,7 @@ class Contents:
     ignored: Mapping[str, str] = field(default_factory=dict)
     note: str = ""
     file: Path | None = None
+    epoch: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,13 @@ from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.addresses import LAST, file_of, name_of
-from ssl_bench.models.checkpoint import is_ours, load_checkpoint, unreplaced, verified_sha256
+from ssl_bench.models.checkpoint import (
+    is_ours,
+    load_checkpoint,
+    stated_epoch,
+    unreplaced,
+    verified_sha256,
+)
 from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, encoder_from_model
 from ssl_bench.models.foreign import load_foreign
 from ssl_bench.models.hub import HUB_WEIGHTS, downloaded_file
@@ -85,7 +91,7 @@ def _from_path(uri: str) -> Encoder:
             uri=uri,
             sha256=digest,
             keys=(keys, keys),
-            contents=Contents("ssl-bench", file=path),
+            contents=Contents("ssl-bench", file=path, epoch=stated_epoch(path)),
         )
     return _from_foreign_file(path, uri, name_of(path))
 

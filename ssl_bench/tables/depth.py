@@ -18,6 +18,9 @@ from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word, set_tables
 
 _SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
+Row = int | float
+"""A block, or an epoch."""
+_JSON_NAMES = {"block": "layer"}
 MARKERS = ("<!-- ssl-bench table -->", "<!-- end of ssl-bench table -->")
 
 
@@ -94,24 +97,29 @@ class Entry:
 
 @dataclass(frozen=True)
 class DepthTable:
-    """One metric over blocks (rows) and models (columns)."""
+    """One metric over blocks (rows) and models (columns).
+
+    Attributes:
+        rows: What they are: blocks, or something else that a score is followed over.
+    """
 
     title: str
     models: tuple[str, ...]
-    layers: tuple[int, ...]
-    entries: dict[tuple[int, str], Entry]
+    layers: tuple[Row, ...]
+    entries: dict[tuple[Row, str], Entry]
     provenance: str
+    rows: str = "block"
 
     @property
     def unit(self) -> str:
         """Of all values."""
         return next(iter(self.entries.values())).records[0].unit
 
-    def best_layer(self, model: str) -> int | None:
+    def best_layer(self, model: str) -> Row | None:
         """The block with the highest value of a model; None when none has one or is better."""
         return next(iter(self._ranked(model)), None)
 
-    def _ranked(self, model: str) -> list[int]:
+    def _ranked(self, model: str) -> list[Row]:
         values = {
             layer: self.entries[layer, model].value
             for layer in self.layers
@@ -128,14 +136,17 @@ class DepthTable:
         """
         ranked = {model: self._ranked(model) for model in self.models}
         rows = [
-            (Word(str(layer)), *(self._word(layer, model, ranked, style) for model in self.models))
+            (
+                Word(f"{layer:g}"),
+                *(self._word(layer, model, ranked, style) for model in self.models),
+            )
             for layer in self.layers
         ]
         note = self.provenance + dagger_note(self.entries.values())
-        return Sheet(self.title, ("block", *self.models), tuple(rows), (note,))
+        return Sheet(self.title, (self.rows, *self.models), tuple(rows), (note,))
 
     def _word(
-        self, layer: int, model: str, ranked: Mapping[str, Sequence[int]], style: str
+        self, layer: Row, model: str, ranked: Mapping[str, Sequence[Row]], style: str
     ) -> Word:
         if (layer, model) not in self.entries:
             return Word("")
@@ -146,20 +157,20 @@ class DepthTable:
     def csv_rows(self) -> list[dict[str, Any]]:
         """Fields of every cell, by block and model."""
         return [
-            {"title": self.title, "block": layer, "model": model, **entry.csv_fields()}
+            {"title": self.title, self.rows: layer, "model": model, **entry.csv_fields()}
             for layer, model, entry in self._cells()
         ]
 
     def as_json(self) -> dict[str, Any]:
         """Cells with what is needed to trust them."""
         cells = [
-            {"layer": layer, "column": model, **entry.as_json()}
+            {_JSON_NAMES.get(self.rows, self.rows): layer, "column": model, **entry.as_json()}
             for layer, model, entry in self._cells()
         ]
         series = series_json(next(iter(self.entries.values())).records[0])
-        return {"kind": "blocks", "title": self.title, **series, "cells": cells}
+        return {"kind": f"{self.rows}s", "title": self.title, **series, "cells": cells}
 
-    def _cells(self) -> list[tuple[int, str, Entry]]:
+    def _cells(self) -> list[tuple[Row, str, Entry]]:
         return [
             (layer, model, self.entries[layer, model])
             for layer in self.layers
@@ -174,7 +185,7 @@ def depth_tables(records: Sequence[Record]) -> list[DepthTable]:
     Numbers that differ in dataset, protocol, facet, settings or images never share a table.
     """
     ordered, names = comparable_groups(records), model_names(records)
-    return [_depth_table(group, _difference(group[0], ordered), names) for group in ordered]
+    return [_depth_table(group, difference(group[0], ordered), names) for group in ordered]
 
 
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
@@ -185,9 +196,9 @@ def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
     return [group for _, group in sorted(groups.items())]
 
 
-def _difference(record: Record, groups: Sequence[Sequence[Record]]) -> str:
+def difference(record: Record, groups: Sequence[Sequence[Record]]) -> str:
     """What sets a group apart from the others whose title would be the same."""
-    rivals = [group[0] for group in groups if _title(group[0]) == _title(record)]
+    rivals = [group[0] for group in groups if title(group[0]) == title(record)]
     differing = differing_settings(record, rivals)
     return f" [{', '.join(differing)}]" if differing else ""
 
@@ -208,7 +219,8 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
     return differing
 
 
-def _title(record: Record) -> str:
+def title(record: Record) -> str:
+    """What was measured, on what and how."""
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
         f"{record.facet}, protocol {named_protocol(record)}{said_training(record)}"
@@ -234,15 +246,13 @@ def _comparable(record: Record) -> tuple[str, ...]:
     return (*names, record.facet, record.dataset_fingerprint, settings_text(record))
 
 
-def _depth_table(
-    records: Sequence[Record], difference: str, names: Mapping[str, str]
-) -> DepthTable:
+def _depth_table(records: Sequence[Record], differing: str, names: Mapping[str, str]) -> DepthTable:
     columns = {record.encoder_id: names[record.encoder_id] for record in records}
-    cells: dict[tuple[int, str], list[Record]] = defaultdict(list)
+    cells: dict[tuple[Row, str], list[Record]] = defaultdict(list)
     for record in records:
         cells[record.layer, columns[record.encoder_id]].append(record)
     return DepthTable(
-        title=_title(records[0]) + difference,
+        title=title(records[0]) + differing,
         models=tuple(sorted(set(columns.values()))),
         layers=tuple(sorted({record.layer for record in records})),
         entries={cell: mean_entry(seeds) for cell, seeds in cells.items()},

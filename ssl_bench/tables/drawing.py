@@ -12,7 +12,7 @@ _PANELS_A_ROW = 3
 
 
 def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
-    """Draw score over blocks, one panel a table, one line a model, with its 95 % band.
+    """Draw score over blocks or epochs, one panel a table, one line a model, with its 95 % band.
 
     A model has the same colour in all panels. The suffix of the path chooses the format, such as
     .png or .svg.
@@ -23,8 +23,14 @@ def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
-    models = sorted({model for table in tables for model in table.models})
-    colours = {model: f"C{number}" for number, model in enumerate(models)}
+    models = list(dict.fromkeys(model for table in tables for model in table.models))
+    if tables[0].rows == "block":
+        models.sort()
+        colours: dict[str, Any] = {model: f"C{number}" for number, model in enumerate(models)}
+    else:
+        # Blocks have an order, which their colours show.
+        shades = mpl.colormaps["viridis"]
+        colours = {model: shades(n / max(len(models) - 1, 1)) for n, model in enumerate(models)}
     rows, columns = -(-len(tables) // _PANELS_A_ROW), min(len(tables), _PANELS_A_ROW)
     figure, axes = pyplot.subplots(
         rows, columns, figsize=(4.2 * columns, 3.4 * rows + 0.4), squeeze=False,
@@ -42,7 +48,7 @@ def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, str]) -> None:
+def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> None:
     ends = [end for e in table.entries.values() for end in (e.value, e.low, e.high)]
     heights = [end for end in ends if end is not None and math.isfinite(end)]
     if not table.unit and min(heights, default=0.0) > 0:
@@ -53,12 +59,12 @@ def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, str]) -> Non
     if math.inf in ends:
         axis.set_ylim(top=top)
     axis.set_title(in_figure(table.title).replace(", ", "\n", 1), fontsize=8)
-    axis.set_xlabel("block")
+    axis.set_xlabel(table.rows)
     axis.set_ylabel(table.unit)
     axis.grid(alpha=0.3)
 
 
-def _draw_curve(axis: Any, table: DepthTable, model: str, colour: str, top: float) -> None:
+def _draw_curve(axis: Any, table: DepthTable, model: str, colour: Any, top: float) -> None:
     """Infinity is drawn at the top."""
     cells = {
         layer: table.entries[layer, model]
