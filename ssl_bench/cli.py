@@ -68,6 +68,10 @@ def _command(
     return command
 
 
+def _add_keys(add: Callable[..., argparse.Action]) -> None:
+    add("--keys", action="store_true", help="print every KEY=VALUE with what it takes, and stop")
+
+
 def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
     probe = _command(commands, "probe", "probe the blocks of frozen encoders")
     add = probe.add_argument
@@ -78,6 +82,7 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     _add_probing(add)
     add("--overwrite", action="store_true", help="compute finished cells again")
+    _add_keys(add)
     add("--json", action="store_true", help="print the records as JSON instead of tables")
 
 
@@ -139,6 +144,7 @@ def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="go on for longer: with more train.epochs or train.max_steps than before",
     )
     add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
+    _add_keys(add)
 
 
 def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:

@@ -8,12 +8,14 @@ from datetime import datetime
 from pathlib import Path
 
 import torch
+from omegaconf import DictConfig
 
 from ssl_bench.composition import (
     as_plain,
     build,
     choices,
     compose_config,
+    key_lines,
     require_choice,
 )
 from ssl_bench.data.readable import ReadableDataset
@@ -36,6 +38,8 @@ ON_BAD_IMAGE = ("fail", "skip")
 
 def probe(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Probe every asked layer of every asked checkpoint; print the tables."""
+    if options.keys:
+        return _print_keys(*probing_defaults(options.task, options.dataset, overrides))
     plan = asked_probes(options, overrides)
     device = choose_device(options.device)
     store = opened_store(options.out)
@@ -119,6 +123,8 @@ def pretrain(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Pretrain one encoder into a run folder."""
     overrides = with_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
+    if options.keys:
+        return _print_keys(config)
     if (options.resume or options.must_resume or options.extend) and options.out is None:
         raise ConfigurationError("--resume and --extend need --out DIR, the run to go on with")
     out = Path(options.out or _default_run(overrides))
@@ -135,6 +141,21 @@ def pretrain(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     )
     if is_heard():
         say(f"next: ssl-bench probe --task all --checkpoint {out}")
+    return 0
+
+
+def probing_defaults(task: str, dataset: str, overrides: Sequence[str]) -> list[DictConfig]:
+    """The configurations of some tasks on some datasets, before anything is opened."""
+    return [
+        compose_config("probing", [f"probe={one}", f"dataset={where}", *overrides])
+        for one in asked_names("task", task, choices("probe"))
+        for where in asked_names("dataset", dataset, choices("dataset"))
+    ]
+
+
+def _print_keys(*configs: DictConfig) -> int:
+    lines = [line for config in configs for line in key_lines(config)]
+    print("\n".join(dict.fromkeys(lines)))
     return 0
 
 

@@ -15,7 +15,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.fields import require, shown
+from ssl_bench.fields import described, require, shown
 
 TARGET = "_target_"
 PACKAGES = ("ssl_bench", "probes", "pretrain")
@@ -123,6 +123,27 @@ def completed(value: Any, key: str) -> Any:
     defaults = {item.name: _default(item) for item in fields(kind) if item.init}
     left = {name for name, default in defaults.items() if default is not MISSING} - said.keys()
     return said | {name: _plain(defaults[name]) for name in defaults if name in left}
+
+
+def legal_values(value: Any, key: str = "") -> dict[str, str]:
+    """What every key below a `_target_` takes, such as "a number in [0, 1]", by its full name.
+
+    Raises:
+        ConfigurationError: a class that must not be built.
+    """
+    if not isinstance(value, Mapping):
+        return {}
+    found = {}
+    kinds = {}
+    if TARGET in value:
+        kind = component_class(value[TARGET], _joined(key, TARGET))
+        kinds = {item.name: item.type for item in fields(kind)}
+    for name, item in value.items():
+        full = _joined(key, name)
+        if name in kinds and not (isinstance(item, Mapping) and TARGET in item):
+            found[full] = described(kinds[name])
+        found |= legal_values(item, full)
+    return found
 
 
 def _loaded(point: metadata.EntryPoint) -> type:

@@ -1,6 +1,7 @@
 """From YAML files and overrides to components; below this file there is no DictConfig."""
 
 import difflib
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
@@ -21,6 +22,7 @@ from ssl_bench.components import (
     constructed,
     entry_point_call,
     entry_points,
+    legal_values,
 )
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.fields import shown
@@ -114,6 +116,14 @@ def has_key(config: DictConfig, key: str) -> bool:
 def keys(config: DictConfig) -> list[str]:
     """What can be overridden, such as "probe.epochs"."""
     return [key for key in _flatten(config) if not key.endswith("_target_")]
+
+
+def key_lines(config: DictConfig) -> list[str]:
+    """Every key with its value and what it takes, one a line: "train.clip=3.0  a number in ..."."""
+    legal = legal_values(OmegaConf.to_container(config, resolve=False))
+    said = {key: f"{key}={json.dumps(_flatten(config)[key])}" for key in keys(config)}
+    width = min(max(map(len, said.values())), _LONG)
+    return [f"{text:{width}}  {legal.get(key, '')}".rstrip() for key, text in said.items()]
 
 
 @cache

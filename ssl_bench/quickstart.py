@@ -56,7 +56,7 @@ def _pretrain(run: Path, model: str, *, overwrite: bool) -> None:
         return
     # A folder without weights is a run that was stopped; it is begun anew.
     flags = {"out": str(run), "data_root": None, "device": None}
-    flags |= dict.fromkeys(("resume", "must_resume", "extend"), False)
+    flags |= dict.fromkeys(("resume", "must_resume", "extend", "keys"), False)
     shown = ["pretrain", f"model={model}", *PRETRAINING, "--out", str(run)]
     overrides = [f"model={model}", *PRETRAINING]
     _as_typed(commands.pretrain, shown, Namespace(**flags, overwrite=True), overrides)
@@ -66,7 +66,7 @@ def _probe(out: Path, *, overwrite: bool) -> None:
     runs = [str(out / model) for model in MODELS]
     flags = {"task": "all", "layer": "all", "checkpoint": runs, "dataset": "toy", "data_root": None}
     flags |= {"out": str(out / "results"), "device": None, "overwrite": overwrite}
-    flags |= {"on_bad_image": "fail", "json": False}
+    flags |= {"on_bad_image": "fail", "json": False, "keys": False}
     checkpoints = [word for run in runs for word in ("--checkpoint", run)]
     shown = ["probe", "--task", "all", "--layer", "all", *checkpoints, *PROBING]
     shown += ["--out", str(out / "results")]

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from ssl_bench.cli import main
+from ssl_bench.composition import compose_config, keys
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
 from ssl_bench.results import ResultStore
 
@@ -246,3 +248,19 @@ def test_pictures_show_every_block_beside_the_photograph(workplace):
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def test_every_key_is_listed_with_what_it_takes(place, capsys):
+    assert main(["pretrain", "--keys", "objective=supervised", "train.clip=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = {line.partition("=")[0]: line for line in lines}
+    assert set(told) == set(keys(compose_config("pretraining", ["objective=supervised"])))
+    assert re.fullmatch(r"train\.clip=2 +a number in \(0, 1000000000\] or null", told["train.clip"])
+    assert "a number in [0, 1)" in told["objective.label_smoothing"]
+    assert not Path("runs").exists()
+
+    assert main(["probe", "--task", "knn,pca", "--keys"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^probe\.neighbours=.* a list such as \[1,2\]", out, re.MULTILINE)
+    assert main(["probe", "--task", "knn", "--keys", "probe.nothing=1"]) == 2
+    assert "unknown key" in capsys.readouterr().err
