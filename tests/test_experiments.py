@@ -76,6 +76,7 @@ COMPARISONS = {
     "dino_tiny_imagenet": {"model", "optimizer"},
     "graying_imagenet": {"model"},
     "graying_tiny_imagenet": {"model"},
+    "initialisation_readings": {"model"},
     "mae_imagenet_finetune": {"model"},
     "mimetic_cifar10": {"model"},
     "osa_mnist": {"model"},

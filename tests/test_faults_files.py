@@ -44,11 +44,13 @@ def test_fault_59_files_that_are_not_ours_are_never_removed(place):
 def test_fault_59_an_unfinished_file_goes_only_when_its_writer_is_gone(tmp_path):
     def write() -> None:
         with unfinished(tmp_path / "records" / "a.json"):
+            (tmp_path / "locked").touch()
             time.sleep(60)
 
     child = fork(write)
-    while not (found := list(tmp_path.rglob("*.tmp"))):
+    while not (tmp_path / "locked").exists():
         time.sleep(0.001)
+    found = list(tmp_path.rglob("*.tmp"))
     os.utime(found[0], (0, 0))
     # A job that a scheduler suspended touches nothing for days.
     os.kill(child, signal.SIGSTOP)

@@ -13,7 +13,6 @@ from pretrain.checkpoint import has_state, load_state
 from tests.faults import photo_folder
 from tests.two_ranks import AT
 
-pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parents[1]
 # Exit code, what the line says, and the step that is saved at the end.
 EXPECTED = {
@@ -25,20 +24,15 @@ EXPECTED = {
     "SIGINT": (75, "asked to stop after step 4 of 8", AT + 1),
     "worker": (5, "a data worker died", AT),
     "images": (3, "holds no images", None),
+    "disk": (5, "No space left on device", AT + 1),
+    "taken": (2, "already holds a run", None),
 }
-CASES = [
-    *(f"{name}:{rank}" for name in EXPECTED for rank in range(2)),
-    "disk:0", "taken:0",
-]  # fmt: skip
+BOTH = [name for name in EXPECTED if name not in ("disk", "taken")]
+# Only the first process writes the log and looks at the folder.
+CASES = [*(f"{name}:{rank}" for name in BOTH for rank in range(2)), "disk:0", "taken:0"]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def ends(place) -> dict[str, Any]:
+def ends(place: Path) -> dict[str, Any]:
     """How both processes ended, for each fault; all in a process of their own."""
     photos = photo_folder(place / "photos")
     command = [sys.executable, "-m", "tests.two_ranks", str(photos), str(place), *CASES]
@@ -56,32 +50,21 @@ def saved_step(place: Path, fault: str) -> int | None:
     return load_state(folder, torch.device("cpu"))[0]["step"] if has_state(folder) else None
 
 
-@pytest.mark.parametrize("fault", [case for case in CASES if case.split(":")[0] in EXPECTED])
-def test_both_processes_end_together_saved_and_with_one_line(ends, place, fault):
-    code, said, step = EXPECTED[fault.split(":")[0]]
-    end = ends[fault]
-
-    codes = [code, code]
-    if fault.startswith("SIGINT"):
-        codes[int(fault[-1])] = 130
-    assert end["codes"] == codes, end["said"]
-    lines = lines_of(end)
-    if fault == "SIGINT:0":
-        assert "interrupted after step 4 of 8" in end["said"][0]
-    else:
-        assert len(lines) == 1, end["said"]
-        assert said in lines[0]
-    assert saved_step(place, fault) == step
+def codes_of(fault: str, code: int) -> list[int]:
+    """Whoever got the Ctrl-C says so; to the other it is a wish to stop."""
+    name, rank = fault.split(":")
+    return [130 if name == "SIGINT" and number == int(rank) else code for number in range(2)]
 
 
-def test_a_log_that_cannot_be_written_ends_both(ends):
-    assert ends["disk:0"]["codes"] == [5, 5]
-    (line,) = lines_of(ends["disk:0"])
-    assert "No space left on device" in line
+# One test, because its processes are started once for all faults.
+@pytest.mark.slow
+def test_both_processes_end_together_saved_and_with_one_line(tmp_path):
+    found = ends(tmp_path)
 
-
-def test_a_folder_that_is_taken_is_refused_by_both(ends, place):
-    assert ends["taken:0"]["codes"] == [2, 2]
-    (line,) = lines_of(ends["taken:0"])
-    assert "already holds a run" in line
-    assert saved_step(place, "taken:0") is None
+    for fault in CASES:
+        code, said, step = EXPECTED[fault.split(":")[0]]
+        lines = lines_of(found[fault])
+        assert found[fault]["codes"] == codes_of(fault, code), (fault, found[fault])
+        assert len(lines) == 1, (fault, lines)
+        assert (said if fault != "SIGINT:0" else "interrupted") in lines[0], fault
+        assert saved_step(tmp_path, fault) == step, fault

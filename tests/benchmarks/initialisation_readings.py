@@ -1,0 +1,105 @@
+"""Which reading of the skipless initialisation trains: every reading, optimizer and rate.
+
+    python -m tests.benchmarks.initialisation_readings CIFAR --json FILE [--steps 400]
+
+CIFAR is a folder or an archive with CLASS/PICTURE in its train/ and test/. One run of
+`experiment=initialisation_readings_*` an arm, one after the other, each in a process with one
+thread, in `runs/initialisation_readings`; what is finished there is not run again, and what was
+stopped goes on. Reported are loss and accuracy on the training images over the last fifty steps,
+and the share of patches that have become one token: those of unseen images, after the last block,
+whose cosine with the mean patch of their image is above .99. Probes see no more than that.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pretrain.checkpoint import has_state, load_state
+from pretrain.folder import LOG
+from ssl_bench.data.archives import open_labelled_archives
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import load_encoder
+from tests.benchmarks.provenance import provenance
+
+READINGS = ("as_written", "no_logit_scale", "no_gain", "uniform")
+# At batch 64; the option counts for 256.
+RATES = {"adamw": (2e-4, 5e-4, 1e-3), "soap": (5e-4, 1e-3, 2e-3)}
+ARMS = [(r, o, rate) for o, rates in RATES.items() for r in READINGS for rate in rates]
+LAST, IMAGES, SAME = 50, 200, 0.99
+OUT = Path("runs/initialisation_readings")
+
+
+def trained(arm: tuple[str, str, float], data: str, steps: int) -> Path:
+    """The folder of a finished run."""
+    reading, optimizer, rate = arm
+    out = OUT / f"{reading}-{optimizer}-{rate:g}"
+    if has_state(out) and load_state(out, torch.device("cpu"))[0]["step"] >= steps:
+        return out
+    command = [sys.executable, "-m", "ssl_bench.cli", "pretrain", "--out", str(out), "--resume"]
+    options = [f"optimizer={optimizer}", f"optimizer.lr={rate * 4}", f"train.max_steps={steps}"]
+    subprocess.run(
+        [*command, f"experiment=initialisation_readings_{reading}", *options, f"data.root={data}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+    return out
+
+
+def merged_share(out: Path, images: ImageSet) -> float:
+    """Percent of the patches after the last block that point where the mean one does."""
+    encoder = load_encoder(str(out))
+    extract, shares = FeatureExtractor(encoder, layers=[encoder.depth - 1]), []
+    for number in range(IMAGES):
+        pixels = images[number * len(images) // IMAGES].image
+        features = extract(torch.from_numpy(pixels)[None].permute(0, 3, 1, 2) / 255)
+        patches = features[encoder.depth - 1]["token"].flatten(0, 2)
+        near = F.cosine_similarity(patches, patches.mean(0, keepdim=True)) > SAME
+        shares.append(100 * float(near.float().mean()))
+    return fmean(shares)
+
+
+def measured(
+    arm: tuple[str, str, float], data: str, steps: int, images: ImageSet
+) -> dict[str, Any]:
+    out = trained(arm, data, steps)
+    rows = [json.loads(line) for line in (out / LOG).read_text().splitlines()][-LAST:]
+    known = [row for row in rows if row["loss"] is not None]
+    return {
+        **dict(zip(("reading", "optimizer", "rate"), arm, strict=True)),
+        "steps": steps,
+        "loss": fmean(row["loss"] for row in known) if known else None,
+        "train_top1": fmean(row["train_top1"] for row in known) if known else None,
+        "merged_percent": merged_share(out, images),
+        "provenance": provenance(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    images = open_labelled_archives(f"{options.data}/test", in_memory=True)
+    rows = []
+    print("| reading | optimizer | rate | loss | train top-1 | one token % |")
+    print("|---|---|---|---|---|---|")
+    for arm in ARMS:
+        row = measured(arm, f"{options.data}/train", options.steps, images)
+        rows.append(row)
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        figures = (f"{row[name]:.2f}" for name in ("loss", "train_top1", "merged_percent"))
+        print(f"| {arm[0]} | {arm[1]} | {arm[2]:g} | {' | '.join(figures)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
