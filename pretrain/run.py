@@ -123,7 +123,8 @@ class Run:
     def _extend(self, step: int, before: Mapping[str, Any]) -> None:
         options = self.plan.train
         lengths = {name.partition(".")[2]: before[name.partition(".")[2]] for name in LENGTH}
-        old = replace(options, **lengths).timeline(self._num_images).total_steps
+        # Epochs that are kept may be of the longer run alone.
+        old = replace(options, keep_epochs=None, **lengths).timeline(self._num_images).total_steps
         new = self.timeline.total_steps
         if new <= old:
             raise ConfigurationError(

@@ -139,7 +139,7 @@ def test_a_run_begun_anew_leaves_none_of_the_older_ones(album, tmp_path):
 
 
 def test_a_longer_run_goes_on_where_the_shorter_ended(album, tmp_path):
-    short, long = plan(album, epochs=1), plan(album, epochs=2)
+    short, long = plan(album, epochs=1), plan(album, epochs=2, keep_epochs=[2])
     short.run(tmp_path, device="cpu")
     with pytest.raises(ConfigurationError, match=r"train\.epochs: 1 -> 2.*longer with --extend"):
         long.run(tmp_path, resume=True, device="cpu")
@@ -153,6 +153,7 @@ def test_a_longer_run_goes_on_where_the_shorter_ended(album, tmp_path):
     planned = [row["lr"] for row in rows_of(tmp_path / "whole")]
     assert [row["lr"] for row in rows[STEPS_PER_EPOCH:]] == planned[STEPS_PER_EPOCH:]
     assert [row["lr"] for row in rows[:STEPS_PER_EPOCH]] != planned[:STEPS_PER_EPOCH]
+    assert (tmp_path / "epoch0002.safetensors").is_file()
     told = yaml.safe_load((tmp_path / CONFIG).read_text())
     assert told["train"]["epochs"] == 2
     assert told["extensions"] == [{"step": 6, "from_steps": 6, "to_steps": 12}]
