@@ -1,4 +1,4 @@
-"""Recipes that build an optimizer, the weight-decay groups, and clipping tensor by tensor."""
+"""Recipes that build an optimizer, the weight-decay groups, and clipping."""
 
 # torch documents its foreach functions but does not export them to type checkers.
 # pyright: reportPrivateImportUsage=false
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pretrain.soap import SOAP
 from ssl_bench.fields import Count, Items, PositiveShare, RateOrZero, ShareBelowOne, check_fields
 
-__all__ = ["SOAP", "AdamW", "OptimizerRecipe", "Soap", "clip_per_tensor", "parameter_groups"]
+__all__ = ["SOAP", "AdamW", "OptimizerRecipe", "Soap", "clip_gradients", "parameter_groups"]
 
 _Betas = Annotated[Sequence[ShareBelowOne], Items(2, 2)]
 # [CLS], positions, registers and what stands for a hidden patch.
@@ -147,19 +147,23 @@ def _layer_of(name: str, last: int) -> int:
 
 
 @torch.no_grad()
-def clip_per_tensor(
-    parameters: Iterable[nn.Parameter], max_norm: float
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], max_norm: float, *, whole: bool = False
 ) -> Float[Tensor, " parameters"]:
-    """Scale each gradient to a norm of at most `max_norm`, on its own and in place.
+    """Scale each gradient to a norm of at most `max_norm`, in place.
+
+    On its own, or as a part of the `whole`, whose norm is limited then.
 
     Returns:
         The norms before clipping, of the parameters that have a gradient. Nothing waits for them.
 
     Source: `clip_gradients` of
-    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
+    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py,
+    and of the whole as `torch.nn.utils.clip_grad_norm_`.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = torch.stack(torch._foreach_norm(gradients))
-    coefficients = (max_norm / (norms + 1e-6)).clamp(max=1.0)
+    limited = norms.norm().expand_as(norms) if whole else norms
+    coefficients = (max_norm / (limited + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, coefficients.unbind())
     return norms

@@ -138,6 +138,7 @@ class TrainOptions:
         decay_tokens: Whether class token, registers, mask token and position embedding are decayed,
             as official DINO does; DeiT and timm exempt them. Biases and vectors always are exempt.
         clip: Largest norm of the gradient of each single tensor; none for no clipping.
+        clip_whole: It is that of the gradient of all tensors together.
         precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
         compile: With torch.compile; on CUDA if not said.
         checkpoint_epochs: Save after every so many epochs, beside the minutes.
@@ -165,6 +166,7 @@ class TrainOptions:
     final_weight_decay: PositiveOrZero = 0.4
     decay_tokens: bool = True
     clip: Positive | None = 3.0
+    clip_whole: bool = False
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool | None = None
     checkpoint_minutes: PositiveOrZero = 10.0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pretrain.batches import step_seed
 from pretrain.objectives.objective import Learner, Views
-from pretrain.optimizers import OptimizerRecipe, clip_per_tensor, parameter_groups
+from pretrain.optimizers import OptimizerRecipe, clip_gradients, parameter_groups
 from pretrain.options import TrainOptions
 from pretrain.ranks import Ranks
 from pretrain.schedules import Cosine, Timeline
@@ -130,13 +130,13 @@ class Trainer:
         return self.network.no_sync()
 
     def _clip(self) -> Float[Tensor, ""]:
-        """Clip tensor by tensor.
+        """Clip tensor by tensor, or all of them together.
 
         Returns:
             The norm over all tensors before.
         """
-        parameters = self.learner.student.parameters()
-        return clip_per_tensor(parameters, self.options.clip or math.inf).norm()
+        most, whole = self.options.clip or math.inf, self.options.clip_whole
+        return clip_gradients(self.learner.student.parameters(), most, whole=whole).norm()
 
     def _restore(self, before: Iterable[Tensor], lost: Bool[Tensor, ""]) -> None:
         """Batch statistics of a step that learns nothing are not kept either."""

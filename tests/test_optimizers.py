@@ -15,7 +15,7 @@ from pretrain.optimizers import (
     AdamW,
     OptimizerRecipe,
     Soap,
-    clip_per_tensor,
+    clip_gradients,
     parameter_groups,
 )
 from ssl_bench.models import ViTConfig, build_vit
@@ -97,7 +97,7 @@ def test_clipping_equals_a_loop_over_the_tensors(dtype):
         parameter.grad = gradient.clone()
     frozen = nn.Parameter(torch.zeros(3))
 
-    norms = clip_per_tensor(iter([frozen, *parameters]), 3.0)
+    norms = clip_gradients(iter([frozen, *parameters]), 3.0)
 
     expected = clip_one_by_one(gradients, 3.0)
     assert [torch.equal(e, g) for e, g in zip(expected, gradients, strict=True)].count(True) == 2
@@ -107,11 +107,27 @@ def test_clipping_equals_a_loop_over_the_tensors(dtype):
     assert frozen.grad is None
 
 
+@pytest.mark.parametrize("most", [0.1, 3.0, 1e6])
+def test_clipping_of_the_whole_equals_that_of_torch(most):
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = ([nn.Parameter(torch.zeros(s)) for s in [(4, 5), (3,), (30, 30)]] for _ in "ab")
+    for one, other in zip(ours, theirs, strict=True):
+        one.grad = torch.randn(one.shape, generator=generator)
+        other.grad = one.grad.clone()
+
+    norms = clip_gradients(ours, most, whole=True)
+
+    total = torch.nn.utils.clip_grad_norm_(theirs, most)
+    torch.testing.assert_close(norms.norm(), total)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 def test_clipping_never_reads_a_norm_back_to_the_host():
     # A tensor of the meta device has no values: whatever asks for one raises.
     parameter = nn.Parameter(torch.zeros(3, 3, device="meta"))
     parameter.grad = torch.zeros_like(parameter)
-    assert clip_per_tensor([parameter], 3.0).is_meta
+    assert clip_gradients([parameter], 3.0).is_meta
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["adamw", "soap"])
