@@ -260,7 +260,7 @@ def test_the_command_chooses_among_the_asked_blocks(store, capsys):
     [
         (["--best-layer", "oracle"], "--best-layer needs --pivot or --paper"),
         (["--pivot", "--best-layer", "best"], "unknown --best-layer 'best'"),
-        (["--pivot", "--paper", "table2"], "got both"),
+        (["--pivot", "--paper", "table2"], "got --pivot and --paper"),
         (["--as", "skip, soap=skip"], "needs --paper"),
         (["--layer", "last"], "expected --layer 11, -1, 0,5,11 or all, got 'last'"),
     ],
