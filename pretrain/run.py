@@ -107,9 +107,10 @@ class Run:
         if extend:
             changed = [change for change in changed if change not in lengths]
         if changed:
+            is_longer = any(change.startswith(LENGTH) for change in changed)
             raise ConfigurationError(
                 f"{path} is of a run with another configuration ({'; '.join(changed)}); put it "
-                f"back, {'go on for longer with --extend, ' if lengths else ''}or start anew in "
+                f"back, {'go on for longer with --extend, ' if is_longer else ''}or start anew in "
                 "another folder"
             )
         self.extensions = state.get("extensions", [])

@@ -27,7 +27,13 @@ from ssl_bench.features import resolve_layers
 from ssl_bench.files import remove_orphans_below
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.addresses import expand, kept_epoch
-from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, with_root
+from ssl_bench.planning import (
+    PlannedProbe,
+    dataset_roots,
+    plan_probes,
+    probing_config,
+    with_root,
+)
 from ssl_bench.progress import say
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import depth_tables
@@ -147,7 +153,7 @@ def pretrain(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def probing_defaults(task: str, dataset: str, overrides: Sequence[str]) -> list[DictConfig]:
     """The configurations of some tasks on some datasets, before anything is opened."""
     return [
-        compose_config("probing", [f"probe={one}", f"dataset={where}", *overrides])
+        probing_config(one, where, overrides)
         for one in asked_names("task", task, choices("probe"))
         for where in asked_names("dataset", dataset, choices("dataset"))
     ]

@@ -117,9 +117,20 @@ def _base(task: str, dataset: str) -> list[str]:
     return [f"probe={task}", f"dataset={dataset}"]
 
 
+def probing_config(
+    task: str, dataset: str, overrides: Sequence[str], root: str | None = None
+) -> DictConfig:
+    """What is composed for a task on a dataset; `probe.protocol=NAME` takes all of its values.
+
+    Raises:
+        ConfigurationError: unknown choice, key or a value of the wrong type.
+    """
+    grouped = [_protocol_as_group(override, task) for override in overrides]
+    return compose_config("probing", [*_base(task, dataset), *with_root(grouped, root)])
+
+
 def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) -> PlannedProbe:
-    grouped = [_protocol_as_group(override, choice[0]) for override in overrides]
-    config = compose_config("probing", [*_base(*choice), *with_root(grouped, root)])
+    config = probing_config(*choice, overrides, root)
     shared = as_plain(config)
     require("seed", Seed, shared["seed"])
     require("dtype", Literal[tuple(DTYPES)], shared["dtype"])
