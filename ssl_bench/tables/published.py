@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.results.store import SUPERVISED, Record
+from ssl_bench.results import SUPERVISED, Record
 
 _CHOSEN_BY = {
     "miou_holdout": "learning rate chosen on held-out training images",
