@@ -13,8 +13,8 @@ from jaxtyping import Float64
 from probes.conditioning import block_jacobians
 from probes.conditioning.block_jacobians import exact_spectra, lanczos_extremes
 from probes.conditioning.cka import linear_cka, linear_cka_ci95
-from probes.conditioning.figure import Likeness, draw
-from probes.conditioning.jacobians import Extremes
+from probes.conditioning.figure import CkaMatrix, draw
+from probes.conditioning.jacobians import SingularExtremes
 from probes.conditioning.matrices import FACETS, MATRIX, OUTPUTS, Spectrum, block_spectra
 from probes.conditioning.passes import BlockPass, Passes, block_passes, initialised_again
 from probes.conditioning.spectra import median_with_ci95
@@ -169,7 +169,7 @@ class Conditioning:
             _save_spectra(spectra, path.with_name(f"{path.name}-{_SPECTRA}"))
             names = ["input", *map(str, passes)]
             states = [_entered(next(iter(passes.values()))), *map(_left, passes.values())]
-            likeness = Likeness(_cka_matrix(states, states), names, names, "")
+            likeness = CkaMatrix(_cka_matrix(states, states), names, names, "")
             values = likeness.values
             write_atomically(
                 path.with_name(f"{path.name}-{_CKA}"), lambda file: np.save(file, values)
@@ -214,7 +214,7 @@ class Conditioning:
                 _plain(layer, "token", "cka_with_checkpoint", value, ci95, len(samples), more)
             )
             yield scores[-1]
-        likeness = Likeness(matrix, list(map(str, ours)), list(map(str, states)), other.name)
+        likeness = CkaMatrix(matrix, list(map(str, ours)), list(map(str, states)), other.name)
         path = self._path(context)
         draw(scores, likeness, self._title(context), path.with_name(f"{path.name}.png"))
 
@@ -333,7 +333,7 @@ def _lanczos_scores(layer: int, passes: Sequence[BlockPass], steps: int, seed: i
     return scores + _term_scores(layer, norms, _ESTIMATE, above)
 
 
-def _bounds(found: Extremes) -> dict[str, Any]:
+def _bounds(found: SingularExtremes) -> dict[str, Any]:
     return {
         "at_most_with_95_percent": found.condition_number_at_most,
         "steps": found.steps,

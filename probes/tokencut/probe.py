@@ -13,7 +13,7 @@ from torch import Tensor
 from probes.features.stream import read_ahead
 from probes.pictures import sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, cut_out, discover
-from probes.tokencut.eigensolver import GraphPool, SecondEigenvector
+from probes.tokencut.eigensolver import FiedlerVector, GraphPool
 from probes.tokencut.eigensolver_batched import solve_batch
 from probes.tokencut.files import DiscoveryFiles
 from probes.tokencut.gallery import Gallery
@@ -260,7 +260,7 @@ class TokenCut(Cut):
 
         def solve(
             graphs: Sequence[Float[Tensor, "tokens dim"]],
-        ) -> Sequence[SecondEigenvector]:
+        ) -> Sequence[FiedlerVector]:
             return solve_batch(torch.stack([*graphs]), tau=self.tau, eps=self.eps, each=pool.map)
 
         pairs = list(zip(graphs, grids, strict=True))

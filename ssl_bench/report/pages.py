@@ -158,7 +158,7 @@ class ShownExtremes:
 
 
 @dataclass(frozen=True)
-class Run:
+class SettingsGroup:
     """Records of a checkpoint that share their settings."""
 
     title: str
@@ -178,7 +178,7 @@ class CheckpointPage:
     outcomes: tuple[Outcomes, ...]
     extremes: tuple[ShownExtremes, ...]
     classes: tuple[ClassTable, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[SettingsGroup, ...]
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -267,7 +267,7 @@ def class_tables(
     return tuple(tables.values())
 
 
-def runs_of(records: Sequence[Record]) -> tuple[Run, ...]:
+def runs_of(records: Sequence[Record]) -> tuple[SettingsGroup, ...]:
     """Settings of some records, each once."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
@@ -277,7 +277,7 @@ def runs_of(records: Sequence[Record]) -> tuple[Run, ...]:
         same = (record.dataset_fingerprint, sorted(record.settings.items()))
         groups[title, repr(same)].append(record)
     return tuple(
-        Run(
+        SettingsGroup(
             title,
             provenance(members),
             members[0].dataset_fingerprint,

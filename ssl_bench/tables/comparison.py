@@ -13,7 +13,7 @@ from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.tables.depth import said_training, settings_text, trusted_note
 from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.image_scores import Scored, stored_curve
-from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word
+from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -193,10 +193,10 @@ class Comparison:
         del style
         cells = [
             (
-                Word(row.name),
-                Word(row.first_text),
-                Word(row.second_text),
-                Word(row.text, row.is_clear),
+                Cell(row.name),
+                Cell(row.first_text),
+                Cell(row.second_text),
+                Cell(row.text, row.is_clear),
             )
             for row in self.rows
         ]

@@ -14,7 +14,7 @@ from ssl_bench.errors import DataError
 from ssl_bench.results import ENCODER, TRAINED_ON, Record
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.tables.deviations import changed_settings, named_protocol
-from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word, set_tables
+from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet, render_tables
 
 _SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
@@ -137,7 +137,7 @@ class DepthTable:
         ranked = {model: self._ranked(model) for model in self.models}
         rows = [
             (
-                Word(f"{layer:g}"),
+                Cell(f"{layer:g}"),
                 *(self._word(layer, model, ranked, style) for model in self.models),
             )
             for layer in self.layers
@@ -147,12 +147,12 @@ class DepthTable:
 
     def _word(
         self, layer: Row, model: str, ranked: Mapping[str, Sequence[Row]], style: str
-    ) -> Word:
+    ) -> Cell:
         if (layer, model) not in self.entries:
-            return Word("")
+            return Cell("")
         text = self.entries[layer, model].text()
         second = style == "latex" and ranked[model][1:2] == [layer]
-        return Word(text, marked=ranked[model][:1] == [layer], second=second)
+        return Cell(text, marked=ranked[model][:1] == [layer], second=second)
 
     def csv_rows(self) -> list[dict[str, Any]]:
         """Fields of every cell, by block and model."""
@@ -369,7 +369,7 @@ def render(table: DepthTable, style: str) -> str:
     Raises:
         ConfigurationError: another style.
     """
-    return set_tables([table], style)
+    return render_tables([table], style)
 
 
 def insert_between_markers(document: Path, text: str) -> None:
