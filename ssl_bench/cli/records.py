@@ -10,7 +10,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import identify_encoder
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import model_names
+from ssl_bench.tables.series import model_names
 from ssl_bench.tables.sheets import FORMATS, Printable, default_format, render_tables
 
 FILTERS = ("dataset", "metric", "facet", "protocol")

@@ -15,7 +15,8 @@ from ssl_bench.composition.compose import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import depth_tables, insert_between_markers
+from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.documents import insert_between_markers
 from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.epochs import epoch_tables
 from ssl_bench.tables.layer_selection import CHOICES

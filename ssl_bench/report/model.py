@@ -7,15 +7,10 @@ from dataclasses import dataclass, field
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.results import Record
-from ssl_bench.tables.depth import (
-    Entry,
-    comparable_groups,
-    differing_settings,
-    mean_entry,
-    provenance,
-    said_training,
-)
 from ssl_bench.tables.deviations import named_protocol
+from ssl_bench.tables.entry import Entry, mean_entry
+from ssl_bench.tables.notes import provenance
+from ssl_bench.tables.series import comparable_groups, differing_settings, said_training
 
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""

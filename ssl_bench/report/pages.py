@@ -19,8 +19,8 @@ from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
 from ssl_bench.report.viewers import GallerySection
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
-from ssl_bench.tables.depth import provenance
 from ssl_bench.tables.deviations import named_protocol
+from ssl_bench.tables.notes import provenance
 from ssl_bench.tables.published import PublishedValue, published_beside
 
 _DOUBTFUL_PERCENT = 50.0

@@ -6,15 +6,10 @@ from collections.abc import Sequence
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record
-from ssl_bench.tables.depth import (
-    DepthTable,
-    Row,
-    comparable_groups,
-    difference,
-    mean_entry,
-    provenance,
-    title,
-)
+from ssl_bench.tables.depth import DepthTable, Row
+from ssl_bench.tables.entry import mean_entry
+from ssl_bench.tables.notes import provenance
+from ssl_bench.tables.series import comparable_groups, difference, title
 
 
 def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:

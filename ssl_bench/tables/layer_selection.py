@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.depth import Entry, arbitrary_percent, mean_entry
+from ssl_bench.tables.entry import Entry, arbitrary_percent, mean_entry
 from ssl_bench.tables.image_scores import FOLDS, stored_curve
 
 CHOICES = ("holdout", "oracle")

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
-from ssl_bench.tables.depth import comparable_groups, dagger_note, provenance
 from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.layer_selection import (
     CHOICE_NOTES,
@@ -13,7 +12,9 @@ from ssl_bench.tables.layer_selection import (
     LayerSelection,
     choose_block,
 )
+from ssl_bench.tables.notes import dagger_note, provenance
 from ssl_bench.tables.published import PublishedColumn, PublishedTable, settings_of
+from ssl_bench.tables.series import comparable_groups
 from ssl_bench.tables.sheets import Cell, Sheet
 
 

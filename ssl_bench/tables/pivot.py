@@ -6,14 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.depth import (
-    comparable_groups,
-    dagger_note,
-    differing_settings,
-    model_names,
-    provenance,
-    series_json,
-)
 from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.layer_selection import (
     CHOICE_NOTES,
@@ -22,6 +14,8 @@ from ssl_bench.tables.layer_selection import (
     LayerSelection,
     choose_block,
 )
+from ssl_bench.tables.notes import dagger_note, provenance
+from ssl_bench.tables.series import comparable_groups, differing_settings, model_names, series_json
 from ssl_bench.tables.sheets import Cell, Sheet
 
 
