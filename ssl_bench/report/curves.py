@@ -140,13 +140,10 @@ def draw(
     along: str = "block",
     beside: Sequence[Curve] = (),
 ) -> Chart:
-    """Lay curves out over blocks or epochs; the axes hold every value and interval.
+    """Lay curves out over blocks or epochs; the axes hold every value and interval of `beside` too.
 
     References stay away where they would widen the axes. Plain numbers, without a unit, that are
     positive and span more than a factor of 100 lie on powers of ten.
-
-    Args:
-        beside: Curves of other drawings, whose axes are to be the same.
     """
     spots = [spot for curve in (*curves, *beside) for spot in curve.spots]
     places = sorted({spot.x for spot in spots}) or [0]
