@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from report_cells import Elements, cell, plain
+from report_cells import EVIL, Elements, cell, plain
 
 from ssl_bench.cli import main
 from ssl_bench.report.checkpoints import checkpoints_of
@@ -184,6 +184,23 @@ def test_an_ambiguous_run_does_not_stop_the_report(tmp_path):
 
     page = (tmp_path / "report" / "epochs.html").read_text()
     assert "Not followed: two encoders of runs called skip" in Elements(page).text
+    # Groups without a card are hidden.
+    assert "data-group" not in page
+
+
+def test_a_run_whose_name_is_markup_is_text(tmp_path):
+    store = ResultStore(tmp_path)
+    for record in COURSE:
+        store.save(replace(record, model=record.model.replace("skip", EVIL), protocol=EVIL))
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    page = Elements((tmp_path / "report" / "epochs.html").read_text())
+    assert page.text.count(EVIL) > 2
+    assert [given for tag, given in page.elements if tag == "script"] == [
+        {"src": "records.js"},
+        {"src": "report.js"},
+    ]
 
 
 @pytest.mark.browser
