@@ -124,7 +124,8 @@ def recorded_checkpoint(
             for one, record in models.items()
             if one.startswith(name) or record.checkpoint_sha256.startswith(name)
         ]
-    if not found and name and (Path(name).exists() or ":" in name):
+    place = name.rpartition("@")[0] or name
+    if not found and name and (Path(name).exists() or Path(place).exists() or ":" in name):
         asked = encoder_id(identify_encoder(name).identity())
         found = [asked] if asked in models else []
     if len(found) != 1:

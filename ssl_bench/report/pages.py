@@ -80,13 +80,18 @@ class Filter:
 
 @dataclass(frozen=True)
 class IndexPage:
-    """The overview."""
+    """The overview.
+
+    Attributes:
+        followed: Numbers of the panels that the page on epochs follows runs in.
+    """
 
     num_records: int
     num_unreadable: int
     checkpoints: tuple[Checkpoint, ...]
     pairs: tuple[Pair, ...]
     views: tuple[PanelView, ...]
+    followed: frozenset[int]
 
     @property
     def num_panels(self) -> int:
@@ -111,10 +116,7 @@ class IndexPage:
 
     @property
     def filters(self) -> tuple[Filter, ...]:
-        return tuple(
-            Filter(name, tuple(sorted({getattr(view.panel, name) for view in self.views})))
-            for name in PANEL_FIELDS
-        )
+        return filters_of([view.panel for view in self.views])
 
     @property
     def sections(self) -> tuple[TaskSection, ...]:
@@ -223,7 +225,10 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
             line.checkpoint.name,
             line.checkpoint.style,
             line.checkpoint.number,
-            tuple(_spot(line.checkpoint, point) for point in line.points),
+            tuple(
+                spot_of(point, point.layer, f"{line.checkpoint.name}, block {point.layer}")
+                for point in line.points
+            ),
         )
         for line in panel.lines
     ]
@@ -252,6 +257,14 @@ def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
         for one in differences
     )
     return PairView(compared, draw([Curve(second.name, second.style, second.number, spots)]))
+
+
+def filters_of(panels: Sequence[Panel]) -> tuple[Filter, ...]:
+    """What readers choose some panels by."""
+    return tuple(
+        Filter(name, tuple(sorted({getattr(panel, name) for panel in panels})))
+        for name in PANEL_FIELDS
+    )
 
 
 def class_tables(
@@ -287,10 +300,11 @@ def runs_of(records: Sequence[Record]) -> tuple[SettingsGroup, ...]:
     )
 
 
-def _spot(checkpoint: Checkpoint, point: Point) -> Spot:
+def spot_of(point: Point, x: int | float, where: str) -> Spot:
+    """A score in a drawing, a cross where most images have an arbitrary box."""
     doubtful = (point.arbitrary or 0.0) >= _DOUBTFUL_PERCENT
-    hint = f"{checkpoint.name}, block {point.layer}: {point.text}"
-    return Spot(point.layer, point.value, point.entry.low, point.entry.high, hint, doubtful)
+    hint = f"{where}: {point.text}"
+    return Spot(x, point.value, point.entry.low, point.entry.high, hint, doubtful)
 
 
 def _published(panel: Panel, records: Sequence[Record]) -> tuple[Published, ...]:
