@@ -10,6 +10,7 @@ from typing import TypeVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ssl_bench import __version__
+from ssl_bench.report.checkpoint_page import CheckpointPage, ShownExtremes, class_tables, runs_of
 from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
 from ssl_bench.report.comparing import (
     Pair,
@@ -22,17 +23,7 @@ from ssl_bench.report.epochs import EpochsPage, PanelCourses, followed_panels
 from ssl_bench.report.folder import replacing
 from ssl_bench.report.model import Panel, panels_of
 from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
-from ssl_bench.report.pages import (
-    CheckpointPage,
-    IndexPage,
-    PairPage,
-    ShownExtremes,
-    Site,
-    class_tables,
-    pair_view,
-    panel_view,
-    runs_of,
-)
+from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
 from ssl_bench.report.picture_files import PictureFiles
 from ssl_bench.report.pictures import Gallery, galleries_of
 from ssl_bench.report.provenance import as_script
