@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -171,7 +172,7 @@ def test_fault_60_a_record_never_stands_without_its_arrays(place, monkeypatch, r
     def write() -> None:
         monkeypatch.setattr(Path, "replace", replace_or_die)
         for seed in range(3):
-            record = RECORD.__class__(**{**RECORD.__dict__, "seed": seed})
+            record = replace(RECORD, seed=seed)
             ResultStore(Path("results")).save(record, np.ones((record.num_images, 2), int))
 
     assert exit_code(fork(write)) == -signal.SIGKILL
