@@ -2,12 +2,12 @@
 
     python -m tests.benchmarks.osa_guesses MNIST --json FILE [--out RUNS] [--jobs 1]
 
-MNIST is what `tests.benchmarks.mnist_pictures` makes. What the paper leaves open or the first runs
-did otherwise is changed in two rows of its table 2 whose first accuracy here was farthest from the
-published one: QR, and the ViT without skips and LayerNorm. Every arm is `experiment=osa_mnist_*`
-with one thing changed against the first runs, for a part of the first epoch of ten: the schedule is
-constant, so that an arm is the beginning of the whole run. Each is a process with one thread, `--jobs`
-of them at once; what is finished in RUNS is not run again. Tested are all 10,000 test images.
+MNIST is what `tests.benchmarks.mnist_pictures` makes. What the paper leaves open, or the first runs
+did otherwise, is changed in the two rows of its table 2 that came out farthest from it: QR, and the
+ViT without skips and LayerNorm. Every arm is `experiment=osa_mnist_*` with one thing changed against
+the first runs, for a part of the first of ten epochs; rates are constant, so that it is the beginning
+of the whole run. Each is a process with one thread, `--jobs` at once; what is finished in RUNS is not
+run again. Tested are all 10,000 test images.
 """
 
 import argparse
@@ -54,8 +54,8 @@ class Row:
 
 
 ROWS = (
-    Row("OSA (QR)", "osa_mnist_qr", 160),
-    Row("ViT, no skip, no layer norm", "osa_mnist_vit_no_skip_no_norm", 400),
+    Row("OSA (QR)", "osa_mnist_qr", 100),
+    Row("ViT, no skip, no layer norm", "osa_mnist_vit_no_skip_no_norm", 200),
 )
 
 
@@ -69,9 +69,9 @@ GUESSES = {
     "whole gradient clipped": {"train.clip_whole": "true"},
     "tokens truncated at two deviations": {"model.truncated_tokens": "true"},
     "pixels in [0, 1]": of_scale(0.0, 1.0),
-    "pixels in [-1, 1]": of_scale(0.5, 0.5),
     "MNIST's mean and deviation": of_scale(0.1307, 0.3081),
     "another seed": {"train.seed": "1"},
+    "pixels in [-1, 1]": of_scale(0.5, 0.5),
 }
 
 
@@ -136,8 +136,10 @@ def main() -> None:
     with ThreadPoolExecutor(options.jobs) as pool:
         arms = [(row, guess) for guess in GUESSES for row in ROWS]
         runs = [pool.submit(trained, *arm, options.data, options.out) for arm in arms]
-        found = [measured(*arm, run.result()) for arm, run in zip(arms, runs, strict=True)]
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
+        found = []
+        for arm, run in zip(arms, runs, strict=True):
+            found.append(measured(*arm, run.result()))
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
     print_table(found)
 
 
