@@ -4,10 +4,10 @@
 
 MNIST is what `tests.benchmarks.mnist_pictures` makes. What the paper leaves open, or the first runs
 did otherwise, is changed in the two rows of its table 2 that came out farthest from it: QR, and the
-ViT without skips and LayerNorm. Every arm is `experiment=osa_mnist_*` with one thing changed against
-the first runs, for a part of the first of ten epochs; rates are constant, so that it is the beginning
-of the whole run. Each is a process with one thread, `--jobs` at once; what is finished in RUNS is not
-run again. Tested are all 10,000 test images.
+ViT without skips and LayerNorm. Every arm is `experiment=osa_mnist_*` with one thing changed
+against the first runs, for a part of the first of ten epochs; rates are constant, so that it is the
+beginning of the whole run. Each is a process with one thread, `--jobs` at once; what is finished in
+RUNS is not run again. Tested are all 10,000 test images.
 """
 
 import argparse
