@@ -88,6 +88,9 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
+        # YAML gives lists; equal options shall be equal.
+        for name, three in zip(("mean", "std"), self.colours, strict=True):
+            object.__setattr__(self, name, three)
         if self.keep_encoded and not self.in_memory:
             raise ConfigurationError("data.keep_encoded=true needs data.in_memory=true")
 
