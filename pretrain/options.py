@@ -19,6 +19,7 @@ from ssl_bench.composition.fields import (
     PositiveShare,
     RateOrZero,
     Seed,
+    Share,
     Workers,
     check_fields,
 )
@@ -30,6 +31,7 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
 
 # They change how fast, where and until when a run computes, not what.
 _FREE = (
@@ -71,6 +73,8 @@ class DataOptions:
         labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then.
         fingerprint: How the images are known again when the run is resumed: "content" reads every
             file once, "stat" trusts sizes and times.
+        mean: Subtracted from the images, RGB in [0, 1]; `std` divides them then. With zeros and
+            ones they stay in [0, 1]. What RandAugment fills with is ImageNet's mean always.
     """
 
     root: FilePath | None = None
@@ -79,11 +83,22 @@ class DataOptions:
     keep_encoded: bool = False
     labels: bool = False
     fingerprint: FingerprintKind = "content"
+    mean: Annotated[Sequence[Share], Items(3, 3)] = IMAGENET_MEAN
+    std: Annotated[Sequence[PositiveShare], Items(3, 3)] = IMAGENET_STD
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
+        # YAML gives lists; equal options shall be equal.
+        for name, three in zip(("mean", "std"), self.colours, strict=True):
+            object.__setattr__(self, name, three)
         if self.keep_encoded and not self.in_memory:
             raise ConfigurationError("data.keep_encoded=true needs data.in_memory=true")
+
+    @property
+    def colours(self) -> Colours:
+        """`mean` and `std`."""
+        (a, b, c), (d, e, f) = (map(float, three) for three in (self.mean, self.std))
+        return (a, b, c), (d, e, f)
 
     @property
     def decodes_once(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from probes.conditioning import probe as conditioning
+from probes.conditioning.probe import scores
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
@@ -106,7 +106,7 @@ def test_fault_60_jacobians_are_not_computed_again_for_a_figure(place, monkeypat
     assert main(words) == 0
     ((name, before),) = pictures("results").items()
     (Path("results/pictures") / name).unlink()
-    monkeypatch.setattr(conditioning, "exact_spectra", None)
+    monkeypatch.setattr(scores, "exact_spectra", None)
 
     assert main(words) == 0
 
