@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pretrain.crops.augmentation import Images, normalise
 from pretrain.objectives.objective import Classifier, Learner
-from pretrain.options import usable_cores
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, FilePath, PositiveShare, Temperature, check_fields
 from ssl_bench.data.central_square import central_square
@@ -24,6 +23,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.system.device import usable_cores
 from ssl_bench.system.paths import expanded
 
 KNN, ACCURACY = "knn_top1", "val_top1"

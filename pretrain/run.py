@@ -15,6 +15,7 @@ import yaml
 from torch.utils.data import DataLoader
 
 from pretrain.accuracy import Trained, record_accuracy
+from pretrain.description import LENGTH, describe, differences, in_full
 from pretrain.logging.clock import Clock
 from pretrain.logging.divergence import Watch
 from pretrain.logging.jsonl import Journal
@@ -22,7 +23,6 @@ from pretrain.logging.report import StepLog
 from pretrain.logging.tensorboard import Board
 from pretrain.monitor import described
 from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
-from pretrain.options import LENGTH, describe, differences, in_full
 from pretrain.plan import Plan
 from pretrain.runtime.batches import Batches, Share, in_memory
 from pretrain.runtime.distributed import Ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from probes.conditioning.probe import scores
+from probes.conditioning import scores
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD

@@ -13,10 +13,11 @@ from pretrain.crops.augmentation import normalise
 from pretrain.crops.multi import MultiCrop
 from pretrain.crops.plain import PlainCrop
 from pretrain.crops.single import SingleCrop
+from pretrain.description import describe, differences, in_full
 from pretrain.monitor import Monitor
 from pretrain.objectives.objective import ViewMaker
 from pretrain.objectives.supervised import Supervised
-from pretrain.options import DataOptions, TrainOptions, describe, differences, in_full
+from pretrain.options import DataOptions, TrainOptions
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.samples import Sample
