@@ -31,7 +31,7 @@ class HeadAdamW:
     """Adam with decoupled weight decay.
 
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, in the order of operations of
-    `torch.optim.HeadAdamW`.
+    `torch.optim.AdamW`.
     """
 
     weight_decay: float = 1e-4

@@ -26,7 +26,7 @@ DEFAULTS = {
     "coco20k": Coco20k("/data"),
     "folder": ImageFolder("/data"),
     "class_folders": ClassFolders("/data"),
-    "paired_folders": ImageMaskFolders("/data", class_names=[], ignored=[255], ignored_colours=[]),
+    "paired_folders": ImageMaskFolders("/data"),
     "toy": Toy(),
 }
 # Folders that a file describes, and how many classes they have.

@@ -6,9 +6,13 @@ from pathlib import Path
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
-from ssl_bench.data.layouts.paired_folders import paired_set, picture_set, split_folder
+from ssl_bench.data.layouts.paired_folders import (
+    PairedFolders,
+    paired_set,
+    picture_set,
+    split_folder,
+)
 from ssl_bench.data.locations import find_root
-from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import read_lines, require_disjoint
 
@@ -23,7 +27,7 @@ LABELS = LabelMap(
 
 
 @dataclass(frozen=True)
-class Ade20k:
+class Ade20k(PairedFolders):
     """ADE20K, http://sceneparsing.csail.mit.edu.
 
     Attributes:
@@ -42,15 +46,6 @@ class Ade20k:
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
         require_disjoint(self.train_split, self.val_split)
-
-    def train(self) -> FileImageSet:
-        return self._segmentation(self.train_split)
-
-    def val(self) -> FileImageSet:
-        return self._segmentation(self.val_split)
-
-    def discovery(self) -> FileImageSet:
-        raise lacking(self.name, "discovery")
 
     def images(self) -> FileImageSet:
         """The pictures of `train_split`."""

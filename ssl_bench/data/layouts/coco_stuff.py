@@ -9,9 +9,13 @@ from typing import Literal
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
-from ssl_bench.data.layouts.paired_folders import paired_set, picture_set, split_folder
+from ssl_bench.data.layouts.paired_folders import (
+    PairedFolders,
+    paired_set,
+    picture_set,
+    split_folder,
+)
 from ssl_bench.data.locations import find_root, first_folder
-from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, require_disjoint
 
@@ -30,7 +34,7 @@ COARSE_NAMES = (
 
 
 @dataclass(frozen=True)
-class CocoStuff:
+class CocoStuff(PairedFolders):
     """COCO-Stuff 164k, https://github.com/nightrome/cocostuff.
 
     Attributes:
@@ -51,15 +55,6 @@ class CocoStuff:
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
         require_disjoint(self.train_split, self.val_split)
-
-    def train(self) -> FileImageSet:
-        return self._segmentation(self.train_split)
-
-    def val(self) -> FileImageSet:
-        return self._segmentation(self.val_split)
-
-    def discovery(self) -> FileImageSet:
-        raise lacking(self.name, "discovery")
 
     def images(self) -> FileImageSet:
         """The pictures of `train_split`."""

@@ -11,9 +11,8 @@ from ssl_bench.composition.fields import MaskValue, Place, Rgb, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.labels import LabelMap
-from ssl_bench.data.layouts.paired_folders import paired_set, picture_set
+from ssl_bench.data.layouts.paired_folders import PairedFolders, paired_set, picture_set
 from ssl_bench.data.locations import find_root
-from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
@@ -74,7 +73,7 @@ def _packed(pixels: UInt8[np.ndarray, "height width 3"]) -> Int64[np.ndarray, "h
 
 
 @dataclass(frozen=True)
-class ImageMaskFolders:
+class ImageMaskFolders(PairedFolders):
     """A folder of images and one of masks for each split; a mask has its image's name.
 
     Attributes:
@@ -128,15 +127,6 @@ class ImageMaskFolders:
                 f"images and masks are both {self.image_folder}/*{self.image_suffix}; tell them "
                 "apart by dataset.mask_folder or dataset.mask_suffix"
             )
-
-    def train(self) -> FileImageSet:
-        return self._segmentation(self.train_split)
-
-    def val(self) -> FileImageSet:
-        return self._segmentation(self.val_split)
-
-    def discovery(self) -> FileImageSet:
-        raise lacking(self.name, "discovery")
 
     def images(self) -> FileImageSet:
         """The pictures of `train_split`."""
