@@ -11,7 +11,7 @@ class Watch:
     """Counts sick steps in a row.
 
     Args:
-        symptom: Gives, for a row of the log, what is wrong and the remedy, or nothing.
+        diagnose: Gives, for a row of the log, what is wrong and the remedy, or nothing.
         non_finite_patience: Steps without a finite loss and gradient that are tolerated.
         diagnosis_patience: Likewise with a symptom.
         first_step: Symptoms before it are those of every beginning.
@@ -19,15 +19,15 @@ class Watch:
 
     def __init__(
         self,
-        symptom: Callable[[Mapping[str, Any]], str | None],
+        diagnose: Callable[[Mapping[str, Any]], str | None],
         *,
         non_finite_patience: int,
         diagnosis_patience: int,
         first_step: int,
     ) -> None:
-        self._diagnose = symptom
+        self._diagnose = diagnose
         self._non_finite_patience = non_finite_patience
-        self._symptom_patience = diagnosis_patience
+        self._diagnosis_patience = diagnosis_patience
         self._first_step = first_step
         self._non_finite = self._sick = 0
 
@@ -49,5 +49,5 @@ class Watch:
         self._non_finite = 0
         hint = self._diagnose(row) if row["step"] > self._first_step else None
         self._sick = self._sick + 1 if hint else 0
-        if hint and self._sick >= self._symptom_patience:
+        if hint and self._sick >= self._diagnosis_patience:
             raise ConfigurationError(f"stopped at step {row['step']}: {hint}")

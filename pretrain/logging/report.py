@@ -1,7 +1,7 @@
 """From the numbers of a step, still on the device, to the log, the progress bar and the watch."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from pretrain.runtime.distributed import Ranks
 
 # A step's row starts with these, in this order.
 _FIRST = ("step", "epoch", "loss")
-_WISHES = ("stop", "save")
 
 
 class StepLog:
@@ -49,12 +48,7 @@ class StepLog:
 
         `stop` and `save` are wishes of this process, which become everybody's.
         """
-        device = self._ranks.device
-        wishes = {
-            name: torch.full((), float(wish), device=device)
-            for name, wish in zip(_WISHES, (stop, save), strict=True)
-        }
-        self._pending.append((dict(row), _Reading({**values, **wishes}, self._ranks)))
+        self._pending.append((dict(row), _Reading(values, (stop, save), self._ranks)))
 
     def settle(self, *, everything: bool = False) -> None:
         """Write down the rows that are ready, and note their wishes.
@@ -64,9 +58,9 @@ class StepLog:
         """
         while len(self._pending) > (0 if everything else self._lag):
             row, reading = self._pending.popleft()
-            row |= reading.get()
-            self.stop |= row.pop("stop") > 0
-            self.save |= row.pop("save") > 0
+            numbers, (stop, save) = reading.get()
+            self.stop, self.save = self.stop or stop, self.save or save
+            row |= numbers
             row = {name: row[name] for name in _FIRST} | row
             if self._journal is not None:
                 self._journal.write(row)
@@ -80,11 +74,14 @@ class StepLog:
 
 
 class _Reading:
-    """Numbers on their way from the device."""
+    """Numbers on their way from the device, and beside them what any process wishes."""
 
-    def __init__(self, values: Mapping[str, Tensor], ranks: Ranks) -> None:
+    def __init__(self, values: Mapping[str, Tensor], wishes: Sequence[bool], ranks: Ranks) -> None:
         self._names = list(values)
-        stacked = torch.stack([value.detach().float() for value in values.values()])
+        numbers = torch.stack([value.detach().float() for value in values.values()])
+        # Filled on the device: copying them there would wait for it.
+        wished = [numbers.new_full((1,), float(wish)) for wish in wishes]
+        stacked = torch.cat([numbers, *wished])
         self._numbers = ranks.mean(stacked)
         self._event = None
         if stacked.is_cuda:
@@ -93,7 +90,9 @@ class _Reading:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def get(self) -> dict[str, float]:
+    def get(self) -> tuple[dict[str, float], list[bool]]:
         if self._event is not None:
             self._event.synchronize()
-        return dict(zip(self._names, self._numbers.tolist(), strict=True))
+        numbers, count = self._numbers.tolist(), len(self._names)
+        values = dict(zip(self._names, numbers[:count], strict=True))
+        return values, [share > 0 for share in numbers[count:]]
