@@ -18,11 +18,11 @@ from ssl_bench.network.downloads import Published
 
 # Image 7 has two objects and a crowd, image 9 a crowd only, image 12 nothing; 3 is not listed.
 ANNOTATIONS: list[dict[str, Any]] = [
-    {"image_id": 9, "bbox": [0, 0, 9, 9], "iscrowd": 1},
-    {"image_id": 7, "bbox": [1.4, 2.5, 3.2, 4.0], "iscrowd": 0},
-    {"image_id": 7, "bbox": [0, 0, 5, 5], "iscrowd": 1},
-    {"image_id": 3, "bbox": [0, 0, 2, 2], "iscrowd": 0},
-    {"image_id": 7, "bbox": [0.6, 3.5, 2.0, 1.0], "iscrowd": 0},
+    {"id": 1, "image_id": 9, "bbox": [0, 0, 9, 9], "iscrowd": 1},
+    {"id": 2, "image_id": 7, "bbox": [1.4, 2.5, 3.2, 4.0], "iscrowd": 0},
+    {"id": 3, "image_id": 7, "bbox": [0, 0, 5, 5], "iscrowd": 1},
+    {"id": 4, "image_id": 3, "bbox": [0, 0, 2, 2], "iscrowd": 0},
+    {"id": 5, "image_id": 7, "bbox": [0.6, 3.5, 2.0, 1.0], "iscrowd": 0},
 ]
 
 
@@ -130,6 +130,14 @@ def test_damaged_annotations_are_named(root, dataset):
     path.write_text(path.read_text()[:-20])
 
     with pytest.raises(DataError, match=r"instances_train2014\.json is not COCO's instances"):
+        dataset.discovery()
+
+
+def test_two_annotations_of_one_id_are_refused_and_not_one_of_them_forgotten(root, dataset):
+    path = root / "annotations/instances_train2014.json"
+    path.write_text(path.read_text().replace('"id": 5', '"id": 2'))
+
+    with pytest.raises(DataError, match="two annotations have the same id"):
         dataset.discovery()
 
 

@@ -57,7 +57,7 @@ def coco20k(root: Path) -> Path:
     picture(0).save(root / "images/train2014/COCO_train2014_000000000007.jpg")
     (root / "coco_20k_filenames_subset.txt").write_text("COCO_train2014_000000000007.jpg")
     images = [{"id": 7, "note": "seen"}, {"id": 3}]
-    boxes = [{"image_id": n, "bbox": [n, 2, 5, 6], "iscrowd": 0} for n in (7, 3)]
+    boxes = [{"id": n, "image_id": n, "bbox": [n, 2, 5, 6], "iscrowd": 0} for n in (7, 3)]
     (root / JSON).write_text(json.dumps({"images": images, "annotations": boxes}))
     return root
 

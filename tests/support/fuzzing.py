@@ -119,7 +119,8 @@ def coco() -> Kind:
     content = {
         "images": [{"id": n, "file_name": f"{n}.jpg"} for n in (3, 1, 2)],
         "annotations": [
-            {"image_id": 1 + n % 3, "bbox": [n, 2.5, 3, 4], "iscrowd": n % 2} for n in range(5)
+            {"id": n, "image_id": 1 + n % 3, "bbox": [n, 2.5, 3, 4], "iscrowd": n % 2}
+            for n in range(5)
         ],
     }
     return Kind(

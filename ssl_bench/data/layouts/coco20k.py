@@ -2,15 +2,17 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float64, Int64
+from pycocotools.coco import COCO
 
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.digests import digest_of
@@ -180,9 +182,9 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
         DataError: the file is not COCO's JSON.
     """
     try:
-        content: dict[str, Any] = json.loads(read_regular(annotations))
-        known = np.array(sorted(image["id"] for image in content["images"]), np.int64)
-        single = [one for one in content["annotations"] if not one["iscrowd"]]
+        coco = _indexed(json.loads(read_regular(annotations)))
+        known = np.array(sorted(coco.getImgIds()), np.int64)
+        single = coco.loadAnns(coco.getAnnIds(iscrowd=False))
         owners = np.array([one["image_id"] for one in single], np.int64)
         boxes = np.array([one["bbox"] for one in single], np.float64).reshape(-1, 4)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -190,6 +192,17 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
     corners = np.rint(np.hstack([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]])).astype(np.int64)
     order = np.argsort(owners, kind="stable")
     return CocoBoxes(known, owners[order], corners[order])
+
+
+def _indexed(content: dict[str, Any]) -> Any:
+    """COCO's own reader of its instances, without what it prints."""
+    coco: Any = COCO()
+    coco.dataset = content
+    with redirect_stdout(StringIO()):
+        coco.createIndex()
+    if len(coco.anns) != len(content["annotations"]):
+        raise ValueError("two annotations have the same id")
+    return coco
 
 
 def _write(boxes: CocoBoxes, file: BinaryIO) -> None:
