@@ -111,8 +111,8 @@ def test_every_cell_is_given_once_and_tables_are_found_by_either_name():
     ("ask", "hint"),
     [
         (lambda: published_table("tabel2"), "did you mean table2"),
-        (lambda: published_values("skip"), "known are cutting_the_skip"),
-        (lambda: published_values(table="x"), "known are cutting_the_skip:table1"),
+        (lambda: published_values("skip"), "known are always_skip_attention, cutting_the_skip"),
+        (lambda: published_values(table="x"), "known are always_skip_attention:tiny_imagenet"),
     ],
 )
 def test_an_unknown_name_is_answered_with_the_known_ones(ask, hint):

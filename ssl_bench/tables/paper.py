@@ -48,7 +48,7 @@ class PaperTable:
         )
 
     def _word(self, row: str, column: str) -> Word:
-        value = str(self.published.values[row, column])
+        value = self.published.word(row, column)
         if (row, column) not in self.ours:
             return Word(f"{value} | -")
         chosen = self.ours[row, column]
@@ -127,7 +127,7 @@ class PaperTable:
             {
                 "row": row,
                 "column": column.name,
-                "published": self.published.values[row, column.name],
+                "published": self.published.values.get((row, column.name)),
                 "source": self.published.source,
                 **_csv_fields(self.ours.get((row, column.name))),
             }
@@ -141,7 +141,7 @@ class PaperTable:
             {
                 "row": row,
                 "column": column.name,
-                "published": self.published.values[row, column.name],
+                "published": self.published.values.get((row, column.name)),
                 "ours": _json(self.ours.get((row, column.name))),
             }
             for row in self.published.rows
