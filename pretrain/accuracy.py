@@ -14,14 +14,13 @@ from jaxtyping import Bool
 from torch import nn
 
 from pretrain.monitor import Observer
+from pretrain.runtime.fine_tuning import SHA256
 from pretrain.schedules import Timeline
-from pretrain.start import SHA256
 from ssl_bench import __version__
 from ssl_bench.evaluation import device_name
 from ssl_bench.intervals import Share
 from ssl_bench.models import identify_encoder
-from ssl_bench.paths import real
-from ssl_bench.results import (
+from ssl_bench.results.store import (
     SUPERVISED,
     TRAINED_ON,
     Record,
@@ -29,6 +28,7 @@ from ssl_bench.results import (
     TrainingImages,
     source_commit,
 )
+from ssl_bench.system.paths import real
 
 _PLACES = frozenset({"data", "monitor", "start_from"})
 
@@ -124,7 +124,7 @@ def recipe_of(description: Mapping[str, Any], timeline: Timeline) -> str:
     """How the encoder was trained, in words that compare with a paper's."""
     train, optimizer = description["train"], description["optimizer"]
     epochs = timeline.total_steps / timeline.steps_per_epoch
-    # Rates hold for a batch of 256, see pretrain/trainer.py.
+    # Rates hold for a batch of 256, see pretrain/step.py.
     rate = optimizer["lr"] * train["batch_size"] / 256
     kind = optimizer["_target_"].rpartition(".")[2]
     start = f", from weights {description[SHA256][:8]}" if SHA256 in description else ""

@@ -12,18 +12,18 @@ import torch
 from jaxtyping import Bool, UInt8
 from torch import Tensor, nn
 
-from pretrain.augmentation import Images, normalise
+from pretrain.crops.augmentation import Images, normalise
 from pretrain.objectives.objective import Classifier, Learner
 from pretrain.options import usable_cores
 from pretrain.schedules import Timeline
+from ssl_bench.composition.fields import Count, FilePath, PositiveShare, Temperature, check_fields
 from ssl_bench.data.central_square import central_square
-from ssl_bench.data.class_folders import ClassFolders
-from ssl_bench.data.fingerprints import extended
+from ssl_bench.data.files.fingerprints import extended
+from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.fields import Count, FilePath, PositiveShare, Temperature, check_fields
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
-from ssl_bench.paths import expanded
+from ssl_bench.system.paths import expanded
 
 KNN, ACCURACY = "knn_top1", "val_top1"
 _MOST_THREADS = 16

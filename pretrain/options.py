@@ -9,15 +9,7 @@ import torch
 
 from pretrain.openings import KEYS, WARMUP
 from pretrain.schedules import Cosine, Schedule, Timeline, Triangle
-from ssl_bench.data.archives import is_archive, open_archives, open_labelled_archives
-from ssl_bench.data.class_folders import ClassFolders
-from ssl_bench.data.fingerprints import FingerprintKind
-from ssl_bench.data.folder import ImageFolder
-from ssl_bench.data.known_by_stat import known_by_stat
-from ssl_bench.data.samples import ImageSet
-from ssl_bench.data.toy import Toy
-from ssl_bench.errors import ConfigurationError
-from ssl_bench.fields import (
+from ssl_bench.composition.fields import (
     Count,
     FilePath,
     Items,
@@ -30,6 +22,14 @@ from ssl_bench.fields import (
     Workers,
     check_fields,
 )
+from ssl_bench.data.files.fingerprints import FingerprintKind
+from ssl_bench.data.files.known_by_stat import known_by_stat
+from ssl_bench.data.layouts.archives import is_archive, open_archives, open_labelled_archives
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.toy import Toy
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import ConfigurationError
 
 # They change how fast, where and until when a run computes, not what.
 _FREE = (
@@ -63,7 +63,7 @@ class DataOptions:
 
     Attributes:
         root: Folder of images, those in its folders included, or archives, as
-            `ssl_bench.data.archives.open_archives` reads them; the toy scenes without it.
+            `ssl_bench.data.layouts.archives.open_archives` reads them; the toy scenes without it.
         image_size: Side of the large crops in pixels, and size the encoder is built for; without
             it that of the model.
         in_memory: Decode all images once and keep them, for sets that fit.

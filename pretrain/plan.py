@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from pretrain.monitor import Monitor
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Objective
-from pretrain.optimizers import AdamW, OptimizerRecipe
+from pretrain.optimizers.recipes import AdamW, OptimizerRecipe
 from pretrain.options import DataOptions, TrainOptions
-from ssl_bench.fields import check_fields
+from ssl_bench.composition.fields import check_fields
 from ssl_bench.models import EncoderConfig, ViTConfig
 
 

@@ -15,23 +15,23 @@ import yaml
 from torch.utils.data import DataLoader
 
 from pretrain.accuracy import Trained, record_accuracy
-from pretrain.batches import Batches, Share, in_memory
-from pretrain.board import Board
-from pretrain.checkpoint import load_state, save_state
-from pretrain.clock import Clock
-from pretrain.folder import BOARD, CONFIG, ENCODER, LOG
-from pretrain.holding import Hold
-from pretrain.journal import Journal
+from pretrain.logging.clock import Clock
+from pretrain.logging.divergence import Watch
+from pretrain.logging.jsonl import Journal
+from pretrain.logging.report import Report
+from pretrain.logging.tensorboard import Board
 from pretrain.monitor import described
 from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
 from pretrain.options import LENGTH, describe, differences, in_full
 from pretrain.plan import Plan
-from pretrain.ranks import Ranks
-from pretrain.report import Report
-from pretrain.start import SHA256, sha256_at_resume, start_from
-from pretrain.stopping import StopRequest, leave_signals_to_the_parent
-from pretrain.trainer import Trainer
-from pretrain.watch import Watch
+from pretrain.runtime.batches import Batches, Share, in_memory
+from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.fine_tuning import SHA256, sha256_at_resume, start_from
+from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG
+from pretrain.runtime.lock import Hold
+from pretrain.runtime.signals import StopRequest, leave_signals_to_the_parent
+from pretrain.runtime.state import load_state, save_state
+from pretrain.step import Trainer
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import (
     ConfigurationError,
@@ -41,9 +41,9 @@ from ssl_bench.errors import (
     SslBenchError,
 )
 from ssl_bench.evaluation import trained_on
-from ssl_bench.files import write_text_atomically
-from ssl_bench.models.addresses import kept_name
-from ssl_bench.models.checkpoint import save_encoder
+from ssl_bench.models.loading.addresses import kept_name
+from ssl_bench.models.loading.checkpoint import save_encoder
+from ssl_bench.system.files import write_text_atomically
 
 
 class Run:

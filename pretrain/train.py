@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from pretrain.board import require_tensorboard
-from pretrain.checkpoint import has_state
-from pretrain.folder import ENCODER, claim
-from pretrain.holding import held
+from pretrain.logging.tensorboard import require_tensorboard
 from pretrain.options import describe
 from pretrain.plan import Plan
-from pretrain.ranks import joined
 from pretrain.run import Run
-from pretrain.start import require_apart
-from pretrain.stopping import stop_requests
+from pretrain.runtime.distributed import joined
+from pretrain.runtime.fine_tuning import require_apart
+from pretrain.runtime.folder import ENCODER, claim
+from pretrain.runtime.lock import held
+from pretrain.runtime.signals import stop_requests
+from pretrain.runtime.state import has_state
 from ssl_bench.errors import ConfigurationError
 
 

@@ -10,13 +10,10 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from probes.image_features import ImagePass, asked_facets, is_constant
-from probes.image_stream import batches
-from probes.training_split import TrainingSplit
-from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.fields import (
+from probes.features.image import ImagePass, asked_facets, is_constant
+from probes.features.split import TrainingSplit
+from probes.features.stream import batches
+from ssl_bench.composition.fields import (
     Count,
     Pixels,
     PositiveOrZero,
@@ -26,6 +23,9 @@ from ssl_bench.fields import (
     check_fields,
     require_some,
 )
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.intervals import Share
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
 

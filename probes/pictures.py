@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
-from ssl_bench.files import write_atomically, write_text_atomically
-from ssl_bench.naming import file_name
+from ssl_bench.system.files import write_atomically, write_text_atomically
+from ssl_bench.system.naming import file_name
 
 TILE_HEIGHT = 144
 LONGEST_TILE = 3 * TILE_HEIGHT

@@ -8,21 +8,16 @@ import torch
 from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor
 
-from probes.dense_scores import RateScores
-from probes.feature_cache import TrainingPass, extract
-from probes.image_stream import batches, read_ahead
-from probes.neighbours import NeighbourSearch
-from probes.pixel_losses import label_histograms
-from probes.scored_images import SquashedScoring
-from probes.training_features import TrainingFeatures
-from probes.training_split import TrainingSplit
-from probes.views import ResizedCrops, Views, WholeImage
-from ssl_bench.data.locations import cache_folder
-from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.features import Facet, FeatureExtractor
-from ssl_bench.fields import (
+from probes.features.cache import TrainingPass, extract
+from probes.features.neighbours import NeighbourSearch
+from probes.features.split import TrainingSplit
+from probes.features.stream import batches, read_ahead
+from probes.features.training import TrainingFeatures
+from probes.features.views import ResizedCrops, Views, WholeImage
+from probes.heads.losses import label_histograms
+from probes.heads.scored_images import SquashedScoring
+from probes.heads.scores import RateScores
+from ssl_bench.composition.fields import (
     Count,
     FilePath,
     Pixels,
@@ -31,6 +26,11 @@ from ssl_bench.fields import (
     Threads,
     check_fields,
 )
+from ssl_bench.data.locations import cache_folder
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.metrics import ABSENT_CLASS_POLICY, IGNORED, class_counts
 

@@ -11,13 +11,12 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import torch
 
 from ssl_bench import __version__
-from ssl_bench.data.readable import ReadableDataset, counts_and_first, summary
+from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, summary
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.models import Encoder
-from ssl_bench.pending import Pending, find_pending, pictures_folder
-from ssl_bench.progress import show_progress
-from ssl_bench.results import (
+from ssl_bench.results.pending import Pending, find_pending, pictures_folder
+from ssl_bench.results.store import (
     OUTDATED,
     TRAINED_ON,
     CellKey,
@@ -28,6 +27,7 @@ from ssl_bench.results import (
     encoder_id,
     source_commit,
 )
+from ssl_bench.system.progress import show_progress
 
 T = TypeVar("T")
 

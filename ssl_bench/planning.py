@@ -7,7 +7,7 @@ from typing import Literal, NoReturn
 import torch
 from omegaconf import DictConfig
 
-from ssl_bench.composition import (
+from ssl_bench.composition.compose import (
     as_plain,
     build,
     choices,
@@ -16,12 +16,13 @@ from ssl_bench.composition import (
     keys,
     nearest,
 )
-from ssl_bench.data.fingerprints import FingerprintKind
-from ssl_bench.data.known_by_stat import DatasetByStat
+from ssl_bench.composition.fields import Place, Seed, require, shown
+from ssl_bench.data.files.fingerprints import FingerprintKind
+from ssl_bench.data.files.known_by_stat import DatasetByStat
 from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.evaluation import Probe
-from ssl_bench.fields import Place, Seed, require, shown
+from ssl_bench.evaluation import Evaluation, Probe
+from ssl_bench.models import Encoder
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -52,6 +53,20 @@ class PlannedProbe:
         """
         self.probe.split(self.dataset)
         self.probe.training_images(self.dataset)
+
+    def evaluation(
+        self, encoder: Encoder, layers: tuple[int, ...], device: torch.device
+    ) -> Evaluation:
+        """What computes the pending cells of this probe and one encoder."""
+        return Evaluation(
+            encoder=encoder,
+            dataset=self.dataset,
+            probe=self.probe,
+            layers=layers,
+            seed=self.seed,
+            device=device,
+            dtype=self.dtype,
+        )
 
 
 def plan_probes(

@@ -12,10 +12,10 @@ install_import_hook(["ssl_bench", "pretrain", "probes"], "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from faults import encoder_file, photo_folder  # noqa: E402
-from web import WebServer  # noqa: E402
 
-from ssl_bench.data import digest_cache, digests  # noqa: E402
+from ssl_bench.data.files import digest_cache, digests  # noqa: E402
+from tests.support.faults import encoder_file, photo_folder  # noqa: E402
+from tests.support.web import WebServer  # noqa: E402
 
 torch.set_num_threads(1)
 

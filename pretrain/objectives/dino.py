@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from pretrain.multicrop import MultiCrop
+from pretrain.crops.multi import MultiCrop
 from pretrain.objectives.cross_view import cross_view_loss
 from pretrain.objectives.objective import Views, require_vit
 from pretrain.openings import FREEZE, TEMPERATURE
+from pretrain.runtime.streams import part_seed
 from pretrain.schedules import Cosine, Linear, Timeline
-from pretrain.streams import part_seed
-from ssl_bench.fields import PositiveOrZero, Share, Temperature, Width, check_fields
+from ssl_bench.composition.fields import PositiveOrZero, Share, Temperature, Width, check_fields
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 
 # Of the largest possible entropy.

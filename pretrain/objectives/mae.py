@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from pretrain.crops.plain import PlainCrop
 from pretrain.objectives.objective import Independent, Views, require_vit
-from pretrain.plain_crop import PlainCrop
+from pretrain.runtime.streams import part_seed
 from pretrain.schedules import Timeline
-from pretrain.streams import part_seed
+from ssl_bench.composition.fields import Depth, InnerShare, Width, check_fields
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.fields import Depth, InnerShare, Width, check_fields
 from ssl_bench.models import EncoderConfig, VisionTransformer, ViTConfig, build_vit
 
 _EPS = 1e-6

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from pretrain.crops.single import SingleCrop
 from pretrain.objectives.objective import Independent, Views
+from pretrain.runtime.streams import part_seed
 from pretrain.schedules import Timeline
-from pretrain.single_crop import SingleCrop
-from pretrain.streams import part_seed
+from ssl_bench.composition.fields import Count, ShareBelowOne, check_fields
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.fields import Count, ShareBelowOne, check_fields
 from ssl_bench.models import EncoderConfig, EncoderModule, build_encoder
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.paths import expanded
+from ssl_bench.system.paths import expanded
 
 
 def find_root(

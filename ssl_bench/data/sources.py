@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ssl_bench.data.coco20k import LIST, LIST_NAMES, NUM_IMAGES
+from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES, NUM_IMAGES
 from ssl_bench.network.downloads import Published
 
 _COCO = "http://images.cocodataset.org"

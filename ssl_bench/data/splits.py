@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path, PurePosixPath
 
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.files import read_regular
+from ssl_bench.system.files import read_regular
 
 _GRAMMAR = re.compile(r"([^:%]+)(?::(\d+(?:\.\d+)?)-(\d+(?:\.\d+)?)%)?")
 

@@ -5,8 +5,8 @@ from torch import Generator, nn
 
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.conv_mixer import ConvMixer, ConvMixerBlock, ConvMixerConfig
-from ssl_bench.models.convolution_initialisers import filter_initialiser_of
-from ssl_bench.models.initialisers import Initialiser, initialiser_of
+from ssl_bench.models.initialisers.blocks import Initialiser, initialiser_of
+from ssl_bench.models.initialisers.convolutions import filter_initialiser_of
 from ssl_bench.models.vit import Block, VisionTransformer
 
 _TOKEN_STD = 0.02

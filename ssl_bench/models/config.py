@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
-from ssl_bench.errors import ConfigurationError
-from ssl_bench.fields import (
+from ssl_bench.composition.fields import (
     CountOrZero,
     Depth,
     Pixels,
@@ -15,13 +14,14 @@ from ssl_bench.fields import (
     Within,
     check_fields,
 )
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.fields import (
     as_floats,
     check_divisible,
     from_dict,
     without_defaults,
 )
-from ssl_bench.models.initialisers import initialiser_of
+from ssl_bench.models.initialisers.blocks import initialiser_of
 
 AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
 GrayingKind = Literal["none", "svd", "dct"]
@@ -49,7 +49,7 @@ class ViTConfig:
             rises linearly from 0 at the first block. Needs skips.
         num_registers: Extra tokens between [CLS] and the patches; they carry no position.
         position_embedding: "sinusoidal" is fixed, "learned" is trained.
-        init: Name of an initialiser, see `ssl_bench.models.initialisers`.
+        init: Name of an initialiser, see `ssl_bench.models.initialisers.blocks`.
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
 

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from ssl_bench.composition.fields import Depth, Pixels, Width, check_fields
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.fields import Depth, Pixels, Width, check_fields
-from ssl_bench.models.convolution_initialisers import filter_initialiser_of
 from ssl_bench.models.fields import (
     as_floats,
     check_divisible,
     from_dict,
     without_defaults,
 )
+from ssl_bench.models.initialisers.convolutions import filter_initialiser_of
 from ssl_bench.models.vit import PatchEmbed
 
 Maps = Float[Tensor, "batch dim rows cols"]
@@ -31,7 +31,7 @@ class ConvMixerConfig:
         kernel_size: Side of the depthwise filters in patches; odd.
         skip: Add the input of the depthwise convolution to its output, the only skip there is.
         frozen_filters: Leave the depthwise filters, not their biases, as they were drawn.
-        init: Of the depthwise filters, see `ssl_bench.models.convolution_initialisers`; all else
+        init: Of the depthwise filters, see `ssl_bench.models.initialisers.convolutions`; all else
             starts as PyTorch starts convolutions.
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """

@@ -12,8 +12,8 @@ from typing import BinaryIO, Literal
 from tqdm import tqdm
 
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.files import write_text_atomically
 from ssl_bench.network.answers import Answer, NotFetched, Origin, Refused, Unfit, Wish, ask
+from ssl_bench.system.files import write_text_atomically
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssl_bench.escaping import in_file_names
-from ssl_bench.naming import encoder_folder
-from ssl_bench.results import Record
+from ssl_bench.results.store import Record
+from ssl_bench.system.escaping import in_file_names
+from ssl_bench.system.naming import encoder_folder
 from ssl_bench.tables.depth import model_names
 
 NUM_COLOURS = 8

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.paths import real
+from ssl_bench.system.paths import real
 
 MARKER = ".ssl-bench-report"
 

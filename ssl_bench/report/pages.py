@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_bench.escaping import in_file_names
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.comparing import Pair, PanelPair
 from ssl_bench.report.curves import Chart, Curve, Reference, Spot, draw
@@ -18,7 +17,8 @@ from ssl_bench.report.model import (
 )
 from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
 from ssl_bench.report.viewers import GallerySection
-from ssl_bench.results import Record
+from ssl_bench.results.store import Record
+from ssl_bench.system.escaping import in_file_names
 from ssl_bench.tables.depth import provenance
 from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.published import PublishedValue, published_beside

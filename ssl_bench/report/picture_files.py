@@ -2,7 +2,7 @@
 
 from pathlib import Path, PurePosixPath
 
-from ssl_bench.files import open_within, read_within
+from ssl_bench.system.files import open_within, read_within
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MOST_BYTES = 64 * 2**20

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ssl_bench.naming import file_name
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.picture_files import PictureFiles
-from ssl_bench.results import Record
+from ssl_bench.results.store import Record
+from ssl_bench.system.naming import file_name
 
 _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from ssl_bench.escaping import in_file_names
 from ssl_bench.report.pictures import Gallery
+from ssl_bench.system.escaping import in_file_names
 
 _CAPTIONS = {
     "pca": "The first three principal components of the patch features as red, green and blue.",

@@ -10,9 +10,6 @@ from typing import TypeVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ssl_bench import __version__
-from ssl_bench.escaping import in_page
-from ssl_bench.paths import real
-from ssl_bench.progress import show_progress
 from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
 from ssl_bench.report.comparing import (
     Pair,
@@ -39,7 +36,10 @@ from ssl_bench.report.picture_files import PictureFiles
 from ssl_bench.report.pictures import Gallery, galleries_of
 from ssl_bench.report.provenance import as_script
 from ssl_bench.report.viewers import address_of, sections_of
-from ssl_bench.results import Record, ResultStore
+from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.system.escaping import in_page
+from ssl_bench.system.paths import real
+from ssl_bench.system.progress import show_progress
 
 T = TypeVar("T")
 STATIC = ("style.css", "report.js")

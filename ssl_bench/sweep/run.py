@@ -12,13 +12,13 @@ from typing import Literal
 
 import torch
 
-from ssl_bench.commands import announced_encoder, planned_evaluation
+from ssl_bench.asked import announced_encoder
 from ssl_bench.errors import MachineError, SslBenchError
-from ssl_bench.escaping import one_line
-from ssl_bench.memory import is_out_of_memory, memory_error
-from ssl_bench.progress import say
-from ssl_bench.results import ResultStore
+from ssl_bench.results.store import ResultStore
 from ssl_bench.sweep.plan import Job
+from ssl_bench.system.escaping import one_line
+from ssl_bench.system.memory import is_out_of_memory, memory_error
+from ssl_bench.system.progress import say
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def run_here(
 
     def compute(job: Job) -> None:
         encoder = load(job.encoder.uri)
-        planned_evaluation(job.planned, encoder, job.layers, device).run(store, say=say)
+        job.planned.evaluation(encoder, job.layers, device).run(store, say=say)
 
     for number, job in enumerate(jobs, 1):
         say(f"job {number} of {len(jobs)}: {job.title}")

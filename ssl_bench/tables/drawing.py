@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.escaping import in_figure
+from ssl_bench.system.escaping import in_figure
 from ssl_bench.tables.depth import DepthTable
 
 _PANELS_A_ROW = 3

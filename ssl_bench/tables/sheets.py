@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.escaping import csv_field, json_text, latex, markdown, printable
+from ssl_bench.system.escaping import csv_field, json_text, latex, markdown, printable
 
 STYLES = ("text", "terminal", "markdown", "latex")
 FORMATS = (*STYLES, "csv", "json")

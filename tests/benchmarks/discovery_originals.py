@@ -29,14 +29,14 @@ from jaxtyping import Bool
 from PIL import Image
 from torch import Tensor
 
-from probes.discovery import Cut, PatchGrid
-from probes.discovery_lost import lost
-from probes.discovery_maskcut import maskcut
+from probes.tokencut.cuts import Cut, PatchGrid
+from probes.tokencut.lost import lost
+from probes.tokencut.maskcut import maskcut
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
 from tests.benchmarks.provenance import provenance
 from tests.benchmarks.tokencut import print_table, random_encoder
-from tests.scenes import mosaic
+from tests.support.scenes import mosaic
 
 SIDE, TAU, CLEAR_GAP = 30, 0.15, 1e-3
 LOST_SEEDS, MASKCUT_SEEDS = (4, 5, 16, 23), (0, 1, 3, 8, 15, 19)

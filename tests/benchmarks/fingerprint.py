@@ -22,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ssl_bench.data.folder import ImageFolder
-from ssl_bench.data.known_by_stat import known_by_stat
+from ssl_bench.data.files.known_by_stat import known_by_stat
+from ssl_bench.data.layouts.folder import ImageFolder
 from tests.benchmarks.provenance import provenance
 
 # Files that are younger than two seconds are read every time.

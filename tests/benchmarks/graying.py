@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from pretrain.objectives.supervised import Supervised
-from pretrain.optimizers import AdamW
+from pretrain.optimizers.recipes import AdamW
 from pretrain.options import TrainOptions
-from pretrain.ranks import Ranks
+from pretrain.runtime.distributed import Ranks
 from pretrain.schedules import Timeline
-from pretrain.trainer import Trainer
+from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig, build_vit, token_statistics
 from ssl_bench.models.config import GrayingKind
-from ssl_bench.progress import show_progress
+from ssl_bench.system.progress import show_progress
 from tests.benchmarks.initialisation import photographs
 from tests.benchmarks.pretrain import milliseconds
 from tests.benchmarks.provenance import provenance

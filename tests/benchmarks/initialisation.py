@@ -16,7 +16,7 @@ import cv2
 import torch
 from torchvision.transforms.v2.functional import normalize
 
-from ssl_bench.data.folder import ImageFolder
+from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.models import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -25,7 +25,7 @@ from ssl_bench.models import (
     block_statistics,
     build_vit,
 )
-from ssl_bench.progress import show_progress
+from ssl_bench.system.progress import show_progress
 from tests.benchmarks.provenance import provenance
 
 SKIP = ViTConfig()

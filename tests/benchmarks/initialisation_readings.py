@@ -23,9 +23,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pretrain.checkpoint import has_state, load_state
-from pretrain.folder import LOG
-from ssl_bench.data.archives import open_labelled_archives
+from pretrain.runtime.folder import LOG
+from pretrain.runtime.state import has_state, load_state
+from ssl_bench.data.layouts.archives import open_labelled_archives
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder

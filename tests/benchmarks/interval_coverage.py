@@ -23,7 +23,7 @@ from jaxtyping import Float
 from scipy.special import expit
 
 from ssl_bench.intervals import mean_iou_estimate, pixel_accuracy_estimate
-from ssl_bench.progress import show_progress
+from ssl_bench.system.progress import show_progress
 from tests.benchmarks.interval_candidates import CANDIDATES, Array, Draws, Ends, Sample
 from tests.benchmarks.interval_others import other_rows
 from tests.benchmarks.provenance import provenance

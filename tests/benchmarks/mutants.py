@@ -32,20 +32,32 @@ SECONDS = 600
 
 # How many lines of each file, and the tests that guard it.
 ROOMS = {
-    "ssl_bench/results.py": (
+    "ssl_bench/results/store.py": (
         10,
         "results cell_identity faults_records faults_results faults_bombs",
     ),
-    "ssl_bench/record_ranges.py": (3, "results faults_records"),
-    "ssl_bench/files.py": (8, "files faults_files regular_files digests faults_strangers_pictures"),
-    "ssl_bench/evaluation.py": (5, "cell_identity cli faults_data faults_pictures"),
-    "ssl_bench/pending.py": (4, "cli faults_pictures"),
-    "probes/feature_file.py": (5, "feature_cache faults_cache"),
-    "probes/training_features.py": (4, "feature_cache faults_cache"),
-    "ssl_bench/models/checkpoint.py": (5, "checkpoint digests load_encoder faults_models sweep"),
-    "pretrain/checkpoint.py": (4, "checkpoint digests faults_runs"),
-    "ssl_bench/data/inflating.py": (3, "data_archives faults_bombs"),
-    "ssl_bench/data/archive_index.py": (5, "data_archives faults_data faults_bombs"),
+    "ssl_bench/results/ranges.py": (3, "results faults_records"),
+    "ssl_bench/system/files.py": (
+        8,
+        "files faults_files regular_files digests faults_strangers_pictures",
+    ),
+    "ssl_bench/evaluation.py": (
+        5,
+        "cell_identity cli faults_data faults_pictures",
+    ),
+    "ssl_bench/results/pending.py": (4, "cli faults_pictures"),
+    "probes/features/file.py": (5, "feature_cache faults_cache"),
+    "probes/features/training.py": (4, "feature_cache faults_cache"),
+    "ssl_bench/models/loading/checkpoint.py": (
+        5,
+        "checkpoint digests load_encoder faults_models sweep",
+    ),
+    "pretrain/runtime/state.py": (4, "checkpoint digests faults_runs"),
+    "ssl_bench/data/files/inflating.py": (3, "archives faults_bombs"),
+    "ssl_bench/data/files/archive_index.py": (
+        5,
+        "archives faults_data faults_bombs",
+    ),
     "ssl_bench/report/picture_files.py": (4, "report faults_strangers_pictures"),
 }
 TURNED = {
@@ -122,7 +134,9 @@ def first_failure(mutant: Mutant, copy: Path) -> str | None:
     path = copy / mutant.file
     source = path.read_bytes()
     path.write_bytes(mutant.applied(source))
-    tests = [f"tests/test_{name}.py" for name in ROOMS[mutant.file][1].split()]
+    tests = [
+        "tests/{}/test_{}.py".format(*name.split("/")) for name in ROOMS[mutant.file][1].split()
+    ]
     options = ["-x", "-n0", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not browser"]
     try:
         run = subprocess.run(

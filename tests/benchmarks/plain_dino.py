@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from pretrain.objectives.dino import Dino, DinoLearner, DinoNetwork
-from pretrain.optimizers import parameter_groups
+from pretrain.optimizers.recipes import parameter_groups
 from ssl_bench.models.vit import Attention, Block
 
 

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pretrain.batches import sample_generator
-from pretrain.multicrop import MultiCrop
+from pretrain.crops.multi import MultiCrop
+from pretrain.logging.mfu import product_rate, wait
 from pretrain.objectives.dino import Dino, DinoLearner
-from pretrain.optimizers import AdamW, OptimizerRecipe, Soap
+from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import TrainOptions
-from pretrain.ranks import Ranks
+from pretrain.runtime.batches import sample_generator
+from pretrain.runtime.distributed import Ranks
 from pretrain.schedules import Timeline
-from pretrain.trainer import Trainer
-from pretrain.utilisation import product_rate, wait
+from pretrain.step import Trainer
 from ssl_bench.data.samples import Sample
 from ssl_bench.models import ViTConfig
 from tests.benchmarks.memory import MEBIBYTE, peak_mebibytes

@@ -21,9 +21,9 @@ import torch
 from PIL import Image, ImageFilter, ImageOps
 from torchvision import transforms
 
-from pretrain.batches import Batches, Share, sample_generator
-from pretrain.multicrop import MultiCrop
+from pretrain.crops.multi import MultiCrop
 from pretrain.options import DataOptions
+from pretrain.runtime.batches import Batches, Share, sample_generator
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
 from tests.benchmarks.provenance import provenance

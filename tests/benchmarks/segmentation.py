@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from probes.head_bank import HeadBank, Standardisation
-from probes.head_optimizers import AdamW
-from probes.neighbours import NeighbourSearch
-from probes.pixel_losses import HistogramLoss, PixelLoss, UpsampledLoss
-from probes.segmentation import HALF_DECADES, Segmentation
+from probes.features.neighbours import NeighbourSearch
+from probes.heads.linear import HeadBank, Standardisation
+from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
+from probes.heads.optimizers import AdamW
+from probes.segmentation.probe import HALF_DECADES, Segmentation
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from probes.segmentation import Segmentation
-from ssl_bench.composition import build, compose_config
+from probes.segmentation.probe import Segmentation
+from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.samples import Dataset
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.models import Encoder, load_encoder
-from ssl_bench.progress import show_progress
+from ssl_bench.system.progress import show_progress
 from tests.benchmarks.provenance import provenance
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)

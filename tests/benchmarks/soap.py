@@ -15,7 +15,7 @@ import pytorch_optimizer
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.optimizers import AdamW, Soap, parameter_groups
+from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
 from ssl_bench.models import ViTConfig, build_vit
 
 Build = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

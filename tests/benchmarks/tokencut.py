@@ -102,7 +102,7 @@ def reference(features):
 
 
 def ours(features):
-    from probes.spectral import second_eigenvector
+    from probes.tokencut.eigensolver import second_eigenvector
 
     return second_eigenvector(features, tau=TAU, eps=EPS).vector
 
@@ -197,7 +197,7 @@ def _peak_megabytes(solver: Callable, features) -> float:
 
 
 def throughput_section(options: Options) -> tuple[str, list[Row]]:
-    from probes.spectral import GraphPool
+    from probes.tokencut.eigensolver import GraphPool
 
     rows = []
     with GraphPool(2) as pool:
@@ -269,9 +269,9 @@ class _Photographs:
 def _probe_seconds(encoder, images: _Photographs, layers: tuple[int, ...]) -> float:
     import torch
 
-    from probes.tokencut import TokenCut
+    from probes.tokencut.probe import TokenCut
     from ssl_bench.evaluation import ProbeContext
-    from ssl_bench.progress import show_progress
+    from ssl_bench.system.progress import show_progress
 
     with tempfile.TemporaryDirectory() as folder:
         context = ProbeContext(
@@ -294,7 +294,7 @@ def agreement_section(options: Options) -> tuple[str, list[Row]]:
 
     from ssl_bench.features import FeatureExtractor
     from ssl_bench.models import load_encoder
-    from tests.agreement import compare, photograph_features, tally
+    from tests.support.agreement import compare, photograph_features, tally
 
     encoders = [random_encoder(16, depth=12), *map(load_encoder, options.checkpoints)]
     rows = []
@@ -318,7 +318,7 @@ def agreement_section(options: Options) -> tuple[str, list[Row]]:
 def gpu_section(options: Options) -> tuple[str, list[Row]]:
     import torch
 
-    from probes.spectral_batched import solve_batch
+    from probes.tokencut.eigensolver_batched import solve_batch
 
     if not torch.cuda.is_available():
         return "No GPU here: the batched form was not timed", []

@@ -1,0 +1,263 @@
+"""The multi-crop recipe of DINO: crops to 8-bit on the CPU, everything else on the device."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float64, Int64, Shaped, UInt8
+from torch import Tensor
+
+from pretrain.crops.augmentation import Images, Looks, apply_looks
+from ssl_bench.composition.fields import (
+    Items,
+    Pixels,
+    PositiveOrZero,
+    Share,
+    ShareSpan,
+    Span,
+    Within,
+    check_fields,
+)
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import ConfigurationError
+
+_ATTEMPTS = 10
+# Random numbers of a view.
+_BOX_NUMBERS, _LOOK_NUMBERS = 2 * _ATTEMPTS + 2, 14
+_REFERENCE_SIZE = 224
+
+
+@dataclass(frozen=True)
+class CropGroup:
+    """Views of one size, 8-bit: first the first view of every image, then the second, ..."""
+
+    pixels: UInt8[Tensor, "views 3 size size"]
+    looks: Looks
+
+    def pin_memory(self) -> "CropGroup":
+        return type(self)(self.pixels.pin_memory(), self.looks)
+
+
+# For the first large crop, the second, and the small ones.
+_PerCrop = Annotated[Sequence[Share], Items(3, 3)]
+
+
+@dataclass(frozen=True)
+class MultiCrop:
+    """Two large crops and several small ones of every image, each with a look of its own.
+
+    Attributes:
+        global_scale: Least and largest share of the image's area in a large crop.
+        local_scale: Likewise for a small crop.
+        local_size: Side of a small crop beside large ones of 224 pixels; in proportion to others.
+        aspect_ratio: Least and largest width over height before resizing.
+        brightness: Largest relative change; likewise contrast and saturation.
+        hue: Largest turn, as a share of the colour circle.
+        blur_sigma: Least and largest, in pixels.
+        blur_probability: Of the first large crop, the second, and the small ones.
+        solarize_probability: Likewise.
+        solarize_threshold: Values from here on are inverted, 0 to 255.
+
+    Source: `DataAugmentationDINO` of
+    https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/main_dino.py
+    """
+
+    global_scale: ShareSpan = (0.4, 1.0)
+    local_scale: ShareSpan = (0.05, 0.4)
+    num_locals: Annotated[int, Within(0, 1000)] = 8
+    local_size: Pixels = 96
+    aspect_ratio: Span = (3 / 4, 4 / 3)
+    flip_probability: Share = 0.5
+    jitter_probability: Share = 0.8
+    brightness: PositiveOrZero = 0.4
+    contrast: PositiveOrZero = 0.4
+    saturation: PositiveOrZero = 0.2
+    hue: Annotated[float, Within(0, 0.5)] = 0.1
+    grey_probability: Share = 0.2
+    blur_sigma: Span = (0.1, 2.0)
+    blur_probability: _PerCrop = (1.0, 0.1, 0.5)
+    solarize_probability: _PerCrop = (0.0, 0.2, 0.0)
+    solarize_threshold: Annotated[int, Within(0, 256)] = 128
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective.crops")
+        for name in ("global_scale", "local_scale", "aspect_ratio", "blur_sigma"):
+            low, high = getattr(self, name)
+            if not 0 < low <= high:
+                raise ConfigurationError(
+                    f"crops.{name} expects 0 < least <= largest, got [{low}, {high}]"
+                )
+
+    def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
+        """Sides of the large and, if there are any, the small crops: multiples of the patch."""
+        local_size = image_size * self.local_size / _REFERENCE_SIZE
+        patches = max(1, math.floor(local_size / patch_size + 0.5))
+        return (image_size, patches * patch_size) if self.num_locals else (image_size,)
+
+    def cut(
+        self,
+        samples: Iterable[Sample],
+        generators: Iterable[np.random.Generator],
+        sizes: Sequence[int],
+    ) -> tuple[CropGroup, ...]:
+        """Crop every image into all its views, and draw how each of them will look."""
+        images = [_writeable(sample.image) for sample in samples]
+        boxes, looks = self.draw(generators, np.array([image.shape[:2] for image in images]))
+        first_local = 2 * len(images)
+        groups = []
+        for views, rows, size in zip(
+            (boxes[:2], boxes[2:]),
+            (looks[:first_local], looks[first_local:]),
+            sizes,
+            strict=False,  # without small crops there is one size
+        ):
+            crops = [
+                crop(image, box, size)
+                for view in views
+                for image, box in zip(images, view, strict=True)
+            ]
+            groups.append(CropGroup(_stacked(crops), rows))
+        return tuple(groups)
+
+    def draw(
+        self,
+        generators: Iterable[np.random.Generator],
+        image_sizes: Int64[np.ndarray, "images 2"],
+    ) -> tuple[Int64[np.ndarray, "views images 4"], Looks]:
+        """Boxes as in `place_boxes`, and looks: those of all first views, of all second, ..."""
+        # One call a generator, and arithmetic for the whole batch: a call costs more than its work.
+        shape = (2 + self.num_locals, _BOX_NUMBERS + _LOOK_NUMBERS)
+        numbers = np.stack([generator.random(shape) for generator in generators], axis=1)
+        scales = np.array([self.global_scale] * 2 + [self.local_scale] * self.num_locals)
+        of_boxes, of_looks = numbers[..., :_BOX_NUMBERS], numbers[..., _BOX_NUMBERS:]
+        boxes = place_boxes(of_boxes, image_sizes, scales, self.aspect_ratio)
+        return boxes, self.choose_looks(of_looks)
+
+    def finish(self, groups: Sequence[CropGroup], device: torch.device) -> tuple[Images, ...]:
+        """Give every view its look on the device; the normalised views, group by group."""
+        return tuple(
+            apply_looks(
+                group.pixels.to(device, non_blocking=True),
+                group.looks,
+                solarize_threshold=self.solarize_threshold / 255,
+            )
+            for group in groups
+        )
+
+    def choose_looks(self, numbers: Float64[np.ndarray, "views images 14"]) -> Looks:
+        """Turn numbers in [0, 1) into looks, view by view."""
+        strengths = np.array([self.brightness, self.contrast, self.saturation])
+        lowest = np.array([*np.maximum(1 - strengths, 0), -self.hue])
+        highest = np.array([*(1 + strengths), self.hue])
+        happens = np.moveaxis(numbers[..., :5] < self._probabilities(len(numbers)), -1, 0)
+        flip, jitter, grey, blurred, solarize = (_rows(chosen) for chosen in happens)
+        least, largest = self.blur_sigma
+        sigma = _rows(least + (largest - least) * numbers[..., 5]).float()
+        return Looks(
+            flip=flip,
+            jitter=jitter,
+            order=_rows(numbers[..., 6:10].argsort(axis=-1)),
+            factors=_rows(lowest + (highest - lowest) * numbers[..., 10:14]).float(),
+            grey=grey,
+            blur_sigma=torch.where(blurred, sigma, 0),
+            solarize=solarize,
+        )
+
+    def _probabilities(self, num_views: int) -> Float64[np.ndarray, "{num_views} 1 5"]:
+        """Of flip, jitter, grey, blur and solarize."""
+        everywhere = np.ones(num_views)
+        chances = [
+            self.flip_probability * everywhere,
+            self.jitter_probability * everywhere,
+            self.grey_probability * everywhere,
+            _per_view(self.blur_probability, num_views),
+            _per_view(self.solarize_probability, num_views),
+        ]
+        return np.stack(chances, axis=-1)[:, None]
+
+
+def place_boxes(
+    numbers: Float64[np.ndarray, "views images 22"],
+    image_sizes: Int64[np.ndarray, "images 2"],
+    scales: Float64[np.ndarray, "views 2"],
+    aspect_ratio: Sequence[float],
+) -> Int64[np.ndarray, "views images 4"]:
+    """Turn numbers in [0, 1) into the (top, left, height, width) of every crop.
+
+    Args:
+        numbers: Ten for the area, ten for the ratio, two for the place.
+        image_sizes: Height and width.
+        scales: Least and largest share of the image's area.
+        aspect_ratio: Least and largest.
+
+    Source: `RandomResizedCrop.get_params` of torchvision: ten attempts, then the largest central
+    crop of an allowed ratio.
+    """
+    height, width = image_sizes.T[..., None]
+    least, largest = scales.T[..., None, None]
+    low, high = np.log(aspect_ratio)
+    areas = height * width * (least + (largest - least) * numbers[..., :_ATTEMPTS])
+    ratios = np.exp(low + (high - low) * numbers[..., _ATTEMPTS:-2])
+    sides = np.rint(np.sqrt(np.stack([areas / ratios, areas * ratios], axis=-1)))
+    fits = ((sides > 0) & (sides <= image_sizes[:, None])).all(axis=-1)  # views images attempts
+    first = fits.argmax(axis=-1)[..., None, None]
+    box_sizes = np.take_along_axis(sides, first, axis=2)[..., 0, :]
+    corners = np.floor(numbers[..., -2:] * (image_sizes + 1 - box_sizes))
+    boxes = np.concatenate([corners, box_sizes], axis=-1).astype(np.int64)
+    for view, image in np.argwhere(~fits.any(axis=-1)):
+        boxes[view, image] = _central_box(image_sizes[image].tolist(), aspect_ratio)
+    return boxes
+
+
+def draw_boxes(
+    generator: np.random.Generator,
+    image_size: tuple[int, int],
+    scales: Float64[np.ndarray, "views 2"],
+    aspect_ratio: Sequence[float],
+) -> Int64[np.ndarray, "views 4"]:
+    """The (top, left, height, width) of a crop for every view of one image; see `place_boxes`."""
+    numbers = generator.random((len(scales), 1, _BOX_NUMBERS))
+    return place_boxes(numbers, np.array([image_size]), scales, aspect_ratio)[:, 0]
+
+
+def crop(
+    image: UInt8[Tensor, "height width 3"], box: Int64[np.ndarray, " 4"], size: int
+) -> UInt8[Tensor, "3 {size} {size}"]:
+    """Cut out (top, left, height, width) and resize it to a square, bicubic with antialiasing.
+
+    PyTorch's 8-bit kernel: within two levels of PIL's, and several times as fast. In memory the
+    three values of a pixel stay side by side, which spares it two passes over the pixels.
+    """
+    top, left, height, width = box.tolist()
+    part = image[None, top : top + height, left : left + width].permute(0, 3, 1, 2)
+    return F.interpolate(part, size=(size, size), mode="bicubic", antialias=True)[0]
+
+
+def _stacked(crops: Sequence[UInt8[Tensor, "3 _ _"]]) -> UInt8[Tensor, "views 3 _ _"]:
+    """In one piece, with the three values of a pixel side by side."""
+    return torch.stack([pixels.permute(1, 2, 0) for pixels in crops]).permute(0, 3, 1, 2)
+
+
+def _writeable(image: UInt8[np.ndarray, "height width 3"]) -> UInt8[Tensor, "height width 3"]:
+    # PyTorch warns about memory it may not write to.
+    return torch.from_numpy(image if image.flags.writeable else image.copy())
+
+
+def _central_box(image_size: Sequence[int], aspect_ratio: Sequence[float]) -> tuple[int, ...]:
+    height, width = image_size
+    box_width = min(width, round(height * max(aspect_ratio)))
+    box_height = min(height, round(width / min(aspect_ratio)))
+    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
+
+
+def _per_view(values: Sequence[float], num_views: int) -> Float64[np.ndarray, " views"]:
+    """Values of the first large crop, the second, and all small ones -> one value a view."""
+    return np.array([*values[:2], *[values[2]] * (num_views - 2)])
+
+
+def _rows(values: Shaped[np.ndarray, "views images ..."]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).flatten(0, 1)

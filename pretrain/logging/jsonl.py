@@ -1,0 +1,103 @@
+"""What a run tells: one JSON object a step for programs, a progress bar for people."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from pretrain.logging.tensorboard import Board
+from ssl_bench.errors import MachineError
+from ssl_bench.system.escaping import printable
+from ssl_bench.system.files import write_text_atomically
+
+_SECONDS_BETWEEN_LINES = 20.0
+
+
+class Journal:
+    """`log.jsonl`, one row a step; rows after `last_step` are of work that was lost, and go.
+
+    The `board`, if there is one, is written and closed along.
+    """
+
+    def __init__(self, path: Path, *, last_step: int, board: Board | None = None) -> None:
+        self.path, self._board = path, board
+        write_text_atomically(path, "".join(_kept_lines(path, last_step)))
+        self._file: TextIO = path.open("a", buffering=1)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row; a number that is not finite becomes null."""
+        plain = {key: value if _is_plain(value) else None for key, value in row.items()}
+        try:
+            self._file.write(json.dumps(plain) + "\n")
+        except OSError as error:
+            raise MachineError(f"cannot write {self.path}: {error.strerror}; free space") from error
+        if self._board is not None:
+            self._board.write(plain)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class ProgressBar:
+    """A bar on a terminal, a line now and then elsewhere, nothing where `quiet`."""
+
+    def __init__(self, *, total: int, done: int, quiet: bool) -> None:
+        self._quiet = quiet
+        terminal = sys.stderr.isatty() and not quiet
+        self._bar = tqdm(total=total, initial=done, unit="step", disable=not terminal)
+        self._total, self._first = total, done
+        self._start = self._last_line = time.monotonic()
+
+    def show(self, row: Mapping[str, Any]) -> None:
+        """Say where the run stands after the step of this row."""
+        loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
+        facts = (
+            f"loss {loss}  {row['images_per_second']:.0f} images/s  "
+            f"data wait {row['data_wait']:.0f} %  mfu {row['mfu']:.1f} %"
+        )
+        self._bar.update()
+        self._bar.set_postfix_str(facts, refresh=False)
+        now = time.monotonic()
+        if not self._bar.disable or self._quiet or now - self._last_line < _SECONDS_BETWEEN_LINES:
+            return
+        self._last_line = now
+        seconds_a_step = (now - self._start) / max(row["step"] - self._first, 1)
+        left = tqdm.format_interval((self._total - row["step"]) * seconds_a_step)
+        self.say(f"step {row['step']}/{self._total}  epoch {row['epoch']}  {facts}  {left} left")
+
+    def say(self, line: str) -> None:
+        if not self._quiet:
+            tqdm.write(printable(line), file=sys.stderr)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _kept_lines(path: Path, last_step: int) -> Iterator[str]:
+    content = path.read_bytes() if path.is_file() else b""
+    for line in content.split(b"\n"):
+        step = _step_of(line)
+        if step is not None and step <= last_step:
+            yield line.decode() + "\n"
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a row; None for half of one, or whatever else came into the file."""
+    try:
+        row = json.loads(line.decode())
+    # Bytes that are no text are values that are none; brackets may lie within brackets.
+    except (ValueError, RecursionError):
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if type(step) is int else None
+
+
+def _is_plain(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)

@@ -1,0 +1,256 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's statistics, parameters of one shape in one stack."""
+
+# torch documents its foreach functions but does not export them to type checkers.
+# pyright: reportPrivateImportUsage=false
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from pretrain.optimizers.soap_stacks import (
+    Stack,
+    eigenvectors,
+    new_stack,
+    of_first,
+    refresh,
+    rotate,
+    rotate_back,
+    stack_of_states,
+)
+
+
+class Effect:
+    """What a step does, unless it is lost: factors on the device, each computed once.
+
+    Args:
+        lost: Float64 scalar, 1 where the step is to change nothing, else 0.
+    """
+
+    def __init__(self, lost: Float[Tensor, ""]) -> None:
+        self._one, self._share = torch.ones_like(lost), 1 - lost
+        self.lost: Bool[Tensor, ""] = lost.bool()
+        self._factors: dict[float, Tensor] = {}
+        self._sizes: dict[tuple[float, ...], Tensor] = {}
+
+    def factor(self, value: float) -> Float[Tensor, ""]:
+        """The value, or 1."""
+        if value not in self._factors:
+            self._factors[value] = self._one.add(self._share, alpha=value - 1)
+        return self._factors[value]
+
+    def step_size(self, stack: Stack, group: dict[str, Any]) -> Float[Tensor, ""]:
+        """Learning rate, negative, both averages corrected for their beginning with 0; or 0."""
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        key = (lr, beta1, beta2, stack.step)
+        if key not in self._sizes:
+            # None was made where the first of them is lost.
+            updates = (stack.step - stack.skipped).clamp_(min=1)
+            corrected = (1 - beta2**updates).sqrt_().div_(1 - beta1**updates)
+            self._sizes[key] = corrected.mul_(self._share).mul_(-lr)
+        return self._sizes[key]
+
+
+def accumulate(
+    stacks: Sequence[Stack], gradients: Sequence[Tensor], beta: float, effect: Effect
+) -> None:
+    averages = [average for stack in stacks for average in stack.statistics.values()]
+    if averages:
+        torch._foreach_mul_(averages, effect.factor(beta))
+    for stack, stacked in zip(stacks, gradients, strict=True):
+        for mode, average in stack.statistics.items():
+            unfolded = stacked.movedim(mode + 1, 1).flatten(2)
+            average.baddbmm_(unfolded, unfolded.mT, alpha=1 - beta)
+
+
+def descend(
+    stacks: Sequence[Stack], gradients: Sequence[Tensor], group: dict[str, Any], effect: Effect
+) -> None:
+    """One Adam step in the eigenbases, then the decoupled decay."""
+    beta1, beta2 = group["betas"]
+    rotated = [rotate(g, stack.bases) for stack, g in zip(stacks, gradients, strict=True)]
+    means, squares = [stack.exp_avg for stack in stacks], [stack.exp_avg_sq for stack in stacks]
+    torch._foreach_mul_(means, effect.factor(beta1))
+    torch._foreach_add_(means, rotated, alpha=1 - beta1)
+    torch._foreach_mul_(squares, effect.factor(beta2))
+    torch._foreach_addcmul_(squares, rotated, rotated, 1 - beta2)
+    deviations = torch._foreach_sqrt(squares)
+    torch._foreach_add_(deviations, group["eps"])
+    updates = torch._foreach_div(means, deviations)
+    torch._foreach_mul_(updates, [effect.step_size(stack, group) for stack in stacks])
+    parameters: list[Tensor] = [p for stack in stacks for p in stack.parameters]
+    changes = [
+        change
+        for stack, update in zip(stacks, updates, strict=True)
+        for change in rotate_back(update, stack.bases).unbind()
+    ]
+    torch._foreach_add_(parameters, changes)
+    if group["weight_decay"] > 0:
+        torch._foreach_mul_(parameters, effect.factor(1 - group["lr"] * group["weight_decay"]))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, dict):
+        return {key: moved(entry, device) for key, entry in value.items()}
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+class SOAP(torch.optim.Optimizer):
+    """SOAP with the numbers of the reference and a small share of its kernel launches.
+
+    A parameter's first gradient only builds its statistics and bases: no step, no decay. Steps are
+    counted per parameter, so one that starts late is corrected for bias from its own start. Every
+    axis of a parameter of two or more dimensions has a basis, as in the reference's default: a
+    patch embedding has four, none merged. Vectors and scalars are plain Adam. State and
+    decompositions are float32, or float64 for float64 parameters (the reference: always float32).
+
+    No step waits for the device but one in which a parameter meets its first gradient. Where the
+    attribute `found_inf` is 1, as torch's fused optimizers have it, the step changes nothing,
+    whatever the gradients hold; if it is a parameter's first, its bases are its own axes until the
+    next refresh.
+
+    Args:
+        shampoo_beta: Decay of the statistics; `betas[1]` if None.
+        precondition_frequency: Steps between two refreshes of a basis.
+        max_precond_dim: A longer axis keeps its own coordinates.
+        stagger: Spread the refreshes over the period instead of doing all in the same step.
+        shard_refreshes: Share the decompositions out over the ranks of `torch.distributed`; without
+            it all compute them and take those of the first.
+
+    Source: Vyas et al., https://arxiv.org/abs/2409.11321, algorithm 3; behaviour of
+    https://github.com/nikhilvyas/SOAP at a1e5535, whose step applies the decay to the updated
+    weights. Cubic in each axis' length per refresh.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 3e-3,
+        betas: Sequence[float] = (0.95, 0.95),
+        shampoo_beta: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        precondition_frequency: int = 10,
+        max_precond_dim: int = 10_000,
+        *,
+        stagger: bool = False,
+        shard_refreshes: bool = False,
+    ) -> None:
+        if precondition_frequency < 1:
+            raise ValueError(
+                f"precondition_frequency must be 1 or more, got {precondition_frequency}"
+            )
+        if not all(0 <= beta < 1 for beta in (*betas, shampoo_beta or 0.0)):
+            raise ValueError(f"betas must lie in [0, 1), got {(*betas, shampoo_beta)}")
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "shampoo_beta": shampoo_beta,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "precondition_frequency": precondition_frequency,
+            "max_precond_dim": max_precond_dim,
+            "stagger": stagger,
+            "shard_refreshes": shard_refreshes,
+        }
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_stacks()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._forget_stacks()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # The base class has cast the state to the parameters' dtype, which may be lower.
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for key, parameter in zip(saved, parameters, strict=True):
+            if key in state_dict["state"]:
+                self.state[parameter] = moved(state_dict["state"][key], parameter.device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._stack_active()
+        stacks = [stack for those in self._stacks for stack in those]
+        if stacks:
+            effect = self._effect(stacks)
+            for group, those in zip(self.param_groups, self._stacks, strict=True):
+                self._step_group(group, those, effect)
+        return loss
+
+    def _effect(self, stacks: Sequence[Stack]) -> Effect:
+        """Whether this step counts, and one more of each stack's steps."""
+        found, like = getattr(self, "found_inf", None), stacks[0].skipped
+        lost = torch.zeros_like(like) if found is None else found.to(like)
+        for skipped in {id(s.skipped): s.skipped for s in stacks if s.step >= 0}.values():
+            skipped += lost
+        for stack in stacks:
+            stack.step += 1
+            for parameter in stack.parameters:
+                self.state[parameter]["step"] = stack.step
+        return Effect(lost)
+
+    def _step_group(self, group: dict[str, Any], stacks: Sequence[Stack], effect: Effect) -> None:
+        beta = group["betas"][1] if group["shampoo_beta"] is None else group["shampoo_beta"]
+        gradients = [stack.gradients().masked_fill_(effect.lost, 0.0) for stack in stacks]
+        started = [i for i, stack in enumerate(stacks) if stack.step > 0]
+        if started:
+            descend([stacks[i] for i in started], [gradients[i] for i in started], group, effect)
+        # After the update, which must not see its own gradient in the bases.
+        accumulate(stacks, gradients, beta, effect)
+        for stack in stacks:
+            if stack.step == 0:
+                for mode, basis in stack.bases.items():
+                    basis.copy_(of_first(eigenvectors(stack.statistics[mode])))
+            elif stack.bases:
+                for members in stack.due(group["precondition_frequency"]):
+                    refresh(stack, members, effect.lost, shared=group["shard_refreshes"])
+
+    def _forget_stacks(self) -> None:
+        self._active: list[list[int]] = []
+        self._stacks: list[list[Stack]] = []
+
+    def _stack_active(self) -> None:
+        """Rebuild the stacks when other parameters than at the last step have a gradient."""
+        active = [
+            [id(p) for p in group["params"] if p.grad is not None] for group in self.param_groups
+        ]
+        if active != self._active:
+            self._forget_stacks()
+            skipped: dict[int, Float[Tensor, ""]] = {}
+            self._stacks = [self._stacks_of(group, skipped) for group in self.param_groups]
+            self._active = active
+
+    def _stacks_of(
+        self, group: dict[str, Any], skipped: dict[int, Float[Tensor, ""]]
+    ) -> list[Stack]:
+        """Stacks of the parameters that have a gradient; `skipped` is by their step."""
+        alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}
+        for p in group["params"]:
+            if p.grad is not None:
+                key = (p.shape, p.dtype, p.device, self.state[p].get("step", -1))
+                alike.setdefault(key, []).append(p)
+        stacks = []
+        for turn, ((*_, device, step), parameters) in enumerate(alike.items()):
+            states = [self.state[p] for p in parameters]
+            # States of earlier versions do not know it.
+            zero = torch.zeros((), dtype=torch.float64, device=device)
+            count = skipped.setdefault(step, states[0].get("skipped", zero))
+            if step < 0:
+                stack = new_stack(parameters, group, turn, count)
+            else:
+                stack = stack_of_states(parameters, states, turn, count)
+            for member, parameter in enumerate(parameters):
+                self.state[parameter] = stack.state_of(member)
+            stacks.append(stack)
+        return stacks

@@ -1,0 +1,122 @@
+"""Fine-tuning: an encoder that was trained before takes the place of random weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.models import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Encoder,
+    EncoderModule,
+    VisionTransformer,
+    identify_encoder,
+    load_encoder,
+)
+from ssl_bench.models.positions import resize_positions
+from ssl_bench.system.paths import expanded, real
+
+START, SHA256 = "start_from", "start_from_sha256"
+# They say how weights are drawn and trained, or are changed on the way.
+_MAY_DIFFER = ("image_size", "drop_path", "frozen_filters", "init", "init_options")
+
+
+def start_from(address: str, encoders: Sequence[EncoderModule]) -> str:
+    """Copy the weights of a checkpoint into all these encoders.
+
+    Learned positions are resized where the image size is another; fixed ones stay as they are.
+
+    Returns:
+        The checkpoint's sha256.
+
+    Raises:
+        CheckpointError: as `load_encoder`, which takes the address.
+        ConfigurationError: it is of another architecture, or of images in other colours.
+    """
+    found = load_encoder(address)
+    for encoder in encoders:
+        module = _require_fit(found, encoder, address)
+        encoder.load_state_dict(_fitting_weights(module, encoder))
+    return found.sha256
+
+
+def sha256_at_resume(address: str, before: Mapping[str, Any]) -> str:
+    """The sha256 behind the address now, or what the run knew, if the file is gone since.
+
+    `before` describes the run as it was saved; the weights themselves are in its state.
+
+    Raises:
+        CheckpointError: the address is another than before, and nothing is there.
+    """
+    try:
+        return identify_encoder(address).sha256
+    except CheckpointError:
+        if before.get(START) != address or SHA256 not in before:
+            raise
+        return before[SHA256]
+
+
+def require_apart(address: str, out: Path) -> None:
+    """Refuse to begin in the very folder that the weights come from.
+
+    Raises:
+        ConfigurationError: the checkpoint lies in `out`.
+    """
+    path = real(expanded(address))
+    if real(out) in (path, path.parent):
+        raise ConfigurationError(
+            f"start_from={address} lies in the run folder {out}, which would replace it; choose "
+            "another --out"
+        )
+
+
+def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> EncoderModule:
+    """The module of `found`, of which every weight means what it means in `encoder`."""
+    module, config = found.module, encoder.config
+    if not isinstance(module, type(encoder)):
+        raise ConfigurationError(
+            f"start_from={address} expects a {type(encoder).__name__} of this suite, got a "
+            f"{type(module).__name__}; give its weights as a file, or take another model"
+        )
+    names = [item.name for item in fields(config) if item.name not in _MAY_DIFFER]
+    pairs = [(name, getattr(config, name), getattr(module.config, name)) for name in names]
+    wrong = [pair for pair in pairs if not _agree(*pair)]
+    if wrong:
+        expected = " ".join(f"model.{name}={here}" for name, here, _ in wrong)
+        came = " ".join(f"model.{name}={there}" for name, _, there in wrong)
+        raise ConfigurationError(
+            f"start_from={address} is of another architecture: expected {expected}, came {came}; "
+            "type the latter, or start from another checkpoint"
+        )
+    if (found.mean, found.std) != (IMAGENET_MEAN, IMAGENET_STD):
+        raise ConfigurationError(
+            f"start_from={address} expects images of mean {found.mean} and deviation {found.std}, "
+            "those of a run have ImageNet's; start from another checkpoint"
+        )
+    return module
+
+
+def _agree(name: str, here: Any, there: Any) -> bool:
+    # Positions that were fixed may be trained from now on, but not the other way round.
+    return here == there or (name, there) == ("position_embedding", "sinusoidal")
+
+
+def _fitting_weights(module: EncoderModule, encoder: EncoderModule) -> dict[str, Tensor]:
+    weights = dict(module.state_dict())
+    if isinstance(module, VisionTransformer) and isinstance(encoder, VisionTransformer):
+        weights["pos_embed"] = _positions(module, encoder)
+    return weights
+
+
+def _positions(
+    module: VisionTransformer, encoder: VisionTransformer
+) -> Float[Tensor, "1 tokens dim"]:
+    if encoder.config.position_embedding == "sinusoidal":
+        return encoder.pos_embed.detach()
+    old, new = module.config.grid_size, encoder.config.grid_size
+    return resize_positions(module.pos_embed, old_size=(old, old), new_size=(new, new))

@@ -1,0 +1,144 @@
+"""One optimizer step as a list of named steps; no files, no clock."""
+
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from pretrain.logging.mfu import product_rate, training_flops
+from pretrain.objectives.objective import Learner, Views
+from pretrain.optimizers.recipes import OptimizerRecipe, clip_gradients, parameter_groups
+from pretrain.options import TrainOptions
+from pretrain.runtime.batches import step_seed
+from pretrain.runtime.distributed import Ranks
+from pretrain.schedules import Cosine, Timeline
+
+_REFERENCE_BATCH = 256
+
+
+class Trainer:
+    """A learner, its optimizer, and their schedules."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        recipe: OptimizerRecipe,
+        options: TrainOptions,
+        timeline: Timeline,
+        ranks: Ranks,
+    ) -> None:
+        assert isinstance(learner, nn.Module)
+        self.learner, self.options, self.ranks = learner, options, ranks
+        learner.to(ranks.device)
+        if options.compiles(ranks.device):
+            for module in learner.compilable():
+                module.compile(dynamic=False)
+        self.network = ranks.wrap(learner.student)
+        named = learner.student.named_parameters()
+        groups = parameter_groups(
+            named, layer_decay=options.layer_decay, decay_tokens=options.decay_tokens
+        )
+        self.optimizer = recipe.build(groups)
+        total = timeline.total_steps
+        top = recipe.lr * options.batch_size / _REFERENCE_BATCH
+        self.lr = options.rate(top, timeline)
+        self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
+        dtype = torch.bfloat16 if options.autocasts(ranks.device) else torch.float32
+        self._product_rate, self._flops = product_rate(ranks.device, dtype), 0.0
+
+    def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
+        """Learn from one batch, given in as many parts as it is accumulated from.
+
+        Where a value of the gradient is not finite, nothing is learned: weights, moments and
+        statistics stay as they are. Nothing here waits for the device: what is reported are
+        tensors on it.
+        """
+        torch.manual_seed(step_seed(self.options.seed, step, self.ranks.rank))
+        self._set_rates(step)
+        statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
+        try:
+            report = self._accumulate(step, parts)
+        except BaseException:
+            # A part that never came, or a device that is full: this step was not taken.
+            self._restore(statistics, torch.tensor(True))
+            raise
+        report["gradient_norm"] = self._clip()
+        lost = ~report["gradient_norm"].isfinite()
+        self._restore(statistics, lost)
+        self.learner.hold_gradients(step)
+        # As a scaler of gradients tells an optimizer to leave everything as it was.
+        vars(self.optimizer).update(found_inf=lost.float(), grad_scale=None)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.learner.follow(step, lost)
+        return report
+
+    def utilisation(self, seconds: float) -> float:
+        """Percent of the rate of a large matrix product that a step of such a length reaches."""
+        return 100 * self._flops / (seconds * self._product_rate)
+
+    def values(self, step: int) -> dict[str, float]:
+        """Everything that is scheduled, for the log."""
+        rates = {"lr": self.lr(step), "weight_decay": self.weight_decay(step)}
+        return rates | self.learner.values(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        assert isinstance(self.learner, nn.Module)
+        return {"learner": self.learner.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        assert isinstance(self.learner, nn.Module)
+        self.learner.load_state_dict(state["learner"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _set_rates(self, step: int) -> None:
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group["lr"] = self.lr(step) * group.get("lr_scale", 1.0)
+        # Each is followed by one that is exempt.
+        for decayed in groups[::2]:
+            decayed["weight_decay"] = self.weight_decay(step)
+
+    def _accumulate(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
+        """Gradients of the mean loss over all parts; mean of what they report."""
+        reports = []
+        for number, views in enumerate(parts, start=1):
+            if not self._flops:
+                assert isinstance(self.learner, nn.Module)
+                part = training_flops(self.learner, views, step)
+                self._flops = self.options.accumulation * part
+            with self._averaging(last=number == self.options.accumulation):
+                loss, report = self._loss(step, views)
+                (loss / self.options.accumulation).backward()
+            reports.append({"loss": loss.detach(), **report})
+        return {name: torch.stack([r[name] for r in reports]).mean() for name in reports[0]}
+
+    def _loss(self, step: int, views: Views) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
+        device = self.ranks.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.options.autocasts(device)):
+            return self.learner.loss(self.network, views, step)
+
+    def _averaging(self, *, last: bool) -> Any:
+        """Average gradients over processes only once, with the last part."""
+        if self.ranks.count == 1 or last:
+            return nullcontext()
+        assert isinstance(self.network, nn.parallel.DistributedDataParallel)
+        return self.network.no_sync()
+
+    def _clip(self) -> Float[Tensor, ""]:
+        """Clip tensor by tensor, or all of them together.
+
+        Returns:
+            The norm over all tensors before.
+        """
+        most, whole = self.options.clip or math.inf, self.options.clip_whole
+        return clip_gradients(self.learner.student.parameters(), most, whole=whole).norm()
+
+    def _restore(self, before: Iterable[Tensor], lost: Bool[Tensor, ""]) -> None:
+        """Batch statistics of a step that learns nothing are not kept either."""
+        for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
+            buffer.copy_(torch.where(lost.to(buffer.device), old, buffer))

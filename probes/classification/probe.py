@@ -1,0 +1,205 @@
+"""Linear classification: which classes can a linear head tell apart in each block?"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from probes.classification.report import metrics
+from probes.classification.run import ClassificationRun
+from probes.features.image import FACETS, ImagePass, asked_facets
+from probes.features.split import TrainingSplit
+from probes.heads.logistic import LogisticTraining
+from probes.heads.losses import LabelLoss
+from probes.heads.optimizers import SGD, Schedule
+from probes.heads.sgd import (
+    HeadTraining,
+    Source,
+    Training,
+    settings_without,
+    sources_of,
+)
+from ssl_bench.composition.fields import (
+    Count,
+    Pixels,
+    Positive,
+    PositiveOrZero,
+    PositiveShare,
+    Rate,
+    ShareBelowOne,
+    Threads,
+    check_fields,
+    require_some,
+)
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.evaluation import ProbeContext, Score
+
+_CHOICES = {"layers_mode": ("single", "last4"), "optimizer": ("lbfgs", "sgd")}
+# Where, how fast and with what words, not what comes out; protocol and facet have their own place.
+_NOT_SETTINGS = frozenset(
+    {
+        "protocol",
+        "facet",
+        "layers_mode",
+        "encoder_batch_size",
+        "memory_gib",
+        "num_workers",
+        "guesses",
+    }
+)
+# That of scikit-learn's LogisticRegression.
+_TOLERANCE = 1e-4
+_OF_SGD = frozenset({"learning_rates", "epochs", "batch_size"})
+_OF_LBFGS = frozenset({"c_values", "max_iterations"})
+
+
+@dataclass(frozen=True)
+class LinearClassification:
+    """Linear heads on every block, with every penalty or learning rate, from one pass over images.
+
+    Attributes:
+        protocol: The preset these values come from; records carry it.
+        facet: What stands for an image, one or several of "cls", "patch_mean", its mean patch, and
+            "cls_patch_mean", both concatenated; all after the encoder's final norm.
+        layers_mode: "single": one head a block. "last4": one head on the last four blocks up to the
+            last asked one, concatenated.
+        optimizer: "lbfgs" fits logistic regressions to the end, one for each of `c_values`. "sgd"
+            takes steps with momentum .9, one head for each of `learning_rates`, which fall to zero
+            with a cosine.
+        c_values: C of scikit-learn's logistic regression: weight of the loss against the penalty.
+        batch_size: Images of a step.
+        standardise: Each channel over the training images.
+        holdout: Share of the training images that choose C or the rate; once they have chosen, all
+            training images are fitted. With 0 only the oracle is scored.
+        train_images: At most so many, drawn with the seed.
+        image_size: Side in pixels; without it the encoder's own.
+        crop_share: Side of the central square that is looked at, relative to the shorter side.
+        memory_gib: For the features; layers that do not fit wait for another pass.
+        guesses: What the protocol's authors left open, and where this preset differs from theirs.
+    """
+
+    protocol: str = "ssl_bench"
+    facet: str | Sequence[str] = "cls"
+    layers_mode: str = "single"
+    optimizer: str = "lbfgs"
+    c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    max_iterations: Count = 1000
+    learning_rates: Sequence[Rate] = ()
+    epochs: Count = 100
+    batch_size: Count = 1024
+    standardise: bool = True
+    holdout: ShareBelowOne = 0.1
+    train_images: Count | None = None
+    image_size: Pixels | None = None
+    crop_share: PositiveShare = 0.875
+    encoder_batch_size: Count = 64
+    memory_gib: PositiveOrZero = 8.0
+    num_workers: Threads = 4
+    guesses: Sequence[str] = ()
+
+    task = "classification"
+    role = "classification"
+    keeps_images = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe")
+        asked_facets(self.facet, tuple(FACETS))
+        for field, valid in _CHOICES.items():
+            came = getattr(self, field)
+            if came not in valid:
+                raise ConfigurationError(f"probe.{field} must be one of {valid}, got {came!r}")
+        grid = "c_values" if self.optimizer == "lbfgs" else "learning_rates"
+        require_some(f"probe.{grid}", getattr(self, grid))
+
+    @property
+    def facets(self) -> tuple[str, ...]:
+        return asked_facets(self.facet, tuple(FACETS))
+
+    @property
+    def facet_names(self) -> dict[str, str]:
+        """Under which the scores of each facet are recorded."""
+        suffix = "" if self.layers_mode == "single" else f"_{self.layers_mode}"
+        return {facet: f"{facet}{suffix}" for facet in self.facets}
+
+    def sources(self, layers: Sequence[int]) -> list[Source]:
+        """The layers that each head sees."""
+        return sources_of(layers, self.layers_mode)
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        return [
+            (source[-1], facet, metric)
+            for source in self.sources(layers)
+            for facet in self.facet_names.values()
+            for metric in metrics(holdout=self.holdout > 0)
+        ]
+
+    def split(self, dataset: Dataset) -> ImageSet:
+        return dataset.val()
+
+    def training_images(self, dataset: Dataset) -> ImageSet:
+        return dataset.train()
+
+    def settings(self) -> dict[str, Any]:
+        unused = _OF_SGD if self.optimizer == "lbfgs" else _OF_LBFGS
+        return settings_without(_NOT_SETTINGS | unused, asdict(self))
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score all heads of all layers.
+
+        Top-5 accuracy is NaN where there are fewer than five classes.
+
+        Raises:
+            ConfigurationError: the encoder has no [CLS] token.
+            DataError: the training images are too few, or of one class.
+        """
+        train_images, val_images = (
+            self.training_images(context.dataset),
+            self.split(context.dataset),
+        )
+        run = ClassificationRun(
+            image_pass=ImagePass(
+                context=context,
+                facets=self.facets,
+                image_size=self.image_size,
+                crop_share=self.crop_share,
+                batch_size=self.encoder_batch_size,
+                workers=self.num_workers,
+            ),
+            training=self._training(context, len(val_images.class_names)),
+            split=TrainingSplit.draw(
+                train_images, at_most=self.train_images, holdout=self.holdout, seed=context.seed
+            ),
+            train_images=train_images,
+            val_images=val_images,
+            sources=self.sources(context.layers),
+            facet_names=self.facet_names,
+            memory_gib=self.memory_gib,
+            guesses=self.guesses,
+        )
+        yield from run.scores()
+
+    def _training(self, context: ProbeContext, classes: int) -> Training:
+        if self.optimizer == "sgd":
+            return HeadTraining(
+                rates=tuple(float(rate) for rate in self.learning_rates),
+                epochs=self.epochs,
+                batch_size=self.batch_size,
+                loss=LabelLoss(),
+                optimizer=SGD(weight_decay=0.0),
+                schedule=Schedule("cosine", warmup=0.0),
+                standardise=self.standardise,
+                classes=classes,
+                seed=context.seed,
+                device=context.device,
+            )
+        return LogisticTraining(
+            rates=tuple(float(c) for c in self.c_values),
+            max_iterations=self.max_iterations,
+            batch_size=self.batch_size,
+            loss=LabelLoss(),
+            standardise=self.standardise,
+            classes=classes,
+            seed=context.seed,
+            device=context.device,
+            gradient_tolerance=_TOLERANCE,
+        )

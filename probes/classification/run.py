@@ -1,0 +1,143 @@
+"""Linear classification of one encoder on one dataset: features, heads, scores."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from probes.classification.report import ClassificationReport
+from probes.features.image import ImageFeatures, ImagePass
+from probes.features.split import TrainingSplit
+from probes.features.stream import batches
+from probes.features.training import FeaturesInMemory
+from probes.heads.sgd import Source, TrainedHeads, Training
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import DataError
+from ssl_bench.evaluation import Score
+from ssl_bench.metrics import LabelledFeatures, class_rank
+
+# Logits that are in memory at once: a quarter of a gibibyte.
+_LOGITS = 2**26
+
+
+@dataclass(frozen=True)
+class ClassificationRun:
+    """All parts of a run, put together by the probe.
+
+    Attributes:
+        facet_names: Under which the scores of each facet are recorded.
+        memory_gib: For the features; layers that do not fit wait for another pass.
+        guesses: Where the protocol's authors do it otherwise.
+    """
+
+    image_pass: ImagePass
+    training: Training
+    split: TrainingSplit
+    train_images: ImageSet
+    val_images: ImageSet
+    sources: Sequence[Source]
+    facet_names: Mapping[str, str]
+    memory_gib: float
+    guesses: Sequence[str]
+
+    def scores(self) -> Iterator[Score]:
+        """Score all heads of all sources; a pass over the images serves as many as fit.
+
+        Raises:
+            DataError: the training images are of one class.
+        """
+        num_images = len(self.split.indices) + len(self.val_images)
+        at_once = self.image_pass.layers_at_once(num_images, self.memory_gib)
+        for sources in batches(self.sources, max(1, at_once // len(self.sources[0]))):
+            layers = sorted({layer for source in sources for layer in source})
+            train = self.image_pass.run(self.train_images, self.split.indices, layers)
+            self._require_two_classes(train.labels[self.split.entries(1)])
+            val = self.image_pass.run(self.val_images, range(len(self.val_images)), layers)
+            for facet in self.image_pass.facets:
+                for report in self._reports(facet, sources, train, val):
+                    yield from report.scores()
+
+    def _require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
+        found = labels.unique().tolist()
+        if len(found) < 2:
+            raise DataError(
+                f"the {len(labels)} training images of {self.train_images.name} "
+                f"{self.train_images.split} that heads are fitted to are all of the class "
+                f"{self.train_images.class_names[found[0]]}, expected at least two classes; "
+                "take more with probe.train_images"
+            )
+
+    def _reports(
+        self, facet: str, sources: Sequence[Source], train: ImageFeatures, val: ImageFeatures
+    ) -> Iterator[ClassificationReport]:
+        cached = FeaturesInMemory(
+            train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
+        )
+        held_out = self._held_out_ranks(facet, sources, train, cached)
+        heads = self._fit(cached, sources, self.split.every_entry(1))
+        classes = self.training.classes
+        for index, source in enumerate(sources):
+            features = val.joined(source, facet)
+            yield ClassificationReport(
+                layer=source[-1],
+                facet=self.facet_names[facet],
+                knob=self.training.knob,
+                rates=self.training.rates,
+                num_classes=classes,
+                ranks=self._ranks(heads, index, features),
+                held_out=None if held_out is None else held_out[index],
+                constant=heads.constant_channels[index] / features.features.shape[1],
+                missing=classes - len(train.labels.unique()),
+                shared={**self._details(heads), "layers": list(source)},
+            )
+
+    def _held_out_ranks(
+        self,
+        facet: str,
+        sources: Sequence[Source],
+        train: ImageFeatures,
+        cached: FeaturesInMemory,
+    ) -> list[Int64[Tensor, "rates held_out_images"]] | None:
+        """Of heads that are fitted to the other training images; None where all are."""
+        if not self.split.held_out:
+            return None
+        heads = self._fit(cached, sources, self.split.entries(1))
+        rows = torch.tensor(sorted(self.split.held_out))
+        vectors = [train.joined(source, facet) for source in sources]
+        some = [LabelledFeatures(all_.features[rows], all_.labels[rows]) for all_ in vectors]
+        return [self._ranks(heads, index, features) for index, features in enumerate(some)]
+
+    def _fit(
+        self,
+        cached: FeaturesInMemory,
+        sources: Sequence[Source],
+        entries: Int64[Tensor, " chosen"],
+    ) -> TrainedHeads:
+        return self.training.train(cached, sources, entries, self.image_pass.context.progress)
+
+    def _ranks(
+        self, heads: TrainedHeads, index: int, images: LabelledFeatures
+    ) -> Int64[Tensor, "rates images"]:
+        """How many classes the heads of one source put before the true one."""
+        device, found = self.training.device, []
+        at_once = max(1, _LOGITS // heads.bias[index].numel())
+        rows = zip(images.features.split(at_once), images.labels.split(at_once), strict=True)
+        for features, labels in rows:
+            logits = heads.logits(index, features.to(device)[:, None])[:, :, 0]
+            found.append(class_rank(logits, labels.to(device)).cpu())
+        return torch.cat(found, 1)
+
+    def _details(self, heads: TrainedHeads) -> dict[str, Any]:
+        """What records say of the training, the same for all sources."""
+        return {
+            "num_train_images": len(self.split.indices),
+            "num_held_out_images": len(self.split.held_out),
+            "train_ids_sha256": self.split.ids_sha256(self.train_images),
+            "train_seconds": round(heads.seconds, 3),
+            "unconverged_heads": heads.unfinished,
+            "stalled_heads": heads.stalled,
+            "guesses": list(self.guesses),
+        }

@@ -1,0 +1,221 @@
+"""Features of a training set: every view passes the encoder once, and the rest reads memory."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float16, Int64, UInt8
+from torch import Tensor
+
+from probes.features.file import DamagedFeatures, FeatureFile
+from probes.features.stream import batches, read_ahead
+from probes.features.training import FeaturesInMemory, FeaturesOnDisk, TrainingFeatures
+from probes.features.views import Views, nearest_labels
+from probes.heads.linear import Standardisation
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.evaluation import Progress
+from ssl_bench.features import Facet, FeatureExtractor
+
+# Takes the features of some entries of the layer of an index.
+Put = Callable[[int, Sequence[int], Tensor], None]
+# Count up when the same image gives other cached values.
+VERSION = 2
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """All views of one training image."""
+
+    image_id: str
+    images: Float[Tensor, "views 3 size size"]
+    labels: UInt8[Tensor, "views rows cols"]
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """How training images become features and labels.
+
+    Attributes:
+        indices: Of the images, within `images`.
+        label_size: Height and width of the labels in training.
+        say: Gets a line where features of an earlier run are damaged.
+
+    Raises:
+        ConfigurationError: the patch does not divide `image_size`.
+    """
+
+    extractor: FeatureExtractor
+    facet: Facet
+    images: ImageSet
+    indices: Sequence[int]
+    image_size: int
+    views: Views
+    label_size: int
+    batch_size: int
+    workers: int
+    progress: Progress
+    say: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        patch = self.extractor.patch_size
+        if self.image_size % patch:
+            lower = max(1, self.image_size // patch) * patch
+            raise ConfigurationError(
+                f"probe.image_size must be a multiple of the patch size {patch}, got "
+                f"{self.image_size}; nearest are {lower} and {lower + patch}"
+            )
+
+    def run(self, *, memory_gib: float, folder: Path) -> TrainingFeatures:
+        """Compute the features, or take them from a file of an earlier run.
+
+        Args:
+            memory_gib: What the features may take in memory; beyond it they go to disk.
+            folder: Where they go then.
+
+        Raises:
+            CheckpointError: a feature is not finite in float16.
+            MachineError: neither memory nor disk has the room.
+        """
+        if 2 * prod(self._shape()) <= memory_gib * 2**30:
+            blocks = torch.empty(self._shape(), dtype=torch.float16)
+            labels = self._fill(partial(_put, blocks))
+            return FeaturesInMemory(self._layers, blocks, labels)
+        file = FeatureFile(folder, self._header(), self._shape())
+        is_kept = self._is_kept(file)
+        labels = self._fill(None) if is_kept else self._write(file)
+        again = partial(self._write, file)
+        return FeaturesOnDisk(self._layers, labels, file, again, self.say, int(not is_kept))
+
+    def _is_kept(self, file: FeatureFile) -> bool:
+        """Whether an earlier run left its features; those that are read are looked at then."""
+        try:
+            return file.open() is not None
+        except DamagedFeatures as error:
+            self.say(f"{error}; computing the features again")
+            return False
+
+    def _write(self, file: FeatureFile) -> UInt8[Tensor, "entries height width"]:
+        with file.writing() as writer:
+            return self._fill(writer.put)
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        return self.extractor.layers
+
+    def _shape(self) -> tuple[int, ...]:
+        side = self.image_size // self.extractor.patch_size
+        entries = len(self.indices) * self.views.count
+        return (len(self._layers), entries, side, side, self.extractor.dim)
+
+    def _header(self) -> dict[str, Any]:
+        """Everything the features depend on."""
+        encoder = self.extractor.encoder
+        ids = "\n".join(self.images.ids[index] for index in self.indices)
+        return {
+            "version": VERSION,
+            **encoder.identity(),
+            "layers": self._layers,
+            "facet": self.facet,
+            "encoder_dtype": str(self.extractor.dtype),
+            "transform": f"{self.views} at {self.image_size}, bilinear with antialias",
+            "dataset": f"{self.images.name} {self.images.split}",
+            "dataset_fingerprint": self.images.fingerprint(),
+            "ids_sha256": sha256(ids.encode(errors="surrogateescape")).hexdigest(),
+        }
+
+    def _prepare(self, sample: Sample) -> PreparedImage:
+        views = [
+            self.views.view(sample, number, self.image_size) for number in range(self.views.count)
+        ]
+        size = self.label_size
+        labels = [nearest_labels(mask, size, size) for _, mask in views]
+        images = torch.stack([image for image, _ in views])
+        return PreparedImage(sample.image_id, images, torch.stack(labels))
+
+    def _fill(self, put: Put | None) -> UInt8[Tensor, "entries height width"]:
+        """Read all images; features are computed only where somebody takes them."""
+        labels, first = [], 0
+        images = read_ahead(self.images, self.indices, self._prepare, workers=self.workers)
+        shown = self.progress(images, "training images", len(self.indices))
+        for batch in batches(shown, self.batch_size):
+            labels += [item.labels for item in batch]
+            if put is not None:
+                self._compute(put, batch, first)
+            first += len(batch)
+        return torch.cat(labels)
+
+    def _compute(self, put: Put, batch: Sequence[PreparedImage], first: int) -> None:
+        ids, views = [item.image_id for item in batch], self.views.count
+        for number in range(views):
+            images = torch.stack([item.images[number] for item in batch])
+            features = extract(self.extractor, self.facet, images, ids)
+            entries = range(first * views + number, (first + len(batch)) * views, views)
+            for index, layer in enumerate(self._layers):
+                half = features[layer].half()
+                finite = half.isfinite().flatten(1).all(1)
+                if not finite.all():
+                    raise CheckpointError(
+                        f"layer {layer} of {self.extractor.encoder.name} gives features beyond "
+                        f"float16 (65504) for image {ids[int(finite.logical_not().nonzero()[0])]}; "
+                        "try probe.norm=final"
+                    )
+                put(index, entries, half.cpu())
+
+
+def _put(
+    blocks: Float16[Tensor, "layers entries rows cols dim"],
+    index: int,
+    entries: Sequence[int],
+    features: Float16[Tensor, "some rows cols dim"],
+) -> None:
+    blocks[index, list(entries)] = features
+
+
+def extract(
+    extractor: FeatureExtractor,
+    facet: Facet,
+    images: Float[Tensor, "batch 3 height width"],
+    ids: Sequence[str],
+) -> dict[int, Float[Tensor, "batch rows cols dim"]]:
+    """Features of a batch by layer.
+
+    Raises:
+        CheckpointError: they are not finite; the message names the images.
+    """
+    try:
+        features = extractor(images.to(extractor.device, non_blocking=True))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} (the batch: {', '.join(ids)})") from error
+    return {layer: facets[facet] for layer, facets in features.items()}
+
+
+def standardisation(
+    blocks: Float[Tensor, "layers entries rows cols dim"],
+    entries: Int64[Tensor, " chosen"],
+    *,
+    batch_size: int = 16,
+) -> Standardisation:
+    """Mean and deviation of each channel over all patches of the chosen entries.
+
+    One pass over them. Images have equally many patches, so the variance is that within images
+    plus that between their means.
+    """
+    means, variances = [], []
+    for some in entries.split(batch_size):
+        patches = blocks[:, some.to(blocks.device)].float().flatten(2, 3)
+        variance, mean = torch.var_mean(patches, 2, correction=0)
+        means.append(mean.double())
+        variances.append(variance.double())
+    by_image, within = torch.cat(means, 1), torch.cat(variances, 1).mean(1)
+    mean = by_image.mean(1)
+    deviation = (within + by_image.var(1, correction=0)).sqrt()
+    # A channel that does not vary in float16 says nothing; dividing would blow up its rounding.
+    varies = deviation > 1e-4 * mean.abs()
+    scale = torch.where(varies, 1 / deviation.clamp(min=1e-12), 0)
+    return Standardisation(mean.float(), scale.float())

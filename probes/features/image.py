@@ -1,0 +1,145 @@
+"""One vector for each image and block, from the central squares of labelled images."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from probes.features.stream import batches, read_ahead
+from ssl_bench.data.central_square import central_square
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.evaluation import ProbeContext
+from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.metrics import LabelledFeatures
+
+FACETS: dict[str, tuple[Facet, ...]] = {
+    "cls": ("cls_normed",),
+    "patch_mean": ("token_normed",),
+    "cls_patch_mean": ("cls_normed", "token_normed"),
+}
+"""What stands for an image: [CLS], the mean patch, or both concatenated, after the final norm."""
+# Unit vectors closer than this to each other tell nothing apart.
+_CONSTANT = 1e-6
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """Features of images by facet, float32 in host memory, and the class of each image."""
+
+    layers: tuple[int, ...]
+    by_facet: Mapping[str, Float[Tensor, "layers images dim"]]
+    labels: Int64[Tensor, " images"]
+
+    def of(self, layer: int, facet: str) -> LabelledFeatures:
+        return LabelledFeatures(self.by_facet[facet][self.layers.index(layer)], self.labels)
+
+    def joined(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
+        """The features of several layers, concatenated."""
+        parts = [self.of(layer, facet).features for layer in layers]
+        return LabelledFeatures(torch.cat(parts, 1), self.labels)
+
+
+@dataclass(frozen=True)
+class ImagePass:
+    """How images become vectors.
+
+    Attributes:
+        facets: Of `FACETS`.
+        image_size: Side in pixels; without it the encoder's own.
+        crop_share: Side of the central square that is looked at, relative to the shorter side.
+
+    Raises:
+        ConfigurationError: the encoder has no [CLS] token.
+    """
+
+    context: ProbeContext
+    facets: tuple[str, ...]
+    image_size: int | None
+    crop_share: float
+    batch_size: int
+    workers: int
+
+    def __post_init__(self) -> None:
+        encoder = self.context.encoder
+        if "cls_normed" in self._parts and not encoder.has_cls:
+            raise ConfigurationError(
+                f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean"
+            )
+
+    def layers_at_once(self, num_images: int, memory_gib: float) -> int:
+        """How many layers of so many images fit into memory, at least one."""
+        width = self.context.encoder.dim * sum(len(FACETS[facet]) for facet in self.facets)
+        return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
+
+    def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
+        """Features of the images of these indices; each image passes the encoder once.
+
+        Raises:
+            CheckpointError: features are not finite.
+        """
+        extractor = FeatureExtractor(
+            self.context.encoder,
+            layers=layers,
+            facets=self._parts,
+            device=self.context.device,
+            dtype=self.context.dtype,
+        )
+        found = {
+            facet: torch.empty(len(layers), len(indices), extractor.dim * len(FACETS[facet]))
+            for facet in self.facets
+        }
+        prepared = read_ahead(images, indices, self._preparer(), workers=self.workers)
+        shown = self.context.progress(prepared, f"{images.split} images", len(indices))
+        labels: list[int] = []
+        for batch in batches(shown, self.batch_size):
+            pixels = torch.stack([pixels for pixels, _ in batch]).to(self.context.device)
+            rows = slice(len(labels), len(labels) + len(batch))
+            ids = [images.ids[index] for index in indices[rows]]
+            by_layer = extractor(pixels.float() / 255, ids)
+            for number, layer in enumerate(layers):
+                for facet, values in found.items():
+                    parts = [_as_vectors(by_layer[layer][part]) for part in FACETS[facet]]
+                    values[number, rows] = torch.cat(parts, 1).cpu()
+            labels += [label for _, label in batch]
+        return ImageFeatures(tuple(layers), found, torch.tensor(labels))
+
+    @property
+    def _parts(self) -> tuple[Facet, ...]:
+        return tuple(dict.fromkeys(part for facet in self.facets for part in FACETS[facet]))
+
+    def _preparer(self) -> Callable[[Sample], tuple[UInt8[Tensor, "3 size size"], int]]:
+        size = self.image_size or min(self.context.encoder.native_size)
+
+        def prepare(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
+            assert sample.label is not None
+            return central_square(sample.image, size, share=self.crop_share), sample.label
+
+        return prepare
+
+
+def asked_facets(facet: str | Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """One name or several, in the order in which they are known.
+
+    Raises:
+        ConfigurationError: none, or one that is not known.
+    """
+    asked = [facet] if isinstance(facet, str) else list(facet)
+    if not asked or set(asked).difference(known):
+        raise ConfigurationError(f"probe.facet must be among {', '.join(known)}, got {facet}")
+    return tuple(name for name in known if name in asked)
+
+
+def is_constant(features: Float[Tensor, "images dim"]) -> bool:
+    """Whether all images look the same to the block."""
+    unit = F.normalize(features, dim=1)
+    return bool((unit - unit[0]).abs().max() < _CONSTANT)
+
+
+def _as_vectors(
+    features: Float[Tensor, "batch dim"] | Float[Tensor, "batch rows cols dim"],
+) -> Float[Tensor, "batch dim"]:
+    return features if features.ndim == 2 else features.flatten(1, 2).mean(1)

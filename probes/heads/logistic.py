@@ -1,0 +1,154 @@
+"""Heads fitted to the end: logistic regressions for all sources and penalties at once."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float64, Int64
+from torch import Tensor
+
+from probes.features.training import TrainingFeatures
+from probes.heads.lbfgs import minimise
+from probes.heads.linear import LinearHeads, Standardisation
+from probes.heads.losses import PixelLoss, PixelTargets
+from probes.heads.sgd import (
+    Source,
+    TrainedHeads,
+    joined,
+    near_blocks,
+    source_statistics,
+    take,
+)
+from ssl_bench.evaluation import Progress
+
+
+@dataclass(frozen=True)
+class LogisticTraining:
+    """Hyperparameters of the heads.
+
+    Attributes:
+        rates: C, which multiplies the sum of the loss beside half the squared weights, of two
+            classes half the squared difference of theirs; the bias is free, as in scikit-learn.
+        batch_size: Images that are looked at together; the result does not depend on it.
+        gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
+            it.
+    """
+
+    rates: tuple[float, ...]
+    max_iterations: int
+    batch_size: int
+    loss: PixelLoss
+    standardise: bool
+    classes: int
+    seed: int
+    device: torch.device
+    gradient_tolerance: float = 1e-6
+
+    knob = "c_value"
+
+    def train(
+        self,
+        features: TrainingFeatures,
+        sources: Sequence[Source],
+        entries: Int64[Tensor, " chosen"],
+        progress: Progress,
+    ) -> TrainedHeads:
+        """Fit one head for each source and C; nothing is random in it."""
+        start = time.monotonic()
+        blocks = near_blocks(features, sources, self.device)
+        statistics = source_statistics(blocks, sources, entries, self.device)
+        standardisation = statistics.standardisation if self.standardise else statistics.identity()
+        objective = self._objective(features, blocks, standardisation, entries)
+        name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
+        # One item a fit: how many steps it takes is not known before.
+        (found,) = (
+            minimise(
+                objective,
+                objective.start(),
+                max_iterations=self.max_iterations,
+                gradient_tolerance=self.gradient_tolerance,
+            )
+            for _ in progress(range(1), name, 1)
+        )
+        objective.place(found.values)
+        return TrainedHeads(
+            tuple(sources),
+            *objective.heads.folded(),
+            constant_channels=statistics.constant_channels(),
+            seconds=time.monotonic() - start,
+            unfinished=int((~found.converged).sum()),
+            stalled=int(found.stalled.sum()),
+        )
+
+    def _objective(
+        self,
+        features: TrainingFeatures,
+        blocks: Tensor,
+        standardisation: Standardisation,
+        entries: Int64[Tensor, " chosen"],
+    ) -> "_Objective":
+        sources, dim = standardisation.mean.shape
+        weight = standardisation.mean.new_zeros(sources, len(self.rates), self.classes, dim)
+        batches = entries.split(self.batch_size)
+        labels = (features.labels[some].to(self.device) for some in batches)
+        targets = [self.loss.targets(some, self.classes) for some in labels]
+        counted = torch.stack([some.counted.sum() for some in targets]).double()
+        total = counted.sum().clamp(min=1)
+        c_values = torch.tensor(self.rates, dtype=torch.float64, device=self.device)
+        # At the minimum the weights of two classes are opposite, so that the sum of their squares
+        # is half the square of the difference, which is all that scikit-learn has there.
+        weights = 2 if self.classes == 2 else 1
+        return _Objective(
+            heads=LinearHeads(standardisation, weight, weight[..., 0].clone()),
+            blocks=blocks,
+            batches=batches,
+            targets=targets,
+            shares=(counted / total).tolist(),
+            loss=self.loss,
+            penalty=weights / (c_values.repeat(sources) * total),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Objective:
+    """Mean loss of every head over all patches that count, and its share of the penalty.
+
+    Attributes:
+        shares: Of the patches that count, for each batch.
+        penalty: Of half the squared weights, beside the mean loss.
+    """
+
+    heads: LinearHeads
+    blocks: Tensor
+    batches: Sequence[Int64[Tensor, "..."]]
+    targets: Sequence[PixelTargets]
+    shares: Sequence[float]
+    loss: PixelLoss
+    penalty: Float64[Tensor, " heads"]
+
+    def start(self) -> Float64[Tensor, "heads parameters"]:
+        return torch.cat([self.heads.weight.flatten(2), self.heads.bias], 2).flatten(0, 1).double()
+
+    def place(self, values: Float64[Tensor, "heads parameters"]) -> None:
+        """Write parameters into the heads."""
+        shape = self.heads.weight.shape
+        by_head = values.to(self.heads.weight.dtype).view(*shape[:2], -1)
+        self.heads.weight = by_head[..., : -shape[2]].reshape(shape)
+        self.heads.bias = by_head[..., -shape[2] :].contiguous()
+
+    def __call__(
+        self, values: Float64[Tensor, "heads parameters"]
+    ) -> tuple[Float64[Tensor, " heads"], Float64[Tensor, "heads parameters"]]:
+        self.place(values)
+        sources, _, classes, _ = self.heads.weight.shape
+        loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
+        for chosen, targets, share in zip(self.batches, self.targets, self.shares, strict=True):
+            features = joined(take(self.blocks, chosen, values.device), sources)
+            losses, parts = self.heads.loss_and_gradients(features, self.loss, targets)
+            loss += share * losses.flatten().double()
+            by_head = torch.cat([parts[0].flatten(2), parts[1]], 2).flatten(0, 1)
+            gradient += share * by_head.double()
+        weights = values[:, :-classes]
+        gradient[:, :-classes] += self.penalty[:, None] * weights
+        return loss + self.penalty * weights.square().sum(1) / 2, gradient

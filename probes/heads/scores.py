@@ -1,0 +1,134 @@
+"""Scoring many heads at once: every image streams through all of them at its original size."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, Int64, UInt8
+from torch import Tensor
+
+from probes.features.cache import extract
+from probes.features.stream import batches
+from probes.heads.scored_images import ScoredImage, Scoring
+from probes.heads.sgd import Source, TrainedHeads
+from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
+from ssl_bench.metrics import class_counts, iou_per_class, mean_iou, pixel_accuracy
+from ssl_bench.results.store import PerImage
+
+
+@dataclass(frozen=True)
+class ScoredStream:
+    """Heads, and how they are scored.
+
+    Attributes:
+        batch_size: Images that pass the encoder together.
+        keep: How many of the first predictions are kept, to be drawn.
+    """
+
+    heads: Sequence[TrainedHeads]
+    scoring: Scoring
+    classes: int
+    batch_size: int
+    keep: int
+
+    def count(
+        self, extractor: FeatureExtractor, facet: Facet, items: Iterable[ScoredImage], total: int
+    ) -> tuple[Int[Tensor, "images sources rates 3 classes"], list[Tensor]]:
+        """Counts of every image, and what all heads predict for the first few.
+
+        The images pass the encoder once; nothing of them is kept.
+        """
+        per_image = torch.empty(total, *self._shape(), dtype=torch.int32)
+        kept: list[Tensor] = []
+        number = 0
+        for batch in batches(items, self.batch_size):
+            windows = torch.cat([item.windows for item in batch])
+            ids = [item.image_id for item in batch]
+            by_layer = extract(extractor, facet, windows, ids)
+            first = 0
+            for item in batch:
+                some = slice(first, first + len(item.windows))
+                features = {layer: blocks[some] for layer, blocks in by_layer.items()}
+                predicted = self.predict(features, item)
+                per_image[number] = self.count_one(predicted, item.mask)
+                if number < self.keep:
+                    kept.append(predicted.cpu())
+                number, first = number + 1, some.stop
+        return per_image, kept
+
+    def predict(
+        self, features: Mapping[int, Float[Tensor, "windows rows cols dim"]], image: ScoredImage
+    ) -> UInt8[Tensor, "sources rates height width"]:
+        """Classes of every pixel of one image by the heads of all sources."""
+        predicted = []
+        for heads in self.heads:
+            for index, source in enumerate(heads.sources):
+                logits = [heads.logits(index, x) for x in source_features(features, source)]
+                predicted.append(self.scoring.predict(torch.stack(logits), image))
+        return torch.stack(predicted)
+
+    def count_one(
+        self,
+        predicted: UInt8[Tensor, "sources rates height width"],
+        mask: UInt8[Tensor, "height width"],
+    ) -> Int64[Tensor, "sources rates 3 classes"]:
+        """Right, predicted and true pixels by class, for the heads of all sources."""
+        target = mask.to(predicted.device)
+        counts = class_counts(predicted.flatten(0, 1), target, self.classes)
+        return counts.unflatten(0, predicted.shape[:2])
+
+    def _shape(self) -> tuple[int, ...]:
+        sources = sum(len(heads.sources) for heads in self.heads)
+        return (sources, self.heads[0].bias.shape[1], 3, self.classes)
+
+
+def source_features(
+    features: Mapping[int, Float[Tensor, "windows rows cols dim"]], source: Source
+) -> Float[Tensor, "windows rows cols joined_dim"]:
+    """The layers of a source, concatenated."""
+    return torch.cat([features[layer].float() for layer in source], -1)
+
+
+@dataclass(frozen=True)
+class RateScores:
+    """Scores of the heads of one source by learning rate, over a whole dataset.
+
+    Attributes:
+        per_image: int32, because hundreds of heads times thousands of images are kept and no image
+            has 2^31 pixels; whatever is summed is summed in int64.
+    """
+
+    per_image: Int[Tensor, "images rates 3 classes"]
+
+    def total(self) -> Int64[Tensor, "rates 3 classes"]:
+        return self.per_image.sum(0, dtype=torch.int64)
+
+    def miou(self) -> list[float]:
+        """Mean IoU of each rate over the classes that occur, in percent."""
+        return mean_iou(self.total()).tolist()
+
+    def best(self) -> int:
+        return best_rate(self.total())
+
+    def miou_ci95(self, rate: int) -> Interval | None:
+        return mean_iou_estimate(self.per_image[:, rate]).ci95()
+
+    def accuracy(self, rate: int) -> float:
+        return float(pixel_accuracy(self.total()[rate]))
+
+    def accuracy_ci95(self, rate: int) -> Interval | None:
+        return pixel_accuracy_estimate(self.per_image[:, rate]).ci95()
+
+    def counts(self, rate: int) -> PerImage:
+        """Pixels that are right, predicted and true by class, for each image."""
+        return self.per_image[:, rate].numpy()
+
+    def iou(self, rate: int) -> list[float]:
+        """IoU of each class in percent, NaN where it is neither true nor predicted."""
+        return iou_per_class(self.total()[rate]).tolist()
+
+
+def best_rate(counts: Int64[Tensor, "rates 3 classes"]) -> int:
+    """Index of the rate with the largest mean IoU."""
+    return int(mean_iou(counts).nan_to_num(-1.0).argmax())

@@ -1,0 +1,223 @@
+"""Training a bank of heads on cached features."""
+
+import time
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from probes.features.cache import standardisation
+from probes.features.training import TrainingFeatures
+from probes.heads.linear import HeadBank, Standardisation
+from probes.heads.losses import PixelLoss
+from probes.heads.optimizers import HeadOptimizer, Schedule
+from ssl_bench.evaluation import Progress
+
+# The layers whose features, concatenated, one head sees.
+Source = tuple[int, ...]
+
+
+def sources_of(layers: Sequence[int], layers_mode: str) -> list[Source]:
+    """What each head sees: every layer alone ("single"), or several up to the last asked one.
+
+    "multi" are the layers at 1/4, 1/2, 3/4 and all of the depth up to it, "last4" the last four.
+    """
+    last = max(layers)
+    if layers_mode == "multi":
+        return [tuple(sorted({max(0, (last + 1) * q // 4 - 1) for q in (1, 2, 3, 4)}))]
+    if layers_mode == "last4":
+        return [tuple(range(max(0, last - 3), last + 1))]
+    return [(layer,) for layer in sorted(layers)]
+
+
+def settings_without(left_out: Set[str], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a probe of linear heads that its records carry, 1 and 1.0 of a grid alike."""
+    grids = {
+        name: [float(rate) for rate in fields[name]] for name in ("learning_rates", "c_values")
+    }
+    return {name: value for name, value in {**fields, **grids}.items() if name not in left_out}
+
+
+@runtime_checkable
+class Training(Protocol):
+    """A way to fit heads.
+
+    Attributes:
+        rates: What the heads of one source differ by; one of them is chosen afterwards.
+        knob: What these are.
+    """
+
+    @property
+    def rates(self) -> tuple[float, ...]: ...
+
+    @property
+    def knob(self) -> str: ...
+
+    @property
+    def classes(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def train(
+        self,
+        features: TrainingFeatures,
+        sources: Sequence[Source],
+        entries: Int64[Tensor, " chosen"],
+        progress: Progress,
+    ) -> "TrainedHeads":
+        """Fit one head for each source and rate to the chosen entries of the cache."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadTraining:
+    """Hyperparameters of heads that are trained step by step; rates are learning rates."""
+
+    rates: tuple[float, ...]
+    epochs: int
+    batch_size: int
+    loss: PixelLoss
+    optimizer: HeadOptimizer
+    schedule: Schedule
+    standardise: bool
+    classes: int
+    seed: int
+    device: torch.device
+
+    knob = "learning_rate"
+
+    def train(
+        self,
+        features: TrainingFeatures,
+        sources: Sequence[Source],
+        entries: Int64[Tensor, " chosen"],
+        progress: Progress,
+    ) -> "TrainedHeads":
+        """Train one head for each source and rate on the chosen entries of the cache."""
+        start = time.monotonic()
+        blocks = near_blocks(features, sources, self.device)
+        statistics = source_statistics(blocks, sources, entries, self.device)
+        bank = HeadBank(
+            statistics.standardisation if self.standardise else statistics.identity(),
+            classes=self.classes,
+            rates=self.rates,
+            optimizer=self.optimizer,
+            seed=self.seed,
+        )
+        batches = self._batches(entries)
+        first, last = f"{sources[0][-1]}", f"{sources[-1][-1]}"
+        shown = progress(range(len(batches)), f"heads of layers {first} to {last}", len(batches))
+        for step in shown:
+            chosen = batches[step]
+            labels = features.labels[chosen].to(self.device)
+            bank.step(
+                joined(take(blocks, chosen, self.device), len(sources)),
+                self.loss,
+                self.loss.targets(labels, self.classes),
+                rate_factor=self.schedule.factor(step, len(batches)),
+            )
+        return TrainedHeads(
+            tuple(sources),
+            *bank.folded(),
+            constant_channels=statistics.constant_channels(),
+            seconds=time.monotonic() - start,
+        )
+
+    def _batches(self, entries: Int64[Tensor, " chosen"]) -> list[Int64[Tensor, " some"]]:
+        """Every entry once an epoch in a seeded order, the same for all heads; none is left out."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return [
+            entries[chosen]
+            for _ in range(self.epochs)
+            for chosen in torch.randperm(len(entries), generator=generator).split(self.batch_size)
+        ]
+
+
+@dataclass(frozen=True)
+class TrainedHeads:
+    """Heads for features as they come out of the encoder.
+
+    Attributes:
+        constant_channels: How many channels of each source say nothing: they do not vary.
+        unfinished: Heads that stopped before they converged; None where that is not asked.
+        stalled: Those of them that gained next to nothing any more.
+    """
+
+    sources: tuple[Source, ...]
+    weight: Float[Tensor, "sources rates classes dim"]
+    bias: Float[Tensor, "sources rates classes"]
+    constant_channels: tuple[int, ...]
+    seconds: float
+    unfinished: int | None = None
+    stalled: int | None = None
+
+    def logits(
+        self, index: int, features: Float[Tensor, "rows cols dim"]
+    ) -> Float[Tensor, "rates rows cols classes"]:
+        """Logits of all rates of one source."""
+        weight, bias = self.weight[index], self.bias[index]
+        values = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
+        return values.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
+
+
+@dataclass(frozen=True)
+class SourceStatistics:
+    """Mean and deviation of every channel of every source over the training patches."""
+
+    standardisation: Standardisation
+
+    def identity(self) -> Standardisation:
+        """One that leaves the features as they are."""
+        scale = self.standardisation.scale
+        return Standardisation(torch.zeros_like(scale), torch.ones_like(scale))
+
+    def constant_channels(self) -> tuple[int, ...]:
+        return tuple((self.standardisation.scale == 0).sum(1).tolist())
+
+
+def source_statistics(
+    blocks: Float[Tensor, "layers entries rows cols dim"],
+    sources: Sequence[Source],
+    entries: Int64[Tensor, " chosen"],
+    device: torch.device,
+) -> SourceStatistics:
+    by_layer = standardisation(blocks, entries)
+    mean, scale = (
+        part.to(device).reshape(len(sources), -1) for part in (by_layer.mean, by_layer.scale)
+    )
+    return SourceStatistics(Standardisation(mean, scale))
+
+
+def joined(
+    blocks: Float[Tensor, "layers batch rows cols dim"], num_sources: int
+) -> Float[Tensor, "sources batch rows cols joined_dim"]:
+    """Concatenate the channels of the layers of each source, which follow each other."""
+    by_source = blocks.unflatten(0, (num_sources, -1))
+    return by_source.movedim(1, -2).flatten(-2)
+
+
+def take(
+    blocks: Float[Tensor, "layers entries rows cols dim"],
+    chosen: Int64[Tensor, " some"],
+    device: torch.device,
+) -> Float[Tensor, "layers some rows cols dim"]:
+    """Some entries, on the device of the heads."""
+    return blocks.index_select(1, chosen.to(blocks.device)).to(device)
+
+
+def near_blocks(
+    features: TrainingFeatures, sources: Sequence[Source], device: torch.device
+) -> Float[Tensor, "layers entries rows cols dim"]:
+    """The layers of all sources, in device memory if they take half of what is free or less."""
+    blocks = features.of_layers([layer for source in sources for layer in source])
+    if device.type != "cuda":
+        return blocks
+    free, _ = torch.cuda.mem_get_info(device)
+    return blocks.to(device) if 2 * blocks.nbytes <= free else blocks

@@ -1,0 +1,110 @@
+"""Maps that others are aligned with, kept beside the pictures of a checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from probes.pca.components import Map
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.system.files import open_regular, write_atomically
+from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.naming import encoder_name
+from ssl_bench.system.paths import expanded
+
+FILE = "reference.npz"
+
+
+@dataclass(frozen=True)
+class MapReference:
+    """Aligned maps of the first images of a dataset.
+
+    Attributes:
+        source: Name of the checkpoint.
+        layer: The last block they are of.
+        maps: By image.
+    """
+
+    source: str
+    layer: int
+    maps: Mapping[str, Map]
+
+    def save(self, folder: Path) -> None:
+        """Write the maps into a folder of pictures, whole or not at all."""
+        arrays: dict[str, Any] = {
+            "source": np.array(self.source),
+            "layer": np.array(self.layer),
+            "images": np.array(list(self.maps)),
+            **{f"map{i}": m.float().numpy() for i, m in enumerate(self.maps.values())},
+        }
+        write_atomically(folder / FILE, lambda file: np.savez_compressed(file, **arrays))
+
+    def covers(self, images: Sequence[str]) -> bool:
+        return all(image in self.maps for image in images)
+
+    def of(self, images: Sequence[str]) -> list[Map]:
+        """The maps of some images.
+
+        Raises:
+            DataError: there is none of one of them.
+        """
+        missing = [image for image in images if image not in self.maps]
+        if missing:
+            raise DataError(
+                f"the maps of {self.source} to align with lack the images {', '.join(missing[:3])}"
+                f"{', ...' if len(missing) > 3 else ''}; probe that checkpoint on the same images "
+                "with at least as many probe.num_images first"
+            )
+        return [self.maps[image] for image in images]
+
+
+def load_reference(folder: Path) -> MapReference:
+    """The maps that `MapReference.save` wrote.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    path = folder / FILE
+    try:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as arrays:
+            maps = {
+                str(image): torch.from_numpy(arrays[f"map{i}"]).double()
+                for i, image in enumerate(arrays["images"])
+            }
+            return MapReference(str(arrays["source"]), int(arrays["layer"]), maps)
+    # A damaged file makes the readers of zip and npy fail in any way.
+    except Exception as error:
+        pass_on_memory(error)
+        raise DataError(
+            f"cannot read {path}; probe the checkpoint to align with first, with --overwrite"
+        ) from error
+
+
+def reference_folder(align_to: str, pictures: Path, kind: str) -> Path:
+    """Where the maps to align with are.
+
+    Args:
+        align_to: A folder, or the beginning of NAME-SHA256 of a checkpoint that was probed before.
+        pictures: Folder with a folder for each checkpoint.
+        kind: Name of the folder in it, which tells protocol and facet.
+
+    Raises:
+        ConfigurationError: there is no such folder, or there are several.
+    """
+    given = expanded(align_to)
+    if (given / FILE).is_file():
+        return given
+    known = sorted(path.parent.parent for path in pictures.glob(f"*/{kind}/{FILE}"))
+    name = given.parent.name if given.name == "last.safetensors" else given.name
+    found = [folder for folder in known if folder.name.rpartition("-")[0] == encoder_name(name)]
+    found = found or [folder for folder in known if folder.name.startswith(name)]
+    if len(found) != 1:
+        have = ", ".join(folder.name for folder in known) or "none"
+        raise ConfigurationError(
+            f"expected probe.align_to to be a folder with {FILE} or one checkpoint with maps of "
+            f"{kind!r} in {pictures}, got {align_to!r}; there are: {have}"
+        )
+    return found[0] / kind

@@ -1,0 +1,191 @@
+"""One object from the features of one image: TokenCut, and what its relatives share with it."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import numpy as np
+import scipy.ndimage
+from jaxtyping import Bool, Float, Float32, Float64, Shaped
+from torch import Tensor
+
+from probes.tokencut.eigensolver import SecondEigenvector, second_eigenvector
+from ssl_bench.composition.fields import InnerShare, Within
+
+TIE = 1e-6
+
+
+@dataclass(frozen=True)
+class PatchGrid:
+    """An image of any size in patches; those at the right and lower edge may hold padding.
+
+    Attributes:
+        height: Of the image in pixels, without padding.
+        width: Likewise.
+    """
+
+    height: int
+    width: int
+    patch_size: int
+
+    def box(self, mask: Bool[np.ndarray, "rows cols"]) -> Float64[np.ndarray, " 4"]:
+        """Smallest (x0, y0, x1, y1) in pixels around a mask, clipped; zeros around nothing."""
+        rows, cols = np.nonzero(mask)
+        if not len(rows):
+            return np.zeros(4)
+        low, high = (cols.min(), rows.min()), (cols.max() + 1, rows.max() + 1)
+        box = self.patch_size * np.array([*low, *high], np.float64)
+        return np.minimum(box, [self.width, self.height, self.width, self.height])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the padded image."""
+        return -(-self.height // self.patch_size), -(-self.width // self.patch_size)
+
+    @property
+    def inner_shape(self) -> tuple[int, int]:
+        """Rows and columns without padding; one of each stays in any case."""
+        return max(1, self.height // self.patch_size), max(1, self.width // self.patch_size)
+
+    def padded(
+        self, values: Shaped[np.ndarray, "graph_rows graph_cols"]
+    ) -> Shaped[np.ndarray, "rows cols"]:
+        """Zeros for the patches that were left out of a graph."""
+        rows, cols = (whole - part for whole, part in zip(self.shape, values.shape, strict=True))
+        return np.pad(values, ((0, rows), (0, cols)))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How an object is cut out of the similarity graph; the defaults are TokenCut's.
+
+    Attributes:
+        tau: Cosine similarity above which two patches are linked, in [-1, 1).
+        eps: Weight of all other links.
+        weighted: Links weigh their cosine instead of 1.
+        centred: Subtract the image's mean feature first.
+        mask_padding: Leave patches that hold padding out of the graph.
+        connectivity: Neighbours of a patch, 4 or 8.
+        stable_seed: The seed is the first entry within 1e-6 of the largest, not the largest.
+        refuse_degenerate: No object where rounding would choose it.
+    """
+
+    tau: Annotated[float, Within(-1, 1, below=True)] = 0.2
+    eps: InnerShare = 1e-5
+    weighted: bool = False
+    centred: bool = False
+    mask_padding: bool = False
+    connectivity: Literal[4, 8] = 4
+    stable_seed: bool = False
+    refuse_degenerate: bool = False
+
+    def graph_shape(self, grid: PatchGrid) -> tuple[int, int]:
+        """Rows and columns of the patches that make up the graph."""
+        return grid.inner_shape if self.mask_padding else grid.shape
+
+    def graph_tokens(
+        self, features: Float[Tensor, "rows cols dim"], grid: PatchGrid
+    ) -> Float[Tensor, "tokens dim"]:
+        """Features of the graph's patches, row by row."""
+        rows, cols = self.graph_shape(grid)
+        tokens = features[:rows, :cols].flatten(0, 1)
+        return tokens - tokens.mean(0) if self.centred else tokens
+
+
+REFERENCE = Cut()
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """An object and how sure it is.
+
+    Attributes:
+        mask: The object's patches.
+        box: (x0, y0, x1, y1) in pixels, far edges exclusive, inside the image.
+        eigenvector: 0 at patches outside of the graph; None for methods without a spectrum.
+        eigenvalue: lambda_2 of the normalised cut.
+        gap: lambda_3 - lambda_2.
+        degenerate: Rounding and the order of the patches choose the object, not the image.
+        tied_cutoff: Of LOST: which of several patches of one degree may join the seed hangs on
+            their order. The object may or may not depend on it.
+    """
+
+    mask: Bool[np.ndarray, "rows cols"]
+    box: Float64[np.ndarray, " 4"]
+    eigenvector: Float64[np.ndarray, "rows cols"] | None = None
+    eigenvalue: float | None = None
+    gap: float | None = None
+    degenerate: bool = False
+    tied_cutoff: bool = False
+
+
+@dataclass(frozen=True)
+class Split:
+    """Both sides of a cut.
+
+    Attributes:
+        foreground: The side that holds the seed.
+        seed: Row and column.
+        tied: Entries whose magnitude equals the seed's but for rounding.
+    """
+
+    foreground: Bool[np.ndarray, "rows cols"]
+    seed: tuple[int, int]
+    tied: Bool[np.ndarray, "rows cols"] = field(repr=False)
+
+
+def discover(
+    features: Float[Tensor, "rows cols dim"], grid: PatchGrid, cut: Cut = REFERENCE
+) -> Discovery:
+    """The object that TokenCut finds in one image.
+
+    Raises:
+        DataError: features are not finite.
+
+    Source: TokenCut, https://arxiv.org/abs/2202.11539, and object_discovery.py of
+    https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
+    """
+    tokens = as_array(cut.graph_tokens(features, grid))
+    found = second_eigenvector(tokens, tau=cut.tau, eps=cut.eps, weighted=cut.weighted)
+    return cut_out(found, grid, cut)
+
+
+def as_array(tokens: Float[Tensor, "tokens dim"]) -> Float32[np.ndarray, "tokens dim"]:
+    return tokens.detach().float().cpu().numpy()
+
+
+def cut_out(found: SecondEigenvector, grid: PatchGrid, cut: Cut) -> Discovery:
+    """The connected component around the peak of a second eigenvector."""
+    vector = found.vector.reshape(cut.graph_shape(grid))
+    split = split_at_mean(vector, stable_seed=cut.stable_seed)
+    component = component_of(split.foreground, split.seed, cut.connectivity)
+    degenerate = found.degenerate or bool((split.tied & ~component).any())
+    if degenerate and cut.refuse_degenerate:
+        component = np.zeros_like(component)
+    return Discovery(
+        mask=grid.padded(component),
+        box=grid.box(component),
+        eigenvector=grid.padded(vector),
+        eigenvalue=found.eigenvalue,
+        gap=found.gap,
+        degenerate=degenerate,
+    )
+
+
+def split_at_mean(vector: Float64[np.ndarray, "rows cols"], *, stable_seed: bool = False) -> Split:
+    """Cut at the mean; the seed is the entry of largest magnitude, the first if several are."""
+    magnitude = abs(vector)
+    tied = magnitude >= (1 - TIE) * magnitude.max()
+    flat = int(np.argmax(tied if stable_seed else magnitude))
+    seed = divmod(flat, vector.shape[1])
+    above = vector > vector.mean()
+    return Split(above if above[seed] else ~above, seed, tied)
+
+
+def component_of(
+    foreground: Bool[np.ndarray, "rows cols"], seed: tuple[int, int], connectivity: int
+) -> Bool[np.ndarray, "rows cols"]:
+    """The connected part of a mask that holds the seed."""
+    structure = scipy.ndimage.generate_binary_structure(2, 1 if connectivity == 4 else 2)
+    labels = np.empty(foreground.shape, np.int32)
+    scipy.ndimage.label(foreground, structure, output=labels)
+    return labels == labels[seed]

@@ -1,0 +1,113 @@
+"""Contact sheets of a dataset: hits, misses and degenerate images of a block and facet."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float64, UInt8
+from PIL import Image
+
+from probes.pictures import heading, sheet, tile_size, titled
+from probes.tokencut.log import Cell, ImageResult, unpack_mask
+from probes.tokencut.panels import LEGEND, at_pixels, draw_boxes, highlight
+from ssl_bench.data.samples import ImageSet
+
+_TILES_PER_ROW = 8
+
+
+@dataclass(frozen=True)
+class Thumbnail:
+    """A photograph at the size of a tile.
+
+    Attributes:
+        boxes: Ground truth in pixels of the photograph.
+        size: Height and width of the photograph.
+    """
+
+    image: UInt8[np.ndarray, "height width 3"]
+    boxes: Float64[np.ndarray, "boxes 4"]
+    size: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Contact sheets drawn from what was kept of each image; nothing is computed again.
+
+    Attributes:
+        results: By image id.
+        per_kind: How many images of each kind are shown, from the first one on.
+    """
+
+    images: ImageSet
+    results: Mapping[str, ImageResult]
+    patch_size: int
+    per_kind: int
+    _thumbnails: dict[str, Thumbnail] = field(default_factory=dict, repr=False)
+
+    def draw(self, name: str, title: str, path: Path) -> None:
+        """One sheet: the title, then the kinds that occur, each with its number of images."""
+        rows: list[list[Image.Image]] = [[heading(f"{title}   ({LEGEND})")]]
+        for kind, ids in kinds_of(self.results, name).items():
+            shown = [self._tile(image_id, name) for image_id in ids[: self.per_kind]]
+            first = f", the first {len(shown)}" if len(shown) < len(ids) else ""
+            rows.append([heading(f"{kind}: {len(ids)} of {len(self.results)} images{first}")])
+            rows += [shown[i : i + _TILES_PER_ROW] for i in range(0, len(shown), _TILES_PER_ROW)]
+        sheet(rows, path)
+
+    def _tile(self, image_id: str, name: str) -> Image.Image:
+        result, thumbnail = self.results[image_id], self._thumbnail(image_id)
+        cell = result.cells[name]
+        scale = np.tile(np.divide(thumbnail.image.shape[1::-1], thumbnail.size[::-1]), 2)
+        further = np.array(cell.get("further_boxes", []), np.float64).reshape(-1, 4)
+        pixels = draw_boxes(
+            highlight(thumbnail.image, self._mask(result, cell, thumbnail)),
+            scale * thumbnail.boxes,
+            scale * np.array(cell["box"]),
+            scale * further,
+        )
+        return titled(pixels, image_id, _caption(cell))
+
+    def _mask(
+        self, result: ImageResult, cell: Cell, thumbnail: Thumbnail
+    ) -> Bool[np.ndarray, "height width"]:
+        """All objects at the size of the thumbnail."""
+        packed = [cell["mask"], *cell.get("further_masks", [])]
+        patches = np.any([unpack_mask(word, result.grid) for word in packed], axis=0)
+        mask = at_pixels(patches, thumbnail.size, self.patch_size)
+        small, large = thumbnail.image.shape[:2], thumbnail.size
+        return mask[np.ix_(*(np.arange(n) * old // n for n, old in zip(small, large, strict=True)))]
+
+    def _thumbnail(self, image_id: str) -> Thumbnail:
+        if image_id not in self._thumbnails:
+            sample = self.images[self.images.ids.index(image_id)]
+            small = Image.fromarray(sample.image).resize(tile_size(sample.image))
+            boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
+            size = (sample.image.shape[0], sample.image.shape[1])
+            self._thumbnails[image_id] = Thumbnail(np.asarray(small), boxes, size)
+        return self._thumbnails[image_id]
+
+
+def kinds_of(results: Mapping[str, ImageResult], name: str) -> dict[str, Sequence[str]]:
+    """Image ids by what became of them, in order; only kinds that occur.
+
+    Degenerate images are a kind of their own, whether they hit or not.
+    """
+    kinds: dict[str, list[str]] = {"hits": [], "misses": [], "not scored": [], "degenerate": []}
+    for image_id, result in results.items():
+        cell = result.cells[name]
+        kind = {True: "hits", False: "misses", None: "not scored"}[scored_hit(result, cell)]
+        kinds["degenerate" if cell["degenerate"] else kind].append(image_id)
+    return {kind: ids for kind, ids in kinds.items() if ids}
+
+
+def scored_hit(result: ImageResult, cell: Cell) -> bool | None:
+    """Whether the box hits; None for an image without ground truth."""
+    return cell["hit"] if result.num_boxes else None
+
+
+def _caption(cell: Cell) -> str:
+    words = ["hit"] if cell["degenerate"] and cell["hit"] else []
+    if "gap" in cell:
+        words += [f"lambda {cell['eigenvalue']:.3g}", f"gap {cell['gap']:.2g}"]
+    return ", ".join(words)

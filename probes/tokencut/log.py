@@ -1,0 +1,180 @@
+"""What was found in each image, one line of JSON an image, so that a run can be taken up again."""
+
+import base64
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float64
+
+from probes.tokencut.cuts import Discovery, PatchGrid
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import MachineError
+from ssl_bench.metrics import is_hit
+
+Cell = dict[str, Any]
+# Raised when lines of older files no longer say everything, or say what a method finds no more.
+_FORMAT = 3
+
+
+@dataclass(frozen=True)
+class ImageResult:
+    """One image.
+
+    Attributes:
+        num_boxes: Ground-truth boxes; None where nobody drew any.
+        largest_box: Percent of the image that the largest of them covers; 0 without boxes.
+        grid: Rows and columns of patches.
+        cells: By "LAYER/FACET": box, mask (see `unpack_mask`), hit (None without ground truth),
+            degenerate; eigenvalue and gap with a spectrum, tied_cutoff without; further_boxes and
+            further_masks where several objects were found.
+    """
+
+    num_boxes: int | None
+    largest_box: float
+    grid: tuple[int, int]
+    cells: dict[str, Cell]
+
+
+def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
+    """A mask of patches as a short word of letters."""
+    return base64.b64encode(zlib.compress(np.packbits(mask).tobytes())).decode()
+
+
+def unpack_mask(packed: str, grid: tuple[int, int]) -> Bool[np.ndarray, "rows cols"]:
+    """What `pack_mask` was given."""
+    bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
+    return np.unpackbits(bits, count=grid[0] * grid[1]).reshape(grid).astype(bool)
+
+
+def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchGrid) -> ImageResult:
+    """What is kept of an image."""
+    true = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
+    areas = (true[:, 2:] - true[:, :2]).prod(-1)
+    return ImageResult(
+        num_boxes=None if sample.boxes is None else len(true),
+        largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
+        grid=grid.shape,
+        cells={name: _cell(objects, sample.boxes) for name, objects in found.items()},
+    )
+
+
+class DiscoveryLog:
+    """Results by image id, kept in a file that grows by a line an image.
+
+    The first line holds the key, whose digest is in the file's name: whatever changes a result
+    must be in the key. Each line has a CRC-32 of its content: one that was cut short or damaged is
+    dropped, its image computed again.
+    """
+
+    def __init__(self, folder: Path, key: Mapping[str, Any], *, forget: bool = False) -> None:
+        header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
+        digest = hashlib.sha256(header.encode(errors="surrogateescape")).hexdigest()
+        self.path = folder / f"images_{digest[:12]}.jsonl"
+        self.images: dict[str, ImageResult] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if forget:
+                self.path.unlink(missing_ok=True)
+            self._drop_half_line()
+            text = self.path.read_text(errors="replace") if self.path.exists() else ""
+            lines = text.splitlines()
+            if not lines:
+                self._append(header)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        for line in lines[1:]:
+            # Bytes that a failing disk or another writer left say nothing of any image.
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                self._merge(_whole(json.loads(line)))
+
+    def has(self, image_id: str, cells: Sequence[str]) -> bool:
+        """Whether all cells of an image are known."""
+        known = self.images.get(image_id)
+        return known is not None and all(cell in known.cells for cell in cells)
+
+    def add(self, image_id: str, result: ImageResult) -> None:
+        """Keep a result; it is in the file when this returns."""
+        line = {
+            "image": image_id,
+            "num_boxes": result.num_boxes,
+            "largest_box": result.largest_box,
+            "grid": list(result.grid),
+            "cells": result.cells,
+        }
+        try:
+            self._append(json.dumps({**line, "crc32": _checksum(line)}))
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        self._merge(line)
+
+    def _merge(self, line: dict[str, Any]) -> None:
+        known = self.images.get(line["image"])
+        cells = {**known.cells, **line["cells"]} if known else {**line["cells"]}
+        rows, cols = line["grid"]
+        self.images[line["image"]] = ImageResult(
+            line["num_boxes"], line["largest_box"], (rows, cols), cells
+        )
+
+    def _append(self, line: str) -> None:
+        with self.path.open("a") as file:
+            file.write(line + "\n")
+
+    def _drop_half_line(self) -> None:
+        if not self.path.exists():
+            return
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+
+
+def _whole(line: dict[str, Any]) -> dict[str, Any]:
+    """What a line says, without its checksum.
+
+    Raises:
+        ValueError: it is not what was written.
+    """
+    content = {name: value for name, value in line.items() if name != "crc32"}
+    if _checksum(content) != line["crc32"]:
+        raise ValueError("another content than was written")
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content).encode())
+
+
+def _cannot_write(path: Path, error: OSError) -> MachineError:
+    return MachineError(
+        f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
+    )
+
+
+def _cell(objects: list[Discovery], true: Float64[np.ndarray, "boxes 4"] | None) -> Cell:
+    first, *others = objects
+    cell: Cell = {
+        "box": _pixels(first.box),
+        "mask": pack_mask(first.mask),
+        "hit": None if true is None else is_hit(first.box, true),
+        "degenerate": first.degenerate,
+    }
+    if first.eigenvalue is None:
+        cell["tied_cutoff"] = first.tied_cutoff
+    else:
+        cell |= {"eigenvalue": first.eigenvalue, "gap": first.gap}
+    if others:
+        cell["further_boxes"] = [_pixels(other.box) for other in others]
+        cell["further_masks"] = [pack_mask(other.mask) for other in others]
+    return cell
+
+
+def _pixels(box: Float64[np.ndarray, " 4"]) -> list[int]:
+    return box.astype(int).tolist()

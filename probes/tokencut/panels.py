@@ -1,0 +1,83 @@
+"""What discovery found in an image, as a row of tiles."""
+
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from jaxtyping import Bool, Float64, UInt8
+from PIL import Image, ImageDraw
+
+from probes.pictures import save_png, titled
+from probes.tokencut.cuts import Discovery, PatchGrid
+from ssl_bench.data.samples import Sample
+
+FOUND = (255, 0, 255)
+FURTHER = (255, 160, 0)
+GROUND_TRUTH = (64, 224, 64)
+LEGEND = "magenta: found, orange: further ones, green: true; dark: no object"
+_NO_BOXES = np.zeros((0, 4))
+# Background and objects of a saved mask: black, white, then colours.
+_PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
+
+
+def panel(sample: Sample, found: Discovery, title: str, patch_size: int) -> list[Image.Image]:
+    """Photograph with the found box (magenta) and the true ones (green), mask, eigenvector."""
+    boxes = _NO_BOXES if sample.boxes is None else sample.boxes
+    mask = at_pixels(found.mask, sample.image.shape[:2], patch_size)
+    tiles = [
+        titled(draw_boxes(sample.image, boxes, found.box), sample.image_id),
+        titled(highlight(sample.image, mask), title + (", degenerate" if found.degenerate else "")),
+    ]
+    if found.eigenvector is not None:
+        numbers = f"lambda {found.eigenvalue:.3g}, gap {found.gap:.2g}"
+        tiles.append(titled(_colours(found.eigenvector), numbers))
+    return tiles
+
+
+def save_masks(objects: list[Discovery], grid: PatchGrid, path: Path) -> None:
+    """Write a PNG of the image's size that holds 1 at the first object, 2 at the next, else 0."""
+    numbers = np.zeros((grid.height, grid.width), np.uint8)
+    for number, found in enumerate(objects, start=1):
+        numbers[at_pixels(found.mask, numbers.shape, grid.patch_size)] = number
+    picture = Image.fromarray(numbers)
+    picture.putpalette(_PALETTE)
+    save_png(picture, path)
+
+
+def draw_boxes(
+    image: UInt8[np.ndarray, "height width 3"],
+    true: Float64[np.ndarray, "boxes 4"],
+    found: Float64[np.ndarray, " 4"],
+    further: Float64[np.ndarray, "others 4"] = _NO_BOXES,
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Outline boxes inside their edges, the found one above the others."""
+    picture = Image.fromarray(image)
+    pen = ImageDraw.Draw(picture)
+    width = max(1, round(max(image.shape[:2]) / 90))
+    below = [*((box, GROUND_TRUTH) for box in true), *((box, FURTHER) for box in further)]
+    for box, colour in [*below, (found, FOUND)]:
+        x0, y0, x1, y1 = (int(edge) for edge in box)
+        if x1 > x0 and y1 > y0:
+            pen.rectangle((x0, y0, x1 - 1, y1 - 1), outline=colour, width=width)
+    return np.asarray(picture)
+
+
+def highlight(
+    image: UInt8[np.ndarray, "height width 3"], mask: Bool[np.ndarray, "height width"]
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Darken what lies outside of a mask."""
+    return np.where(mask[..., None], image, image // 4).astype(np.uint8)
+
+
+def at_pixels(
+    mask: Bool[np.ndarray, "rows cols"], shape: tuple[int, ...], patch_size: int
+) -> Bool[np.ndarray, "height width"]:
+    """A mask of patches for the pixels of an image of this height and width."""
+    large = mask.repeat(patch_size, 0).repeat(patch_size, 1)
+    return large[: shape[0], : shape[1]]
+
+
+def _colours(vector: Float64[np.ndarray, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
+    """Blue below zero, red above, white at zero."""
+    share = 0.5 + 0.5 * vector / max(abs(vector).max(), 1e-300)
+    return (255 * matplotlib.colormaps["RdBu_r"](share)[..., :3]).round().astype(np.uint8)

@@ -1,0 +1,105 @@
+"""From what people type to what is meant: names, probes, checkpoints, folders."""
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ssl_bench.composition.compose import choices, require_choice
+from ssl_bench.data.files.readable import ReadableDataset
+from ssl_bench.errors import CheckpointError, MachineError
+from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models.loading.addresses import kept_epoch
+from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes
+from ssl_bench.results.store import ResultStore
+from ssl_bench.system.files import remove_orphans_below
+from ssl_bench.system.progress import say
+
+ON_BAD_IMAGE = ("fail", "skip")
+
+
+def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[PlannedProbe]:
+    """The probes and datasets of the flags that `probe` and `sweep` share; all files are there.
+
+    Raises:
+        ConfigurationError: a task, a dataset, a key or a value is wrong.
+        DataError: nothing fits, or files are missing.
+    """
+    tasks = asked_names("task", options.task, choices("probe"))
+    datasets = asked_names("dataset", options.dataset, choices("dataset"))
+    require_choice("--on-bad-image", options.on_bad_image, ON_BAD_IMAGE)
+    plan = plan_probes(tasks, datasets, overrides, dataset_roots(options.data_root, datasets))
+    if options.on_bad_image == "skip":
+        plan = [replace(planned, dataset=ReadableDataset(planned.dataset)) for planned in plan]
+    for planned in plan:
+        planned.require_images()
+    return plan
+
+
+def opened_store(folder: str) -> ResultStore:
+    """A store that can be written, without what killed writers left there."""
+    store = ResultStore(Path(folder))
+    require_writable(store.root)
+    for name in ("records", "images", "pictures"):
+        remove_orphans_below(store.root / name)
+    return store
+
+
+def announced_encoder(uri: str) -> Encoder:
+    """Load an encoder and say what it is."""
+    encoder = load_encoder(uri)
+    loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
+    say(
+        f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}, "
+        f"{loaded if encoder.total_keys else 'no file'}, mean {_listed(encoder.mean)}, "
+        f"deviation {_listed(encoder.std)} ({encoder.colours_from})"
+    )
+    return encoder
+
+
+def _listed(colour: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in colour)
+
+
+def asked_names(kind: str, text: str, valid: list[str]) -> list[str]:
+    """The names of a list with commas, or all of them.
+
+    Raises:
+        ConfigurationError: an unknown name.
+    """
+    if text == "all":
+        return valid
+    return [require_choice(kind, name.strip(), [*valid, "all"]) for name in text.split(",")]
+
+
+def require_writable(folder: Path) -> None:
+    """Find out before hours of work whether results can be saved.
+
+    Raises:
+        MachineError: they cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise MachineError(
+            f"cannot write into {folder}: {error.strerror}; choose another folder with --out"
+        ) from error
+
+
+def newest_checkpoint(folder: Path) -> str:
+    """Path of the encoder weights below a folder that were written last.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    files = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
+    found = [path for path in files if kept_epoch(path) is None]
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint below {folder}/; pass --checkpoint URI or make one with "
+            "`ssl-bench pretrain` or `ssl-bench quickstart`"
+        )
+    return str(max(found, key=lambda path: path.stat().st_mtime))

@@ -1,0 +1,280 @@
+"""The command `ssl-bench data`: what is published, fetched, complete and unchanged."""
+
+import argparse
+import fcntl
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ssl_bench.composition.compose import build, compose_config, require_choice
+from ssl_bench.data.files.archive_index import list_members
+from ssl_bench.data.files.checking import SplitState, check_dataset
+from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
+from ssl_bench.data.files.unpacking import UNPACKED, require_space, unpack
+from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
+from ssl_bench.data.layouts.coco_stuff import read_classes
+from ssl_bench.data.layouts.voc import CLASS_NAMES
+from ssl_bench.data.sources import SOURCES, Download, Source
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.network.downloads import download, part_of
+from ssl_bench.planning import with_root
+from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
+from ssl_bench.system.files import write_text_atomically
+from ssl_bench.system.paths import expanded
+from ssl_bench.system.progress import say, show_progress
+
+_MARKS = ".ssl-bench"
+_SAMPLE = 64
+_ROLES = ("segmentation", "classification", "discovery", "images")
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Do one of list, download, check and verify; only check takes overrides."""
+    if options.action == "check":
+        return _check(options, overrides)
+    if overrides:
+        raise ConfigurationError(f"`ssl-bench data {options.action}` takes no {overrides[0]!r}")
+    actions = {"list": _list, "download": _download, "verify": _verify}
+    return actions[options.action](options)
+
+
+def _list(options: argparse.Namespace) -> int:
+    """Print a line for each dataset, or all about one."""
+    if options.target is not None:
+        source = _source(options.target)
+        told = _told(source)
+        print(json_text(told) if options.json else "\n".join(_about(told, source)))
+    elif options.json:
+        print(json_text([_told(source) for source in SOURCES.values()]))
+    else:
+        print("\n".join(_line(source) for source in SOURCES.values()))
+        print("`ssl-bench data list NAME` shows one with its tree, files and classes")
+    return 0
+
+
+def _source(name: str | None) -> Source:
+    if name is None:
+        raise ConfigurationError(f"name a dataset: {', '.join(SOURCES)}")
+    return SOURCES[require_choice("dataset", name, list(SOURCES))]
+
+
+def _line(source: Source) -> str:
+    size = _bytes(source.size) if source.downloads else "-"
+    way = f"download {source.name}" if source.downloads else "by hand"
+    way = "made at first use" if source.name == "toy" else way
+    return f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}"
+
+
+def _told(source: Source) -> dict[str, Any]:
+    """All that is known of a dataset, as JSON types."""
+    dataset = _built(source.name, None)
+    roles = [role for role in _ROLES if role in dataset.supports]
+    classes = list(_class_names(source, dataset))
+    return {**asdict(source), "counts": dict(source.counts), "size": source.size, "roles": roles,
+            "class_names": classes}  # fmt: skip
+
+
+def _about(told: dict[str, Any], source: Source) -> list[str]:
+    rows = [
+        ("title", source.title),
+        ("homepage", source.homepage),
+        ("licence", source.licence),
+        ("roles", ", ".join(told["roles"])),
+        *(("expected", line) for line in source.tree),
+        *((role, f"{count:,} images") for role, count in source.counts.items()),
+        *(("file", _file_line(one)) for one in source.downloads),
+        *([("by hand", source.by_hand)] if source.by_hand else []),
+        *([("classes", _classes_line(told, source))] if source.num_classes else []),
+    ]
+    return [source.name, *(f"  {label:<10} {text}" for label, text in rows)]
+
+
+def _file_line(one: Download) -> str:
+    published = one.published
+    digest = f"{published.algorithm} {published.digest}" if published.digest else "no digest"
+    return f"{published.url} ({_bytes(one.size)}, {digest}) into DIR/{one.into}"
+
+
+def _classes_line(told: dict[str, Any], source: Source) -> str:
+    names = ", ".join(told["class_names"])
+    return f"{source.num_classes}: {names or 'named in the download'}"
+
+
+def _class_names(source: Source, dataset: Any) -> Sequence[str]:
+    if source.name.startswith("voc"):
+        return CLASS_NAMES
+    if source.name == "coco_stuff":
+        return [name for name, _ in read_classes().values()]
+    return getattr(dataset, "class_names", ())
+
+
+def _bytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 0.1):.1f} MB"
+
+
+def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> Any:
+    """The dataset of a configuration, not opened."""
+    chosen = with_root(["probe=pca", f"dataset={name}", *overrides], root)
+    return build(compose_config("probing", chosen).dataset)
+
+
+def _download(options: argparse.Namespace) -> int:
+    """Fetch and unpack the files of a dataset, going on where an earlier call ended."""
+    source = _source(options.target)
+    if not source.downloads:
+        raise ConfigurationError(f"{source.name} has no free address: {source.by_hand}")
+    root = _root(options)
+    pending = [one for one in source.downloads if not _is_done(one, root)]
+    say(f"{source.title}: {source.licence}; {source.homepage}")
+    # Archive and files are on the disk at the same time.
+    require_space(sum(_lacking(one, root) + one.size for one in pending), root)
+    for one in pending:
+        _fetch(one, root)
+    state = {"dataset": source.name, "root": str(root), "fetched": [one.name for one in pending]}
+    if options.json:
+        print(json_text(state, indent=None))
+    say(
+        f"{source.name} is complete in {root}; `ssl-bench data check {source.name} --data-root "
+        f"{root}` reads it; the archives in {root} may be deleted"
+    )
+    return 0
+
+
+def _lacking(one: Download, root: Path) -> int:
+    """Bytes of a file that earlier calls did not fetch, about."""
+    target = _target(one, root)
+    if target.is_file():
+        return 0
+    part = part_of(target)
+    return max(0, one.size - (part.stat().st_size if part.is_file() else 0))
+
+
+def _target(one: Download, root: Path) -> Path:
+    return (root if _is_archive(one) else root / one.into) / one.name
+
+
+def _is_archive(one: Download) -> bool:
+    return one.name.lower().endswith(UNPACKED)
+
+
+def _fetch(one: Download, root: Path) -> None:
+    say(f"{one.published.url}, {_bytes(one.size)}")
+    target = _target(one, root)
+    check = partial(_require_archive, target=target) if _is_archive(one) else None
+    with download(one.published, target, check).open("rb") as file:
+        # Another process may unpack it.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if _is_done(one, root):
+            return
+        if _is_archive(one):
+            unpack(target, root / one.into, show_progress)
+            # Before the mark: it must not survive a loss of power that the files do not.
+            os.sync()
+        write_text_atomically(_mark(root, one), _what_is_done(one))
+
+
+def _require_archive(found: Path, *, target: Path) -> None:
+    with found.open("rb") as file:
+        list_members(file, target)
+
+
+def _is_done(one: Download, root: Path) -> bool:
+    mark = _mark(root, one)
+    return mark.is_file() and mark.read_text(errors="replace") == _what_is_done(one)
+
+
+def _what_is_done(one: Download) -> str:
+    return f"{one.published.url} {one.published.digest}\n"
+
+
+def _mark(root: Path, one: Download) -> Path:
+    """A file that says which download is in its place."""
+    return root / _MARKS / one.name
+
+
+def _root(options: argparse.Namespace) -> Path:
+    if options.data_root is None:
+        raise ConfigurationError(f"data {options.action} needs --data-root DIR")
+    return expanded(options.data_root)
+
+
+def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Open, count and sample every split of a dataset; exit code 3 if anything is wrong."""
+    source = _source(options.target)
+    root = None if source.name == "toy" else str(_root(options))
+    dataset = _built(source.name, root, overrides)
+    states = list(check_dataset(dataset, source.counts, sample=_SAMPLE, shown=show_progress))
+    if options.json:
+        print(json_text({"dataset": source.name, "splits": [asdict(s) for s in states]}))
+    else:
+        print(printable_lines(line for state in states for line in _state_lines(state)))
+        names = _found_class_names(source, root)
+        if names:
+            print(printable(f"classes    {len(names)}: {', '.join(names)}"))
+    broken = [state for state in states if state.problems]
+    if broken:
+        count = sum(len(state.problems) for state in broken)
+        raise DataError(
+            f"{source.name} in {root} is not as published, {count} in all, first {broken[0].role}: "
+            f"{broken[0].problems[0]}; `ssl-bench data list {source.name}` shows what belongs "
+            f"there; {_remedy(source)}"
+        )
+    return 0
+
+
+def _remedy(source: Source) -> str:
+    if source.downloads:
+        return f"`ssl-bench data download {source.name} --data-root DIR` fetches it"
+    return source.by_hand
+
+
+def _found_class_names(source: Source, root: str | None) -> Sequence[str]:
+    if source.name == "ade20k" and root is not None:
+        inside = Path(root) / "ADEChallengeData2016"
+        return ade20k_class_names(inside if inside.is_dir() else Path(root))
+    return _class_names(source, _built(source.name, root))
+
+
+def _state_lines(state: SplitState) -> list[str]:
+    expected = f" of {state.published:,} published" if state.published is not None else ""
+    verdict = "ok" if not state.problems else f"{len(state.problems)} problem(s)"
+    first = (
+        f"{state.role:<10} {state.images:,} images{expected}, {state.read} read as a sample: "
+        f"{verdict}"
+    )
+    return [first, *(f"  {one_line(problem)}" for problem in state.problems)]
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """Compare the files below a folder with the list of their sha256, or write that list."""
+    if options.target is None:
+        raise ConfigurationError("data verify needs the folder of a dataset")
+    root = expanded(options.target)
+    manifest = expanded(options.manifest) if options.manifest else root / MANIFEST
+    if options.update or not manifest.exists():
+        count = write_manifest(root, manifest, show_progress)
+        say(f"{count} files listed in {manifest}; `ssl-bench data verify {root}` compares them")
+        if options.json:
+            print(json_text({"manifest": str(manifest), "listed": count}, indent=None))
+        return 0
+    found = check_manifest(root, manifest, show_progress)
+    if options.json:
+        print(json_text({"manifest": str(manifest), **asdict(found)}))
+    for what, names in (("new, not in the list", found.added), ("missing", found.missing)):
+        if names:
+            say(f"{len(names)} {what}: {_some(names)}")
+    if found.is_damage:
+        raise DataError(
+            f"{len(found.changed)} files below {root} differ from {manifest} and "
+            f"{len(found.missing)} are missing: {_some([*found.changed, *found.missing])}; fetch "
+            "them again, or --update the list if that is on purpose"
+        )
+    say(f"all files below {root} are as {manifest} lists them")
+    return 0
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -1,0 +1,221 @@
+"""`ssl-bench doctor`: what this machine has, what is missing and what to do about it."""
+
+import argparse
+import importlib
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants as hub
+from packaging.requirements import Requirement
+
+from ssl_bench import __version__
+from ssl_bench.composition.compose import build, choices, compose_config, config_folder
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import SslBenchError
+from ssl_bench.results.store import source_commit
+from ssl_bench.system.escaping import json_text, one_line, printable_lines
+from ssl_bench.system.paths import real
+
+PACKAGES = (
+    ("torch", "torch"),
+    ("torchvision", "torchvision"),
+    ("timm", "timm"),
+    ("faiss", "faiss"),
+    ("cv2", "opencv-python-headless"),
+    ("pycocotools", "pycocotools"),
+    ("sklearn", "scikit-learn"),
+    ("hydra", "hydra-core"),
+)
+EXTRAS = (("submitit", "slurm", "sweep --slurm"), ("tensorboard", "track", "train.tensorboard"))
+THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        broken: Commands will fail until this is mended.
+    """
+
+    name: str
+    value: str
+    broken: bool = False
+
+    def line(self) -> str:
+        return f"{'BROKEN' if self.broken else self.name:<12} {self.value}"
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print one line per finding; exit code 5 when a needed package is not as it must be."""
+    del overrides
+    findings = list(_findings(options.data_root))
+    # What is broken comes last, where it is read.
+    findings.sort(key=lambda finding: finding.broken)
+    broken = any(finding.broken for finding in findings)
+    if options.json:
+        rows = [asdict(finding) for finding in findings]
+        print(json_text({"broken": broken, "findings": rows}))
+    else:
+        print(printable_lines(finding.line() for finding in findings))
+    return 5 if broken else 0
+
+
+def _findings(data_root: str | None) -> Iterator[Finding]:
+    yield Finding("ssl-bench", f"{__version__} ({source_commit() or 'installed wheel'})")
+    yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
+    for module, distribution in PACKAGES:
+        yield _package(module, distribution)
+    yield from _unmet_requirements()
+    for distribution, extra, purpose in EXTRAS:
+        yield _extra(distribution, extra, purpose)
+    yield from _processors()
+    yield from _gpus()
+    yield from _disks()
+    yield _slurm()
+    yield Finding("configs", str(config_folder()))
+    yield Finding("probes", ", ".join(choices("probe")))
+    yield Finding("datasets", ", ".join(choices("dataset")))
+    yield from _data(data_root)
+
+
+def _package(module: str, distribution: str) -> Finding:
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:
+        reason = one_line(error)
+        text = f"{module} does not import ({reason}); install {distribution} again"
+        return Finding(module, text, broken=True)
+    version = getattr(found, "__version__", None) or metadata.version(distribution)
+    gpus = f", searches on {_faiss_devices(found)}" if module == "faiss" else ""
+    return Finding(module, f"{version}{gpus}")
+
+
+def _faiss_devices(faiss: object) -> str:
+    count = getattr(faiss, "get_num_gpus", lambda: 0)()
+    if count:
+        return f"{count} GPUs"
+    has_kernels = hasattr(faiss, "StandardGpuResources")
+    return f"the CPU ({'no GPU found' if has_kernels else 'built without GPU'})"
+
+
+def _unmet_requirements() -> Iterator[Finding]:
+    """Packages that this version of ssl-bench was not made for."""
+    for text in metadata.requires("ssl-bench") or ():
+        needed = Requirement(text)
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        remedy = f"run: pip install '{needed.name}{needed.specifier}'"
+        try:
+            version = metadata.version(needed.name)
+        except metadata.PackageNotFoundError:
+            yield Finding(needed.name, f"{needed.name} is not installed; {remedy}", broken=True)
+            continue
+        if not needed.specifier.contains(version, prereleases=True):
+            text = f"{needed.name} is {version}, expected {needed.specifier}; {remedy}"
+            yield Finding(needed.name, text, broken=True)
+
+
+def _extra(distribution: str, extra: str, purpose: str) -> Finding:
+    try:
+        return Finding(distribution, metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        text = f"none; only {purpose} needs it: pip install 'ssl-bench[{extra}]'"
+        return Finding(distribution, text)
+
+
+def _processors() -> Iterator[Finding]:
+    cores, threads = _usable_cores(), torch.get_num_threads()
+    limits = [f"{name}={os.environ[name]}" for name in THREAD_LIMITS if name in os.environ]
+    advice = f"; more threads than cores: set OMP_NUM_THREADS={cores}" if threads > cores else ""
+    yield Finding("cpu", f"{cores} cores, torch uses {threads} threads{advice}")
+    yield Finding("threads", ", ".join(limits) or f"no limit by {', '.join(THREAD_LIMITS)}")
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total / 2**30
+        advice = "; little for data workers: train.num_workers=0" if size < 1 else ""
+        yield Finding("shm", f"{size:.1f} GiB in {shared}{advice}")
+
+
+def _usable_cores() -> int:
+    # A scheduler gives a job fewer cores than the machine has; not every system tells.
+    asked = getattr(os, "sched_getaffinity", None)
+    return len(asked(0)) if asked else os.cpu_count() or 1
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("gpu", "none; everything runs on the CPU")
+    for index in range(torch.cuda.device_count()):
+        name = torch.cuda.get_device_properties(index).name
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(index))
+        kind = f"CUDA {torch.version.cuda}"
+        yield Finding(f"gpu {index}", f"{name}, {free:.0f} of {total:.0f} GiB free, {kind}")
+
+
+def _disks() -> Iterator[Finding]:
+    """Free space where results, runs and downloads go."""
+    places = {
+        "disk": Path.cwd(),
+        "results": Path("results"),
+        "runs": Path("runs"),
+        "torch cache": Path(torch.hub.get_dir()),
+        "hub cache": Path(hub.HF_HUB_CACHE),
+    }
+    for name, folder in places.items():
+        existing = next(p for p in (real(folder), *real(folder).parents) if p.is_dir())
+        free = shutil.disk_usage(existing).free / 2**30
+        advice = "" if os.access(existing, os.W_OK) else f"; {existing} cannot be written"
+        yield Finding(name, f"{free:.0f} GiB free in {folder}{advice}")
+
+
+def _slurm() -> Finding:
+    found = shutil.which("sbatch")
+    return Finding("slurm", found or "no sbatch in PATH; sweep --print works everywhere")
+
+
+def _data(text: str | None) -> Iterator[Finding]:
+    if text is None:
+        yield Finding("data", "not looked for; pass --data-root DIR or DATASET=DIR,DATASET=DIR")
+        return
+    # Not above: this takes the encoders' libraries along, which may be what is broken.
+    from ssl_bench.planning import dataset_roots
+
+    roots = dataset_roots(text, choices("dataset"))
+    found = [Finding("data", line) for name, root in roots.items() if (line := _roles(name, root))]
+    yield from found or [Finding("data", f"none of {', '.join(roots)} in {text}; see docs/data.md")]
+
+
+def _roles(name: str, root: str) -> str | None:
+    """What a dataset can be used for, None where it is not there or not asked for its files."""
+    from ssl_bench.planning import with_root
+
+    config = compose_config("probing", with_root(["probe=pca", f"dataset={name}"], root))
+    dataset: Dataset = build(config.dataset)
+    if not hasattr(dataset, "root"):
+        return None
+    opened: dict[str, tuple[Callable[[], ImageSet], ...]] = {
+        "segmentation": (dataset.train, dataset.val),
+        "classification": (dataset.train, dataset.val),
+        "discovery": (dataset.discovery,),
+        "images": (dataset.images,),
+    }
+    roles = [
+        f"{role} ({', '.join(counts)})"
+        for role in sorted(dataset.supports)
+        if (counts := _counts(opened[role]))
+    ]
+    return f"{name} in {root}: {', '.join(roles)}" if roles else None
+
+
+def _counts(splits: Sequence[Callable[[], ImageSet]]) -> list[str]:
+    try:
+        return [f"{len(images)} {images.split}" for images in (split() for split in splits)]
+    except SslBenchError:
+        return []

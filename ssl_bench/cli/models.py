@@ -1,0 +1,214 @@
+"""The command `ssl-bench models`: what can be loaded, and what a file is."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ssl_bench.errors import CheckpointError, SslBenchError
+from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models.loading.hub import HUB_WEIGHTS
+from ssl_bench.models.loading.layouts import LAYOUTS
+from ssl_bench.system.escaping import json_text, one_line, printable_lines
+from ssl_bench.system.files import open_regular
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Address:
+    """A way to name an encoder."""
+
+    form: str
+    example: str
+    meaning: str
+
+
+ADDRESSES = (
+    Address("FOLDER", "runs/skip", "a run of this suite, its last.safetensors"),
+    Address("FOLDER@EPOCH", "runs/skip@200", "the encoder a run kept after an epoch"),
+    Address("FILE.safetensors", "runs/skip/last.safetensors", "a checkpoint of this suite"),
+    Address("FILE", "dinov2_vits14_pretrain.pth", "weights in one of the layouts below"),
+    Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published with timm"),
+    Address("timm:NAME@FILE", "timm:vit_small_patch16_224@mine.pth", "timm's architecture, a file"),
+    Address("timm:NAME", "timm:vit_small_patch16_224", "timm's architecture, random weights"),
+    Address("hf-hub:ORG/NAME@REVISION", "hf-hub:facebook/dinov2-small", "timm or transformers"),
+    Address(
+        "local-dir:FOLDER", "local-dir:/models/dinov2-small", "config.json + model.safetensors"
+    ),
+    Address(
+        "torchhub:REPOSITORY:NAME",
+        "torchhub:facebookresearch/dino:dino_vits16",
+        "weights of a hub, whose code is not run",
+    ),
+)
+TIMM_PATTERNS = (
+    *("vit_*", "deit*", "flexivit_*", "eva*", "beit3_*", "aimv2_*", "vitamin_*"),
+    *("vit_*dinov2", "vit_*dinov3", "vit_*siglip*", "vit_*clip*", "vit_*rope*", "vit_pe_*"),
+)
+"""Families of timm with blocks that take images of any size; the rest is refused by name."""
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """What is known of an encoder.
+
+    Attributes:
+        format: Of the file.
+        source: Where its layout is published.
+        size: Bytes of the file.
+        image_size: Height and width in pixels of its positions.
+        used: Tensors taken, of `total` in their container.
+        ignored: Tensors that are not, and why.
+        note: What was done to tensors on the way.
+    """
+
+    uri: str
+    name: str
+    format: str
+    size: int
+    layout: str
+    source: str
+    depth: int
+    width: int
+    heads: int
+    patch_size: int
+    class_tokens: int
+    registers: int
+    image_size: tuple[int, int]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    parameters: int
+    used: int
+    total: int
+    ignored: dict[str, str]
+    note: str
+    sha256: str
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """List what can be loaded; with files, say what each is.
+
+    Files that cannot be loaded are told in a line each, and the exit code is that of the first.
+    """
+    del overrides
+    if not options.uris:
+        print(json_text(_listing(), indent=2) if options.json else "\n".join(_listing_lines()))
+        return 0
+    code, found = 0, []
+    for uri in options.uris:
+        try:
+            report = file_report(load_encoder(uri))
+        except SslBenchError as error:
+            code = code or error.exit_code
+            found.append({"uri": uri, "error": one_line(error)})
+            print(f"ssl-bench: {found[-1]['error']}", file=sys.stderr)
+            continue
+        found.append(asdict(report))
+        if not options.json:
+            print(printable_lines([*([""] if len(found) > 1 else []), *_lines(report)]))
+    if options.json:
+        print(json_text(found, indent=2))
+    return code
+
+
+def file_report(encoder: Encoder) -> FileReport:
+    """Gather what is known of an encoder; its weights stay where they are."""
+    contents = encoder.contents
+    return FileReport(
+        uri=encoder.uri,
+        name=encoder.name,
+        format=_format(contents.file),
+        size=contents.file.stat().st_size if contents.file else 0,
+        layout=contents.layout,
+        source=contents.source,
+        depth=encoder.depth,
+        width=encoder.dim,
+        heads=encoder.num_heads,
+        patch_size=encoder.patch_size,
+        class_tokens=encoder.num_prefix_tokens - encoder.num_registers,
+        registers=encoder.num_registers,
+        image_size=encoder.native_size,
+        mean=encoder.mean,
+        std=encoder.std,
+        parameters=sum(value.numel() for value in encoder.module.parameters()),
+        used=encoder.loaded_keys,
+        total=encoder.total_keys,
+        ignored=dict(contents.ignored),
+        note=contents.note,
+        sha256=encoder.sha256,
+    )
+
+
+def _format(file: Path | None) -> str:
+    if file is None:
+        return "no file"
+    if file.suffix == ".safetensors":
+        return "safetensors"
+    try:
+        with open_regular(file) as opened:
+            return "PyTorch zip" if opened.read(2) == b"PK" else "PyTorch pickle"
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file} ({error.strerror})") from error
+
+
+def _lines(report: FileReport) -> list[str]:
+    megabytes = f", {report.size / 1e6:.1f} MB" if report.size else ""
+    special = f"{report.class_tokens} [CLS], {report.registers} registers"
+    heads = f", {report.heads} heads" if report.heads else ", no attention"
+    height, width = report.image_size
+    rows = [
+        ("file", f"{report.format}{megabytes}"),
+        ("layout", f"{report.layout} {f'({report.source})' if report.source else ''}".strip()),
+        ("encoder", f"{report.depth} blocks, width {report.width}{heads}"),
+        ("tokens", f"patches of {report.patch_size} pixels, {special}"),
+        ("images", f"{height} x {width}, mean {_list(report.mean)}, deviation {_list(report.std)}"),
+        ("parameters", f"{report.parameters:,}"),
+        ("tensors", f"{report.used} of {report.total} used" if report.total else "random"),
+        *([("note", report.note)] if report.note else []),
+        *(("left out", line) for line in _reasons(report.ignored)),
+        ("sha256", report.sha256),
+    ]
+    return [report.uri, *(f"  {label:<11} {text}" for label, text in rows)]
+
+
+def _list(values: Sequence[float]) -> str:
+    return "/".join(f"{value:g}" for value in values)
+
+
+def _reasons(ignored: dict[str, str]) -> list[str]:
+    by_reason: dict[str, list[str]] = {}
+    for name, why in ignored.items():
+        by_reason.setdefault(why, []).append(name)
+    return [
+        f"{', '.join(names[:_SHOWN])}"
+        f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}: {why}"
+        for why, names in by_reason.items()
+    ]
+
+
+def _listing() -> dict[str, object]:
+    return {
+        "addresses": [asdict(address) for address in ADDRESSES],
+        "layouts": [{"name": layout.name, "source": layout.source} for layout in LAYOUTS],
+        "torchhub": {repository: dict(names) for repository, names in HUB_WEIGHTS.items()},
+        "timm": list(TIMM_PATTERNS),
+    }
+
+
+def _listing_lines() -> list[str]:
+    return [
+        "What --checkpoint takes:",
+        *(f"  {a.form:<25} {a.meaning:<42} {a.example}" for a in ADDRESSES),
+        "",
+        "Layouts that are recognised in a FILE:",
+        *(f"  {layout.name:<25} {layout.source}" for layout in reversed(LAYOUTS)),
+        "",
+        "Weights with a torchhub: address, fetched once:",
+        *(f"  {repository:<25} {', '.join(names)}" for repository, names in HUB_WEIGHTS.items()),
+        "",
+        f"Architectures of timm: {', '.join(TIMM_PATTERNS)}",
+        "",
+        "`ssl-bench models FILE` says what a file is; docs/models.md has the rest.",
+    ]

@@ -1,0 +1,304 @@
+"""The arguments of `ssl-bench`: flags for what people type daily, Hydra overrides for the rest."""
+
+import argparse
+import difflib
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from ssl_bench import __version__
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.system.paths import expanded
+
+EPILOG = """\
+examples:
+  ssl-bench quickstart
+  ssl-bench pretrain model=vit_small_skipless data.root=/photos --out runs/skipless
+  ssl-bench probe --task tokencut --layer 11
+  ssl-bench probe --task all --checkpoint runs/skipless --dataset voc2012 --data-root /data
+  ssl-bench probe --task segmentation --layer 0,5,-1 probe.protocol=fast probe.epochs=10
+  ssl-bench sweep --checkpoint 'runs/*' --dataset voc2012,ade20k --data-root /data --dry-run
+  ssl-bench table --pivot --metric corloc --best-layer holdout --format latex
+  ssl-bench table --paper figure3 --as 'skip, adamw=runs/skip'
+  ssl-bench compare runs/skip runs/skipless --task tokencut
+  ssl-bench report --out results
+
+KEY=VALUE arguments are Hydra overrides of the files in configs/; a wrong key names the nearest.
+"""
+
+
+_PATHS = ("out", "into", "figure", "manifest", "slurm_logs")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(f"{message}; see `{self.prog} --help`")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their flags; imports nothing heavy, so that help answers at once."""
+    parser = _Parser(
+        prog="ssl-bench",
+        description="What does each block of this encoder know?",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"ssl-bench {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    _add_probe(commands)
+    _add_sweep(commands)
+    _add_pretrain(commands)
+    _add_table(commands)
+    _add_compare(commands)
+    _add_report(commands)
+    _add_models(commands)
+    _add_data(commands)
+    _add_quickstart(commands)
+    _add_doctor(commands)
+    _add_completion(commands)
+    return parser
+
+
+def _command(
+    commands: "argparse._SubParsersAction[_Parser]", name: str, summary: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=summary, description=summary)
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return command
+
+
+def _add_keys(add: Callable[..., argparse.Action]) -> None:
+    add("--keys", action="store_true", help="print every KEY=VALUE with what it takes, and stop")
+
+
+def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    probe = _command(commands, "probe", "probe the blocks of frozen encoders")
+    add = probe.add_argument
+    add(
+        "--task",
+        required=True,
+        help="such as tokencut, segmentation, pca, knn, retrieval; several with commas, or all",
+    )
+    _add_probing(add)
+    add("--overwrite", action="store_true", help="compute finished cells again")
+    _add_keys(add)
+    add("--json", action="store_true", help="print the records as JSON instead of tables")
+
+
+def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "probe many checkpoints on many datasets: here, as commands, or as a SLURM array"
+    sweep = _command(commands, "sweep", summary)
+    add = sweep.add_argument
+    add("--task", default="all", help="several with commas, or all (default all)")
+    _add_probing(add)
+    add("--jobs", type=int, default=1, metavar="N", help="processes at a time (default 1)")
+    add("--json", action="store_true", help="print plan and outcome as JSON")
+    way = sweep.add_mutually_exclusive_group().add_argument
+    way("--dry-run", action="store_true", help="only show the plan")
+    way("--print", action="store_true", help="print a command for each job with pending cells")
+    way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
+    add("--slurm-partition", metavar="NAME", help="default: the cluster's own")
+    add("--slurm-minutes", type=int, default=240, metavar="N", help="for each job (default 240)")
+    add("--slurm-gpus", type=int, default=1, metavar="N", help="for each job (default 1)")
+    add("--slurm-cpus", type=int, default=8, metavar="N", help="for each job (default 8)")
+    add("--slurm-logs", metavar="DIR", help="logs of the jobs (default OUT/slurm)")
+
+
+def _add_probing(add: Callable[..., object]) -> None:
+    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    add(
+        "--checkpoint",
+        action="append",
+        metavar="URI",
+        help="run folder, RUN@EPOCH, weights file, timm:NAME and others that `ssl-bench models` "
+        "lists; several, or patterns such as 'runs/*' (default: the newest below runs/)",
+    )
+    add("--dataset", default="toy", help="several with commas (default toy)")
+    add(
+        "--data-root",
+        metavar="DIR",
+        help="where the data lies; DATASET=DIR,DATASET=DIR for several",
+    )
+    add("--out", default="results", metavar="DIR", help="records and pictures (default results)")
+    add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    add(
+        "--on-bad-image",
+        default="fail",
+        metavar="fail|skip",
+        help="skip: leave out images that cannot be read and say so in the records (default fail)",
+    )
+
+
+def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    pretrain = _command(commands, "pretrain", "pretrain an encoder")
+    add = pretrain.add_argument
+    add("--out", metavar="DIR", help="run folder (default runs/MODEL-OPTIMIZER-TIME)")
+    add("--data-root", metavar="DIR", help="folder of images (default: the toy scenes)")
+    add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    add("--resume", action="store_true", help="go on from the state in --out, if there is one")
+    add("--resume=must", action="store_true", dest="must_resume", help="there has to be one")
+    add(
+        "--extend",
+        action="store_true",
+        help="go on for longer: with more train.epochs or train.max_steps than before",
+    )
+    add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
+    _add_keys(add)
+
+
+def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    table = _command(commands, "table", "print tables over blocks from records")
+    add = table.add_argument
+    add("--task", default="all", help="several with commas, or all (default all)")
+    _add_filters(add)
+    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    _add_format(add)
+    add("--out", default="results", metavar="DIR", help="where the records are (default results)")
+    add("--pivot", action="store_true", help="encoders as rows, datasets and metrics as columns")
+    add("--over-epochs", action="store_true", help="a run's epochs as rows, blocks as columns")
+    add("--paper", metavar="TABLE", help="ours beside a published table: table2, figure3, mnist")
+    add(
+        "--as",
+        action="append",
+        dest="encoders",
+        metavar="ROW=CHECKPOINT",
+        help="which checkpoint stands for a row of the published table; may be repeated",
+    )
+    add(
+        "--best-layer",
+        metavar="holdout|oracle",
+        help="of --pivot and --paper: the block that other images choose (default), or the best",
+    )
+    add("--figure", metavar="FILE", help="draw the curves too (.png, .svg, .pdf)")
+    add("--into", metavar="FILE", help="put the Markdown tables between the markers of a document")
+
+
+def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "compare two checkpoints, or the blocks of one, over the same images"
+    add = _command(commands, "compare", summary).add_argument
+    add(
+        "checkpoints",
+        nargs="+",
+        metavar="CHECKPOINT",
+        help="name in tables, digits of its id or sha256, or URI",
+    )
+    add("--task", default="all", help="several with commas, or all (default all)")
+    _add_filters(add)
+    _add_format(add)
+    add("--out", default="results", metavar="DIR", help="where the records are (default results)")
+
+
+def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "write a folder of pages with curves, tables and pictures from records"
+    add = _command(commands, "report", summary).add_argument
+    add("--task", default="all", help="several with commas, or all (default all)")
+    _add_filters(add)
+    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    add("--out", default="results", metavar="DIR", help="where the records are (default results)")
+    add("--into", metavar="DIR", help="folder of the report (default OUT/report)")
+    add(
+        "--pair",
+        action="append",
+        nargs=2,
+        metavar=("A", "B"),
+        help="put two checkpoints side by side; may be repeated (default: all pairs of up to 6)",
+    )
+
+
+def _add_models(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "list what can be loaded, or say what a file of weights is"
+    add = _command(commands, "models", summary).add_argument
+    add("uris", nargs="*", metavar="FILE_OR_URI", help="what --checkpoint takes")
+    add("--json", action="store_true", help="print it as JSON")
+
+
+def _add_data(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "list, download, check or verify datasets"
+    data = _command(commands, "data", summary)
+    data.description = (
+        "list [NAME]: where datasets come from, their licence, size, tree and classes. "
+        "download NAME: fetch and unpack one. check NAME: what is missing or unreadable. "
+        "verify DIR: list the sha256 of its files, later compare them with that list."
+    )
+    add = data.add_argument
+    add("action", choices=("list", "download", "check", "verify"), help="what to do")
+    add("target", nargs="?", metavar="NAME|DIR", help="a dataset, or the folder of verify")
+    add("--data-root", metavar="DIR", help="where the data lies or shall lie (download, check)")
+    add("--manifest", metavar="FILE", help="list of verify (default DIR/SHA256SUMS)")
+    add("--update", action="store_true", help="let verify write its list anew")
+    add("--json", action="store_true", help="print what was found as JSON")
+
+
+def _add_format(add: Callable[..., object]) -> None:
+    add("--format", help="text, terminal, markdown, latex, csv or json (default text or terminal)")
+
+
+def _add_filters(add: Callable[..., object]) -> None:
+    for name in ("dataset", "metric", "facet", "protocol"):
+        add(f"--{name}", help=f"only these {name}s, with commas")
+
+
+def _add_quickstart(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    quickstart = _command(commands, "quickstart", "pretrain two tiny encoders and probe them all")
+    add = quickstart.add_argument
+    add("--out", default="runs/quickstart", metavar="DIR", help="default runs/quickstart")
+    add("--overwrite", action="store_true", help="begin anew")
+
+
+def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "show versions, devices, disk, data and what is missing"
+    add = _command(commands, "doctor", summary).add_argument
+    add("--data-root", metavar="DIR", help="look for datasets here, or in DATASET=DIR,DATASET=DIR")
+    add("--json", action="store_true", help="print the findings as JSON")
+
+
+def _add_completion(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = 'print a script for the shell: eval "$(ssl-bench completion bash)"'
+    add = _command(commands, "completion", summary).add_argument
+    add("shell", choices=("bash", "zsh", "tcsh"), help="the shell that will read it")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Read the arguments and run their command; returns its exit code.
+
+    Raises:
+        SslBenchError: the arguments or what they ask for are wrong.
+    """
+    parser = build_parser()
+    options, rest = parser.parse_known_args(_with_values_joined(arguments))
+    for name in _PATHS:
+        if (text := getattr(options, name, None)) is not None:
+            setattr(options, name, str(expanded(text)))
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    unknown = [word for word in rest if word not in overrides]
+    if unknown:
+        flags = [flag for flag in _flags(parser, options.command) if flag != "-h"]
+        close = difflib.get_close_matches(unknown[0], flags, n=2)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"flags: {', '.join(flags)}"
+        raise ConfigurationError(f"unknown argument {unknown[0]!r}; {hint}")
+    if overrides and options.command not in ("probe", "sweep", "pretrain", "data"):
+        raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
+    # Imported here because torch alone takes seconds and `--help` needs none of it.
+    return import_module(f"ssl_bench.cli.{options.command}").command(options, overrides)
+
+
+def _with_values_joined(arguments: Sequence[str]) -> list[str]:
+    """`--layer -1,0` as one word, because argparse takes -1,0 for a flag.
+
+    And `--checkpoint A B C` as three, as a shell leaves `--checkpoint runs/x/epoch*`.
+    """
+    joined: list[str] = []
+    for word in arguments:
+        last = joined[-1] if joined else ""
+        if last in ("--layer", "--checkpoint"):
+            joined[-1] = f"{last}={word}"
+        elif last.startswith("--checkpoint=") and not ("=" in word or word.startswith("-")):
+            joined.append(f"--checkpoint={word}")
+        else:
+            joined.append(word)
+    return joined
+
+
+def _flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return [flag for a in subparsers.choices[command]._actions for flag in a.option_strings]

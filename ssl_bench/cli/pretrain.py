@@ -1,0 +1,47 @@
+"""`ssl-bench pretrain`: one encoder into a run folder."""
+
+import argparse
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from ssl_bench.composition.compose import as_plain, build, compose_config, key_lines
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.planning import with_root
+from ssl_bench.system.device import choose_device
+from ssl_bench.system.endings import is_heard
+from ssl_bench.system.progress import say
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Pretrain one encoder into a run folder."""
+    overrides = with_root(overrides, options.data_root)
+    config = compose_config("pretraining", overrides)
+    if options.keys:
+        print("\n".join(key_lines([config])))
+        return 0
+    if (options.resume or options.must_resume or options.extend) and options.out is None:
+        raise ConfigurationError("--resume and --extend need --out DIR, the run to go on with")
+    out = Path(options.out or _default_run(overrides))
+    if is_heard():
+        say(f"run folder {out}")
+    build(config).run(
+        out,
+        resume=options.resume,
+        must_resume=options.must_resume,
+        extend=options.extend,
+        overwrite=options.overwrite,
+        device=choose_device(options.device),
+        config=as_plain(config),
+    )
+    if is_heard():
+        say(f"next: ssl-bench probe --task all --checkpoint {out}")
+    return 0
+
+
+def _default_run(overrides: Sequence[str]) -> str:
+    chosen = {key: value for key, _, value in (o.partition("=") for o in overrides)}
+    parts = [chosen.get("model", "vit_small_skip"), chosen.get("optimizer", "adamw")]
+    if "experiment" in chosen:
+        parts = [chosen["experiment"]]
+    return f"runs/{'-'.join(parts)}-{datetime.now():%Y%m%d-%H%M%S}"

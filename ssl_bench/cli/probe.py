@@ -1,0 +1,59 @@
+"""`ssl-bench probe`: frozen encoders, block by block."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from ssl_bench.asked import (
+    announced_encoder,
+    asked_names,
+    asked_probes,
+    newest_checkpoint,
+    opened_store,
+)
+from ssl_bench.composition.compose import choices, key_lines
+from ssl_bench.features import resolve_layers
+from ssl_bench.models.loading.addresses import expand
+from ssl_bench.planning import probing_config
+from ssl_bench.results.store import Record
+from ssl_bench.system.device import choose_device
+from ssl_bench.system.escaping import json_text
+from ssl_bench.system.progress import say
+from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.sheets import default_format, set_tables
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Probe every asked layer of every asked checkpoint; print the tables."""
+    if options.keys:
+        print("\n".join(key_lines(_defaults(options.task, options.dataset, overrides))))
+        return 0
+    plan = asked_probes(options, overrides)
+    device = choose_device(options.device)
+    store = opened_store(options.out)
+    records: list[Record] = []
+    for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
+        encoder = announced_encoder(uri)
+        layers = resolve_layers(options.layer, encoder.depth)
+        for planned in plan:
+            evaluation = planned.evaluation(encoder, layers, device)
+            records += evaluation.run(store, say=say, overwrite=options.overwrite)
+    if options.json:
+        print(json_text([record.as_json() for record in records]))
+    else:
+        print(set_tables(depth_tables(records), default_format()))
+    if records:
+        say(f"records and pictures in {store.root}; `ssl-bench table --out {store.root}`")
+    else:
+        say(f"nothing was scored; pictures in {store.root}")
+    return 0
+
+
+def _defaults(task: str, dataset: str, overrides: Sequence[str]) -> list[DictConfig]:
+    return [
+        probing_config(one, where, overrides)
+        for one in asked_names("task", task, choices("probe"))
+        for where in asked_names("dataset", dataset, choices("dataset"))
+    ]

@@ -1,0 +1,134 @@
+"""Which records `table`, `compare` and `report` are asked for, and what they say of others."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ssl_bench.asked import asked_names
+from ssl_bench.composition.compose import choices, require_choice
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.models import identify_encoder
+from ssl_bench.results.store import SUPERVISED, Record, ResultStore, encoder_id
+from ssl_bench.system.progress import say
+from ssl_bench.tables.depth import model_names
+from ssl_bench.tables.sheets import FORMATS, Printable, default_format, set_tables
+
+FILTERS = ("dataset", "metric", "facet", "protocol")
+"""Fields of a record by which `table` and `compare` choose."""
+
+_MISFIT = "a link, or not what its record comes from"
+_SHOWN = 5
+
+
+def print_tables(tables: Sequence[Printable], style: str) -> None:
+    print(set_tables(tables, style), end="" if style in ("csv", "json") else "\n")
+
+
+def asked_format(asked: str | None) -> str:
+    return default_format() if asked is None else require_choice("format", asked, FORMATS)
+
+
+def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
+    records = of_tasks(options.task, store.records())
+    records = _of_layers(filtered(options, records), options.layer)
+    if not records:
+        raise none_of(options.task, store)
+    return records
+
+
+def none_of(task: str, store: ResultStore) -> DataError:
+    unshown = f"; {_unshown(store)}" if store.unreadable else ""
+    return DataError(f"no records of --task {task} in {store.root}{unshown}")
+
+
+def _unshown(store: ResultStore) -> str:
+    count = f"{len(store.unreadable)} of {store.found} records cannot be shown"
+    return f"{count}: {first_few(store.unreadable)}; the next probe computes what is missing"
+
+
+def say_ignored(store: ResultStore) -> None:
+    """One line on the records that cannot be shown, and one on the images' values of others."""
+    if store.unreadable:
+        say(_unshown(store))
+    if damaged := dict.fromkeys(store.damaged, _MISFIT):
+        say(f"ignored {first_few(damaged)}; a probe with --overwrite makes both anew")
+
+
+def first_few(reasons: Mapping[Path, str]) -> str:
+    """Some files, each with what is wrong with it."""
+    named = [f"{path}: {why}" for path, why in reasons.items()]
+    more = [f"and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+    return "; ".join([*named[:_SHOWN], *more])
+
+
+def of_tasks(asked: str, records: Sequence[Record]) -> list[Record]:
+    tasks = asked_names("task", asked, [*choices("probe"), SUPERVISED])
+    return [record for record in records if record.task in tasks]
+
+
+def filtered(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
+    for name in FILTERS:
+        records = _only(records, name, getattr(options, name))
+    return list(records)
+
+
+def _only(records: Sequence[Record], name: str, wanted: str | None) -> list[Record]:
+    if wanted is None:
+        return list(records)
+    have = sorted({getattr(record, name) for record in records})
+    # A protocol with changed options has commas in its name.
+    words = [wanted] if wanted in have else wanted.split(",")
+    chosen = [require_choice(name, word.strip(), have) for word in words]
+    return [record for record in records if getattr(record, name) in chosen]
+
+
+def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
+    """Records of some blocks; -1 is the last one of each encoder.
+
+    Raises:
+        ConfigurationError: not whole numbers.
+        DataError: no record is of any of them.
+    """
+    if asked == "all":
+        return list(records)
+    try:
+        layers = {int(word) for word in asked.split(",")}
+    except ValueError as error:
+        raise ConfigurationError(
+            f"expected --layer 11, -1, 0,5,11 or all, got {asked!r}"
+        ) from error
+    found = [r for r in records if r.layer in layers or r.layer - r.depth in layers]
+    if records and not found:
+        have = ", ".join(map(str, sorted({record.layer for record in records})))
+        raise DataError(f"no record of block {asked}; recorded are {have}")
+    return found
+
+
+def recorded_checkpoint(
+    name: str, records: Sequence[Record], store: ResultStore
+) -> tuple[str, str]:
+    """`Record.encoder_id` and name of an encoder.
+
+    `name` is its name in tables, its id or the sha256 of its weights, both with as many digits as
+    tell it apart, or its URI.
+
+    Raises:
+        DataError: there is no record of it, or there are several of this name.
+    """
+    models = {record.encoder_id: record for record in records}
+    shown = model_names(records)
+    found = [one for one, record in models.items() if name in (record.model, shown[one])]
+    if not found and name:
+        found = [
+            one
+            for one, record in models.items()
+            if one.startswith(name) or record.checkpoint_sha256.startswith(name)
+        ]
+    if not found and name and (Path(name).exists() or ":" in name):
+        asked = encoder_id(identify_encoder(name).identity())
+        found = [asked] if asked in models else []
+    if len(found) != 1:
+        known = ", ".join(f"{models[one].model} {one[:8]}" for one in sorted(models))
+        many = "several encoders are" if found else "no record is"
+        raise DataError(f"{many} of {name!r} in {store.root}; known (name, id): {known}")
+    return found[0], models[found[0]].model

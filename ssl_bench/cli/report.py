@@ -1,0 +1,39 @@
+"""What the command `report` does once its arguments are read."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssl_bench.cli.records import asked_records, first_few, recorded_checkpoint, say_ignored
+from ssl_bench.report.comparing import MOST_PAIRED
+from ssl_bench.report.folder import require_replaceable
+from ssl_bench.report.writing import build_report, write_report
+from ssl_bench.results.store import ResultStore
+from ssl_bench.system.paths import expanded
+from ssl_bench.system.progress import say
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Write a folder of pages about the records of a folder of results."""
+    del overrides
+    store = ResultStore(Path(options.out))
+    folder = expanded(options.into) if options.into else store.root / "report"
+    require_replaceable(folder)
+    records = asked_records(options, store)
+    pairs = [
+        (
+            recorded_checkpoint(first, records, store)[0],
+            recorded_checkpoint(second, records, store)[0],
+        )
+        for first, second in options.pair or []
+    ]
+    report = build_report(store, records, pairs)
+    if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
+        say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
+    write_report(report, folder)
+    say(f"{len(records)} records of {len(report.checkpoints)} checkpoints: {folder / 'index.html'}")
+    say_ignored(store)
+    if report.pictures.refused:
+        count = len(report.pictures.refused)
+        say(f"{count} pictures cannot be shown: {first_few(report.pictures.refused)}")
+    return 0

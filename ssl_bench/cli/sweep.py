@@ -1,0 +1,183 @@
+"""`ssl-bench sweep`: all cells of many checkpoints, here, as commands, or as a SLURM array."""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ssl_bench.asked import opened_store
+from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.evaluation import device_name
+from ssl_bench.results.store import encoder_id
+from ssl_bench.sweep.plan import Job, plan_sweep
+from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes
+from ssl_bench.sweep.slurm import SlurmOptions, submit_array
+from ssl_bench.system.device import choose_device
+from ssl_bench.system.escaping import json_text, printable, shell_words
+from ssl_bench.system.progress import say
+
+Outcomes = Mapping[tuple[str, ...], Outcome]
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Show the plan; run, print or submit the jobs with pending cells.
+
+    Returns:
+        The exit code of the first job that failed, else 0.
+    """
+    if options.jobs < 1:
+        raise ConfigurationError(f"--jobs must be at least 1, got {options.jobs}")
+    jobs = plan_sweep(options, overrides, _device_of_estimates(options))
+    shown_on = sys.stdout if options.dry_run and not options.json else sys.stderr
+    print(_plan_table(jobs), file=shown_on, flush=True)
+    pending = [job for job in jobs if job.pending]
+    outcomes: Outcomes = {}
+    if options.slurm and pending:
+        _submit(pending, options)
+    elif options.print and not options.json:
+        for job in pending:
+            print(shell_words(["ssl-bench", *job.arguments]))
+    elif not (options.dry_run or options.print or options.slurm):
+        outcomes = _run(pending, options)
+        _say_summary(jobs, outcomes, options.out)
+    if options.json:
+        print(json_text(_as_json(jobs, outcomes)))
+    return next((one.exit_code for one in outcomes.values() if one.exit_code), 0)
+
+
+def _device_of_estimates(options: argparse.Namespace) -> str | None:
+    """The device as records name it, None where jobs run on machines that are not known here."""
+    if options.slurm:
+        return None
+    try:
+        return device_name(choose_device(options.device))
+    except MachineError:
+        if options.dry_run or options.print:
+            return None
+        raise
+
+
+def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
+    store = opened_store(options.out)
+    if options.jobs > 1:
+        running = run_in_processes(jobs, options.jobs)
+    else:
+        running = run_here(jobs, store, choose_device(options.device), debug=options.debug)
+    outcomes: dict[tuple[str, ...], Outcome] = {}
+    for outcome in running:
+        outcomes[outcome.job.arguments] = outcome
+        said = f": {outcome.error}" if outcome.error else ""
+        count = f"{len(outcomes)} of {len(jobs)}"
+        say(f"{outcome.state} {count} in {_duration(outcome.seconds)}, {outcome.job.title}{said}")
+    # In the order of the plan, whichever came first.
+    return {job.arguments: outcomes[job.arguments] for job in jobs}
+
+
+def _say_summary(jobs: Sequence[Job], outcomes: Outcomes, out: str) -> None:
+    counts = Counter(outcome.state for outcome in outcomes.values())
+    skipped = len(jobs) - len(outcomes)
+    say(
+        f"{counts['finished']} jobs finished, {counts['failed']} failed, {skipped} skipped because "
+        f"nothing was pending; `ssl-bench table --out {shell_words([out])}`"
+    )
+    if counts["failed"]:
+        say("the same command again runs what failed")
+
+
+def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
+    slurm = SlurmOptions(
+        partition=options.slurm_partition,
+        minutes=options.slurm_minutes,
+        gpus=options.slurm_gpus,
+        cpus=options.slurm_cpus,
+        logs=Path(options.slurm_logs or Path(options.out) / "slurm"),
+    )
+    opened_store(options.out)
+    submitted = submit_array([probe_command(job) for job in jobs], slurm)
+    array = submitted[0].job_id.partition("_")[0]
+    say(
+        f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {slurm.logs}; when it "
+        "has ended, the same command submits what is still pending"
+    )
+
+
+def _plan_table(jobs: Sequence[Job]) -> str:
+    names = _names(jobs)
+    rows = [("checkpoint", "task", "dataset", "finished", "pending", "time")]
+    for job in jobs:
+        done = len(job.keys) - len(job.pending)
+        time = _duration(job.seconds) if job.pending else "-"
+        what = (
+            names[encoder_id(job.encoder.identity())],
+            job.planned.probe.task,
+            f"{job.dataset} {job.split}",
+        )
+        rows.append((*what, str(done), str(len(job.pending)), time))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([*lines, _total(jobs)])
+
+
+def _names(jobs: Iterable[Job]) -> dict[str, str]:
+    """A name in the table by id; two encoders may have one name."""
+    encoders = {encoder_id(job.encoder.identity()): job.encoder for job in jobs}
+    counts = Counter(encoder.name for encoder in encoders.values())
+    return {
+        one: printable(encoder.name if counts[encoder.name] == 1 else f"{encoder.name} {one[:8]}")
+        for one, encoder in encoders.items()
+    }
+
+
+def _total(jobs: Sequence[Job]) -> str:
+    cells, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
+    known = [job.seconds for job in jobs if job.pending and job.seconds is not None]
+    unknown = sum(1 for job in jobs if job.pending and job.seconds is None)
+    parts = [f"{len(jobs)} jobs, {cells} cells: {cells - pending} finished, {pending} pending"]
+    if known:
+        parts.append(f"about {_duration(sum(known))}, one after the other, as records tell")
+    if unknown:
+        parts.append(f"time unknown for {unknown} jobs: no record of the like on this device")
+    return "; ".join(parts)
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _as_json(jobs: Sequence[Job], outcomes: Outcomes) -> dict[str, Any]:
+    pending = [job for job in jobs if job.pending]
+    known = [job.seconds for job in pending if job.seconds is not None]
+    return {
+        "cells": sum(len(job.keys) for job in jobs),
+        "pending": sum(len(job.pending) for job in jobs),
+        "seconds": sum(known) if len(known) == len(pending) else None,
+        "jobs": [_job_as_json(job, outcomes.get(job.arguments)) for job in jobs],
+    }
+
+
+def _job_as_json(job: Job, outcome: Outcome | None) -> dict[str, Any]:
+    state = outcome.state if outcome else "pending" if job.pending else "skipped"
+    return {
+        "checkpoint": job.encoder.uri,
+        "model": job.encoder.name,
+        "checkpoint_sha256": job.encoder.sha256,
+        "task": job.planned.probe.task,
+        "protocol": job.planned.probe.protocol,
+        "dataset": job.dataset,
+        "split": job.split,
+        "layers": list(job.layers),
+        "cells": len(job.keys),
+        "pending": len(job.pending),
+        "seconds": job.seconds,
+        "command": shell_words(["ssl-bench", *job.arguments]),
+        "state": state,
+        "exit_code": outcome.exit_code if outcome else 0,
+        "error": outcome.error if outcome else "",
+    }

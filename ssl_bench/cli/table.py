@@ -1,0 +1,93 @@
+"""`ssl-bench table`: records as tables over blocks, encoders, epochs, or beside published ones."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssl_bench.cli.records import (
+    asked_format,
+    asked_records,
+    print_tables,
+    recorded_checkpoint,
+    say_ignored,
+)
+from ssl_bench.composition.compose import require_choice
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.system.progress import say
+from ssl_bench.tables.block_choice import CHOICES
+from ssl_bench.tables.depth import depth_tables, insert_between_markers
+from ssl_bench.tables.drawing import draw_curves
+from ssl_bench.tables.epochs import epoch_tables
+from ssl_bench.tables.paper import paper_table
+from ssl_bench.tables.pivot import pivot_table
+from ssl_bench.tables.published import PublishedTable, published_table
+from ssl_bench.tables.sheets import Printable, set_tables
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print tables of the records in a folder."""
+    del overrides
+    style = asked_format(options.format)
+    _check_together(options)
+    store = ResultStore(Path(options.out))
+    records = asked_records(options, store)
+    tables = _tables(options, records, store)
+    print_tables(tables, style)
+    if options.into:
+        insert_between_markers(Path(options.into), set_tables(tables, "markdown"))
+        say(f"written into {options.into}")
+    if options.figure:
+        curves = epoch_tables if options.over_epochs else depth_tables
+        draw_curves(curves(records), Path(options.figure))
+        say(f"drawn: {options.figure}")
+    say_ignored(store)
+    return 0
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    if options.best_layer is not None:
+        require_choice("--best-layer", options.best_layer, CHOICES)
+        if not (options.pivot or options.paper):
+            raise ConfigurationError("--best-layer needs --pivot or --paper TABLE")
+    chosen = {
+        "--pivot": options.pivot,
+        "--paper": options.paper,
+        "--over-epochs": options.over_epochs,
+    }
+    asked = [flag for flag, value in chosen.items() if value]
+    if len(asked) > 1:
+        raise ConfigurationError(f"expected one of {', '.join(chosen)}, got {' and '.join(asked)}")
+    if options.encoders and not options.paper:
+        raise ConfigurationError("--as 'ROW'=CHECKPOINT needs --paper TABLE")
+
+
+def _tables(
+    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
+) -> Sequence[Printable]:
+    choice = options.best_layer or "holdout"
+    if options.pivot:
+        return [pivot_table(records, store, choice)]
+    if options.over_epochs:
+        return epoch_tables(records)
+    if options.paper is None:
+        return depth_tables(records)
+    published = published_table(options.paper)
+    encoders = _encoders(options.encoders or [], published, records, store)
+    return [paper_table(published, records, store, encoders=encoders, choice=choice)]
+
+
+def _encoders(
+    given: Sequence[str], published: PublishedTable, records: Sequence[Record], store: ResultStore
+) -> dict[str, str]:
+    """`Record.encoder_id` for each named row."""
+    found = {}
+    for pair in given:
+        row, equals, name = pair.partition("=")
+        if not equals:
+            raise ConfigurationError(f"expected --as 'ROW'=CHECKPOINT, got {pair!r}")
+        row = require_choice("row", row.strip(), published.rows)
+        if row in found:
+            raise ConfigurationError(f"expected one checkpoint for row {row!r}, got several")
+        found[row] = recorded_checkpoint(name.strip(), records, store)[0]
+    return found

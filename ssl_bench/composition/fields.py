@@ -1,0 +1,199 @@
+"""The legal values of configured fields: declared as their types, checked in one place.
+
+A field of type `Count` is a whole number from 1 on, `Share` a number in [0, 1]; its dataclass says
+`check_fields(self, "probe")` in `__post_init__`, and every field is held to its type.
+"""
+
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.system.paths import LEGAL, is_path
+
+_MANY = 10**9
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+_SHORT.maxlist = 12
+
+
+@dataclass(frozen=True)
+class Within:
+    """Numbers between two ends.
+
+    Attributes:
+        low: Legal itself, unless `above`.
+        high: Legal itself, unless `below`.
+    """
+
+    low: int | float
+    high: int | float
+    above: bool = False
+    below: bool = False
+
+    def holds(self, value: int | float) -> bool:
+        """Whether a number is legal; one that is not finite never is."""
+        low = value > self.low if self.above else value >= self.low
+        return low and (value < self.high if self.below else value <= self.high)
+
+    def __str__(self) -> str:
+        brackets = "(" if self.above else "[", ")" if self.below else "]"
+        return f"{brackets[0]}{self.low:.15g}, {self.high:.15g}{brackets[1]}"
+
+
+@dataclass(frozen=True)
+class Items:
+    """How many entries a list has."""
+
+    least: int
+    most: int
+
+    def holds(self, value: Sequence[Any]) -> bool:
+        return self.least <= len(value) <= self.most
+
+    def __str__(self) -> str:
+        return f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+
+
+class PathText:
+    """Text that can be a path."""
+
+    def holds(self, value: str) -> bool:
+        return is_path(value)
+
+    def __str__(self) -> str:
+        return LEGAL
+
+
+Count = Annotated[int, Within(1, _MANY)]
+CountOrZero = Annotated[int, Within(0, _MANY)]
+Threads = Annotated[int, Within(1, 1024)]
+Pixels = Annotated[int, Within(1, 8192)]
+Width = Annotated[int, Within(1, 2**20)]
+Depth = Annotated[int, Within(1, 1000)]
+Workers = Annotated[int, Within(0, 1024)]
+# NumPy's older generators take no larger one.
+Seed = Annotated[int, Within(0, 2**32 - 1)]
+Share = Annotated[float, Within(0, 1)]
+PositiveShare = Annotated[float, Within(0, 1, above=True)]
+ShareBelowOne = Annotated[float, Within(0, 1, below=True)]
+InnerShare = Annotated[float, Within(0, 1, above=True, below=True)]
+Positive = Annotated[float, Within(0, _MANY, above=True)]
+PositiveOrZero = Annotated[float, Within(0, _MANY)]
+Rate = Annotated[float, Within(0, 1000, above=True)]
+RateOrZero = Annotated[float, Within(0, 1000)]
+Temperature = Annotated[float, Within(0, 1000, above=True)]
+# Least and largest.
+Span = Annotated[Sequence[Positive], Items(2, 2)]
+ShareSpan = Annotated[Sequence[PositiveShare], Items(2, 2)]
+FilePath = Annotated[str, PathText()]
+Place = FilePath | Path | None
+Level = Annotated[int, Within(0, 255)]
+Rgb = Annotated[Sequence[Level], Items(3, 3)]
+MaskValue = Annotated[int, Within(0, 65535)]
+
+
+def check_fields(component: Any, key: str) -> None:
+    """Hold every field of a dataclass to its type, whose numbers have legal ranges.
+
+    Args:
+        component: The dataclass.
+        key: What stands before the names of its fields in an override, such as "probe".
+
+    Raises:
+        ConfigurationError: a value that its field does not take.
+    """
+    for item in fields(component):
+        require(
+            f"{key}.{item.name}" if key else item.name, item.type, getattr(component, item.name)
+        )
+
+
+def require(key: str, kind: Any, value: Any) -> None:
+    """Refuse a value that is not of a kind.
+
+    Raises:
+        ConfigurationError: names the key, what it takes and what came.
+    """
+    if not _is_a(kind, value):
+        hint = ""
+        if _is_a(kind, "name") and isinstance(value, int | float):
+            hint = f"; for a text that looks like a number write \"{key}='{value}'\""
+        raise ConfigurationError(f"{key} expects {described(kind)}, got {shown(value)}{hint}")
+
+
+def require_some(key: str, values: Sequence[Any]) -> None:
+    """Refuse an empty list.
+
+    Raises:
+        ConfigurationError: names the key.
+    """
+    if not values:
+        raise ConfigurationError(f"{key} expects one value or more, got []")
+
+
+def shown(value: Any) -> str:
+    """A value in an error message, shortened where it is long."""
+    return _SHORT.repr(value)
+
+
+def described(kind: Any) -> str:
+    """A kind in the words of an error message."""
+    if kind in _WORDS:
+        return _WORDS[kind]
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated and isinstance(parts[1], PathText):
+        return LEGAL
+    if origin is Annotated and isinstance(parts[1], Items):
+        return f"{described(parts[0])}, {parts[1]} of them"
+    if origin is Annotated:
+        return f"{_WORDS[parts[0]]} in {parts[1]}"
+    if origin is Literal:
+        return " or ".join(str(part) for part in parts)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(described(part) for part in parts))
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return f"a list such as [1,2], each {described(parts[0])}"
+    return "keys of its own"
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "text",
+    NoneType: "null",
+}
+
+
+def _is_a(kind: Any, value: Any) -> bool:
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _is_a(parts[0], value) and parts[1].holds(value)
+    if origin is Literal:
+        return any(type(value) is type(part) and value == part for part in parts)
+    if origin in (Union, UnionType):
+        return any(_is_a(part, value) for part in parts)
+    if kind is int or kind is float:
+        numbers = int if kind is int else (int, float)
+        return isinstance(value, numbers) and not isinstance(value, bool) and _is_finite(value)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return isinstance(value, Mapping)
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return _is_list(value) and all(_is_a(parts[0], item) for item in value)
+    # A component of its own holds its fields to their types itself.
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _is_finite(value: int | float) -> bool:
+    # A whole number may be too large to be a float at all.
+    return isinstance(value, int) or math.isfinite(value)

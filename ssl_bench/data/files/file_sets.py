@@ -1,0 +1,192 @@
+"""Image sets over files that share one naming scheme."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float64, UInt8
+
+from ssl_bench.data.files.digests import Part, Reading, identities
+from ssl_bench.data.files.fingerprints import FingerprintKind, fingerprint_of
+from ssl_bench.data.files.images import read_image, read_indices
+from ssl_bench.data.labels import LabelMap
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import DataError
+
+
+@dataclass(frozen=True)
+class Files:
+    """One file for each id: the folder, the id, the suffix.
+
+    Attributes:
+        other_suffix: Files that end so are of another kind, though they also end in `suffix`.
+    """
+
+    folder: Path
+    suffix: str
+    other_suffix: str | None = None
+
+    def path(self, image_id: str) -> Path:
+        return self.folder / f"{image_id}{self.suffix}"
+
+    def ids(self) -> list[str]:
+        """What lies directly in the folder, sorted, without hidden files."""
+        return sorted(
+            path.name.removesuffix(self.suffix)
+            for path in self.folder.iterdir()
+            if self._is_one(path.name)
+        )
+
+    def missing(self, ids: Sequence[str]) -> list[str]:
+        """Names of the files that are not there."""
+        return [self.path(image_id).name for image_id in ids if not self.path(image_id).is_file()]
+
+    def _is_one(self, name: str) -> bool:
+        other = self.other_suffix is not None and name.endswith(self.other_suffix)
+        return name.endswith(self.suffix) and not other and not name.startswith(".")
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Mask files and what their numbers mean."""
+
+    files: Files
+    labels: LabelMap
+
+    def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
+        path = self.files.path(image_id)
+        return self.labels.apply(read_indices(path), path)
+
+    def meaning(self) -> str:
+        """Changes when the same file would give other classes."""
+        return repr(sorted(self.labels.classes.items()))
+
+
+@runtime_checkable
+class Boxes(Protocol):
+    """Ground-truth boxes by image id."""
+
+    def read(self, image_id: str) -> Float64[np.ndarray, "boxes 4"]: ...
+
+    def missing(self, ids: Sequence[str]) -> list[str]:
+        """What is not there, by name."""
+        ...
+
+    @property
+    def files(self) -> Files | None:
+        """One for each image, where there are such."""
+        ...
+
+    def meaning(self, image_id: str) -> str:
+        """Changes when the boxes of an image do, though its file is the same."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileImageSet:
+    """An `ImageSet` that decodes a file when asked for it.
+
+    Attributes:
+        source: Where the ids come from, for messages.
+        fingerprint_kind: Whether the fingerprint is of what the files hold, which has to be read
+            once, or trusts their sizes and times.
+    """
+
+    name: str
+    split: str
+    source: Path
+    ids: tuple[str, ...]
+    images: Files
+    class_names: tuple[str, ...] = ()
+    masks: Masks | None = None
+    boxes: Boxes | None = None
+    fingerprint_kind: FingerprintKind = "content"
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Decode one image with its mask and boxes.
+
+        Raises:
+            DataError: a file is unreadable, or the mask has another size than the image.
+        """
+        image_id = self.ids[index]
+        image = read_image(self.images.path(image_id))
+        mask = self.masks.read(image_id) if self.masks else None
+        if self.masks and mask is not None and mask.shape != image.shape[:2]:
+            raise DataError(
+                f"{self.masks.files.path(image_id)} is {_size(mask)} but its image "
+                f"{self.images.path(image_id)} is {_size(image)}; fetch both again"
+            )
+        boxes = self.boxes.read(image_id) if self.boxes else None
+        return Sample(image_id, image, mask, boxes)
+
+    def fingerprint(self) -> str:
+        """Sha256 over ids, what the files of images and labels hold, and what the labels mean.
+
+        Of files that have not changed since they were read the sha256 is remembered.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        files = [self.images]
+        if self.masks:
+            files.append(self.masks.files)
+        if self.boxes and self.boxes.files:
+            files.append(self.boxes.files)
+        parts = (Part(kind.path(image_id)) for image_id in self.ids for kind in files)
+        title, total = f"{self.name} {self.split}", len(files) * len(self)
+        reading = Reading(title, self.images.folder, total)
+        with closing(identities(parts, reading, self.fingerprint_kind)) as found:
+            # As many in a row as there are files of an image.
+            rows = zip(self.ids, *[found] * len(files), self._meanings(), strict=True)
+            return fingerprint_of([self._meaning(), *rows], self.fingerprint_kind)
+
+    def _meaning(self) -> list[object]:
+        """What the numbers in masks stand for; nothing for pictures alone."""
+        return [self.masks.meaning(), self.class_names] if self.masks else []
+
+    def _meanings(self) -> Iterator[str]:
+        return (self.boxes.meaning(image_id) if self.boxes else "" for image_id in self.ids)
+
+    def by_stat(self) -> "FileImageSet":
+        """The same images, their files known by size and time."""
+        return replace(self, fingerprint_kind="stat")
+
+    def checked(self) -> "FileImageSet":
+        """This set, once every file behind it is known to be there; nothing is decoded.
+
+        Raises:
+            DataError: the set is empty, names an image twice, or files are missing.
+        """
+        if not self.ids:
+            raise DataError(f"{self.source} gives no image for the split {self.split}")
+        if len(set(self.ids)) < len(self.ids):
+            raise DataError(f"{self.source} names an image twice; make its lines unique")
+        self._require(self.images.missing(self.ids), "images", self.images.folder)
+        if self.masks:
+            self._require(self.masks.files.missing(self.ids), "masks", self.masks.files.folder)
+        if self.boxes:
+            self._require(self.boxes.missing(self.ids), "annotations", self.source)
+        return self
+
+    def _require(self, missing: Sequence[str], what: str, folder: Path) -> None:
+        if missing:
+            first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+            raise DataError(
+                f"{len(missing)} of {len(self.ids)} {what} of the split {self.split} are missing "
+                f"in {folder}: {first}; the ids come from {self.source}"
+            )
+
+
+def _size(pixels: np.ndarray) -> str:
+    return f"{pixels.shape[1]} x {pixels.shape[0]}"

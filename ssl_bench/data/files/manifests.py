@@ -1,0 +1,130 @@
+"""A list of what a dataset's files hold, and what has changed since it was written.
+
+The list is that of `sha256sum`: `DIGEST  PATH` a line, readable by `sha256sum --check` where no
+name holds a backslash or a line break.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssl_bench.data.files.threads import in_threads
+from ssl_bench.errors import DataError
+from ssl_bench.system.files import read_regular, sha256_of, write_text_atomically
+from ssl_bench.system.paths import real
+
+MANIFEST = "SHA256SUMS"
+# Between them `*` marks what sha256sum read as binary; `find` puts `./` before every name.
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
+Shown = Callable[[Iterable[str], str, int], Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Names of files that are not what the manifest says; all sorted."""
+
+    changed: tuple[str, ...]
+    missing: tuple[str, ...]
+    added: tuple[str, ...]
+
+    @property
+    def is_damage(self) -> bool:
+        """Whether a listed file is not as it was; files that came later are no damage."""
+        return bool(self.changed or self.missing)
+
+
+def write_manifest(root: Path, manifest: Path, shown: Shown) -> int:
+    """List the sha256 of every file below a folder; hidden files and the list itself are left out.
+
+    Returns:
+        How many files were listed.
+
+    Raises:
+        DataError: there is no such folder, no file in it, or a file cannot be read.
+        MachineError: the list cannot be written.
+    """
+    names = _files(root, manifest)
+    if not names:
+        raise DataError(f"{root} holds no file; name the folder of a dataset")
+    lines = [f"{digest}  {_escaped(name)}\n" for name, digest in _digests(root, names, shown)]
+    write_text_atomically(manifest, "".join(lines))
+    return len(names)
+
+
+def check_manifest(root: Path, manifest: Path, shown: Shown) -> Differences:
+    """Compare the files below a folder with their list.
+
+    Raises:
+        DataError: the folder or the list is missing, the list is damaged, or a file is unreadable.
+    """
+    expected = read_manifest(manifest)
+    present = _files(root, manifest)
+    both = [name for name in present if name in expected]
+    digests = _digests(root, both, shown)
+    return Differences(
+        changed=tuple(name for name, digest in digests if digest != expected[name]),
+        missing=tuple(sorted(expected.keys() - set(present))),
+        added=tuple(name for name in present if name not in expected),
+    )
+
+
+def read_manifest(manifest: Path) -> Mapping[str, str]:
+    """Path to sha256.
+
+    Raises:
+        DataError: it cannot be read, a line is not `DIGEST  PATH`, a path is not below the folder,
+            or two lines disagree.
+    """
+    try:
+        lines = read_regular(manifest).decode(errors="surrogateescape").split("\n")
+    except OSError as error:
+        raise DataError(f"cannot read {manifest} ({error.strerror}); write it anew") from error
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line)
+        if match is None and line:
+            raise DataError(f"{manifest} line {number} is not `SHA256  PATH`; write it anew")
+        if match is not None:
+            name = _unescaped(match[2])
+            if name.startswith("/") or ".." in name.split("/"):
+                raise DataError(
+                    f"{manifest} line {number} leads out of the folder: {name}; drop it"
+                )
+            if found.setdefault(name, match[1]) != match[1]:
+                raise DataError(f"{manifest} line {number} gives {name} a second sha256; drop one")
+    if not found:
+        raise DataError(f"{manifest} lists no file; write it anew")
+    return found
+
+
+def _files(root: Path, manifest: Path) -> list[str]:
+    if not root.is_dir():
+        raise DataError(f"{root} is not a folder; name the folder of a dataset")
+    own = real(manifest)
+    found = []
+    for folder, children, names in os.walk(root):
+        children[:] = [child for child in children if child[0] != "."]
+        paths = (Path(folder) / name for name in names if name[0] != ".")
+        found += [p.relative_to(root).as_posix() for p in paths if real(p) != own]
+    return sorted(found)
+
+
+def _digests(root: Path, names: Iterable[str], shown: Shown) -> Iterator[tuple[str, str]]:
+    def digest(name: str) -> str:
+        try:
+            return sha256_of(root / name)
+        except OSError as error:
+            raise DataError(f"{root / name} cannot be read ({error.strerror})") from error
+
+    names = list(names)
+    return in_threads(digest, shown(names, f"reading {root.name}", len(names)))
+
+
+def _escaped(name: str) -> str:
+    return name.replace("\\", "\\\\").replace("\n", "\\n")
+
+
+def _unescaped(name: str) -> str:
+    return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], name)

@@ -1,0 +1,87 @@
+"""ADE20K in the layout of the scene parsing challenge: 150 classes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssl_bench.composition.fields import Place, check_fields
+from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
+from ssl_bench.data.labels import LabelMap
+from ssl_bench.data.layouts.paired_folders import paired_set, picture_set, split_folder
+from ssl_bench.data.locations import find_root
+from ssl_bench.data.roles import lacking
+from ssl_bench.data.samples import IGNORED
+from ssl_bench.data.splits import read_lines, require_disjoint
+
+NUM_CLASSES = 150
+
+# The published masks hold 0 for "other" and the classes from 1 on. The shift is a table, not a
+# subtraction: in uint8 0 - 1 is 255 only by luck, and a second shift would go unseen.
+LABELS = LabelMap(
+    {0: IGNORED, **{number: number - 1 for number in range(1, NUM_CLASSES + 1)}},
+    hint="take the masks as published, 255 means that they were shifted already",
+)
+
+
+@dataclass(frozen=True)
+class Ade20k:
+    """ADE20K, http://sceneparsing.csail.mit.edu.
+
+    Attributes:
+        root: ADEChallengeData2016 or the folder that holds it.
+        train_split: Folder below images/ and annotations/, or a share of it.
+        val_split: Likewise.
+    """
+
+    name = "ade20k"
+    supports = frozenset({"segmentation", "images"})
+
+    root: Place = None
+    train_split: str = "training"
+    val_split: str = "validation"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
+        require_disjoint(self.train_split, self.val_split)
+
+    def train(self) -> FileImageSet:
+        return self._segmentation(self.train_split)
+
+    def val(self) -> FileImageSet:
+        return self._segmentation(self.val_split)
+
+    def discovery(self) -> FileImageSet:
+        raise lacking(self.name, "discovery")
+
+    def images(self) -> FileImageSet:
+        """The pictures of `train_split`."""
+        folder = split_folder(self._root() / "images", self.train_split)
+        return picture_set(self.name, self.train_split, Files(folder, ".jpg"))
+
+    def _segmentation(self, split: str) -> FileImageSet:
+        root = self._root()
+        masks = Files(split_folder(root / "annotations", split), ".png")
+        return paired_set(
+            self.name,
+            split,
+            images=Files(split_folder(root / "images", split), ".jpg"),
+            masks=Masks(masks, LABELS),
+            class_names=class_names(root),
+        )
+
+    def _root(self) -> Path:
+        return find_root(
+            self.root,
+            name=self.name,
+            inside=("ADEChallengeData2016",),
+            landmarks=("images/training", "images/validation"),
+            tree="ADEChallengeData2016/{images,annotations}/{training,validation}",
+        )
+
+
+def class_names(root: Path) -> tuple[str, ...]:
+    """The first synonym of each class from objectInfo150.txt, where the download has it."""
+    table = root / "objectInfo150.txt"
+    if not table.is_file():
+        return tuple(f"class_{number}" for number in range(NUM_CLASSES))
+    rows = [line.split("\t") for line in read_lines(table)[1:]]
+    return tuple(row[-1].split(",")[0].strip() for row in rows)

@@ -1,0 +1,224 @@
+"""Labelled pictures: a folder for each split, and in it a folder for each class."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from ssl_bench.composition.fields import Place, check_fields
+from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.files.fingerprints import extended
+from ssl_bench.data.files.known_by_stat import known_by_stat
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.paired_folders import split_folder
+from ssl_bench.data.roles import lacking
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.data.splits import Split, read_lines, require_disjoint
+from ssl_bench.errors import DataError
+from ssl_bench.system.paths import expanded
+
+_ANNOTATIONS = "val_annotations.txt"
+_VALIDATION_NAMES = ("val", "test")
+
+
+@dataclass(frozen=True)
+class LabelledImages:
+    """Any image set, with the class of each of its images.
+
+    Attributes:
+        labels: Index into `class_names`, image by image.
+    """
+
+    images: ImageSet
+    class_names: tuple[str, ...]
+    labels: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return self.images.name
+
+    @property
+    def split(self) -> str:
+        return self.images.split
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.images.ids
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample:
+        return replace(self.images[index], label=self.labels[index])
+
+    def fingerprint(self) -> str:
+        """Sha256 over the images' own fingerprint and the class of each."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return extended(self.images.fingerprint(), self.class_names, self.labels)
+
+    def by_stat(self) -> "LabelledImages":
+        """The same images, their files known by size and time."""
+        return replace(self, images=known_by_stat(self.images))
+
+
+@dataclass(frozen=True)
+class ClassFolders:
+    """ROOT/SPLIT/CLASS/.../PICTURE; a class is the first folder below that of the split.
+
+    Attributes:
+        root: The folder that holds those of the splits.
+        val_split: Without it `val`, else `test`.
+        known_only: Leave out validation images of classes that the training split lacks, where
+            they are an error otherwise.
+    """
+
+    name = "class_folders"
+    supports = frozenset({"classification", "images"})
+
+    root: Place = None
+    train_split: str = "train"
+    val_split: str | None = None
+    known_only: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
+
+    def train(self) -> LabelledImages:
+        """The training images; their folders are the classes.
+
+        Raises:
+            DataError: there is no such folder, no picture, or one outside the class folders.
+        """
+        return self._labelled(self.train_split, {i: _first_folder(i) for i in self._train_ids})
+
+    def val(self) -> LabelledImages:
+        """The validation images, in the training split's numbering of the classes.
+
+        Raises:
+            DataError: as `train`, and for a class that the training split does not have.
+            ConfigurationError: the two splits have images in common.
+        """
+        split = self._val_split
+        require_disjoint(self.train_split, split)
+        folder = split_folder(self._root, split)
+        classes = _listed_classes(folder, _picture_ids(folder))
+        if self.known_only:
+            known = set(self._class_names)
+            classes = {i: name for i, name in classes.items() if name in known}
+        return self._labelled(split, classes)
+
+    def discovery(self) -> FileImageSet:
+        raise lacking(self.name, "discovery")
+
+    def images(self) -> LabelledImages:
+        """The training images."""
+        return self.train()
+
+    @property
+    def _root(self) -> Path:
+        if self.root is None:
+            raise DataError("a folder with train/CLASS/PICTURE in it is needed: --data-root DIR")
+        root = expanded(self.root)
+        if next(root.glob("*/*"), None) is None:
+            raise DataError(
+                f"{root} holds no class folders: expected train/CLASS/PICTURE and "
+                "val/CLASS/PICTURE; see docs/data.md"
+            )
+        return root
+
+    @property
+    def _val_split(self) -> str:
+        if self.val_split is not None:
+            return self.val_split
+        present = (name for name in _VALIDATION_NAMES if (self._root / name).is_dir())
+        return next(present, _VALIDATION_NAMES[0])
+
+    @cached_property
+    def _train_ids(self) -> tuple[str, ...]:
+        return _picture_ids(split_folder(self._root, self.train_split))
+
+    @cached_property
+    def _class_names(self) -> tuple[str, ...]:
+        return labelled_by_folder(self._train_ids)[0]
+
+    def _labelled(self, split: str, classes: dict[str, str]) -> LabelledImages:
+        """The share of a split, with `classes` naming the class of every image of the whole."""
+        _require_several(self._class_names, self._root)
+        _require_known(classes, self._class_names, self._root / Split.parse(split).name)
+        ids = _share_of_each_class(split, classes)
+        folder = split_folder(self._root, split)
+        files = FileImageSet(
+            name=self.name, split=split, source=folder, ids=ids, images=Files(folder, "")
+        ).checked()
+        numbers = {name: number for number, name in enumerate(self._class_names)}
+        return LabelledImages(files, self._class_names, tuple(numbers[classes[i]] for i in ids))
+
+
+def labelled_by_folder(ids: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Class names, sorted, and the class of each id, which is the first folder of its path.
+
+    Args:
+        ids: Such as `n01443537/images/n01443537_0.JPEG`; paths below the folder of the split.
+
+    Raises:
+        DataError: an id is not inside a folder.
+    """
+    folders = [_first_folder(image_id) for image_id in ids]
+    class_names = tuple(sorted(set(folders)))
+    numbers = {name: number for number, name in enumerate(class_names)}
+    return class_names, tuple(numbers[folder] for folder in folders)
+
+
+def _first_folder(image_id: str) -> str:
+    parts = PurePosixPath(image_id).parts
+    if len(parts) < 2:
+        raise DataError(f"{image_id} lies in no class folder; expected SPLIT/CLASS/{image_id}")
+    return parts[0]
+
+
+def _picture_ids(folder: Path) -> tuple[str, ...]:
+    return ImageFolder(folder).images().ids
+
+
+def _listed_classes(folder: Path, ids: Iterable[str]) -> dict[str, str]:
+    """Class of each image, by Tiny-ImageNet's list of file names where there is one."""
+    listing = folder / _ANNOTATIONS
+    if not listing.is_file():
+        return {image_id: _first_folder(image_id) for image_id in ids}
+    rows = (line.split() for line in read_lines(listing))
+    named = {row[0]: row[1] for row in rows if len(row) > 1}
+    classes = {image_id: named.get(PurePosixPath(image_id).name) for image_id in ids}
+    unnamed = [image_id for image_id, name in classes.items() if name is None]
+    if unnamed:
+        raise DataError(f"{listing} names no class for {unnamed[0]}; take both as published")
+    return {image_id: name for image_id, name in classes.items() if name is not None}
+
+
+def _require_several(class_names: Sequence[str], root: Path) -> None:
+    if len(class_names) < 2:
+        raise DataError(
+            f"{root} has the single class {', '.join(class_names)}; expected SPLIT/CLASS/PICTURE "
+            "with two classes or more"
+        )
+
+
+def _require_known(classes: dict[str, str], known: Sequence[str], folder: Path) -> None:
+    unknown = sorted(set(classes.values()).difference(known))
+    if unknown:
+        names = ", ".join(unknown[:5]) + (", ..." if len(unknown) > 5 else "")
+        raise DataError(
+            f"{folder} has the class {names}, which the {len(known)} training classes lack; "
+            "dataset.known_only=true leaves such images out"
+        )
+
+
+def _share_of_each_class(split: str, classes: dict[str, str]) -> tuple[str, ...]:
+    # Of the sorted ids as a whole, a share would be some classes whole and others not at all.
+    by_class: dict[str, list[str]] = {}
+    for image_id, name in classes.items():
+        by_class.setdefault(name, []).append(image_id)
+    share = Split.parse(split)
+    return tuple(sorted(i for ids in by_class.values() for i in share.cut(ids)))

@@ -1,0 +1,76 @@
+"""A folder of pictures, with whatever folders inside it."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ssl_bench.composition.fields import Place, check_fields
+from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.roles import lacking
+from ssl_bench.errors import DataError
+from ssl_bench.system.paths import expanded
+
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+
+
+@dataclass(frozen=True)
+class ImageFolder:
+    """Every picture below a folder, in the order of its path; hidden files are passed over.
+
+    Attributes:
+        root: The folder. Links to other folders are followed.
+    """
+
+    name = "folder"
+    supports = frozenset({"images", "discovery"})
+
+    root: Place = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
+
+    def train(self) -> FileImageSet:
+        raise lacking(self.name, "segmentation")
+
+    def val(self) -> FileImageSet:
+        raise lacking(self.name, "segmentation")
+
+    def discovery(self) -> FileImageSet:
+        """All pictures, without boxes: objects can be looked for, not scored."""
+        return self.images()
+
+    def images(self) -> FileImageSet:
+        """All pictures; an id is the path below `root`.
+
+        Raises:
+            DataError: there is no such folder, or no picture in it.
+        """
+        if self.root is None:
+            raise DataError("a folder of images is needed: --data-root DIR")
+        root = expanded(self.root)
+        if not root.is_dir():
+            raise DataError(f"{root} is not a folder; expected one with pictures in it")
+        ids = tuple(sorted(_pictures(root)))
+        if not ids:
+            raise DataError(f"{root} holds no picture; known are {', '.join(SUFFIXES)}")
+        return FileImageSet(
+            name=self.name, split="all", source=root, ids=ids, images=Files(root, "")
+        )
+
+
+def _pictures(root: Path) -> list[str]:
+    found: list[str] = []
+    seen: set[str] = set()
+    for folder, children, names in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        # A link to a folder further up would never end.
+        children[:] = [] if real in seen else sorted(c for c in children if c[0] != ".")
+        if real not in seen:
+            below = Path(folder).relative_to(root)
+            found += [
+                (below / name).as_posix()
+                for name in names
+                if name.lower().endswith(SUFFIXES) and name[0] != "."
+            ]
+        seen.add(real)
+    return found

@@ -1,0 +1,252 @@
+"""Images and masks in folders, whatever these are called: Cityscapes, CamVid, your own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+from jaxtyping import Int64, UInt8
+
+from ssl_bench.composition.fields import MaskValue, Place, Rgb, check_fields
+from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
+from ssl_bench.data.files.images import read_image
+from ssl_bench.data.labels import LabelMap
+from ssl_bench.data.layouts.paired_folders import paired_set, picture_set
+from ssl_bench.data.locations import find_root
+from ssl_bench.data.roles import lacking
+from ssl_bench.data.samples import IGNORED
+from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
+from ssl_bench.errors import ConfigurationError, DataError
+
+CLASSES_FILE = "classes.txt"
+_SPLIT = "{split}"
+Colour = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class NestedFiles(Files):
+    """Files at any depth; the folders below the first are part of the ids."""
+
+    def ids(self) -> list[str]:
+        """What lies below the folder, sorted, without hidden files."""
+        return sorted(
+            path.relative_to(self.folder).as_posix().removesuffix(self.suffix)
+            for path in self.folder.rglob(f"*{self.suffix}")
+            if self._is_one(path.name)
+        )
+
+
+@dataclass(frozen=True)
+class ColourMasks(Masks):
+    """Masks that are pictures, with a colour for each number of `labels`."""
+
+    colours: Sequence[Colour]
+
+    def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
+        """Classes of one mask.
+
+        Raises:
+            DataError: a colour that has no class.
+        """
+        path = self.files.path(image_id)
+        packed = _packed(read_image(path))
+        known = _packed(np.array([self.colours], np.uint8))[0]
+        order = known.argsort()
+        place = np.searchsorted(known, packed, sorter=order).clip(max=len(known) - 1)
+        numbers = order[place]
+        strange = known[numbers] != packed
+        if strange.any():
+            value = int(packed[strange][0])
+            colour = [value >> 16, value >> 8 & 255, value & 255]
+            raise DataError(
+                f"{path} holds the colour {colour}, which is neither in dataset.colours nor in "
+                "dataset.ignored_colours; add it there, or save masks without loss, as PNG"
+            )
+        return self.labels.apply(numbers, path)
+
+    def meaning(self) -> str:
+        return f"{super().meaning()} {list(self.colours)}"
+
+
+def _packed(pixels: UInt8[np.ndarray, "height width 3"]) -> Int64[np.ndarray, "height width"]:
+    """Colours as one number each."""
+    return pixels.astype(np.int64) @ np.array([65536, 256, 1])
+
+
+@dataclass(frozen=True)
+class ImageMaskFolders:
+    """A folder of images and one of masks for each split; a mask has its image's name.
+
+    Attributes:
+        name: By which records and tables call it.
+        image_folder: Below the root, with `{split}` for the name of the split. Deeper folders may
+            part the images further, alike for their masks.
+        mask_folder: Likewise.
+        image_suffix: What follows the common part of the names.
+        lists: File with the names of a split, one a line, in place of all that is in the folders.
+        class_names: Without them those in classes.txt, one a line.
+        numbers: What the masks store for each class; 0, 1, 2 ... if None.
+        reduce_zero: The classes begin at one and zero is ignored.
+        ignored: Numbers that do not count; any other is an error.
+        colours: Red, green and blue of each class, where masks are pictures.
+        ignored_colours: Colours that do not count.
+    """
+
+    supports = frozenset({"segmentation", "images"})
+
+    root: Place = None
+    name: str = "paired_folders"
+    train_split: str = "train"
+    val_split: str = "val"
+    image_folder: str = f"images/{_SPLIT}"
+    mask_folder: str = f"masks/{_SPLIT}"
+    image_suffix: str = ".jpg"
+    mask_suffix: str = ".png"
+    lists: str | None = None
+    class_names: Sequence[str] = ()
+    numbers: Sequence[MaskValue] | None = None
+    reduce_zero: bool = False
+    ignored: Sequence[MaskValue] = (IGNORED,)
+    colours: Sequence[Rgb] | None = None
+    ignored_colours: Sequence[Rgb] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
+        require_disjoint(self.train_split, self.val_split)
+        if self.colours is not None and (self.numbers is not None or self.reduce_zero):
+            raise ConfigurationError(
+                "dataset.colours and dataset.numbers or reduce_zero exclude each other: masks hold "
+                "either colours or numbers"
+            )
+        if self.numbers is not None and self.reduce_zero:
+            raise ConfigurationError(
+                "dataset.numbers and dataset.reduce_zero=true exclude each other; give the numbers "
+                "alone"
+            )
+        if self._together and self.image_suffix == self.mask_suffix:
+            raise ConfigurationError(
+                f"images and masks are both {self.image_folder}/*{self.image_suffix}; tell them "
+                "apart by dataset.mask_folder or dataset.mask_suffix"
+            )
+
+    def train(self) -> FileImageSet:
+        return self._segmentation(self.train_split)
+
+    def val(self) -> FileImageSet:
+        return self._segmentation(self.val_split)
+
+    def discovery(self) -> FileImageSet:
+        raise lacking(self.name, "discovery")
+
+    def images(self) -> FileImageSet:
+        """The pictures of `train_split`."""
+        files = self._files(self.image_folder, self.image_suffix, self.train_split)
+        if self.lists is None:
+            return picture_set(self.name, self.train_split, files)
+        return self._listed(self.train_split, files).checked()
+
+    def _segmentation(self, split: str) -> FileImageSet:
+        images = self._files(self.image_folder, self.image_suffix, split)
+        files = self._files(self.mask_folder, self.mask_suffix, split)
+        names = self._class_names()
+        masks = self._masks(files, len(names))
+        if self.lists is None:
+            return paired_set(self.name, split, images=images, masks=masks, class_names=names)
+        listed = self._listed(split, images)
+        return replace(listed, masks=masks, class_names=names).checked()
+
+    def _listed(self, split: str, images: Files) -> FileImageSet:
+        assert self.lists is not None
+        share = Split.parse(split)
+        source = self._root() / self.lists.replace(_SPLIT, share.name)
+        # A list may name an image by its file, with all that follows the common part.
+        ending = PurePosixPath(self.image_suffix).stem
+        ids = share.cut([name.removesuffix(ending) for name in read_list(source)])
+        return FileImageSet(self.name, split, source, ids, images)
+
+    def _files(self, pattern: str, suffix: str, split: str) -> NestedFiles:
+        other = self.mask_suffix if suffix == self.image_suffix else self.image_suffix
+        # `*.png` are also those that end in `_label.png`, which is the other kind.
+        hidden = other if self._together and other.endswith(suffix) else None
+        return NestedFiles(self._folder(pattern, split), suffix, hidden)
+
+    @property
+    def _together(self) -> bool:
+        """Whether images and masks lie beside each other."""
+        return self.image_folder == self.mask_folder
+
+    def _folder(self, pattern: str, split: str) -> Path:
+        root, name = self._root(), Split.parse(split).name
+        folder = root / pattern.replace(_SPLIT, name)
+        if folder.is_dir():
+            return folder
+        if _SPLIT not in pattern:
+            raise DataError(f"{folder} is not there; expected {self._tree()}")
+        before, _, after = pattern.partition(_SPLIT)
+        parent, prefix = (root / f"{before}x").parent, f"{before}x".rpartition("/")[2][:-1]
+        end = after.partition("/")[0]
+        names = [one.name for one in parent.glob(f"{prefix}*{end}") if one.is_dir()]
+        present = [one.removeprefix(prefix).removesuffix(end) for one in names]
+        raise absent_split(name, present, parent)
+
+    def _class_names(self) -> tuple[str, ...]:
+        if self.class_names:
+            return tuple(self.class_names)
+        path = self._root() / CLASSES_FILE
+        if not path.is_file():
+            raise DataError(
+                f"{self.name} needs the names of its classes: dataset.class_names=[road,sky], or "
+                f"one a line in {path}"
+            )
+        lines = (line.strip() for line in read_lines(path))
+        return tuple(line for line in lines if line)
+
+    def _masks(self, files: Files, count: int) -> Masks:
+        if self.colours is not None:
+            return self._colour_masks(files, count)
+        first = int(self.reduce_zero)
+        numbers = range(first, first + count) if self.numbers is None else self.numbers
+        ignored = {*self.ignored, *([0] if self.reduce_zero else [])}
+        if len(set(numbers)) != count or not set(numbers).isdisjoint(ignored):
+            raise ConfigurationError(
+                f"dataset.numbers must be {count} different numbers, one a class and none of "
+                f"dataset.ignored, got {list(numbers)} and {sorted(ignored)}"
+            )
+        if not {*numbers, *ignored} <= set(range(256)):
+            raise ConfigurationError("dataset.numbers and dataset.ignored must lie in 0..255")
+        classes = {number: index for index, number in enumerate(numbers)}
+        hint = "name those that do not count in dataset.ignored; is dataset.class_names complete?"
+        return Masks(files, LabelMap({**classes, **dict.fromkeys(ignored, IGNORED)}, hint))
+
+    def _colour_masks(self, files: Files, count: int) -> ColourMasks:
+        assert self.colours is not None
+        colours = [(int(r), int(g), int(b)) for r, g, b in (*self.colours, *self.ignored_colours)]
+        if len(self.colours) != count or len(set(colours)) != len(colours):
+            raise ConfigurationError(
+                f"dataset.colours must be {count} different colours, one a class and none of "
+                f"dataset.ignored_colours, got {len(self.colours)}"
+            )
+        classes = {number: number if number < count else IGNORED for number in range(len(colours))}
+        return ColourMasks(files, LabelMap(classes, hint="-"), colours)
+
+    def _root(self) -> Path:
+        names = {Split.parse(split).name for split in (self.train_split, self.val_split)}
+        return find_root(
+            self.root,
+            name=self.name,
+            inside=(),
+            landmarks=[self.image_folder.replace(_SPLIT, name) for name in sorted(names)],
+            tree=self._tree(),
+        )
+
+    def _tree(self) -> str:
+        names = dict.fromkeys(Split.parse(s).name for s in (self.train_split, self.val_split))
+        splits = f"{{{','.join(names)}}}" if len(names) > 1 else next(iter(names))
+        images, masks = (
+            f"{folder.replace(_SPLIT, splits)}/*{suffix}"
+            for folder, suffix in (
+                (self.image_folder, self.image_suffix),
+                (self.mask_folder, self.mask_suffix),
+            )
+        )
+        return f"{images} and {masks}"

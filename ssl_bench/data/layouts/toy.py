@@ -1,0 +1,138 @@
+"""Generated scenes with exact masks and boxes: every probe runs on them without a download."""
+
+import hashlib
+import shutil
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from PIL import Image
+
+from ssl_bench.composition.fields import Place, Seed, Within, check_fields
+from ssl_bench.data.files.file_sets import FileImageSet
+from ssl_bench.data.layouts.toy_scenes import CLASS_NAMES, VERSION, Painter, Scene
+from ssl_bench.data.layouts.voc import VocFolder
+from ssl_bench.data.locations import cache_folder
+from ssl_bench.errors import MachineError
+
+_NumScenes = Annotated[int, Within(1, 100_000)]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Textured objects before photographs, written in VOC's layout when first asked for.
+
+    Attributes:
+        num_train: Scenes of the training split.
+        num_val: Scenes of the other split, cut from other parts of the photographs.
+        seed: Another seed gives other scenes.
+        cache: Folder that keeps the scenes.
+    """
+
+    name = "toy"
+    supports = frozenset({"segmentation", "discovery", "images"})
+
+    num_train: _NumScenes = 200
+    num_val: _NumScenes = 60
+    seed: Seed = 0
+    cache: Place = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
+
+    def train(self) -> FileImageSet:
+        return self._folder().segmentation("train")
+
+    def val(self) -> FileImageSet:
+        return self._folder().segmentation("val")
+
+    def discovery(self) -> FileImageSet:
+        """All scenes, as VOC's trainval."""
+        return self._folder().discovery("trainval", no_hard=False)
+
+    def images(self) -> FileImageSet:
+        """The training scenes."""
+        return self._folder().pictures("train")
+
+    def _folder(self) -> VocFolder:
+        key = f"{VERSION} {self.num_train} {self.num_val} {self.seed}"
+        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        path = cache_folder(self.cache) / f"toy-{digest}"
+        if not path.is_dir():
+            self._make(path)
+        return VocFolder(path, self.name, CLASS_NAMES)
+
+    def _make(self, path: Path) -> None:
+        """Write everything beside `path` and rename, so that a half-made folder is never seen."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=".toy-"))
+        except OSError as error:
+            raise MachineError(
+                f"cannot write to {path.parent} ({error.strerror}); set dataset.cache=DIR"
+            ) from error
+        try:
+            self._write(unfinished)
+            unfinished.rename(path)
+        except OSError as error:
+            # Another process may have been quicker; its scenes are the same.
+            if not path.is_dir():
+                raise MachineError(f"cannot write {path} ({error.strerror})") from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _write(self, folder: Path) -> None:
+        for part in ("JPEGImages", "SegmentationClass", "Annotations"):
+            (folder / part).mkdir()
+        ids = {}
+        for split, count in (("train", self.num_train), ("val", self.num_val)):
+            painter = Painter(split, self.seed)
+            ids[split] = [f"{split}_{index:05d}" for index in range(count)]
+            for index, image_id in enumerate(ids[split]):
+                write_scene(folder, image_id, painter.scene(index))
+        ids["trainval"] = ids["train"] + ids["val"]
+        for kind in ("Segmentation", "Main"):
+            (folder / "ImageSets" / kind).mkdir(parents=True)
+            for split, names in ids.items():
+                text = "".join(f"{name}\n" for name in names)
+                (folder / "ImageSets" / kind / f"{split}.txt").write_text(text, encoding="utf-8")
+
+
+def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
+    """Write the image, the mask and the boxes of one scene as VOC does."""
+    image = Image.fromarray(scene.image)
+    image.save(folder / "JPEGImages" / f"{image_id}.jpg", quality=92)
+    mask = Image.fromarray(scene.mask)
+    mask.putpalette(voc_palette())
+    mask.save(folder / "SegmentationClass" / f"{image_id}.png")
+    root = ElementTree.Element("annotation")
+    _append(root, filename=f"{image_id}.jpg")
+    size = ElementTree.SubElement(root, "size")
+    _append(size, width=image.width, height=image.height, depth=3)
+    objects = zip(scene.classes, scene.boxes, scene.truncated, strict=True)
+    for number, (x0, y0, x1, y1), truncated in objects:
+        one = ElementTree.SubElement(root, "object")
+        _append(one, name=CLASS_NAMES[number], truncated=int(truncated), difficult=0)
+        box = ElementTree.SubElement(one, "bndbox")
+        _append(box, xmin=x0 + 1, ymin=y0 + 1, xmax=x1, ymax=y1)
+    ElementTree.indent(root)
+    ElementTree.ElementTree(root).write(folder / "Annotations" / f"{image_id}.xml")
+
+
+def voc_palette() -> Sequence[int]:
+    """VOC's colours of classes 0 to 255: three bits a channel, the high ones first."""
+    numbers = np.arange(256)
+    colours = np.zeros((256, 3), np.int64)
+    for bit in range(8):
+        for channel in range(3):
+            colours[:, channel] |= ((numbers >> (3 * bit + channel)) & 1) << (7 - bit)
+    return colours.ravel().tolist()
+
+
+def _append(parent: ElementTree.Element, **texts: object) -> None:
+    for tag, text in texts.items():
+        ElementTree.SubElement(parent, tag).text = str(text)

@@ -1,0 +1,179 @@
+"""PASCAL VOC: masks with a palette, boxes in XML, lists of ids."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from jaxtyping import Float64
+
+from ssl_bench.composition.fields import Place, Within, check_fields
+from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
+from ssl_bench.data.labels import LabelMap
+from ssl_bench.data.locations import find_root
+from ssl_bench.data.samples import IGNORED
+from ssl_bench.data.splits import Split, read_list, require_disjoint
+from ssl_bench.errors import DataError
+from ssl_bench.system.files import read_regular
+
+# fmt: off
+CLASS_NAMES = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair",
+    "cow", "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa",
+    "train", "tvmonitor",
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class VocBoxes:
+    """Boxes from VOC's XML files.
+
+    Attributes:
+        no_hard: Leave out objects marked difficult or truncated.
+    """
+
+    files: Files
+    no_hard: bool = False
+
+    def read(self, image_id: str) -> Float64[np.ndarray, "boxes 4"]:
+        """Boxes of one image, shifted from VOC's 1-based inclusive corners.
+
+        Raises:
+            DataError: the file is not VOC's XML.
+        """
+        path = self.files.path(image_id)
+        try:
+            objects = ElementTree.fromstring(read_regular(path)).findall("object")
+            corners = [_corners(one) for one in objects if not (self.no_hard and _is_hard(one))]
+        except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:
+            raise DataError(f"{path} is not an annotation of VOC ({error})") from error
+        return np.array(corners, np.float64).reshape(-1, 4) - (1, 1, 0, 0)
+
+    def missing(self, ids: Sequence[str]) -> list[str]:
+        return self.files.missing(ids)
+
+    def meaning(self, image_id: str) -> str:
+        del image_id
+        return f"no_hard={self.no_hard}"
+
+
+def _corners(one: ElementTree.Element) -> list[float]:
+    # `find`, not `iter`: a person's head, hands and feet have boxes of their own below `part`.
+    box = one.find("bndbox")
+    if box is None:
+        raise ValueError("an object without bndbox")
+    return [float(box.findtext(key, "")) for key in ("xmin", "ymin", "xmax", "ymax")]
+
+
+def _is_hard(one: ElementTree.Element) -> bool:
+    return "1" in (one.findtext("difficult"), one.findtext("truncated"))
+
+
+@dataclass(frozen=True)
+class VocFolder:
+    """A folder in VOC's layout: JPEGImages, SegmentationClass, Annotations, ImageSets."""
+
+    path: Path
+    name: str
+    class_names: tuple[str, ...]
+
+    def segmentation(self, split: str) -> FileImageSet:
+        """Images with masks; `trainaug` takes those of SegmentationClassAug."""
+        share = Split.parse(split)
+        folder = "SegmentationClassAug" if share.name == "trainaug" else "SegmentationClass"
+        numbers = range(len(self.class_names))
+        labels = LabelMap(
+            {**{number: number for number in numbers}, 255: IGNORED},
+            hint="take the masks as published: class numbers with a palette, 255 at the rims",
+        )
+        masks = Masks(Files(self.path / folder, ".png"), labels)
+        return self._set("Segmentation", split, masks=masks).checked()
+
+    def discovery(self, split: str, *, no_hard: bool) -> FileImageSet:
+        """Images with boxes; `no_hard` also leaves out images with hard objects only."""
+        boxes = VocBoxes(Files(self.path / "Annotations", ".xml"), no_hard)
+        images = self._set("Main", split, boxes=boxes).checked()
+        if not no_hard:
+            return images
+        easy = tuple(image_id for image_id in images.ids if len(boxes.read(image_id)))
+        return replace(images, ids=easy).checked()
+
+    def pictures(self, split: str) -> FileImageSet:
+        """Images alone."""
+        return self._set("Main", split).checked()
+
+    def _set(
+        self, lists: str, split: str, *, masks: Masks | None = None, boxes: VocBoxes | None = None
+    ) -> FileImageSet:
+        share = Split.parse(split)
+        source = self.path / "ImageSets" / lists / f"{share.name}.txt"
+        return FileImageSet(
+            name=self.name,
+            split=split,
+            source=source,
+            ids=share.cut(read_list(source)),
+            images=Files(self.path / "JPEGImages", ".jpg"),
+            class_names=self.class_names,
+            masks=masks,
+            boxes=boxes,
+        )
+
+
+@dataclass(frozen=True)
+class Voc:
+    """PASCAL VOC 2007 or 2012, http://host.robots.ox.ac.uk/pascal/VOC.
+
+    Attributes:
+        root: The folder that holds VOCdevkit, VOCdevkit itself, or VOC2012.
+        train_split: Of ImageSets/Segmentation; `trainaug` adds the masks of SBD.
+        val_split: Likewise; always scored against the original masks.
+        discovery_split: Of ImageSets/Main.
+        no_hard: Leave out boxes marked difficult or truncated; by default all count.
+    """
+
+    supports = frozenset({"segmentation", "discovery", "images"})
+
+    root: Place = None
+    year: Annotated[int, Within(2005, 2012)] = 2012
+    train_split: str = "train"
+    val_split: str = "val"
+    discovery_split: str = "trainval"
+    no_hard: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
+        require_disjoint(self.train_split, self.val_split)
+
+    @property
+    def name(self) -> str:
+        return f"voc{self.year}"
+
+    def train(self) -> FileImageSet:
+        return self._folder().segmentation(self.train_split)
+
+    def val(self) -> FileImageSet:
+        return self._folder().segmentation(self.val_split)
+
+    def discovery(self) -> FileImageSet:
+        return self._folder().discovery(self.discovery_split, no_hard=self.no_hard)
+
+    def images(self) -> FileImageSet:
+        """The pictures of `discovery_split`."""
+        return self._folder().pictures(self.discovery_split)
+
+    def _folder(self) -> VocFolder:
+        year = f"VOC{self.year}"
+        path = find_root(
+            self.root,
+            name=self.name,
+            inside=(f"VOCdevkit/{year}", year),
+            landmarks=("JPEGImages",),
+            tree=f"VOCdevkit/{year}/{{JPEGImages,SegmentationClass,Annotations,ImageSets}}",
+        )
+        if re.fullmatch(r"VOC\d{4}", path.name) and path.name != year:
+            raise DataError(f"{path} is not {self.name}; type --dataset {path.name.lower()}")
+        return VocFolder(path, self.name, CLASS_NAMES)

@@ -1,0 +1,325 @@
+"""Initial weights of a block as pure functions of its sizes and a generator.
+
+All matrices follow the row-vector convention y = x W of the papers; `nn.Linear.weight` holds W
+transposed, see `ssl_bench.models.build`. They are float64, so that rounding happens once, at the
+end. Biases start at 0 everywhere.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import scipy.linalg
+import torch
+from jaxtyping import Float, Float64
+from torch import Generator, Tensor
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.initialisers.choice import chosen
+
+_DEFAULT_STD = 0.02
+# Keeps the factors of a zero matrix zero instead of 0 / 0.
+_TINY = 1e-300
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Weights of one attention sub-block; the columns of the first three are the heads in turn."""
+
+    query: Float64[Tensor, "dim dim"]
+    key: Float64[Tensor, "dim dim"]
+    value: Float64[Tensor, "dim dim"]
+    output: Float64[Tensor, "dim dim"]
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """Weights of one MLP."""
+
+    first: Float64[Tensor, "dim hidden"]
+    second: Float64[Tensor, "hidden dim"]
+
+
+@runtime_checkable
+class Initialiser(Protocol):
+    """Draws the weights of one block; its fields are its hyperparameters."""
+
+    def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights: ...
+
+    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights: ...
+
+
+@dataclass(frozen=True)
+class DefaultInit:
+    """Truncated normal of standard deviation 0.02, as in official DINO and timm."""
+
+    def attention(
+        self,
+        dim: int,
+        num_heads: int,  # noqa: ARG002 - the same for any number of heads
+        generator: Generator,
+    ) -> AttentionWeights:
+        query, key, value, output = (self.draw(dim, dim, generator) for _ in range(4))
+        return AttentionWeights(query, key, value, output)
+
+    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
+        return MlpWeights(
+            first=self.draw(dim, hidden_dim, generator),
+            second=self.draw(hidden_dim, dim, generator),
+        )
+
+    def draw(self, rows: int, cols: int, generator: Generator) -> Float64[Tensor, "{rows} {cols}"]:
+        """One matrix; all are drawn alike, each on its own."""
+        return truncated_normal(rows, cols, generator)
+
+
+@dataclass(frozen=True)
+class SkiplessInit:
+    """The initialisation that lets an encoder without skips train.
+
+    Args:
+        alpha: Share of noise in W_Q W_K^T of each head.
+        beta: Share of the identity in it.
+        c: Scale of W_V and of W_O; their product is c^2 times an orthogonal matrix. Behind a
+            LayerNorm it leaves the forward pass alone and sets the relative learning rate.
+        noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
+        cancel_logit_scale: Multiply W_Q and W_K by d_h^1/4 each, so that the attention's usual
+            1 / sqrt(d_h) cancels and the logits are those of the paper's formulas, which have no
+            such factor. Off: the first trials trained better with the factor.
+        suo_gain: Scale the orthogonal matrices of the MLP by max(sqrt(out / in), 1).
+
+    Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5; defaults are
+    its values for ViT-S under DINO. Their supervised ViT-B has alpha 2, beta 0.6, c 3. What the
+    paper leaves open are the last three options.
+    """
+
+    alpha: float = 1.8
+    beta: float = 1.0
+    c: float = 3.0
+    noise: str = "normal"
+    cancel_logit_scale: bool = False
+    suo_gain: bool = True
+
+    def __post_init__(self) -> None:
+        _check_noise(self.noise)
+
+    def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
+        query, key = noisy_identity_heads(
+            dim, num_heads, generator, alpha=self.alpha, beta=self.beta, noise=self.noise
+        )
+        if self.cancel_logit_scale:
+            root = (dim // num_heads) ** 0.25
+            query, key = query * root, key * root
+        left, _, right = torch.linalg.svd(_normal(dim, dim, generator))
+        return AttentionWeights(query, key, value=self.c * left, output=self.c * right)
+
+    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
+        return MlpWeights(
+            first=uniform_orthogonal(dim, hidden_dim, generator, gain=self.suo_gain),
+            second=uniform_orthogonal(hidden_dim, dim, generator, gain=self.suo_gain),
+        )
+
+
+@dataclass(frozen=True)
+class MimeticInit:
+    """Attention that looks trained: W_Q W_K^T near +I, W_V W_O near -I; and an MLP if asked.
+
+    The thesis needs `position_embedding=sinusoidal` with it. Both options of the MLP are added to
+    the first matrix of the default draw.
+
+    Args:
+        alpha1: Share of noise in W_Q W_K^T of each head.
+        beta1: Share of the identity in it.
+        alpha2: Share of noise in W_V W_O over all heads.
+        beta2: Share of the negative identity in it.
+        noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
+        mlp_mean: Added to all entries, of either sign.
+        mlp_input_std: Deviation of a normal number that each input channel adds to its weights
+            towards all hidden units.
+
+    Source: Trockman, "Mimetic initialization" (2025), section 3.2, equations 3.12-3.18. Equation
+    3.15 prints Sigma without the root for W_V; we take the root on both sides, as the text says.
+    MLP: section 3.4, equations 3.40 and 3.39, where y = W x: its 1_p b_n^T repeats a row of the n
+    inputs for the p hidden units. "N(0, sigma I)" is read as sigma, not its root, the deviation.
+    """
+
+    alpha1: float = 0.7
+    beta1: float = 0.7
+    alpha2: float = 0.4
+    beta2: float = 0.4
+    noise: str = "normal"
+    mlp_mean: float = 0.0
+    mlp_input_std: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_noise(self.noise)
+        if self.mlp_input_std < 0:
+            raise ConfigurationError(
+                f"model.init_options.mlp_input_std must be >= 0, got {self.mlp_input_std}"
+            )
+
+    def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
+        query, key = noisy_identity_heads(
+            dim, num_heads, generator, alpha=self.alpha1, beta=self.beta1, noise=self.noise
+        )
+        product = self.alpha2 * _noise(dim, generator, self.noise)
+        product -= self.beta2 * torch.eye(dim, dtype=product.dtype)
+        left, scales, right = torch.linalg.svd(product)
+        roots = scales.sqrt()
+        return AttentionWeights(query, key, value=left * roots, output=roots[:, None] * right)
+
+    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
+        plain = DefaultInit().mlp(dim, hidden_dim, generator)
+        # From a generator of its own, so that all that is drawn later stays as it is without.
+        own = Generator().manual_seed(int(plain.first[0, 0].view(torch.int64)))
+        of_inputs = self.mlp_mean + self.mlp_input_std * _normal(dim, 1, own)
+        return MlpWeights(first=plain.first + of_inputs, second=plain.second)
+
+
+@dataclass(frozen=True)
+class XavierInit(DefaultInit):
+    """Uniform of variance 2 / (inputs + outputs), each of the six matrices on its own.
+
+    Source: Glorot and Bengio (2010), as for the ViT of Zhang and Martens, "Orthogonal
+    Self-Attention", appendix D.
+    """
+
+    def draw(self, rows: int, cols: int, generator: Generator) -> Float64[Tensor, "{rows} {cols}"]:
+        return xavier_uniform(rows, cols, generator)
+
+
+@dataclass(frozen=True)
+class OsaInit:
+    """Orthogonal self-attention that starts near the identity, for two heads or more.
+
+    Per head [W_Q, W_K] is uniform among the dim x 2 d_v matrices of orthonormal columns, W_V and
+    W_O^T among those of d_v columns. The MLP as without skips, SUO.
+
+    Source: Zhang and Martens, "Orthogonal Self-Attention", section 4; the small alpha of 4.3 is
+    `ssl_bench.models.attention.OrthogonalAttention`'s own.
+    """
+
+    def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
+        width = dim // num_heads
+        pairs, values, outputs = (
+            [uniform_orthogonal(dim, cols, generator, gain=False) for _ in range(num_heads)]
+            for cols in (2 * width, width, width)
+        )
+        return AttentionWeights(
+            query=torch.cat([pair[:, :width] for pair in pairs], dim=1),
+            key=torch.cat([pair[:, width:] for pair in pairs], dim=1),
+            value=torch.cat(values, dim=1),
+            output=torch.cat(outputs, dim=1).T,
+        )
+
+    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
+        return SkiplessInit().mlp(dim, hidden_dim, generator)
+
+
+_Kind = DefaultInit | SkiplessInit | MimeticInit | XavierInit | OsaInit
+
+INITIALISERS: dict[str, type[_Kind]] = {
+    "default": DefaultInit,
+    "skipless": SkiplessInit,
+    "mimetic": MimeticInit,
+    "xavier": XavierInit,
+    "osa": OsaInit,
+}
+
+
+def initialiser_of(name: str, options: Mapping[str, Any]) -> Initialiser:
+    """The initialiser of that name.
+
+    Raises:
+        ConfigurationError: An unknown name or option, or a value of the wrong type.
+    """
+    return chosen(INITIALISERS, name, options)
+
+
+def truncated_normal(
+    rows: int, cols: int, generator: Generator, std: float = _DEFAULT_STD
+) -> Float64[Tensor, "{rows} {cols}"]:
+    """Normal, cut at -2 and 2 as in official DINO: absolute bounds, which 0.02 never reaches."""
+    weights = torch.empty(rows, cols, dtype=torch.float64)
+    return torch.nn.init.trunc_normal_(weights, std=std, generator=generator)
+
+
+def xavier_uniform(rows: int, cols: int, generator: Generator) -> Float64[Tensor, "{rows} {cols}"]:
+    """Uniform between -b and b, b = sqrt(6 / (rows + cols))."""
+    return _uniform(rows, cols, generator) * (2 / (rows + cols)) ** 0.5
+
+
+def noisy_identity_heads(
+    dim: int, num_heads: int, generator: Generator, *, alpha: float, beta: float, noise: str
+) -> tuple[Float64[Tensor, "dim dim"], Float64[Tensor, "dim dim"]]:
+    """W_Q and W_K whose product is, per head, the best rank-d_h version of alpha Z + beta I.
+
+    Every head has a Z of its own. Cost: cubic in dim, once a head.
+    """
+    head_dim = dim // num_heads
+    queries, keys = [], []
+    for _ in range(num_heads):
+        product = alpha * _noise(dim, generator, noise)
+        product += beta * torch.eye(dim, dtype=product.dtype)
+        query, key = balanced_factors(product, head_dim)
+        queries.append(query)
+        keys.append(key)
+    return torch.cat(queries, dim=1), torch.cat(keys, dim=1)
+
+
+def balanced_factors(
+    matrix: Float64[Tensor, "dim dim"], rank: int
+) -> tuple[Float64[Tensor, "dim {rank}"], Float64[Tensor, "dim {rank}"]]:
+    """(U sqrt(S), V sqrt(S)) of the `rank` largest singular values of U S V^T.
+
+    From the largest eigenvectors of M^T M: their product is as exact as that of the full SVD, and 8
+    times faster at dim 384, rank 64.
+    """
+    dim = len(matrix)
+    gram = (matrix.T @ matrix).numpy()
+    squares, right = scipy.linalg.eigh(gram, subset_by_index=[dim - rank, dim - 1])
+    roots = torch.from_numpy(squares).clamp(min=_TINY) ** 0.25
+    right = torch.from_numpy(right)
+    return matrix @ right / roots, right * roots
+
+
+def uniform_orthogonal(
+    rows: int, cols: int, generator: Generator, *, gain: bool
+) -> Float64[Tensor, "{rows} {cols}"]:
+    """A Haar-distributed semi-orthogonal matrix, scaled by max(sqrt(cols / rows), 1) if asked.
+
+    Source: Martens et al., "Rapid training of deep neural networks without skip connections or
+    normalization layers", https://arxiv.org/abs/2110.01765 (SUO). rows is the input width here.
+    """
+    tall = _normal(max(rows, cols), min(rows, cols), generator)
+    basis, upper = torch.linalg.qr(tall)
+    # Without the signs the distribution would depend on how QR chooses them.
+    basis = basis * upper.diagonal().sign()
+    weights = basis if rows >= cols else basis.T
+    return weights * (max((cols / rows) ** 0.5, 1.0) if gain else 1.0)
+
+
+def _normal(rows: int, cols: int, generator: Generator) -> Float[Tensor, "{rows} {cols}"]:
+    return torch.randn(rows, cols, generator=generator, dtype=torch.float64)
+
+
+def _uniform(rows: int, cols: int, generator: Generator) -> Float[Tensor, "{rows} {cols}"]:
+    unit = torch.rand(rows, cols, generator=generator, dtype=torch.float64)
+    return (2 * unit - 1) * 3**0.5
+
+
+_NOISES: dict[str, Callable[[int, int, Generator], Tensor]] = {
+    "normal": _normal,
+    "uniform": _uniform,
+}
+
+
+def _noise(dim: int, generator: Generator, noise: str) -> Float[Tensor, "{dim} {dim}"]:
+    return _NOISES[noise](dim, dim, generator) / dim**0.5
+
+
+def _check_noise(noise: str) -> None:
+    if noise not in _NOISES:
+        raise ConfigurationError(
+            f"model.init_options.noise must be one of {', '.join(_NOISES)}, got {noise!r}"
+        )

@@ -1,0 +1,149 @@
+"""Initial filters of depthwise convolutions as pure functions of their sizes and a generator.
+
+Pixels of a filter are counted row by row; everything is float64, so that rounding happens once, at
+the end.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float64
+from torch import Generator, Tensor
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.initialisers.choice import chosen
+
+Filters = Float64[Tensor, "{count} {size} {size}"]
+Covariance = Float64[Tensor, "pixels pixels"]
+
+
+@runtime_checkable
+class FilterInitialiser(Protocol):
+    """Draws the filters of one layer; its fields are its hyperparameters."""
+
+    def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
+        """Filters of `size` x `size` pixels; `depth` is 0 in the first layer and 1 in the last."""
+        ...
+
+
+@dataclass(frozen=True)
+class UniformFilters:
+    """Independent weights between -1 / size and 1 / size, PyTorch's default."""
+
+    def filters(
+        self,
+        count: int,
+        size: int,
+        depth: float,  # noqa: ARG002 - the same in every layer
+        generator: Generator,
+    ) -> Filters:
+        unit = torch.rand(count, size, size, generator=generator, dtype=torch.float64)
+        return (2 * unit - 1) / size
+
+
+@dataclass(frozen=True)
+class CovarianceFilters:
+    """Normal filters with the covariance of trained ones: focused at first, wider with depth.
+
+    Args:
+        sigma_0: Squared width of the Gaussians in the first layer, in pixels squared.
+        v_sigma: How fast it grows with depth there.
+        a_sigma: How fast that growth grows.
+
+    Source: Trockman, "Mimetic initialization" (2025), section 3.1.2; the defaults are its values
+    for ConvMixer-256/8 on CIFAR-10 with patches of 2 x 2 (appendix B.1). Filters of 3 x 3, it
+    reports, fare poorly with it.
+    """
+
+    sigma_0: float = 0.08
+    v_sigma: float = 0.37
+    a_sigma: float = 2.9
+
+    def __post_init__(self) -> None:
+        turning = -self.v_sigma / self.a_sigma if self.a_sigma else 0.0
+        lowest = min(self.sigma(depth) for depth in (0.0, 1.0, min(max(turning, 0.0), 1.0)))
+        if not lowest > 0:
+            raise ConfigurationError(
+                "model.init_options: sigma_0 + v_sigma d + a_sigma d^2 / 2 must stay positive for "
+                f"d from 0 to 1, got {lowest:g} with {self}; raise sigma_0"
+            )
+
+    def sigma(self, depth: float) -> float:
+        """Equation 3.11."""
+        return self.sigma_0 + self.v_sigma * depth + self.a_sigma * depth**2 / 2
+
+    def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
+        """Cost: an eigendecomposition of size^2 x size^2, once a layer."""
+        root = positive_root(filter_covariance(size, self.sigma(depth)))
+        normal = torch.randn(count, size**2, generator=generator, dtype=torch.float64)
+        return (normal @ root).unflatten(1, (size, size))
+
+
+_Kind = UniformFilters | CovarianceFilters
+
+FILTER_INITIALISERS: dict[str, type[_Kind]] = {
+    "uniform": UniformFilters,
+    "covariance": CovarianceFilters,
+}
+
+
+def filter_initialiser_of(name: str, options: Mapping[str, Any]) -> FilterInitialiser:
+    """The initialiser of that name.
+
+    Raises:
+        ConfigurationError: An unknown name or option, or a value of the wrong type.
+    """
+    return chosen(FILTER_INITIALISERS, name, options)
+
+
+def centred_gaussian(size: int, sigma: float) -> Float64[Tensor, "{size} {size}"]:
+    """exp(-r^2 / (2 sigma)) at the distance r from the middle pixel: equation 3.5.
+
+    Its indices, from 1 on with a centre of floor(size / 2), would put the peak one pixel before the
+    middle of an odd filter; counted from 0, as in its figure A.3, they put it there.
+    """
+    squares = (torch.arange(size, dtype=torch.float64) - size // 2) ** 2
+    return torch.exp(-(squares[:, None] + squares) / (2 * sigma))
+
+
+def filter_covariance(size: int, sigma: float) -> Covariance:
+    """Covariance of the pixels of a filter, symmetric, but not yet positive semi-definite.
+
+    With z_p the Gaussian about the middle and c_pq the one about pixel p, both at pixel q, it is
+    ((z_p + z_q) c_pq - z_p z_q) / 2: equation 3.10, in the order of equation 3.1.
+
+    The Gaussian of equation 3.6 is moved forward until its peak is at p, and what leaves one side
+    comes back on the other, as the text and figure A.3 have it. Equation B.1 prints the
+    opposite direction, which would put the peak at the mirror image of p. Equation 3.9 lacks
+    the factor 1/2 that 3.10 and figure A.3 have.
+
+    Args:
+        size: Pixels along a side; odd.
+        sigma: Squared width of the Gaussians, in pixels squared.
+    """
+    still = centred_gaussian(size, sigma)
+    middle = size // 2
+    moved = torch.stack(
+        [
+            still.roll((row - middle, col - middle), dims=(0, 1)).flatten()
+            for row in range(size)
+            for col in range(size)
+        ]
+    )
+    static, mask = still.flatten()[None, :], still.flatten()[:, None]
+    return (mask * (moved - static) + static * moved) / 2
+
+
+def positive_root(covariance: Covariance) -> Covariance:
+    """Symmetric root of the nearest positive semi-definite matrix.
+
+    The root is symmetric because that one is unique: eigenvectors of equal eigenvalues, of which
+    these matrices have many, are whatever basis the library finds.
+
+    NumPy's `multivariate_normal`, which figure A.4 calls, does not project but flips the sign of
+    negative eigenvalues.
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    return (vectors * values.clamp(min=0).sqrt()) @ vectors.T

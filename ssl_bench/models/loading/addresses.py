@@ -1,0 +1,96 @@
+"""Files of weights behind what is typed: run folders, encoders kept at an epoch, patterns."""
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.system.paths import expanded, real
+
+LAST = "last.safetensors"
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
+_KEPT = re.compile(r"epoch(\d{4,9})\.safetensors")
+
+
+def kept_name(epoch: int) -> str:
+    """Name of the file in a run folder with the encoder as it was after so many epochs."""
+    return f"epoch{epoch:04}.safetensors"
+
+
+def kept_epoch(path: Path) -> int | None:
+    """The epoch that `kept_name` was given; None for another file."""
+    found = _KEPT.fullmatch(path.name)
+    return int(found[1]) if found else None
+
+
+def file_of(uri: str) -> Path:
+    """The file of weights that a path names, which need not be there.
+
+    `RUN` is the last encoder of a run folder, `RUN@200` the one it kept after epoch 200.
+
+    Raises:
+        CheckpointError: the run kept none after that epoch.
+    """
+    path = expanded(uri)
+    if path.is_dir():
+        return path / LAST
+    run, at, epoch = uri.rpartition("@")
+    if path.exists() or not at or not re.fullmatch(r"\d{1,9}", epoch):
+        return path
+    folder = expanded(run)
+    kept = folder / kept_name(int(epoch))
+    if not folder.is_dir() or kept.is_file():
+        return kept if folder.is_dir() else path
+    epochs = sorted(n for other in folder.iterdir() if (n := kept_epoch(other)) is not None)
+    there = ", ".join(f"@{n}" for n in epochs) or "none (train.keep_epochs, train.keep_every)"
+    raise CheckpointError(
+        f"{folder} kept no encoder after epoch {epoch}; expected one of {there}, or {folder} for "
+        "its last"
+    )
+
+
+def name_of(path: Path) -> str:
+    """The run's name for its last encoder, with @EPOCH for one it kept; else the file's own."""
+    epoch = kept_epoch(path)
+    if path.name == LAST:
+        return real(path).parent.name
+    return path.stem if epoch is None else f"{real(path).parent.name}@{epoch}"
+
+
+def expand(patterns: Sequence[str]) -> list[str]:
+    """Addresses of encoders, from addresses and patterns of files and run folders.
+
+    Raises:
+        CheckpointError: a pattern matches no weights.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        found += _matching(pattern) if _is_pattern(pattern) else [pattern]
+    return list(dict.fromkeys(found))
+
+
+def _is_pattern(text: str) -> bool:
+    is_address = ":" in text.partition("/")[0]
+    return glob.has_magic(text) and not is_address and not Path(text).exists()
+
+
+def _matching(pattern: str) -> list[str]:
+    # Of all runs that kept it: runs/*@200.
+    run, at, epoch = pattern.rpartition("@")
+    if at and re.fullmatch(r"\d{1,9}", epoch):
+        pattern = f"{run}/{kept_name(int(epoch))}"
+    # Path.glob takes no absolute pattern.
+    names = glob.glob(str(expanded(pattern)), recursive=True)  # noqa: PTH207
+    paths = map(Path, sorted(names))
+    found = [
+        str(path)
+        for path in paths
+        if (path / LAST).is_file() or (path.is_file() and path.suffix in WEIGHTS)
+    ]
+    if not found:
+        raise CheckpointError(
+            f"no checkpoint matches {pattern!r}; expected run folders or files of weights "
+            f"({', '.join(WEIGHTS)}), such as 'runs/*/last.safetensors'"
+        )
+    return found

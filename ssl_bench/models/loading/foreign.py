@@ -1,0 +1,188 @@
+"""Other people's weights as a model of ours: every tensor is used, or left out for a reason."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.models.config import ViTConfig
+from ssl_bench.models.encoder import Contents
+from ssl_bench.models.loading.layouts import (
+    TRANSFORMERS,
+    Layout,
+    recognised,
+    refuse_strangers,
+    renamed,
+)
+from ssl_bench.models.loading.weights import (
+    Backbone,
+    backbone_weights,
+    left_out,
+    load_weights,
+    read_weights,
+)
+from ssl_bench.models.vit import VisionTransformer
+
+# The usual width of a head, which no tensor shape tells.
+_HEAD_DIM = 64
+_TELLING = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
+_SCALED = {1: "attn.proj", 2: "mlp.fc2"}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A model made of somebody's file.
+
+    Attributes:
+        keys: How many tensors were used, of how many in their container.
+    """
+
+    model: VisionTransformer
+    contents: Contents
+    keys: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a configuration says of an encoder and no tensor shape does."""
+
+    num_heads: int
+    norm_eps: float
+
+
+def load_foreign(path: Path, told: Told | None = None) -> Foreign:
+    """A ViT with skips from the layouts of DINO, DINOv2, MAE, iBOT, MoCo-v3 or transformers.
+
+    Args:
+        path: The file.
+        told: Needed for transformers; the other layouts imply it.
+
+    Raises:
+        CheckpointError: The file cannot be read, holds tensors that nobody knows, or is not
+            exactly such a ViT.
+    """
+    backbone = backbone_weights(read_weights(path), path)
+    names = list(backbone.weights)
+    layout = recognised(names, backbone.prefixes)
+    if layout is TRANSFORMERS and told is None:
+        raise CheckpointError(
+            f"{path} has the layout of transformers, whose heads and norms stand in config.json; "
+            f"put both into a folder and type local-dir:{path.parent}"
+        )
+    refuse_strangers(names, path)
+    dropped = [name for name in names if any(re.fullmatch(p, name) for p in layout.ignored)]
+    ignored = {**backbone.ignored, **left_out(dropped, layout.ignored, path)}
+    kept = {name: value for name, value in backbone.weights.items() if name not in dropped}
+    return _assembled(path, layout, renamed(layout, kept, path), backbone, ignored, told)
+
+
+def _assembled(
+    path: Path,
+    layout: Layout,
+    weights: dict[str, Tensor],
+    backbone: Backbone,
+    ignored: Mapping[str, str],
+    told: Told | None,
+) -> Foreign:
+    used = len(weights)
+    note = _fuse_queries_keys_values(weights, path)
+    config = _inferred_config(weights, layout, told, path)
+    note += _fold_layer_scales(weights, config)
+    model = VisionTransformer(config)
+    load_weights(model, weights, path)
+    if told is not None:
+        _set_norm_eps(model, told.norm_eps)
+    contents = Contents(layout.name, layout.source, ignored, note.strip(" ;"), path)
+    return Foreign(model, contents, (used, backbone.total))
+
+
+def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
+    """Put three linear layers into the one that a block of ours has; the same products."""
+    parts = [re.fullmatch(r"(blocks\.\d+\.attn\.)query\.(\w+)", name) for name in weights]
+    for start, kind in [(part[1], part[2]) for part in parts if part]:
+        names = [f"{start}{third}.{kind}" for third in ("query", "key", "value")]
+        shapes = [weights[name].shape if name in weights else None for name in names]
+        if len(set(shapes)) > 1 or not shapes[0]:
+            came = ", ".join("nothing" if shape is None else str(tuple(shape)) for shape in shapes)
+            raise CheckpointError(
+                f"{path}: expected equal shapes of {', '.join(names)}, came {came}; copy or "
+                "download it again"
+            )
+        weights[f"{start}qkv.{kind}"] = torch.cat([weights.pop(name) for name in names])
+    return "query, key and value are one layer here; " if any(parts) else ""
+
+
+def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
+    """Multiply LayerScale into the layer before it, which gives the same sums.
+
+    Where one is missing or of another shape none is folded, and loading names those that are left.
+    """
+    names = [f"blocks.{layer}.ls{half}.gamma" for layer in range(config.depth) for half in _SCALED]
+    if any(name not in weights or weights[name].shape != (config.dim,) for name in names):
+        return ""
+    for layer in range(config.depth):
+        for half, linear in _SCALED.items():
+            gamma = weights.pop(f"blocks.{layer}.ls{half}.gamma")
+            for kind in ("weight", "bias"):
+                name = f"blocks.{layer}.{linear}.{kind}"
+                # Loading refuses any other shape.
+                if name in weights and weights[name].shape[:1] == (config.dim,):
+                    scale = gamma[:, None] if kind == "weight" else gamma
+                    # A file in half precision would lose digits in the product.
+                    weights[name] = weights[name].float() * scale.float()
+    return "LayerScale is multiplied into attn.proj and mlp.fc2; "
+
+
+def _set_norm_eps(model: nn.Module, eps: float) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = eps
+
+
+def _inferred_config(
+    weights: Mapping[str, Tensor], layout: Layout, told: Told | None, path: Path
+) -> ViTConfig:
+    _require_telling(weights, layout, path, head_dim=_HEAD_DIM if told is None else 1)
+    kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
+    dim, patch_size = len(kernel), kernel.shape[-1]
+    blocks = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
+    registers = weights.get("reg_token")
+    heads = layout.heads.get(dim, dim // _HEAD_DIM) if told is None else told.num_heads
+    try:
+        return ViTConfig(
+            image_size=math.isqrt(positions.shape[1] - 1) * patch_size,
+            patch_size=patch_size,
+            dim=dim,
+            depth=1 + max(int(block[1]) for block in blocks if block),
+            num_heads=heads,
+            mlp_ratio=len(weights["blocks.0.mlp.fc1.weight"]) / dim,
+            qkv_bias="blocks.0.attn.qkv.bias" in weights,
+            num_registers=0 if registers is None or registers.ndim != 3 else registers.shape[1],
+        )
+    except ConfigurationError as error:
+        raise CheckpointError(f"{path} does not fit the ViT of this suite: {error}") from error
+
+
+def _require_telling(
+    weights: Mapping[str, Tensor], layout: Layout, path: Path, *, head_dim: int
+) -> None:
+    missing = [name for name in _TELLING if name not in weights]
+    if missing:
+        came = ", ".join(list(weights)[:3]) or "no tensors"
+        raise CheckpointError(
+            f"{path} is no Vision Transformer in DINO's layout or one that is like it: expected "
+            f"{', '.join(missing)}, came {came}; rename its keys, or use timm:NAME@{path.name}"
+        )
+    _, positions, kernel, linear = (weights[name] for name in _TELLING)
+    sound = kernel.ndim == 4 and positions.ndim == 3 and positions.shape[1] > 1 and linear.ndim == 2
+    if not sound or len(kernel) % head_dim:
+        came = (f"{name} {tuple(weights[name].shape)}" for name in _TELLING)
+        raise CheckpointError(
+            f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
+            f"multiple of {head_dim}, came {', '.join(came)}; use timm:NAME@{path.name}"
+        )

@@ -1,0 +1,142 @@
+"""Public weights: from the usual caches, else from the network, else a quick error."""
+
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from ssl_bench.errors import CheckpointError, DataError
+from ssl_bench.network.answers import NotFetched
+from ssl_bench.network.downloads import Published, download
+from ssl_bench.system.files import sha256_of
+
+# Long enough for a slow line, short enough that a machine without network answers within 5 s.
+REACH_SECONDS = 3.0
+_FILES = "https://dl.fbaipublicfiles.com"
+# Addresses in hubconf.py of each repository; its code is not run.
+HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
+    "facebookresearch/dino": {
+        name: f"{_FILES}/dino/{folder}/{folder}.pth"
+        for name, folder in (
+            ("dino_vits16", "dino_deitsmall16_pretrain"),
+            ("dino_vits8", "dino_deitsmall8_pretrain"),
+            ("dino_vitb16", "dino_vitbase16_pretrain"),
+            ("dino_vitb8", "dino_vitbase8_pretrain"),
+        )
+    },
+    "facebookresearch/dinov2": {
+        f"dinov2_vit{size}14{suffix}": f"{_FILES}/dinov2/dinov2_vit{size}14/"
+        f"dinov2_vit{size}14{registers}_pretrain.pth"
+        for size in "sbl"
+        for suffix, registers in (("", ""), ("_reg", "_reg4"))
+    },
+    "facebookresearch/deit": {
+        f"deit_{size}_patch16_224": f"{_FILES}/deit/deit_{size}_patch16_224-{digest}.pth"
+        for size, digest in (("tiny", "a1311bcf"), ("small", "cd65a155"), ("base", "b5f2ef4d"))
+    },
+}
+# Of a zip, and of a pickle as torch wrote it before 1.6.
+_BEGINNINGS = (b"PK\x03\x04", b"\x80\x02")
+_DIGEST_IN_NAME = re.compile(r"-([0-9a-f]{8,64})\.pth?(?:\.part)?$")
+WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+def downloaded_file(url: str) -> Path:
+    """The file of `url` in torch's hub cache, fetched if it is not there.
+
+    Raises:
+        CheckpointError: Not cached and not to be had.
+    """
+    target = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", maxsplit=1)[-1]
+    try:
+        return download(Published(url, None), target, _require_weights)
+    except (NotFetched, DataError) as error:
+        raise CheckpointError(f"{error}; or {_local_ways(url)}") from error
+
+
+def _require_weights(file: Path) -> None:
+    """Raises DataError unless torch wrote it and its name gives no other digest.
+
+    A name such as deit_tiny_patch16_224-a1311bcf.pth ends with the first digits of the sha256.
+    """
+    with file.open("rb") as opened:
+        if not opened.read(4).startswith(_BEGINNINGS):
+            raise DataError(f"{file} was not written by torch.save")
+    told = _DIGEST_IN_NAME.search(file.name)
+    if told and not (found := sha256_of(file)).startswith(told[1]):
+        raise DataError(f"{file} has sha256 {found}, its name says {told[1]}")
+
+
+def hugging_face_file(
+    repository: str, names: Sequence[str] = WEIGHTS_FILES, revision: str | None = None
+) -> Path:
+    """The first file of a repository that is there: in the Hugging Face cache, else fetched.
+
+    Args:
+        repository: `org/name`.
+        names: Any of these will do; earlier ones come first.
+        revision: Branch, tag or commit; the main branch without.
+
+    Raises:
+        CheckpointError: Not cached and not to be had.
+    """
+    for name in names:
+        with suppress(LocalEntryNotFoundError):
+            return Path(_from_hub(repository, name, revision, cached=True))
+    url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
+    _require_network(url)
+    for name in names:
+        with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
+            return Path(_from_hub(repository, name, revision, cached=False))
+    at = f" at {revision}" if revision else ""
+    raise CheckpointError(f"{url}{at} gave no {' or '.join(names)}; {_local_ways(url)}")
+
+
+def _from_hub(repository: str, name: str, revision: str | None, *, cached: bool) -> str:
+    try:
+        return huggingface_hub.hf_hub_download(
+            repository, name, revision=revision, local_files_only=cached
+        )
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"{repository!r} is no name of a repository; expected hf-hub:ORG/NAME"
+        ) from error
+
+
+def _require_network(url: str) -> None:
+    # In a thread: no timeout of a socket covers a name server that does not answer.
+    reached: list[bool] = []
+    thread = Thread(target=lambda: reached.append(_answers(url)), daemon=True)
+    thread.start()
+    thread.join(REACH_SECONDS)
+    if not any(reached):
+        raise CheckpointError(
+            f"{urllib.parse.urlsplit(url).netloc} cannot be reached; {_local_ways(url)}"
+        )
+
+
+def _answers(url: str) -> bool:
+    request = urllib.request.Request(url, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=REACH_SECONDS).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def _local_ways(url: str) -> str:
+    return (
+        f"fetch {url} where there is a network and give the file: --checkpoint FILE.pth for DINO "
+        "and its like, timm:NAME@FILE or local-dir:FOLDER for others; timm:NAME alone has random "
+        "weights"
+    )

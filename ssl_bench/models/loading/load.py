@@ -1,0 +1,111 @@
+"""`load_encoder`: one address, one frozen encoder."""
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, encoder_from_model
+from ssl_bench.models.loading.addresses import LAST, file_of, name_of
+from ssl_bench.models.loading.checkpoint import (
+    is_ours,
+    load_checkpoint,
+    stated_epoch,
+    unreplaced,
+    verified_sha256,
+)
+from ssl_bench.models.loading.foreign import load_foreign
+from ssl_bench.models.loading.hub import HUB_WEIGHTS, downloaded_file
+
+_KINDS = (
+    "a run folder, RUN@EPOCH, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, "
+    "timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or "
+    "torchhub:facebookresearch/dino:dino_vits16; `ssl-bench models` lists them"
+)
+
+
+def load_encoder(uri: str) -> Encoder:
+    """Load the frozen encoder that `uri` names; nothing a file holds is ever run.
+
+    Args:
+        uri: Our checkpoint, its run folder, or `RUN@EPOCH` for one it kept; a local file in the
+            layout of DINO, DINOv2, MAE, iBOT or MoCo-v3; `timm:NAME` (random weights),
+            `timm:NAME.TAG` (published), `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`;
+            `local-dir:FOLDER`; `torchhub:REPOSITORY:NAME`.
+
+    Raises:
+        CheckpointError: In one line, what was expected, what came and what to do.
+    """
+    scheme, colon, _ = uri.partition(":")
+    loaders: Mapping[str, Callable[[str], Encoder]] = {
+        "timm": _from_timm,
+        "torchhub": _from_torch_hub,
+        "hf-hub": _from_hugging_face,
+        "local-dir": _from_hugging_face,
+        "torchvision": _refuse_torchvision,
+    }
+    return loaders.get(scheme, _from_path)(uri) if colon else _from_path(uri)
+
+
+# timm takes seconds to import, and our own checkpoints do not need it.
+def _from_timm(uri: str) -> Encoder:
+    from ssl_bench.models.loading.timm_encoder import load_timm
+
+    return load_timm(uri)
+
+
+def _from_hugging_face(uri: str) -> Encoder:
+    from ssl_bench.models.loading.hugging_face import load_hugging_face
+
+    return load_hugging_face(uri)
+
+
+def _from_torch_hub(uri: str) -> Encoder:
+    # A branch may follow the repository, as torch.hub writes it: REPOSITORY:main:NAME.
+    match = re.fullmatch(r"torchhub:([^:]+):(?:[^:]+:)?([^:]+)", uri)
+    repository, name = (match[1], match[2]) if match else ("", "")
+    url = HUB_WEIGHTS.get(repository, {}).get(name)
+    if url is None:
+        known = (f"torchhub:{repo}:{one}" for repo, names in HUB_WEIGHTS.items() for one in names)
+        raise CheckpointError(f"unknown {uri!r}; known are {', '.join(known)}")
+    return _from_foreign_file(downloaded_file(url), uri, name)
+
+
+def _refuse_torchvision(uri: str) -> Encoder:
+    raise CheckpointError(f"{uri}: models of torchvision are not supported; give {_KINDS}")
+
+
+def _from_path(uri: str) -> Encoder:
+    path = file_of(uri)
+    if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
+        folder = path.parent
+        raise CheckpointError(f"{folder} is a folder of Hugging Face; type local-dir:{folder}")
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}; give {_KINDS}")
+    if path.suffix == ".safetensors" and is_ours(path):
+        model, digest = load_checkpoint(path)
+        keys = len(model.state_dict())
+        return encoder_from_model(
+            model,
+            name=name_of(path),
+            uri=uri,
+            sha256=digest,
+            keys=(keys, keys),
+            contents=Contents("ssl-bench", file=path, epoch=stated_epoch(path)),
+        )
+    return _from_foreign_file(path, uri, name_of(path))
+
+
+def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
+    with unreplaced(path):
+        digest = verified_sha256(path)
+        found = load_foreign(path)
+    return encoder_from_model(
+        found.model,
+        name=name,
+        uri=uri,
+        sha256=digest,
+        keys=found.keys,
+        contents=found.contents,
+        colours_from=ASSUMED,
+    )

@@ -1,0 +1,248 @@
+"""timm's Vision Transformers as encoders, with positions resized as in DINO."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+from inspect import signature
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import timm
+import torch
+from jaxtyping import Float
+from timm.models.eva import Eva
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.models.architecture import of_library
+from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, state_dict_sha256
+from ssl_bench.models.loading.checkpoint import unreplaced, verified_sha256
+from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
+from ssl_bench.models.loading.timm_attention import give_queries_keys_values
+from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights
+from ssl_bench.models.positions import resize_positions
+from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.paths import expanded
+
+# Eva holds timm's ViTs with rotary positions, DINOv3 among them.
+PlainViT = VisionTransformer | Eva
+
+_RANDOM_SEED = 0
+_SUPPORTED = (
+    "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
+    "size, for example vit_small_patch16_224"
+)
+
+
+class TimmViT(nn.Module):
+    """A Vision Transformer of timm that resizes its positions as DINO does.
+
+    timm's own resampler antialiases and scales without margin, so its features differ at every
+    size but the native one.
+    """
+
+    def __init__(self, model: PlainViT) -> None:
+        super().__init__()
+        self.model = model
+
+    @property
+    def blocks(self) -> nn.Module:
+        return self.model.blocks
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.model.norm
+
+    def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
+        """The pooled output of timm."""
+        patch_embed: Any = self.model.patch_embed
+        patch_size = patch_embed.feat_ratio()
+        size = (images.shape[-2] // patch_size, images.shape[-1] // patch_size)
+        with _resized_positions(self.model, size) as positions:
+            return torch.func.functional_call(self.model, positions, (images,))
+
+
+def load_timm(uri: str) -> Encoder:
+    """Load `timm:NAME`, `timm:NAME.TAG` or `timm:NAME@FILE`.
+
+    Without tag and file the weights are random, always the same, and the name says so.
+
+    Raises:
+        CheckpointError: An unknown or unsupported name, a file that does not fit, no network.
+    """
+    name, _, file = uri.removeprefix("timm:").partition("@")
+    _check_name(name)
+    if file:
+        return _from_file(uri, name, expanded(file), label=f"{name}@{Path(file).stem}")
+    if "." in name:
+        return _from_file(uri, name, _published_file(name), label=name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_RANDOM_SEED)
+        model = _create(name, None)
+    return timm_encoder(model, uri=uri, name=f"{name} (random)", sha256=state_dict_sha256(model))
+
+
+def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: str) -> Encoder:
+    """Load weights that timm wrote, with what the config.json beside them says.
+
+    Args:
+        config: With `architecture`, and `pretrained_cfg` and `model_args` where they matter.
+        path: The weights.
+        uri: What was asked for.
+        label: How tables call it.
+
+    Raises:
+        CheckpointError: An unknown or unsupported architecture, or a file that does not fit.
+    """
+    name = str(config["architecture"]).partition(".")[0]
+    _check_name(name)
+    arguments = config.get("model_args") or {}
+    # Such as checkpoint_path, which would put other weights in place of these.
+    strange = [name for name in signature(timm.create_model).parameters if name in arguments]
+    if strange:
+        raise CheckpointError(
+            f"config.json beside {path} has {', '.join(strange)} among model_args, expected the "
+            "architecture's arguments alone; take it out"
+        )
+    return _from_file(uri, name, path, label=label, config=config)
+
+
+def _from_file(
+    uri: str, name: str, path: Path, *, label: str, config: Mapping[str, Any] | None = None
+) -> Encoder:
+    with unreplaced(path):
+        digest = verified_sha256(path)
+        backbone = backbone_weights(read_weights(path), path)
+    if not backbone.weights:
+        # timm would take "no weights" for "none given" and ask the network.
+        raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
+    with torch.random.fork_rng(devices=[]):
+        model = _create(name, (path, backbone), config or {})
+    keys = (len(model.state_dict()), backbone.total)
+    contents = Contents("timm", f"timm {timm.__version__}, {name}", backbone.ignored, file=path)
+    encoder = timm_encoder(model, uri=uri, name=label, sha256=digest, keys=keys, contents=contents)
+    told = (config or {}).get("pretrained_cfg") or {}
+    return encoder if "mean" in told else replace(encoder, colours_from=f"{ASSUMED}: timm's {name}")
+
+
+def _check_name(name: str) -> None:
+    architecture, _, tag = name.partition(".")
+    if not timm.is_model(architecture):
+        near = get_close_matches(architecture, timm.list_models("*vit*"), n=3)
+        raise CheckpointError(
+            f"timm {timm.__version__} has no model {architecture!r}; "
+            f"did you mean: {', '.join(near) or 'vit_small_patch16_224'}?"
+        )
+    tags = [known.partition(".")[2] for known in timm.list_pretrained(f"{architecture}.*")]
+    if tag and tag not in tags:
+        raise CheckpointError(
+            f"timm {timm.__version__} has no weights {tag!r} for {architecture}; "
+            f"it has: {', '.join(tags) or 'none'}"
+        )
+
+
+def _create(
+    name: str,
+    weights: tuple[Path, Backbone] | None,
+    config: Mapping[str, Any] = MappingProxyType({}),
+) -> PlainViT:
+    # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
+    # missing keys without a word.
+    loaded = {"num_classes": 0, "label_offset": 0}
+    told = config.get("pretrained_cfg") or {}
+    overlay = {key: told[key] for key in ("mean", "std", "input_size") if key in told}
+    if weights:
+        overlay |= {"state_dict": dict(weights[1].weights), **loaded}
+    try:
+        model = timm.create_model(
+            name,
+            pretrained=weights is not None,
+            pretrained_cfg_overlay=overlay or None,
+            **{**(config.get("model_args") or {}), "num_classes": 0, "dynamic_img_size": True},
+        )
+    except TypeError as error:
+        raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
+    except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
+        pass_on_memory(error)
+        reason = " ".join(str(error).split())[:300]
+        file = weights[0] if weights else "its random weights"
+        raise CheckpointError(f"timm:{name} does not fit {file}: {reason}") from error
+    return _check_supported(model, name)
+
+
+def _check_supported(model: nn.Module, name: str) -> PlainViT:
+    if not isinstance(model, PlainViT):
+        raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}")
+    patch_embed: Any = model.patch_embed
+    rows, cols = patch_embed.feat_ratio(as_scalar=False)
+    if rows != cols:
+        raise CheckpointError(
+            f"timm:{name} has patches of {rows} x {cols} pixels, expected squares; {_SUPPORTED}"
+        )
+    return model
+
+
+def _published_file(name: str) -> Path:
+    published = timm.get_pretrained_cfg(name)
+    if published is not None and published.hf_hub_id:
+        return hugging_face_file(str(published.hf_hub_id))
+    if published is not None and published.url:
+        return downloaded_file(str(published.url))
+    raise CheckpointError(f"timm publishes no weights for {name}; use timm:NAME@FILE")
+
+
+def timm_encoder(
+    model: PlainViT,
+    *,
+    uri: str,
+    name: str,
+    sha256: str,
+    keys: tuple[int, int] = (0, 0),
+    contents: Contents | None = None,
+) -> Encoder:
+    """Freeze a Vision Transformer of timm; its attention gets one layer for q, k and v."""
+    # Any: what timm declares for these is wider than what they are.
+    published: Any = model.pretrained_cfg
+    patch_embed: Any = model.patch_embed
+    published.pop("state_dict", None)
+    architecture = published.get("architecture", type(model).__name__)
+    num_heads = give_queries_keys_values(model.blocks)
+    registers = model.reg_token
+    return Encoder(
+        module=TimmViT(model).eval().requires_grad_(False),
+        name=name,
+        uri=uri,
+        sha256=sha256,
+        architecture=of_library(model, "timm", architecture),
+        patch_size=patch_embed.feat_ratio(),
+        depth=len(model.blocks),
+        dim=model.embed_dim,
+        num_heads=num_heads,
+        num_prefix_tokens=model.num_prefix_tokens,
+        native_size=patch_embed.img_size,
+        mean=tuple(published["mean"]),
+        std=tuple(published["std"]),
+        colours_from=f"timm's {architecture}",
+        loaded_keys=keys[0],
+        total_keys=keys[1],
+        num_registers=0 if registers is None else registers.shape[1],
+        contents=contents or Contents("timm", f"timm {timm.__version__}"),
+    )
+
+
+@contextmanager
+def _resized_positions(model: PlainViT, size: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
+    """Positions for `size` = (rows, cols); meanwhile timm believes that they are its own."""
+    if model.pos_embed is None:
+        yield {}
+        return
+    native = model.patch_embed.grid_size
+    resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
+    model.patch_embed.grid_size = size
+    try:
+        yield {"pos_embed": resized}
+    finally:
+        model.patch_embed.grid_size = native

@@ -1,0 +1,91 @@
+"""What a question lacks: cells without a record, and files that belong to a record."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.results.store import CellKey, ResultStore
+from ssl_bench.system.naming import encoder_folder, file_name
+
+
+@runtime_checkable
+class DrawingProbe(Protocol):
+    """A probe that leaves pictures, or other files, beside the records."""
+
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        """Every file that a run of these layers leaves, and which of them it shows.
+
+        Paths are relative to `ProbeContext.artifacts`.
+        """
+        ...
+
+
+@runtime_checkable
+class ImageKeepingProbe(Protocol):
+    """A probe all of whose scores come with what each image contributes."""
+
+    @property
+    def keeps_images(self) -> bool: ...
+
+
+def pictures_folder(
+    store: ResultStore, task: str, dataset: str, encoder: str, encoder_id: str
+) -> Path:
+    """Where the pictures of an encoder of that name and id are."""
+    folder = encoder_folder(encoder, encoder_id)
+    return store.root / "pictures" / task / file_name(dataset) / folder
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What is to be done.
+
+    Attributes:
+        cells: Whose records are to be written.
+        layers: That are to be run for them and for pictures, in the order asked for.
+    """
+
+    cells: frozenset[CellKey]
+    layers: tuple[int, ...]
+
+    @classmethod
+    def everything(cls, keys: Sequence[CellKey]) -> "Pending":
+        return cls(frozenset(keys), _layers(keys))
+
+
+def find_pending(
+    probe: object, keys: Sequence[CellKey], images: ImageSet, store: ResultStore, folder: Path
+) -> Pending:
+    """Cells that are not finished, and the layers whose pictures are not all in `folder`.
+
+    A picture of several layers is drawn by a run of all of them, so that none ever shows a part.
+    """
+    keeps_images = isinstance(probe, ImageKeepingProbe) and probe.keeps_images
+    cells = frozenset(
+        key for key in keys if not _is_finished(key, store, keeps_images=keeps_images)
+    )
+    asked, layers = _layers(keys), {key.layer for key in cells}
+    drawn = {}
+    if keys and isinstance(probe, DrawingProbe):
+        drawn = probe.pictures(asked, images, keys[0].seed)
+    for name, shown in drawn.items():
+        if not (folder / name).is_file():
+            layers.update(shown)
+    for shown in drawn.values():
+        if not layers.isdisjoint(shown):
+            layers.update(shown)
+    return Pending(cells, tuple(layer for layer in asked if layer in layers))
+
+
+def _is_finished(key: CellKey, store: ResultStore, *, keeps_images: bool) -> bool:
+    """Whether its record is there, and what each image contributed to it."""
+    has_images = not keeps_images or store.path(key).with_suffix(".npz").is_file()
+    return has_images and store.has(key)
+
+
+def _layers(keys: Sequence[CellKey]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(key.layer for key in keys))

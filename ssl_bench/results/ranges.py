@@ -1,0 +1,136 @@
+"""What the fields of a record can be: a file may hold anything, and may come from anybody."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from ssl_bench.system.escaping import is_of_files
+
+INFINITE = "inf"
+"""Infinity in the JSON of records."""
+
+# Ends included. Numbers of any other size are no measurement, and break drawings.
+_RANGES = {
+    "depth": (1, 10_000),
+    "num_images": (1, 2**53),
+    "seed": (-(2**63), 2**64 - 1),
+    "seconds": (0, 1e12),
+}
+_LONGEST_TEXT = 1000
+_DEEPEST = 20
+_LONGEST_REASON = 200
+_SMALLEST, _LARGEST = 1e-300, 1e300
+# Percent that were averaged may lie off by their rounding.
+_ROUNDING = 1e-6
+
+
+def parsed(content: bytes) -> dict[str, Any]:
+    """The fields of a record's file, with its numbers as they were before they were JSON.
+
+    Raises:
+        ValueError: it is something else; likewise TypeError, KeyError, OverflowError.
+    """
+    try:
+        fields = json.loads(content, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("brackets within brackets") from error
+    except ValueError as error:
+        raise ValueError(f"no complete JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError("no JSON object")
+    fields["value"] = _number(fields["value"])
+    if fields["ci95"] is not None:
+        low, high = fields["ci95"]
+        fields["ci95"] = (_number(low), _number(high))
+    return fields
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no number")
+
+
+def _number(value: float | str | None) -> float:
+    if value is None:
+        return math.nan
+    if value == INFINITE:
+        return math.inf
+    if isinstance(value, str) or type(value) not in (int, float) or math.isinf(value):
+        raise ValueError(f"expected a number, got {value!r}")
+    return float(value)
+
+
+def colour_of(values: Any) -> tuple[float, float, float]:
+    """Mean or deviation of a record.
+
+    Raises:
+        ValueError: it is no colour; likewise TypeError.
+    """
+    red, green, blue = map(_number, values)
+    if not all(map(math.isfinite, (red, green, blue))):
+        raise ValueError(f"expected three numbers, got {values!r}")
+    return red, green, blue
+
+
+def require_possible(fields: Mapping[str, Any]) -> None:
+    """Check the fields of a record, which are of their kinds, for what they may be.
+
+    Raises:
+        ValueError: no run can have left one of them.
+    """
+    for name, value in fields.items():
+        if isinstance(value, str) and not (is_of_files(value) and len(value) <= _LONGEST_TEXT):
+            raise ValueError(f"{name} is {value!r}")
+    for name, (low, high) in _RANGES.items():
+        if not low <= fields[name] <= high:
+            raise ValueError(f"{name} is {fields[name]}, expected {low} to {high}")
+    if not 0 <= fields["layer"] < fields["depth"]:
+        raise ValueError(f"layer is {fields['layer']} of {fields['depth']} blocks")
+    _require_identities(fields)
+    _require_score(fields)
+    for name in ("settings", "details", "architecture"):
+        _require_plain(name, fields[name], _DEEPEST)
+    _require_percent("details.degenerate_percent", fields["details"].get("degenerate_percent", 0.0))
+
+
+def _require_identities(fields: Mapping[str, Any]) -> None:
+    for name in ("checkpoint_sha256", "dataset_fingerprint"):
+        if not re.fullmatch("(stat-)?[0-9a-f]{8,128}", fields[name]):
+            raise ValueError(f"{name} is {fields[name]!r}, expected hexadecimal digits")
+    if not isinstance(fields["git_commit"], (str, type(None))):
+        raise ValueError(f"git_commit is {fields['git_commit']!r}")
+    if fields["unit"] not in ("%", ""):
+        raise ValueError(f"unit is {fields['unit']!r}, expected '%' or nothing")
+
+
+def _require_score(fields: Mapping[str, Any]) -> None:
+    for number in (fields["value"], *(fields["ci95"] or ())):
+        if fields["unit"] == "%":
+            _require_percent("value or ci95", number)
+        elif math.isfinite(number) and number and not _SMALLEST <= abs(number) <= _LARGEST:
+            raise ValueError(f"value or ci95 is {number}")
+
+
+def _require_percent(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not (
+        math.isnan(value) or -_ROUNDING <= value <= 100 + _ROUNDING
+    ):
+        raise ValueError(f"{name} is {value!r}, expected 0 to 100")
+
+
+def _require_plain(name: str, value: Any, levels: int) -> None:
+    """Numbers that a float can hold, and no deeper than readers of JSON go."""
+    if isinstance(value, (dict, list)):
+        if not levels:
+            raise ValueError(f"{name} has more than {_DEEPEST} levels")
+        for item in value.values() if isinstance(value, dict) else value:
+            _require_plain(name, item, levels - 1)
+    elif isinstance(value, (int, float)) and not abs(value) <= _LARGEST:
+        raise ValueError(f"{name} holds a number that is too large")
+
+
+def shortened(error: Exception) -> str:
+    """Why, in a few words, whatever the field was."""
+    reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."

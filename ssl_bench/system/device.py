@@ -1,0 +1,26 @@
+"""The device that work is done on."""
+
+import torch
+
+from ssl_bench.errors import ConfigurationError, MachineError
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The asked device, or a GPU if there is one.
+
+    Raises:
+        ConfigurationError: torch does not know the name.
+        MachineError: the device is not there.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"expected --device cpu, cuda or cuda:N, got {name!r}") from error
+    try:
+        # The device "meta" makes tensors, but none that holds a number.
+        float(torch.zeros(1, device=device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise MachineError(f"device {name} is not usable here; try --device cpu") from error
+    return device

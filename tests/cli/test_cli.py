@@ -1,0 +1,268 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.compose import compose_config, keys
+from ssl_bench.models import ViTConfig, build_vit, save_encoder
+from ssl_bench.results.store import ResultStore
+
+CONFIG = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2)
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """An empty folder with two checkpoints below runs/ and three photographs."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(["older", "newer"]):
+        save_encoder(
+            tmp_path / "runs" / name / "last.safetensors", build_vit(CONFIG, seed=seed), {}
+        )
+        os.utime(tmp_path / "runs" / name / "last.safetensors", (seed * 1000, seed * 1000))
+    generator = np.random.default_rng(0)
+    (tmp_path / "photos").mkdir()
+    for i in range(3):
+        pixels = generator.integers(0, 256, (24 + 8 * i, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "photos" / f"{i}.png")
+    return tmp_path
+
+
+PROBE = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", "photos"]
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys, ssl_bench.cli.parser as cli; cli.build_parser().format_help();"
+        "print([m for m in ('torch', 'hydra', 'numpy') if m in sys.modules])"
+    )
+
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert run.stdout.strip() == "[]"
+
+
+def test_the_newest_checkpoint_is_taken_and_said(workplace, capsys):
+    assert main([*PROBE, "--layer", "-1,0", "probe.image_size=40"]) == 0
+
+    out, err = capsys.readouterr()
+    assert "encoder newer: 3 blocks" in err
+    assert "pca: explained_variance" in out
+    records = ResultStore(workplace / "results").records()
+    assert sorted(record.layer for record in records) == [0, 2]
+    assert {record.model for record in records} == {"newer"}
+    assert records[0].num_images == 3
+    assert records[0].settings["image_size"] == 40
+
+
+def test_finished_cells_are_skipped_until_overwrite(workplace, capsys):
+    assert main([*PROBE, "--layer", "0"]) == 0
+    first = ResultStore(workplace / "results").records()
+    capsys.readouterr()
+
+    assert main([*PROBE, "--layer", "0,1"]) == 0
+    said = capsys.readouterr().err
+    assert "1 of 2 cells finished before, skipped" in said
+    # Both, for the overview that shows both.
+    assert said.count("layers 0, 1\n") == 1
+    again = ResultStore(workplace / "results").records()
+    assert first[0] in again
+
+    assert main([*PROBE, "--layer", "0", "--overwrite"]) == 0
+    assert "skipped" not in capsys.readouterr().err
+
+
+def test_objects_are_looked_for_in_a_plain_folder_without_a_score(workplace, capsys):
+    arguments = ["probe", "--task", "tokencut", "--dataset", "folder", "--data-root", "photos"]
+
+    assert main([*arguments, "--layer", "0", "probe.panels=1"]) == 0
+
+    out, err = capsys.readouterr()
+    assert "corloc" not in out
+    assert "folder has no boxes to compare with: CorLoc was not scored; masks" in err
+    assert "nothing was scored; pictures in results" in err
+    masks = (workplace / "results/pictures/tokencut/folder").glob("*/reference/masks/*/*.png")
+    assert sorted(path.name for path in masks) == ["0.png.png", "1.png.png", "2.png.png"]
+
+
+def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):
+    checkpoints = ["--checkpoint", "runs/older", "--checkpoint", "runs/newer"]
+
+    assert main([*PROBE, *checkpoints]) == 0
+    capsys.readouterr()
+    assert main(["table", "--task", "pca", "--format", "markdown"]) == 0
+
+    table = capsys.readouterr().out
+    assert "| block | newer | older |" in table
+    assert table.count("\n| 2 |") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["probe", "--task", "tokencat"], 2, "unknown task 'tokencat'; did you mean tokencut"),
+        (["probe", "--task", "pca", "--dataset", "voc"], 2, "did you mean voc"),
+        (["probe", "--task", "pca", "--laier", "1"], 2, "did you mean --layer"),
+        (["prob"], 2, "invalid choice"),
+        (["probe"], 2, "--task"),
+        ([*PROBE, "--layer", "3"], 2, "layers must lie in 0..2"),
+        ([*PROBE, "--layer", "last"], 2, "layers must be"),
+        ([*PROBE, "probe.num_imagse=2"], 2, "did you mean probe.num_images"),
+        ([*PROBE, "probe.protocol=vidoe"], 2, "unknown protocol 'vidoe'"),
+        ([*PROBE, "dtype=float8"], 2, "got 'float8'"),
+        ([*PROBE, "--device", "gpu"], 2, "expected --device cpu"),
+        ([*PROBE, "--checkpoint", "runs/none"], 4, "no checkpoint at"),
+        (["probe", "--task", "tokencut", "--dataset", "ade20k"], 3, "tokencut needs discovery"),
+        (["probe", "--task", "pca", "--dataset", "voc2012", "--data-root", "x"], 3, "x"),
+        (["table", "--task", "pca"], 3, "no records"),
+        (["table", "--format", "xml"], 2, "unknown format 'xml'"),
+        (["table", "seed=1"], 2, "takes no 'seed=1'"),
+        (["pretrain", "model=vit_tinny_skip"], 2, "did you mean vit_tiny_skip"),
+        (["pretrain", "train.epoch=1"], 2, "did you mean train.epochs"),
+        (["pretrain", "--resume"], 2, "--resume and --extend need --out"),
+    ],
+)
+def test_bad_input_is_one_line_and_its_exit_code(workplace, capsys, arguments, code, message):
+    assert main(arguments) == code
+
+    out, err = capsys.readouterr()
+    last = err.splitlines()[-1]
+    assert out == ""
+    assert last.startswith("ssl-bench: ")
+    assert message in last
+    assert "Traceback" not in err
+
+
+def test_every_protocol_of_a_probe_can_be_asked_for(workplace):
+    assert main([*PROBE, "--layer", "0", "probe.protocol=batch"]) == 0
+
+    assert ResultStore(workplace / "results").records()[0].protocol == "batch"
+
+
+def test_no_checkpoint_at_all_says_how_to_make_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    assert main(["probe", "--task", "pca"]) == 4
+    assert "ssl-bench pretrain" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(workplace):
+    with pytest.raises(ValueError, match="layers must lie"):
+        main([*PROBE, "--layer", "9", "--debug"])
+
+
+def test_a_broken_image_loses_no_finished_cell(workplace, capsys):
+    assert main([*PROBE, "--layer", "0"]) == 0
+    (workplace / "photos" / "1.png").write_bytes(b"<html>404</html>")
+
+    assert main([*PROBE, "--layer", "1"]) == 3
+
+    assert "1.png" in capsys.readouterr().err
+    assert len(ResultStore(workplace / "results").records()) == 1
+
+
+def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(workplace):
+    command = [sys.executable, "-m", "ssl_bench.cli", *PROBE, "--layer", "0"]
+    for i in range(400):
+        Image.new("RGB", (640, 480), (i % 256, 0, 0)).save(f"photos/many{i}.png")
+
+    options = ["probe.num_images=403", "probe.image_size=640"]
+    # A test run that was started in the background would hand down an ignored SIGINT.
+    with subprocess.Popen(
+        [*command, *options],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "layers 0" in line:
+                break
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+
+    assert process.returncode == 130
+    assert rest.strip().endswith("ssl-bench: interrupted; what was finished is saved")
+
+
+def test_records_are_plain_json_with_every_promised_field(workplace):
+    assert main([*PROBE, "--layer", "0"]) == 0
+    (path,) = (workplace / "results" / "records").rglob("*.json")
+
+    record = json.loads(path.read_text())
+
+    promised = (
+        "task dataset split layer depth facet protocol metric value ci95 num_images model "
+        "checkpoint_sha256 dataset_fingerprint seed settings version git_commit torch device "
+        "seconds created"
+    )
+    assert set(promised.split()) <= set(record)
+    assert record["created"].endswith("+00:00")
+    assert len(record["checkpoint_sha256"]) == 64
+
+
+def test_json_is_all_that_stdout_gets_and_holds_the_records(workplace, capsys):
+    assert main([*PROBE, "--layer", "0,2", "--json"]) == 0
+
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    kept = (workplace / "results" / "records").rglob("*.json")
+    by_layer = {record["layer"]: record for record in (json.loads(p.read_text()) for p in kept)}
+    assert found == [by_layer[0], by_layer[2]]
+    assert "records and pictures in results" in err
+
+
+def test_differences_of_data_are_json_too(workplace, capsys):
+    verify = ["data", "verify", "photos", "--manifest", "list", "--json"]
+    assert main(verify) == 0
+    assert json.loads(capsys.readouterr().out) == {"manifest": "list", "listed": 3}
+    (workplace / "photos" / "0.png").write_bytes(b"other")
+    (workplace / "photos" / "1.png").rename(workplace / "photos" / "new.png")
+
+    assert main(verify) == 3
+
+    found = json.loads(capsys.readouterr().out)
+    assert found == {
+        "manifest": "list", "changed": ["0.png"], "missing": ["1.png"], "added": ["new.png"],
+    }  # fmt: skip
+
+
+def test_pictures_show_every_block_beside_the_photograph(workplace):
+    assert main([*PROBE, "--layer", "0,2"]) == 0
+
+    pictures = {p.relative_to(workplace).as_posix() for p in workplace.rglob("results/**/*.png")}
+    names = {Path(p).parent.name for p in pictures}
+    assert {"block00", "block02"} <= names
+    assert any(p.endswith("blocks-0_2.png") for p in pictures)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_every_key_is_listed_with_what_it_takes(place, capsys):
+    assert main(["pretrain", "--keys", "objective=supervised", "train.clip=2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    told = {line.partition("=")[0]: line for line in lines}
+    assert set(told) == set(keys(compose_config("pretraining", ["objective=supervised"])))
+    assert re.fullmatch(r"train\.clip=2 +a number in \(0, 1000000000\] or null", told["train.clip"])
+    assert "a number in [0, 1)" in told["objective.label_smoothing"]
+    assert not Path("runs").exists()
+
+    assert main(["probe", "--task", "knn,pca", "--keys"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^probe\.neighbours=.* a list such as \[1,2\]", out, re.MULTILINE)
+    assert main(["probe", "--task", "segmentation", "--keys", "probe.protocol=neco"]) == 0
+    assert re.search(r"^probe\.epochs=25 ", capsys.readouterr().out, re.MULTILINE)
+    assert main(["probe", "--task", "knn", "--keys", "probe.nothing=1"]) == 2
+    assert "unknown key" in capsys.readouterr().err

@@ -1,0 +1,137 @@
+"""What doctor says of this machine, and of machines where something is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.cli.doctor import PACKAGES
+from tests.support.faults import class_folders, voc
+
+
+def findings(capsys, *arguments: str, code: int = 0) -> dict[str, list[str]]:
+    """Name to values; the exit code is checked."""
+    assert main(["doctor", "--json", *arguments]) == code
+    out = capsys.readouterr().out
+    found: dict[str, list[str]] = {}
+    for row in json.loads(out)["findings"]:
+        found.setdefault("BROKEN" if row["broken"] else row["name"], []).append(row["value"])
+    return found
+
+
+def test_doctor_says_what_is_here(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+
+    found = findings(capsys)
+
+    assert {module for module, _ in PACKAGES} <= set(found)
+    assert found["torch"] == [torch.__version__]
+    assert "OMP_NUM_THREADS=3" in found["threads"][0]
+    assert found["torch cache"][0].endswith(f"GiB free in {tmp_path / 'torch' / 'hub'}")
+    assert found["results"][0].endswith("GiB free in results")
+    assert "toy" in found["datasets"][0].split(", ")
+    assert "BROKEN" not in found
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_lines_are_those_of_the_json(capsys):
+    found = findings(capsys)
+    assert main(["doctor"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(map(len, found.values()))
+    assert f"{'torch':<12} {torch.__version__}" in lines
+
+
+def test_a_version_outside_what_is_needed_is_broken_with_the_remedy(capsys, monkeypatch):
+    installed = metadata.version
+
+    def version(name: str) -> str:
+        return "2.4.1" if name == "omegaconf" else installed(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+    found = findings(capsys, code=5)
+
+    (line,) = found["BROKEN"]
+    assert line.startswith("omegaconf is 2.4.1, expected ")
+    assert line.endswith("run: pip install 'omegaconf<2.4,>=2.3'")
+
+
+def test_a_package_that_does_not_import_is_broken_and_comes_last(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pycocotools", None)
+
+    assert main(["doctor"]) == 5
+
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("BROKEN       pycocotools does not import")
+    assert last.endswith("install pycocotools again")
+
+
+def test_faiss_says_where_it_searches(capsys, monkeypatch):
+    faiss = ModuleType("faiss")
+    faiss.__version__ = "9.9"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "faiss", faiss)
+    assert findings(capsys)["faiss"] == ["9.9, searches on the CPU (built without GPU)"]
+
+    faiss.get_num_gpus = lambda: 2  # type: ignore[attr-defined]
+    assert findings(capsys)["faiss"] == ["9.9, searches on 2 GPUs"]
+
+
+def test_datasets_are_found_with_their_roles_and_sizes(capsys, tmp_path):
+    voc(tmp_path / "a")
+    class_folders(tmp_path / "b")
+
+    found = findings(capsys, "--data-root", f"voc2012={tmp_path}/a,class_folders={tmp_path}/b")
+
+    assert found["data"] == [
+        f"voc2012 in {tmp_path}/a: discovery (7 trainval), images (7 trainval), "
+        "segmentation (4 train, 3 val)",
+        f"class_folders in {tmp_path}/b: classification (6 train, 6 val), images (6 train)",
+    ]
+
+
+def test_a_folder_without_any_dataset_says_so(capsys, tmp_path):
+    (line,) = findings(capsys, "--data-root", str(tmp_path))["data"]
+
+    assert line.startswith("none of ade20k, ")
+    assert line.endswith(f"in {tmp_path}; see docs/data.md")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_more_threads_than_cores_are_named(capsys, monkeypatch):
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        torch.set_num_threads(2)
+        (line,) = findings(capsys)["cpu"]
+    finally:
+        os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)
+
+    assert line == "1 cores, torch uses 2 threads; more threads than cores: set OMP_NUM_THREADS=1"
+
+
+@pytest.mark.slow
+def test_doctor_answers_where_the_other_commands_cannot_be_imported(tmp_path):
+    code = (
+        "import sys; sys.modules['torchvision'] = None\n"
+        "from ssl_bench.cli.__main__ import main; sys.exit(main(['doctor']))"
+    )
+    root = str(Path(__file__).parents[2])
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": root},
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+    assert run.returncode == 5, run.stderr
+    assert "BROKEN       torchvision does not import" in run.stdout

@@ -1,0 +1,70 @@
+"""Thousands of damaged inputs: an answer or an error of our own, in bounded time and memory."""
+
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.fuzzing import INTERESTING, KINDS, mutated
+
+REPOSITORY = Path(__file__).parents[2]
+COUNT = 2000
+
+
+def outcome(kinds: str, count: int) -> dict[str, int]:
+    """Inputs by kind, once it is known that none ended badly.
+
+    In a process of its own: without the type checks of the tests, which refuse what the program
+    as it is installed would take, and with a limit on its memory.
+    """
+    command = [sys.executable, "-m", "tests.fuzzing", kinds, str(count)]
+    run = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=540
+    )
+    assert run.returncode == 0, f"{run.stdout[-6000:]}{run.stderr[-2000:]}"
+    ends = re.findall(r"^(\w+) (\{.*\})", run.stdout, re.MULTILINE)
+    return {name: sum(map(int, re.findall(r": (\d+)", counts))) for name, counts in ends}
+
+
+def commands_ended(seed: int, count: int) -> int:
+    """How many commands were drawn and run, once it is known that none ended badly."""
+    command = [sys.executable, "-m", "tests.command_fuzzing", str(seed), str(count)]
+    run = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=900
+    )
+    assert run.returncode == 0, f"{run.stdout[-6000:]}{run.stderr[-2000:]}"
+    return sum(map(int, re.findall(r"': (\d+)", run.stdout.splitlines()[-1])))
+
+
+def test_a_few_commands_drawn_at_random_end_as_documented():
+    assert commands_ended(seed=0, count=50) == 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_two_thousand_commands_drawn_at_random_end_as_documented(seed):
+    assert commands_ended(seed, 1000) == 1000
+
+
+def test_mutations_are_repeatable_and_seldom_harmless():
+    content = bytes(range(256)) * 4
+    one, other = (
+        [mutated(content, [content], random.Random(seed)) for seed in range(200)] for _ in range(2)
+    )
+
+    assert one == other
+    assert sum(data != content for data in one) > 150
+    assert any(telling in data for data in one for telling in INTERESTING if len(telling) > 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_two_thousand_damaged_inputs_end_in_an_answer_or_an_error_of_our_own(kind):
+    assert outcome(kind, COUNT) == {kind: COUNT}
+
+
+def test_a_few_damaged_inputs_of_every_kind_end_well():
+    assert outcome(",".join(KINDS), 60) == dict.fromkeys(KINDS, 60)

@@ -1,0 +1,115 @@
+"""`ssl-bench models`: what can be loaded, and what a file is."""
+
+import json
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.cli.models import ADDRESSES, TIMM_PATTERNS
+from ssl_bench.models import ViTConfig, build_vit, save_encoder
+from ssl_bench.models.loading.hub import HUB_WEIGHTS
+from ssl_bench.system.files import sha256_of
+
+CONFIG = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2, num_registers=3)
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    save_encoder(tmp_path / "run/last.safetensors", build_vit(CONFIG, seed=0), {})
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def dinov2(tmp_path: Path) -> Path:
+    """Registers and a mask token in DINOv2's layout."""
+    weights = dict(build_vit(CONFIG, seed=0).state_dict())
+    weights["register_tokens"] = weights.pop("reg_token")
+    path = tmp_path / "dinov2.pth"
+    torch.save({**weights, "mask_token": torch.zeros(1, 128)}, path)
+    return path
+
+
+def shown(capsys, *words: str) -> str:
+    assert main(["models", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_list_names_every_address_layout_and_published_name(capsys):
+    said = shown(capsys)
+    for address in ADDRESSES:
+        assert address.form in said
+        assert address.example in said
+    for layout in ("DINO", "DINOv2", "MAE", "iBOT", "MoCo-v3", "transformers"):
+        assert f"\n  {layout} " in said
+    for names in HUB_WEIGHTS.values():
+        assert all(name in said for name in names)
+    told = json.loads(shown(capsys, "--json"))
+    assert [one["form"] for one in told["addresses"]] == [one.form for one in ADDRESSES]
+    assert told["torchhub"].keys() == HUB_WEIGHTS.keys()
+
+
+def test_every_pattern_of_timm_has_models():
+    import timm
+
+    assert all(timm.list_models(pattern) for pattern in TIMM_PATTERNS)
+
+
+def test_a_checkpoint_of_ours_is_described(ours, capsys):
+    said = shown(capsys, str(ours))
+    size = (ours / "last.safetensors").stat().st_size / 1e6
+    for part in (
+        f"safetensors, {size:.1f} MB", "ssl-bench", "2 blocks, width 128, 2 heads",
+        "patches of 8 pixels, 1 [CLS], 3 registers", "32 x 32", "31 of 31 used",
+        sha256_of(ours / "last.safetensors"),
+    ):  # fmt: skip
+        assert part in said
+    # By hand: 12 D^2 weights and 13 D others a block, the patches, positions, tokens and norm.
+    per_block = 12 * 128**2 + 13 * 128
+    rest = 3 * 8 * 8 * 128 + 128 + 17 * 128 + 128 + 3 * 128 + 2 * 128
+    assert f"{2 * per_block + rest:,}" in said
+
+
+def test_json_has_the_facts_of_each_file(ours, dinov2, capsys):
+    first, second = json.loads(shown(capsys, "--json", str(ours), str(dinov2)))
+    assert (first["layout"], first["depth"], first["width"], first["registers"]) == (
+        "ssl-bench", 2, 128, 3,
+    )  # fmt: skip
+    assert (second["layout"], second["format"]) == ("DINOv2", "PyTorch zip")
+    assert (second["used"], second["total"]) == (31, 32)
+    assert second["ignored"].keys() == {"mask_token"}
+    assert second["parameters"] == first["parameters"]
+    assert second["sha256"] == sha256_of(dinov2)
+
+
+def test_what_is_left_out_is_named_with_its_reason(dinov2, capsys):
+    said = shown(capsys, str(dinov2))
+    assert "mask_token: stands for masked patches" in said
+    assert "https://github.com/facebookresearch/dinov2" in said
+
+
+def test_bad_files_take_a_line_each_and_the_others_are_still_described(ours, tmp_path, capsys):
+    (tmp_path / "empty.pth").touch()
+    safetensors.torch.save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
+    words = ["empty.pth", "x.safetensors", "absent.pth"]
+    arguments = [*(str(tmp_path / word) for word in words), str(ours)]
+    assert main(["models", *arguments]) == 4
+    out, err = capsys.readouterr()
+    assert "2 blocks" in out
+    lines = err.splitlines()
+    assert len(lines) == 3
+    for line, part in zip(
+        lines, ("is empty", "is no Vision Transformer", "no checkpoint"), strict=True
+    ):
+        assert part in line
+    assert main(["models", "--json", *arguments]) == 4
+    told = json.loads(capsys.readouterr().out)
+    assert ["error" in one for one in told] == [True, True, True, False]
+
+
+def test_an_architecture_of_timm_has_no_file(capsys):
+    said = shown(capsys, "timm:vit_tiny_patch16_224")
+    assert "no file" in said
+    assert "random" in said

@@ -1,0 +1,360 @@
+"""Plans of many cells: what is pending, how long it may take, and running it by every way."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import identify_encoder, load_encoder
+from ssl_bench.models.loading.addresses import expand
+from ssl_bench.planning import dataset_roots
+from ssl_bench.results.store import ResultStore
+from ssl_bench.sweep.plan import RecordedTimes
+from tests.core.test_results import RECORD
+from tests.support.faults import (
+    DINO_LIKE,
+    class_folders,
+    encoder_file,
+    exit_code,
+    fails,
+    fork,
+    photo_folder,
+    records,
+    voc,
+)
+
+HERE = "cpu: x86_64, 2 threads"
+PHOTOS = ["--task", "pca", "--dataset", "folder", "--data-root", "photos"]
+SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.epochs=2"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """Two runs of two blocks each, and two photographs."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(["one", "two"]):
+        encoder_file(tmp_path / "runs" / name / "last.safetensors", seed=seed)
+    photo_folder(tmp_path / "photos", 2)
+    return tmp_path
+
+
+def planned(capsys, *arguments: str) -> dict:
+    capsys.readouterr()
+    assert main(["sweep", *arguments, "--dry-run", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_plan_counts_finished_cells_as_probe_left_them(place, capsys):
+    probe = ["probe", *PHOTOS, "--checkpoint", "runs/two", "--layer", "1"]
+    assert main([*probe, "probe.num_images=1"]) == 0
+
+    plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*", "probe.num_images=1")
+
+    rows = [(job["model"], job["layers"], job["cells"], job["pending"]) for job in plan["jobs"]]
+    assert rows == [("one", [0, 1], 2, 2), ("two", [0, 1], 2, 1)]
+    assert (plan["cells"], plan["pending"]) == (4, 3)
+    # Another question is another cell.
+    assert planned(capsys, *PHOTOS, "--checkpoint", "runs/*")["pending"] == 4
+
+
+def test_a_plan_writes_nothing_and_shows_a_table(place, capsys):
+    assert main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--dry-run"]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["checkpoint", "task", "dataset", "finished", "pending", "time"]
+    assert lines[1].split() == ["one", "pca", "folder", "all", "0", "2", "unknown"]
+    assert lines[3].startswith("2 jobs, 4 cells: 0 finished, 4 pending; time unknown for 2 jobs")
+    assert not Path("results").exists()
+
+
+def test_patterns_are_files_of_weights_and_run_folders_each_once(place):
+    Path("runs/notes.txt").write_text("not weights")
+    Path("runs/empty").mkdir()
+
+    found = expand(["runs/*", "runs/t*", "timm:vit_*", "runs/one"])
+
+    assert found == ["runs/one", "runs/two", "timm:vit_*"]
+    assert expand(["runs/**/*.safetensors"]) == [
+        "runs/one/last.safetensors",
+        "runs/two/last.safetensors",
+    ]
+
+
+def test_a_pattern_that_matches_no_weights_is_one_line(place, capsys):
+    Path("other").mkdir()
+    said = fails(capsys, ["sweep", *PHOTOS, "--checkpoint", "oth*"], 4)
+
+    assert "no checkpoint matches 'oth*'" in said
+
+
+def test_equal_weights_are_planned_once(place, capsys):
+    encoder_file(place / "runs/copy/last.safetensors", seed=1)
+
+    plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
+
+    assert [job["checkpoint"] for job in plan["jobs"]] == ["runs/copy", "runs/one"]
+    main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--dry-run"])
+    assert "runs/two is the encoder of runs/copy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stated", ["one", "several"])
+def test_the_identity_of_a_checkpoint_is_that_of_the_loaded_encoder(place, stated):
+    path = place / "runs/one/last.safetensors"
+    if stated == "several":
+        sidecar = path.with_name(path.name + ".sha256")
+        sidecar.write_text(f"{'0' * 64}  {path.name}\n" + sidecar.read_text())
+
+    for uri in ("runs/one", str(path)):
+        identity, encoder = identify_encoder(uri), load_encoder(uri)
+        assert identity.identity() == encoder.identity()
+        assert (identity.name, identity.depth) == (encoder.name, encoder.depth) == ("one", 2)
+
+
+def test_the_identity_of_other_weights_is_that_of_the_loaded_encoder(place):
+    weights = load_encoder(str(encoder_file(place / "like.safetensors", config=DINO_LIKE)))
+    torch.save({"teacher": weights.module.state_dict()}, "dino.pth")
+
+    identity = identify_encoder("dino.pth")
+
+    assert identity.identity() == load_encoder("dino.pth").identity()
+    assert (identity.name, identity.depth) == ("dino", 2)
+
+
+def test_tasks_go_to_datasets_that_have_labels_for_them_each_with_its_own_root(place, capsys):
+    voc(place / "a")
+    class_folders(place / "b")
+    tasks = ["--task", "pca,segmentation,knn", "--dataset", "voc2012,class_folders"]
+    roots = ["--data-root", "voc2012=a,class_folders=b", "--layer", "-1"]
+
+    plan = planned(capsys, *tasks, *roots, "--checkpoint", "runs/one", *SMALL[1:])
+
+    found = [(job["dataset"], job["task"]) for job in plan["jobs"]]
+    assert sorted(found) == [
+        ("class_folders", "knn"),
+        ("class_folders", "pca"),
+        ("voc2012", "pca"),
+        ("voc2012", "segmentation"),
+    ]
+    assert all(job["layers"] == [1] for job in plan["jobs"])
+    # An override reaches the probes that have such a key, and their commands hold no other.
+    epochs = [job["task"] for job in plan["jobs"] if "probe.epochs=2" in job["command"]]
+    assert epochs == ["segmentation"]
+
+
+@pytest.mark.parametrize(
+    ("text", "roots"),
+    [
+        (None, {}),
+        ("/d", {"toy": "/d", "voc2012": "/d"}),
+        ("/d,e=f", {"toy": "/d,e=f", "voc2012": "/d,e=f"}),
+        ("voc2012=/a b, ade20k=c=d", {"voc2012": "/a b", "ade20k": "c=d"}),
+    ],
+)
+def test_roots_are_one_folder_or_one_for_each_dataset(text, roots):
+    assert dataset_roots(text, ["toy", "voc2012"]) == roots
+
+
+def test_a_root_without_its_dataset_is_refused():
+    with pytest.raises(ConfigurationError, match="DATASET=DIR,DATASET=DIR, got 'voc2012=a,b'"):
+        dataset_roots("voc2012=a,b", ["toy"])
+
+
+def pass_of(layers: int, seconds: float, minute: int, **fields) -> list:
+    """Records of one pass, each saved when its layer was done."""
+    start = datetime.fromisoformat("2026-01-02T03:00:00+00:00") + timedelta(minutes=minute)
+    took = [seconds * (layer + 1) / layers for layer in range(layers)]
+    return [
+        replace(
+            RECORD, layer=layer, seconds=s, created=(start + timedelta(seconds=s)).isoformat(),
+            **fields,
+        )
+        for layer, s in enumerate(took)
+    ]  # fmt: skip
+
+
+def test_an_estimate_is_the_median_of_passes_over_as_many_layers_else_scaled():
+    slow, quick, single = pass_of(3, 6.0, 0), pass_of(3, 4.0, 1), pass_of(1, 10.0, 2)
+    times = RecordedTimes([*slow, *single, *quick], HERE)
+
+    def estimate(*layers: int) -> float | None:
+        return times.estimate([replace(RECORD, layer=n).key() for n in layers], 12)
+
+    assert estimate() == 0
+    assert estimate(7, 8, 9) == pytest.approx(5.0)
+    assert estimate(5) == pytest.approx(10.0)
+    # Of two layers there is no pass: 4, 8 / 3 and 20 seconds.
+    assert estimate(1, 2) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device": "cuda: NVIDIA H200"},
+        {"depth": 6},
+        {"settings": {"tau": 0.3}},
+        {"dataset_fingerprint": "c" * 64},
+        {"task": "pca"},
+        {"created": "yesterday"},
+    ],
+)
+def test_records_of_another_question_or_device_give_no_estimate(other):
+    record = replace(RECORD, **other)
+
+    assert RecordedTimes([RECORD], HERE).estimate([RECORD.key()], 12) == 1.5
+    assert RecordedTimes([record], HERE).estimate([RECORD.key()], 12) is None
+
+
+def test_the_time_of_one_checkpoint_is_the_estimate_of_the_next(place, capsys):
+    assert main(["probe", *PHOTOS, "--checkpoint", "runs/one"]) == 0
+
+    plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
+
+    longest = max(record.seconds for record in records())
+    assert [job["seconds"] for job in plan["jobs"]] == [0.0, longest]
+    assert plan["seconds"] == longest
+
+
+def test_a_sweep_leaves_the_cells_of_its_plan_and_another_one_does_nothing(place, capsys):
+    sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*"]
+
+    assert main(sweep) == 0
+
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "2 jobs finished, 0 failed, 0 skipped" in said.err
+    plan = planned(capsys, *sweep[1:])
+    assert (plan["cells"], plan["pending"]) == (len(records()), 0) == (4, 0)
+    assert main([*sweep, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert {job["state"] for job in again["jobs"]} == {"skipped"}
+
+
+def test_a_job_that_fails_stops_no_other_and_is_tried_again(place, capsys):
+    weights = place / "runs/one/last.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--json"]
+
+    assert main(sweep) == 4
+
+    out, err = capsys.readouterr()
+    assert [job["state"] for job in json.loads(out)["jobs"]] == ["failed", "finished"]
+    (line,) = (line for line in err.splitlines() if line.startswith("failed"))
+    assert "sha256" in line
+    assert "1 jobs finished, 1 failed, 0 skipped" in err
+    assert {record.model for record in records()} == {"two"}
+    weights.write_bytes(good)
+    assert main(sweep) == 0
+    assert {record.model for record in records()} == {"one", "two"}
+
+
+def test_a_fault_that_nobody_foresaw_stops_no_other_job_but_debug_shows_it(place, monkeypatch):
+    def fault(*_, **__):
+        raise AssertionError("a fault of our own")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("probes.pca.probe.PCA.run", fault)
+        assert main(["sweep", *PHOTOS, "--checkpoint", "runs/*"]) == 1
+        with pytest.raises(AssertionError):
+            main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--debug"])
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_halfway_computes_only_what_is_pending(place):
+    sizes = ["dataset.num_train=4", "dataset.num_val=3"]
+    tasks = "pca,segmentation,retrieval"
+    sweep = ["sweep", "--task", tasks, "--checkpoint", "runs/*", *SMALL, *sizes]
+    assert main([*sweep, "--out", "through"]) == 0
+    cells = len(records("through"))
+
+    child = fork(lambda: main(sweep), stderr=place / "said")
+    latest = time.monotonic() + 300
+    while len(found := written()) < cells // 2:
+        assert time.monotonic() < latest, Path("said").read_text()
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    assert exit_code(child) == -signal.SIGKILL
+    before = written()
+
+    assert len(found) <= len(before) < cells
+    assert main(sweep) == 0
+    after = written()
+    assert {path: after[path] for path in before} == before
+    assert len(after) == cells
+    assert values("results") == values("through")
+    assert not list(Path("results/records").rglob("*.tmp"))
+
+
+def written() -> dict[Path, int]:
+    """When each record was written, in nanoseconds."""
+    return {path: path.stat().st_mtime_ns for path in Path("results/records").rglob("*.json")}
+
+
+def values(out: str) -> dict:
+    store = ResultStore(Path(out))
+    found = {record.key(): record.value for record in store.records()}
+    assert store.unreadable == {}
+    return found
+
+
+@pytest.mark.slow
+def test_jobs_in_two_processes_leave_the_same_cells(place, capsys):
+    sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*"]
+    assert main([*sweep, "--out", "through"]) == 0
+    weights = encoder_file(place / "runs/broken/last.safetensors", seed=7)
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+
+    assert main([*sweep, "--jobs", "2"]) == 4
+
+    assert values("results") == values("through")
+    (line,) = (n for n in capsys.readouterr().err.splitlines() if n.startswith("failed"))
+    assert "broken: " in line
+    assert "sha256" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--jobs", "0"], 2, "--jobs must be at least 1"),
+        (["--dry-run", "--print"], 2, "not allowed with"),
+        (["--layer", "7"], 2, "layers must lie in 0..1"),
+        (["probe.num_imgs=1"], 2, "did you mean probe.num_images"),
+        (["--data-root", "absent"], 3, "absent"),
+        (["--checkpoint", "runs/none"], 4, "no checkpoint at runs/none"),
+    ],
+)
+def test_what_is_typed_wrong_is_one_line_before_anything_runs(
+    place, capsys, arguments, code, message
+):
+    assert message in fails(capsys, ["sweep", *PHOTOS, *arguments], code)
+    assert not Path("results").exists()
+
+
+def test_printed_commands_are_words_for_a_shell_and_leave_the_same_cells(place, capsys):
+    out = "it's $(touch bad); results"
+    sweep = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--out", out, "--layer", "-1"]
+    assert main([*sweep, "--print"]) == 0
+    printed = capsys.readouterr().out
+
+    shell = f"ssl-bench() {{ printf '%s\\0' \"$@\"; printf '\\n'; }}\n{printed}"
+    run = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+
+    lines = [line.split("\0")[:-1] for line in run.stdout.splitlines()]
+    assert len(lines) == 2
+    assert lines == [shlex.split(line)[1:] for line in printed.splitlines()]
+    assert all(main(line) == 0 for line in lines)
+    assert sorted(record.model for record in records(out)) == ["one", "two"]
+    assert not Path("bad").exists()
+    capsys.readouterr()
+    assert main([*sweep, "--print"]) == 0
+    assert capsys.readouterr().out == ""

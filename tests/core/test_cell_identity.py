@@ -1,0 +1,319 @@
+"""A number is that of one encoder, on some images, fitted to some others."""
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.compose import build, choices, compose_config
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.evaluation import Evaluation, cell_keys, cell_settings
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model, identify_encoder
+from ssl_bench.models.architecture import configured, of_library
+from ssl_bench.results.store import ResultStore
+from tests.support.faults import SMALL, class_folders, encoder_file, probing, records, voc
+from tests.support.foreign_weights import saved
+
+TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with an encoder, class folders and VOC, in which commands run."""
+    monkeypatch.chdir(tmp_path)
+    encoder_file(Path("encoder.safetensors"))
+    class_folders(tmp_path / "classes")
+    voc(tmp_path / "voc")
+    return tmp_path
+
+
+def swap(one: Path, other: Path) -> None:
+    one.rename(one.with_name("aside"))
+    other.rename(one)
+    one.with_name("aside").rename(other)
+
+
+def values(out: str = "results") -> dict[str, float]:
+    return {record.metric: record.value for record in records(out)}
+
+
+@pytest.mark.parametrize("task", ["knn", "classification"])
+def test_fault_52_training_classes_that_change_places_are_other_training_images(place, task):
+    probe = probing(task, "class_folders", place / "classes")
+    assert main(probe) == 0
+    before = records()
+
+    swap(place / "classes/train/cat", place / "classes/train/dog")
+
+    assert main(probe) == 0
+    assert main([*probe, "--out", "fresh"]) == 0
+    after = [record for record in records() if record not in before]
+    assert len(after) == len(before)
+    assert {record.metric: record.value for record in after} == values("fresh")
+    assert {r.trained_on for r in before}.isdisjoint({r.trained_on for r in after})
+
+
+@pytest.mark.parametrize("task", ["segmentation", "retrieval"])
+def test_fault_52_a_part_of_the_training_images_makes_a_cell_of_its_own(place, task, capsys):
+    probe = probing(task, "voc2012", place / "voc")
+    assert main(probe) == 0
+    whole = {record.key().digest() for record in records()}
+
+    assert main([*probe, "dataset.train_split=train:0-50%", "--overwrite"]) == 0
+
+    assert whole < {record.key().digest() for record in records()}
+    assert {str(r.trained_on).partition(",")[0] for r in records()} == {
+        "train (4 images",
+        "train:0-50% (2 images",
+    }
+    capsys.readouterr()
+    assert main(["table", "--format", "markdown"]) == 0
+    printed = capsys.readouterr().out
+    for record in records():
+        assert f"trained on {record.trained_on}" in printed
+
+
+def test_fault_52_cells_of_other_training_images_are_not_compared(place, capsys):
+    encoder_file(Path("other.safetensors"), seed=1)
+    probe = probing("knn", "class_folders", place / "classes")
+    other = [word.replace("encoder.", "other.") for word in probe]
+    assert main(probe) == 0
+    assert main(other) == 0
+    assert main(["compare", "encoder", "other"]) == 0
+    assert "trained on train (6 images, " in capsys.readouterr().out
+    shutil.rmtree("results")
+    assert main(probe) == 0
+    swap(place / "classes/train/cat", place / "classes/train/dog")
+    assert main(other) == 0
+    capsys.readouterr()
+
+    assert main(["compare", "encoder", "other"]) == 3
+
+    (line,) = capsys.readouterr().err.splitlines()
+    for record in records():
+        assert str(record.trained_on) in line
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A dataset that notes who opens its training images."""
+
+    dataset: Dataset
+    opened: list[str]
+
+    def __getattr__(self, name: str):
+        return getattr(self.dataset, name)
+
+    def train(self) -> ImageSet:
+        self.opened.append("train")
+        return self.dataset.train()
+
+
+@pytest.mark.parametrize("task", sorted(SMALL))
+def test_fault_52_whoever_reads_training_images_says_so(place, task):
+    kinds = {"knn": "class_folders", "classification": "class_folders"}
+    kind = kinds.get(task, "voc2012")
+    overrides = [f"probe={task}", f"dataset={kind}", *SMALL[task]]
+    root = place / ("voc" if kind == "voc2012" else "classes")
+    config = compose_config("probing", [*overrides, f"data.root={root}"])
+    probe, dataset = build(config.probe), cast(Any, Watched(build(config.dataset), []))
+    encoder = encoder_from_model(build_vit(TINY, seed=0), name="tiny")
+    cpu = torch.device("cpu")
+    evaluation = Evaluation(encoder, dataset, probe, (1,), 0, cpu, torch.float32)
+
+    made = evaluation.run(ResultStore(Path("here")), say=print)
+
+    assert {record.trained_on is not None for record in made} == {bool(dataset.opened)}
+
+
+def test_fault_52_training_images_that_change_during_a_run_give_it_no_other_key(place):
+    config = compose_config("probing", ["probe=knn", *SMALL["knn"], "data.root=classes"])
+    folders = ClassFolders("classes")
+    dataset = cast(Any, Watched(folders, []))
+    before = folders.train().fingerprint()
+
+    def swapped_after_the_first(self, record, per_image=None):
+        path = save(self, record, per_image)
+        if len(list(Path("here").rglob("*.json"))) == 2:
+            swap(place / "classes/train/cat", place / "classes/train/dog")
+        return path
+
+    save = ResultStore.save
+    encoder = encoder_from_model(build_vit(TINY, seed=0), name="tiny")
+    cpu = torch.device("cpu")
+    evaluation = Evaluation(encoder, dataset, build(config.probe), (1,), 0, cpu, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ResultStore, "save", swapped_after_the_first)
+        made = evaluation.run(ResultStore(Path("here")), say=print)
+
+    assert len(made) == 4
+    assert {cast(Any, record.trained_on).fingerprint for record in made} == {before}
+    # For the key and to be read, however many cells there are.
+    assert len(dataset.opened) == 2
+
+
+def test_every_probe_was_asked_whom_it_is_fitted_to():
+    # Conditioning has no small run above: it reads images without labels alone.
+    assert set(choices("probe")) == {*SMALL, "conditioning"}
+
+
+def test_fault_53_equal_weights_with_other_colours_are_another_encoder(place, capsys):
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=0, dynamic_img_size=True)
+    saved(Path("tiny.pth"), model.state_dict())
+    probe = probing("knn", "class_folders", place / "classes", "probe.image_size=32")
+    probe.remove("encoder.safetensors")
+    probe.remove("--checkpoint")
+    for number, uri in enumerate(("tiny.pth", "timm:vit_tiny_patch16_224@tiny.pth")):
+        assert main([*probe, "--checkpoint", uri]) == 0
+        assert "finished before" not in capsys.readouterr().err
+        assert main([*probe, "--checkpoint", uri, "--out", f"fresh{number}"]) == 0
+    bare, named = (records(f"fresh{number}") for number in range(2))
+
+    assert bare[0].checkpoint_sha256 == named[0].checkpoint_sha256
+    assert (bare[0].mean, named[0].mean) == ((0.485, 0.456, 0.406), (0.5, 0.5, 0.5))
+    together = {(record.encoder_id, record.metric): record.value for record in records()}
+    for record in (*bare, *named):
+        if "top1" in record.metric:
+            assert together[record.encoder_id, record.metric] == record.value
+    announced = said([*probe, "--checkpoint", "tiny.pth"], capsys)
+    assert "mean 0.485 0.456 0.406, deviation 0.229 0.224 0.225 (assumed" in announced
+    assert main(["table", "--format", "markdown"]) == 0
+    (head,) = {n for n in capsys.readouterr().out.splitlines() if n.startswith("| block")}
+    assert [word.split("&")[0] for word in head.split(" | ")[1:]] == [
+        "tiny",
+        "vit_tiny_patch16_224",
+    ]
+
+
+def said(arguments: list[str], capsys) -> str:
+    capsys.readouterr()
+    assert main(arguments) == 0
+    return capsys.readouterr().err
+
+
+def test_fault_53_equal_weights_in_another_architecture_are_another_encoder():
+    from timm.models.vision_transformer import VisionTransformer
+
+    shape: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 2}
+    shape |= {"num_heads": 2}
+    plain = of_library(VisionTransformer(**shape), "timm", "x")
+    for change in (
+        {"act_layer": torch.nn.ReLU},
+        {"norm_layer": partial(torch.nn.LayerNorm, eps=1e-5)},
+        {"num_heads": 3},
+        {"global_pool": "avg"},
+        {"no_embed_class": True, "pos_embed": "none"},
+    ):
+        assert of_library(VisionTransformer(**{**shape, **change}), "timm", "x") != plain
+    assert of_library(VisionTransformer(**shape), "timm", "x") == plain
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_heads": 3}, {"skip_mlp": False}, {"graying": "dct"}, {"attention": "linear"}]
+)
+def test_fault_53_what_changes_the_forward_pass_is_in_the_architecture(change):
+    assert configured(replace(TINY, **change)) != configured(TINY)
+
+
+def test_fault_53_how_the_weights_were_drawn_is_not_in_the_architecture():
+    assert configured(replace(TINY, init="mimetic", drop_path=0.1)) == configured(TINY)
+
+
+def test_fault_53_another_encoder_at_the_compared_address_is_compared_anew(place):
+    encoder_file(Path("other.safetensors"), seed=1)
+    words = ["probe", "--task", "conditioning", "--dataset", "folder", "--layer", "1"]
+    words += ["--data-root", str(place / "classes/val/cat"), "--checkpoint", "encoder.safetensors"]
+    words += ["probe.protocol=checkpoints", "probe.compare_to=other.safetensors"]
+    words += ["probe.image_size=32", "probe.num_images=2"]
+    assert main(words) == 0
+    (before,) = records()
+
+    encoder_file(Path("other.safetensors"), seed=2)
+    assert main(words) == 0
+
+    (after,) = (record for record in records() if record != before)
+    assert after.value != before.value
+
+
+def test_the_arithmetic_of_the_encoder_makes_a_cell_of_its_own(place):
+    probe = probing("knn", "class_folders", place / "classes")
+    assert main(probe) == 0
+    exact = {record.key().digest() for record in records()}
+
+    assert main([*probe, "dtype=bfloat16"]) == 0
+
+    kinds = [record.settings["dtype"] for record in records()]
+    assert sorted(kinds) == ["bfloat16"] * len(exact) + ["float32"] * len(exact)
+
+
+def make_old(path: Path) -> None:
+    """As records were before they named architecture, colours and training images."""
+    told = json.loads(path.read_text())
+    for name in ("architecture", "mean", "std"):
+        del told[name]
+    del told["settings"]["trained_on"]
+    path.write_text(json.dumps(told))
+
+
+def test_fault_55_a_record_of_an_earlier_kind_counts_for_nothing_and_is_named(place, capsys):
+    probe = probing("knn", "class_folders", place / "classes")
+    assert main(probe) == 0
+    paths = sorted(Path("results/records").rglob("*.json"))
+    for path in paths:
+        make_old(path)
+        path.rename(path.with_name(path.name[:-21] + "0123456789abcdef.json"))
+    old = sorted(Path("results/records").rglob("*.json"))
+
+    (line,) = (line for line in said(probe, capsys).splitlines() if "earlier kind" in line)
+
+    assert str(old[0]) in line or str(old[1]) in line
+    assert set(Path("results/records").rglob("*.json")) == {*paths, *old}
+    capsys.readouterr()
+    assert main(["table"]) == 0
+    (line,) = (n for n in capsys.readouterr().err.splitlines() if "earlier kind" in n)
+    assert line.startswith(f"{len(old)} of {len(old) + len(paths)} records cannot be shown")
+    for path in paths:
+        path.unlink()
+    assert main(["table"]) == 3
+    assert "can be read, such as" in (line := capsys.readouterr().err)
+    assert "of an earlier kind" in line
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"checkpoint_sha256": '])
+def test_a_damaged_record_is_not_taken_for_one_of_an_earlier_kind(place, capsys, content):
+    probe = probing("knn", "class_folders", place / "classes")
+    assert main(probe) == 0
+    for path in Path("results/records").rglob("*.json"):
+        path.write_text(content)
+
+    assert "earlier kind" not in said(probe, capsys)
+    assert main(["table"]) == 0
+
+
+def test_the_identity_of_a_cell_needs_no_encoder(place):
+    found = identify_encoder("encoder.safetensors")
+    config = compose_config("probing", ["probe=knn", "dataset=class_folders", "data.root=classes"])
+
+    @dataclass(frozen=True)
+    class Asked:
+        probe = build(config.probe)
+        dataset = build(config.dataset)
+        seed = 0
+        dtype = torch.float32
+
+    images: ImageSet = Asked.dataset.val()
+    settings = cell_settings(Asked())
+    keys = cell_keys(Asked(), images, [1], identity=found.identity(), settings=settings)
+
+    assert {key.checkpoint_sha256 for key in keys} == {found.sha256}
+    assert {key.architecture["kind"] for key in keys} == {"vit"}

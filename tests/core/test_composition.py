@@ -1,0 +1,163 @@
+from collections.abc import Iterator
+from dataclasses import fields, replace
+
+import pytest
+from omegaconf import DictConfig
+
+from pretrain.objectives.dino import Dino
+from pretrain.optimizers.recipes import Soap
+from pretrain.options import describe
+from ssl_bench.composition.components import completed, component_class, constructed
+from ssl_bench.composition.compose import (
+    as_plain,
+    build,
+    choices,
+    compose_config,
+    config_folder,
+    has_key,
+    keys,
+)
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.initialisers.blocks import INITIALISERS
+from ssl_bench.models.initialisers.convolutions import FILTER_INITIALISERS
+
+PCA = ["probe=pca", "dataset=toy"]
+
+
+def test_overrides_reach_the_component_as_plain_python():
+    config = compose_config("probing", [*PCA, "probe.num_images=3", "seed=7"])
+
+    probe = build(config.probe)
+
+    assert (probe.num_images, probe.image_size, config.seed) == (3, 224, 7)
+    assert type(probe.num_images) is int
+
+
+def test_as_plain_resolves_references():
+    config = compose_config("probing", ["probe=pca", "dataset=folder", "data.root=/photos"])
+
+    assert as_plain(config)["dataset"]["root"] == "/photos"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("probe.num_image=3", r"unknown key 'probe.num_image'; did you mean probe.num_images"),
+        ("probe.num_images=many", r"probe.num_images expects a whole number .*got 'many'"),
+        ("probe.num_images=2.5", r"expects a whole number"),
+        ("probe.num_images=true", r"expects a whole number"),
+        ("probe.facet=3", r"probe.facet expects token or token_normed .*, got"),
+        ("probe.facet=[key,3]", r"probe.facet expects token or token_normed .*, got"),
+        ("dataset=voc2021", r"unknown dataset='voc2021' .*did you mean voc2012"),
+        ("probe.num_images", r"expected KEY=VALUE, got 'probe.num_images'"),
+        ("probe.num_images=[1", r"num_images"),
+        ("probe.num_images=???", r"expects a whole number .*, got '\?\?\?'"),
+        ("probe={a: 1}", r"unknown probe="),
+        ("probe.new=1", r"unknown key 'probe.new'"),
+        ("dataset.cache=[1]", r"dataset.cache expects a path"),
+        ("dataset.cache='~nosuchuser/x'", r"dataset.cache expects a path .*, got '~nosuchuser/x'"),
+        ("dataset.cache=''", r"dataset.cache expects a path"),
+        ("dataset.num_train=1e9", r"dataset.num_train expects a whole number"),
+        ("data=3", r"data is no value; override its keys, such as data.KEY=VALUE"),
+        (f"probe.num_images={'9' * 5000}", r"cannot read"),
+        (f"probe.num_images={'[' * 2000}", r"cannot read"),
+        ("probe.num_images=choice(1,2)", r"cannot read"),
+        ("probe.num_images=1,2", r"num_images"),
+        ("probe.num_images=0", r"num_images expects a whole number in \[1, 1000000000\], got 0"),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_says_what_to_do(override, message):
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        _built_both(compose_config("probing", [*PCA, override]))
+
+    assert "\n" not in str(caught.value)
+
+
+def _built_both(config: DictConfig) -> None:
+    build(config.probe)
+    build(config.dataset)
+
+
+def test_several_names_may_stand_where_one_is_the_default():
+    config = compose_config("probing", ["probe=tokencut", "probe.facet=[token,key]"])
+
+    assert build(config.probe).facets == ("key", "token")
+
+
+def test_a_whole_number_is_a_number_where_a_fraction_is_the_default():
+    config = compose_config("probing", ["probe=tokencut", "probe.tau=0"])
+
+    assert config.probe.tau == 0
+
+
+@pytest.mark.parametrize("group", ["probe", "dataset", "model", "optimizer", "objective"])
+def test_every_file_of_a_group_composes_and_builds(group):
+    root = "probing" if group in ("probe", "dataset") else "pretraining"
+    base = ["probe=pca"] if root == "probing" else []
+    for name in choices(group):
+        config = compose_config(root, [*base, f"{group}={name}"])
+
+        assert build(config[group]) is not None
+        assert has_key(config, "data.root")
+
+
+def test_the_presets_of_a_probe_keep_its_keys():
+    for preset in choices("probe/segmentation_protocol"):
+        config = compose_config(
+            "probing", ["probe=segmentation", f"probe/segmentation_protocol={preset}"]
+        )
+
+        assert build(config.probe).protocol == preset
+
+
+def _components(config) -> Iterator[tuple[str, type]]:
+    """The key and the class of everything that a configuration builds."""
+
+    def walk(key, value):
+        if isinstance(value, dict):
+            if "_target_" in value:
+                yield key, component_class(value["_target_"], key)
+            for name, item in value.items():
+                yield from walk(f"{key}.{name}" if key else name, item)
+
+    return walk("", as_plain(config))
+
+
+@pytest.mark.parametrize(
+    "group", ["probe", "dataset", "model", "optimizer", "objective", "experiment"]
+)
+def test_every_field_of_every_class_can_be_overridden(group):
+    root = "probing" if group in ("probe", "dataset") else "pretraining"
+    base = ["probe=pca"] if root == "probing" else []
+    for name in choices(group):
+        config = compose_config(root, [*base, f"{group}={name}"])
+        said = {key.rpartition(".")[0] for key in keys(config)} | set(keys(config))
+        for key, kind in _components(config):
+            names = [f"{key}.{item.name}".lstrip(".") for item in fields(kind) if item.init]
+            assert set(names) <= said
+
+
+def test_what_files_leave_out_is_the_default_of_the_class():
+    config = compose_config("pretraining", ["optimizer=soap", "optimizer.max_precond_dim=7"])
+
+    assert "max_precond_dim" not in (config_folder() / "optimizer/soap.yaml").read_text()
+    assert build(config.optimizer) == replace(Soap(betas=[0.95, 0.95]), max_precond_dim=7)
+    with pytest.raises(ConfigurationError, match=r"optimizer\.eps expects a number"):
+        build(compose_config("pretraining", ["optimizer.eps=x"]).optimizer)
+
+
+def test_a_class_alone_is_completed_by_its_defaults_those_inside_it_too():
+    call = completed({"_target_": "pretrain.objectives.dino.Dino", "out_dim": 9}, "objective")
+
+    assert call["crops"]["_target_"] == "pretrain.crops.multi.MultiCrop"
+    assert call["crops"]["global_scale"] == [0.4, 1.0]
+    assert describe(constructed(call, "objective")) == describe(Dino(out_dim=9))
+
+
+@pytest.mark.parametrize(
+    ("model", "kinds"), [("vit_tiny_skip", INITIALISERS), ("conv_mixer", FILTER_INITIALISERS)]
+)
+def test_every_option_of_every_initialiser_can_be_overridden(model, kinds):
+    options = compose_config("pretraining", [f"model={model}"]).model.init_options
+
+    assert set(options) == {item.name for kind in kinds.values() for item in fields(kind)}

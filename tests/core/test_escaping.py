@@ -1,0 +1,107 @@
+"""What each border does to characters that mean something there."""
+
+import json
+import subprocess
+
+import pytest
+
+from ssl_bench.system.escaping import (
+    csv_field,
+    in_figure,
+    is_file_name,
+    json_text,
+    latex,
+    markdown,
+    one_line,
+    printable,
+    shell_words,
+)
+from tests.support.hostile import HOSTILE
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("é 北京 ± voc_1", "é 北京 ± voc_1"),
+        ("\x1b[2J\x9b\x07\x7f\r\n\t", r"\x1b[2J\x9b\x07\x7f\r\n\t"),
+        ("\u202e\u2066\u2028\udce9", r"\u202e\u2066\u2028\udce9"),
+    ],
+)
+def test_what_is_not_seen_is_written_out(text, seen):
+    assert printable(text) == seen
+
+
+def test_the_lines_of_a_message_become_one():
+    assert one_line(ValueError("a\n  b\x1b")) == r"a b\x1b"
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("*", "{*}"), ("[x]", "{[}x]"), ("a[*", "a[*"), ("", ""),
+        ("a\n%b", r"a\textbackslash{}n\%b"), ("#$&_{}", r"\#\$\&\_\{\}"),
+    ],
+)  # fmt: skip
+def test_latex_reads_no_command_and_no_argument(text, escaped):
+    assert latex(text) == escaped
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("voc_1, tau=0.2 @3 [-1.0, +2.0]", "voc_1, tau=0.2 @3 [-1.0, +2.0]"),
+        ("_a_ a__b", "&#95;a&#95; a&#95;&#95;b"),
+        ("a|b\\|", r"a\|b&#92;\|"),
+        ("[a](b) ![a][b]", "[a&#93;(b) ![a&#93;[b]"),
+        ("https://e www.e a@e", "https&#58;//e www&#46;e a&#64;e"),
+        ("<b>&lt;`*~$", "&lt;b&gt;&amp;lt;&#96;&#42;&#126;&#36;"),
+    ],
+)
+def test_markdown_keeps_plain_names_and_reads_nothing_else(text, escaped):
+    assert markdown(text) == escaped
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        *[(number, number) for number in (-1.5, 3, None, "-1.5", "+2", "-1e-05", "0 1", "40.0")],
+        ("=1+1", "'=1+1"), ("-1+1", "'-1+1"), (" @x", " '@x"), ("\uff1dx", "'\uff1dx"),
+        ("\t=x", r"\t=x"), ("a;=x; +y", "a;'=x; '+y"), ("a=b, -1", "a=b, -1"),
+    ],
+)  # fmt: skip
+def test_a_spreadsheet_computes_no_text_and_numbers_stay_numbers(value, written):
+    assert csv_field(value) == written
+
+
+def test_json_has_no_half_characters_and_no_words_for_what_is_no_number():
+    content = {"a\ud800": (float("nan"), float("inf"), 1.5, "\udce9\n"), "b": {"c": True}}
+
+    text = json_text(content, indent=None)
+
+    assert json.loads(text) == {"a\\ud800": [None, None, 1.5, "\\udce9\n"], "b": {"c": True}}
+    assert json.loads(json_text(content, text=printable))["a\\ud800"][3] == "\\udce9\\n"
+
+
+def test_a_command_is_seen_and_typed_as_it_was():
+    words = ["probe", "it's", "a\\b'\x1bc\n", "\udce9 é", HOSTILE, ""]
+
+    line = shell_words(words)
+
+    assert line.isprintable()
+    assert line.startswith("probe ")
+    came = subprocess.run(["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, check=True)
+    assert came.stdout.decode(errors="surrogateescape").split("\0")[:-1] == words
+
+
+def test_a_figure_reads_no_mathematics():
+    assert in_figure("$\\frac$\n") == r"\$\frac\$\n"
+
+
+@pytest.mark.parametrize("name", ["toy", "a b\x1b", "\udce9"])
+def test_a_name_of_a_file_may_be_strange(name):
+    assert is_file_name(name)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "a/b", "a\\b", "\0", "\ud800"])
+def test_a_name_of_a_file_names_nothing_but_itself(name):
+    assert not is_file_name(name)

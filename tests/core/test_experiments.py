@@ -1,0 +1,294 @@
+"""Recipes and the papers' runs: they build, say what they cost, and differ in what they name."""
+
+import re
+from functools import cache
+
+import pytest
+
+from pretrain.crops.single import SingleCrop
+from pretrain.options import describe, differences
+from pretrain.train import Pretraining
+from ssl_bench.composition.compose import (
+    as_plain,
+    build,
+    choices,
+    compose_config,
+    config_folder,
+)
+from ssl_bench.composition.papers import experiments
+from ssl_bench.models import ConvMixerConfig, ViTConfig
+from ssl_bench.models.initialisers.blocks import MimeticInit, initialiser_of
+from ssl_bench.tables.published import published_tables
+
+EXPERIMENTS = choices("experiment")
+RUNS = experiments(config_folder())
+RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
+ROWS = [(table, row) for table in published_tables() for row in table.runs]
+# Stems of experiments, and what the arms under them may differ in.
+COMPARISONS = {
+    "convmixer_cifar10": {"model", "train"},
+    "convmixer_imagenet": {"model"},
+    "deit_imagenet": {"model"},
+    "dino_100_imagenet": {"model"},
+    "dino_300_imagenet": {"model"},
+    "dino_imagenet": {"model", "optimizer"},
+    "dino_photographs": {"model", "optimizer"},
+    "dino_tiny_imagenet": {"model", "optimizer"},
+    "graying_imagenet": {"model"},
+    "graying_tiny_imagenet": {"model"},
+    "initialisation_readings": {"model"},
+    "mae_imagenet_finetune": {"model"},
+    "mimetic_cifar10": {"model"},
+    "osa_mnist": {"model"},
+    "supervised_imagenet": {"model", "optimizer"},
+    "supervised_tiny_imagenet": {"model", "optimizer"},
+}
+
+
+def comment(recipe) -> str:
+    """The comment of a recipe as one line."""
+    text = (config_folder() / "experiment" / f"{recipe}.yaml").read_text()
+    lines = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
+    return " ".join(lines)
+
+
+@cache
+def experiment(name, *overrides) -> Pretraining:
+    plan = build(compose_config("pretraining", [f"experiment={name}", *overrides]))
+    assert isinstance(plan, Pretraining)
+    return plan
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_builds(name):
+    plan = experiment(name)
+
+    sizes = plan.objective.crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
+    assert all(size % plan.encoder.patch_size == 0 for size in sizes)
+
+
+def test_every_recipe_is_a_run_of_a_paper_and_every_run_takes_a_recipe():
+    assert set(RECIPES) <= set(RUNS)
+    assert {run.recipe for run in RUNS.values()} == set(RECIPES)
+    assert set(EXPERIMENTS) == set(RUNS)
+    assert all(not RUNS[name].changes for name in RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_cost_is_a_number_or_stands_in_the_recipe_that_it_names(name):
+    cost = comment(name).split(" Cost: ")[1]
+
+    named = re.match(r"(?:see|as) (\w+)", cost)
+    assert re.search(r"\d", cost) or (named and named[1] in EXPERIMENTS)
+    assert not re.search(r"\b(COST|EXPECTED|TODO|TBD|FIXME|XXX+)\b", comment(name))
+
+
+def test_what_needs_a_large_gpu_says_for_how_long():
+    small = {"osa_mnist", "initialisation_readings", "dino_photographs", "mae_photographs"}
+
+    assert {run.recipe for run in RUNS.values() if run.gpu_hours is None} == small
+
+
+@cache
+def sections(*overrides) -> dict:
+    return as_plain(compose_config("pretraining", overrides))
+
+
+def at(values, key):
+    for name in key.split("."):
+        values = values[name]
+    return values
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_run_repeats_a_value_of_its_recipe(name):
+    run = RUNS[name]
+    files = {key: value for key, value in run.changes.items() if "." not in key}
+    recipe = [f"experiment={run.recipe}"]
+    base = sections(*recipe, *(f"{key}={value}" for key, value in files.items()))
+
+    repeated = [key for key in files if base[key] == sections(*recipe)[key]]
+    repeated += [key for key, v in run.changes.items() if "." in key and at(base, key) == v]
+
+    assert not repeated
+
+
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=[f"{t.name}: {row}" for t, row in ROWS])
+def test_a_row_stands_for_a_run_of_its_own_and_trains_on_the_images_of_the_table(table, row):
+    name, _, epoch = table.runs[row].partition("@")
+    datasets = {column.dataset for column in table.columns if column.task == "supervised"}
+
+    assert datasets <= {RUNS[name].images}
+    assert list(table.runs.values()).count(table.runs[row]) == 1
+    assert not epoch or int(epoch) < experiment(name).train.epochs
+
+
+def rows_of(name) -> dict[str, Pretraining]:
+    """The runs of a table by its rows."""
+    (table,) = [one for one in published_tables() if one.name == name]
+    return {row: experiment(run.partition("@")[0]) for row, run in table.runs.items()}
+
+
+def test_rows_that_name_their_sizes_have_them():
+    for row, plan in rows_of("cifar10").items():
+        width, depth, heads, init = re.findall(r"\d+|default|mimetic", row)
+        sizes = [plan.model.dim, plan.model.depth, plan.model.num_heads, plan.model.init]
+        assert sizes == [int(width), int(depth), int(heads), init]
+    for row, plan in rows_of("convmixer_cifar10").items():
+        assert row == f"{plan.model.init} init, {plan.train.epochs} epochs"
+    for name in ("table3", "table4"):
+        for row, plan in rows_of(name).items():
+            kind = "skip" if plan.model.skip_mlp else "skipless"
+            assert row == f"{kind}, {plan.model.depth} blocks"
+
+
+def test_rows_of_graying_have_its_kind_and_exponent():
+    for row, plan in rows_of("graying_exponent").items():
+        kind, exponent = plan.model.graying, plan.model.graying_exponent
+        wanted = f"{kind.upper()}, exponent {exponent}"
+        assert row == ("no token graying" if kind == "none" else wanted)
+    for row, plan in rows_of("tiny_imagenet").items():
+        kind = "" if plan.model.graying == "none" else f", {plan.model.graying.upper()} token graying"
+        assert row == f"{plan.model.attention} attention{kind}"
+
+
+def test_rows_of_the_supervised_table_have_its_skips_initialisation_and_optimizer():
+    for row, plan in rows_of("table1").items():
+        optimizer = type(plan.optimizer).__name__.lower()
+        init = {"skipless": "proposed", "default": "default"}[plan.model.init]
+        kind = "skip" if plan.model.skip_mlp else f"skipless, {init} init"
+        assert row == f"{kind}, {optimizer}"
+
+
+@pytest.mark.parametrize("stem", COMPARISONS)
+def test_the_arms_of_a_comparison_differ_in_what_they_name_alone(stem):
+    arms = {name: describe(experiment(name)) for name in EXPERIMENTS if name.startswith(f"{stem}_")}
+    first = describe(experiment(stem))
+
+    changed = {
+        name: {line.split(".")[0] for line in differences(first, arms[name])} for name in arms
+    }
+
+    assert set().union(*changed.values()) <= COMPARISONS[stem]
+    assert len({str(arm) for arm in arms.values()}) == len(arms)
+
+
+@pytest.mark.parametrize(
+    "data", ["dino_imagenet", "dino_tiny_imagenet", "supervised_tiny_imagenet"]
+)
+def test_an_arm_is_the_model_and_the_optimizer_of_its_name(data):
+    arms = {
+        (model, optimizer): describe(experiment(f"{data}_{model}_{optimizer}"))
+        for model in ("skip", "skipless")
+        for optimizer in ("adamw", "soap")
+    }
+    reference = arms["skip", "adamw"]
+    for (model, optimizer), arm in arms.items():
+        changed = {line.split(".")[0] for line in differences(reference, arm)}
+        wanted = {"model": model == "skipless", "optimizer": optimizer == "soap"}
+        assert changed == {name for name, is_changed in wanted.items() if is_changed}
+
+
+@pytest.mark.parametrize("data", ["dino_imagenet", "dino_tiny_imagenet"])
+def test_the_depths_of_table_3_change_the_depth_alone(data):
+    twelve = describe(experiment(f"{data}_skipless_adamw"))
+    for depth in (9, 10, 11):
+        other = describe(experiment(f"{data}_skipless_adamw_depth{depth}"))
+        assert differences(twelve, other) == [f"model.depth: 12 -> {depth}"]
+
+
+def test_what_is_typed_wins_over_the_experiment():
+    plan = experiment("dino_imagenet_skip_adamw", "train.epochs=100", "optimizer=soap")
+    assert plan.train.epochs == 100
+    assert type(plan.optimizer).__name__ == "Soap"
+
+
+def test_imagenet_runs_are_those_of_the_papers_tables():
+    plan = experiment("dino_imagenet_skipless_soap")
+    model = plan.model
+    assert isinstance(model, ViTConfig)
+    assert (model.dim, model.depth, model.num_heads, model.patch_size) == (384, 12, 6, 16)
+    assert [model.skip_attention, model.skip_mlp, model.drop_path] == [False, False, 0]
+    assert plan.train.epochs == 300
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "changed"),
+    [
+        (
+            "mimetic_cifar10_default",
+            "mimetic_cifar10_mimetic",
+            ["model.init: default -> mimetic", "model.position_embedding: learned -> sinusoidal"],
+        ),
+        (
+            "graying_imagenet_vit_b_plain",
+            "graying_imagenet_vit_b_dct",
+            ["model.graying: none -> dct"],
+        ),
+        *(
+            (name, f"{name}_dct", ["model.graying: none -> dct"])
+            for name in ("mae_imagenet", "mae_imagenet_finetune")
+        ),
+        (
+            "convmixer_cifar10_uniform",
+            "convmixer_cifar10_covariance",
+            ["model.init: uniform -> covariance"],
+        ),
+        *(
+            (
+                f"convmixer_imagenet_512_{depth}_uniform",
+                f"convmixer_imagenet_512_{depth}_covariance",
+                [
+                    "model.init: uniform -> covariance",
+                    f"model.init_options.a_sigma: None -> {a_sigma}",
+                    "model.init_options.sigma_0: None -> 0.15",
+                    f"model.init_options.v_sigma: None -> {v_sigma}",
+                ],
+            )
+            for depth, v_sigma, a_sigma in ((12, 0.5, 0.25), (24, 0.5, 0.25), (32, 0.25, 1.0))
+        ),
+        (
+            "supervised_tiny_imagenet_skipless_soap",
+            "supervised_tiny_imagenet_skipless_default_soap",
+            ["model.init: skipless -> default"],
+        ),
+    ],
+)
+def test_two_arms_differ_by_these_lines(name, other, changed):
+    assert differences(describe(experiment(name)), describe(experiment(other))) == changed
+
+
+@pytest.mark.parametrize("depth", [12, 24, 32])
+def test_the_convmixers_of_imagenet_have_the_sizes_of_the_thesis(depth):
+    plan = experiment(f"convmixer_imagenet_512_{depth}_covariance")
+
+    model, train = plan.encoder, plan.train
+    assert isinstance(model, ConvMixerConfig)
+    assert (model.dim, model.depth, model.patch_size, model.kernel_size) == (512, depth, 14, 9)
+    assert (model.image_size, train.epochs, model.frozen_filters) == (224, 50, False)
+
+
+def test_a_fine_tuned_encoder_is_the_one_that_was_pretrained():
+    """But for what may differ: positions may be trained from now on, and blocks dropped."""
+    for ending in ("", "_dct"):
+        before = describe(experiment(f"mae_imagenet{ending}").encoder)
+        now = describe(experiment(f"mae_imagenet_finetune{ending}").encoder)
+        assert differences(before, now) == [
+            "drop_path: 0.0 -> 0.1",
+            "position_embedding: sinusoidal -> learned",
+        ]
+
+
+def test_the_row_of_the_cifar10_table_has_the_recipe_of_the_thesis():
+    plan = experiment("mimetic_cifar10_mimetic")
+
+    model, train, crops = plan.encoder, plan.train, plan.objective.crops
+    assert (model.dim, model.depth, model.num_heads) == (192, 12, 3)
+    assert (model.image_size, model.patch_size) == (32, 2)
+    assert isinstance(crops, SingleCrop)
+    assert (train.epochs, train.batch_size, train.weight_decay) == (100, 512, 0.01)
+    assert plan.optimizer.lr * train.batch_size / 256 == pytest.approx(3e-3)
+    assert min(crops.num_ops, crops.cutout) > 0
+    shares = initialiser_of(model.init, model.init_options)
+    assert isinstance(shares, MimeticInit)
+    assert (shares.alpha1, shares.beta1, shares.alpha2, shares.beta2) == (0.7, 0.7, 0.4, 0.4)

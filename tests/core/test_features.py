@@ -1,0 +1,383 @@
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.features import FACETS, FeatureExtractor, pad_to_patch, resolve_layers
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, load_encoder
+from ssl_bench.models.loading.timm_encoder import TimmViT
+from ssl_bench.models.positions import resize_positions
+
+TINY = ViTConfig(image_size=32, patch_size=8, dim=48, depth=3, num_heads=3)
+ALL = (0, 1, 2)
+
+
+def ours(**changes: Any) -> Encoder:
+    return encoder_from_model(
+        build_vit(ViTConfig(**{**TINY.to_dict(), **changes}), seed=0), name="x"
+    )
+
+
+def timm_twin(encoder: Encoder, **kwargs: Any) -> Encoder:
+    """The same weights in timm's architecture."""
+    model = timm.models.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=0,
+        dynamic_img_size=True, **kwargs,
+    )  # fmt: skip
+    model.load_state_dict(encoder.module.state_dict())
+    return Encoder(
+        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", architecture={},
+        patch_size=8, depth=3, dim=48, num_heads=3, num_prefix_tokens=1, native_size=(32, 32),
+    )  # fmt: skip
+
+
+def largest_difference(one: dict, other: dict) -> float:
+    return max(
+        float((one[layer][facet] - other[layer][facet]).abs().max())
+        for layer in one
+        for facet in one[layer]
+    )
+
+
+def hooks(module: nn.Module) -> int:
+    return sum(len(part._forward_hooks) for part in module.modules())
+
+
+@pytest.mark.parametrize("size", [(32, 32), (24, 56), (48, 16)])
+def test_every_facet_of_every_block_equals_timm_with_the_same_weights(size):
+    encoder = ours()
+    images = torch.rand(2, 3, *size)
+    one = FeatureExtractor(encoder, layers=ALL, facets=FACETS)(images)
+    other = FeatureExtractor(timm_twin(encoder), layers=ALL, facets=FACETS)(images)
+    assert largest_difference(one, other) < 1e-5
+    assert one[2]["token"].shape == (2, size[0] // 8, size[1] // 8, 48)
+
+
+def test_an_encoder_of_ours_equals_timm_at_full_size(tmp_path):
+    model = build_vit(ViTConfig(dim=192, num_heads=3), seed=0)
+    torch.save(model.state_dict(), tmp_path / "tiny.pth")
+    theirs = load_encoder(f"timm:vit_tiny_patch16_224@{tmp_path}/tiny.pth")
+    images = torch.rand(1, 3, 224, 224)
+    mine = Encoder(**{**vars(encoder_from_model(model, name="x")), "mean": theirs.mean,
+                      "std": theirs.std})  # fmt: skip
+    features = [
+        FeatureExtractor(encoder, layers=range(12), facets=["token", "token_normed", "key"])(images)
+        for encoder in (mine, theirs)
+    ]
+    assert largest_difference(*features) < 1e-5
+
+
+def test_tokens_are_those_of_timm_itself():
+    # timm's own accessor, at its native size, where its resampler does nothing.
+    encoder = timm_twin(ours())
+    images = torch.rand(2, 3, 32, 32)
+    normalised = (images - torch.tensor(encoder.mean).view(3, 1, 1)) / torch.tensor(
+        encoder.std
+    ).view(3, 1, 1)
+    model: Any = encoder.module.get_submodule("model")
+    with torch.no_grad():
+        expected = model.get_intermediate_layers(normalised, n=[0, 1, 2], reshape=True)
+    found = FeatureExtractor(encoder, layers=ALL)(images)
+    for layer in ALL:
+        difference = found[layer]["token"] - expected[layer].permute(0, 2, 3, 1)
+        assert difference.abs().max() < 1e-5
+
+
+def test_positions_of_timm_are_resized_as_ours_and_put_back():
+    encoder = timm_twin(ours())
+    module = encoder.module
+    assert isinstance(module, TimmViT)
+    before = module.model.pos_embed
+    assert before is not None
+    seen: list[Tensor] = []
+    handle = module.model.norm_pre.register_forward_hook(lambda *io: seen.append(io[-1]))
+    patches = module.model.patch_embed(torch.zeros(1, 3, 24, 56)).flatten(1, 2)
+    FeatureExtractor(encoder, layers=[0])(
+        torch.tensor(encoder.mean).view(1, 3, 1, 1).expand(1, 3, 24, 56)
+    )
+    handle.remove()
+    resized = resize_positions(before, old_size=(4, 4), new_size=(3, 7))
+    torch.testing.assert_close(seen[0][:, 1:], patches + resized[:, 1:], rtol=0, atol=1e-6)
+    assert module.model.pos_embed is before
+    assert module.model.patch_embed.grid_size == (4, 4)
+
+
+def test_query_key_and_value_are_the_thirds_of_the_qkv_layer_in_this_order():
+    encoder = ours()
+    attention = encoder.module.get_submodule("blocks.1.attn")
+    seen: list[Tensor] = []
+    handle = attention.get_submodule("qkv").register_forward_hook(lambda *io: seen.append(io[-1]))
+    found = FeatureExtractor(encoder, layers=[1], facets=["query", "key", "value"])(
+        torch.rand(2, 3, 16, 24)
+    )[1]
+    handle.remove()
+    for third, facet in enumerate(("query", "key", "value")):
+        expected = seen[0][:, 1:, third * 48 : (third + 1) * 48].reshape(2, 2, 3, 48)
+        assert torch.equal(found[facet], expected)
+
+
+def test_the_query_slice_is_what_attention_asks_with():
+    # A key bias shifts all logits of a query alike: only the key slice is blind to its bias.
+    encoder = ours()
+    block = encoder.module.get_submodule("blocks.2")
+    images = torch.rand(1, 3, 16, 24)
+    before = FeatureExtractor(encoder, layers=[2])(images)[2]["token"]
+    block.get_parameter("attn.qkv.bias").data[48:96] += 3.0
+    after = FeatureExtractor(encoder, layers=[2], facets=["token", "key"])(images)[2]
+    torch.testing.assert_close(after["token"], before, rtol=0, atol=1e-4)
+    block.get_parameter("attn.qkv.bias").data[:48] += 3.0
+    moved = FeatureExtractor(encoder, layers=[2])(images)[2]["token"]
+    assert (moved - before).abs().max() > 1e-4
+
+
+def test_token_normed_is_the_final_norm_of_token_and_cls_the_output_of_the_model():
+    encoder = ours()
+    images = torch.rand(2, 3, 32, 32)
+    found = FeatureExtractor(encoder, layers=ALL, facets=["token", "token_normed", "cls"])(images)
+    norm = encoder.module.get_submodule("norm")
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
+    output = encoder.module((images - mean) / std)
+    for layer in ALL:
+        assert torch.equal(found[layer]["token_normed"], norm(found[layer]["token"]))
+    torch.testing.assert_close(norm(found[2]["cls"]), output)
+
+
+def test_images_are_normalised_inside():
+    encoder = ours()
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (encoder.mean, encoder.std))
+    images = torch.rand(1, 3, 16, 24)
+    neutral = Encoder(**{**vars(encoder), "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
+    inside = FeatureExtractor(encoder, layers=[2])(images)
+    outside = FeatureExtractor(neutral, layers=[2])((images - mean) / std)
+    assert torch.equal(inside[2]["token"], outside[2]["token"])
+
+
+def test_rows_are_rows_and_columns_are_columns():
+    encoder = ours()
+    extractor = FeatureExtractor(encoder, layers=[0], facets=["value"])
+    image = torch.full((1, 3, 24, 40), 0.5)
+    changed = image.clone()
+    changed[..., 8:16, 32:40] = 0.9  # Row 1, column 4; the values of block 0 do not mix patches.
+    difference = extractor(image)[0]["value"] - extractor(changed)[0]["value"]
+    moved = difference.abs().amax(-1)[0] > 1e-6
+    assert moved.nonzero().tolist() == [[1, 4]]
+
+
+@pytest.mark.parametrize("kind", [ours, lambda: timm_twin(ours())])
+def test_registers_and_cls_are_no_patches(kind):
+    encoder = kind()
+    found = FeatureExtractor(encoder, layers=[0], facets=["key", "cls"])(torch.rand(2, 3, 16, 24))
+    assert found[0]["key"].shape == (2, 2, 3, 48)
+    with_registers = ours(num_registers=4)
+    keys = FeatureExtractor(with_registers, layers=[0], facets=["key"])(torch.rand(2, 3, 16, 24))
+    assert keys[0]["key"].shape == (2, 2, 3, 48)
+
+
+@pytest.mark.parametrize(
+    "kwargs", [{"class_token": False, "global_pool": "avg"}, {"reg_tokens": 2}]
+)
+def test_timm_models_without_class_token_and_with_registers_work(kwargs):
+    model = timm.models.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=0,
+        dynamic_img_size=True, **kwargs,
+    )  # fmt: skip
+    encoder = Encoder(
+        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", architecture={},
+        patch_size=8, depth=3, dim=48, num_heads=3, num_prefix_tokens=model.num_prefix_tokens,
+        native_size=(32, 32),
+    )  # fmt: skip
+    images = torch.rand(1, 3, 24, 40)
+    found = FeatureExtractor(encoder, layers=[2], facets=["token", "key"])(images)[2]
+    seen: list[Tensor] = []
+    handle = model.blocks[2].register_forward_hook(lambda *io: seen.append(io[-1]))
+    FeatureExtractor(encoder, layers=[2])(images)
+    handle.remove()
+    assert torch.equal(found["token"].flatten(1, 2), seen[0][:, -15:])
+    if "class_token" in kwargs:
+        with pytest.raises(ConfigurationError, match=r"no \[CLS\] token; ask for facet=token"):
+            FeatureExtractor(encoder, layers=[0], facets=["cls"])
+
+
+@pytest.fixture
+def counted() -> Iterator[tuple[Encoder, list[str]]]:
+    """An encoder and the names of the modules that were called."""
+    encoder = ours()
+    calls: list[str] = []
+    handles = [
+        module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+        for name, module in encoder.module.named_modules()
+        if name in {"patch_embed", "blocks.0", "blocks.1", "blocks.2"}
+    ]
+    yield encoder, calls
+    for handle in handles:
+        handle.remove()
+
+
+def test_all_blocks_and_facets_take_one_forward_pass(counted):
+    encoder, calls = counted
+    extractor = FeatureExtractor(encoder, layers=ALL, facets=FACETS)
+    extractor(torch.rand(4, 3, 16, 24))
+    assert calls == ["patch_embed", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_blocks_beyond_the_deepest_layer_are_not_computed_and_nothing_changes(counted):
+    encoder, calls = counted
+    images = torch.rand(2, 3, 16, 24)
+    everything = FeatureExtractor(encoder, layers=ALL, facets=FACETS)(images)
+    calls.clear()
+    shallow = FeatureExtractor(encoder, layers=[1, 0], facets=FACETS)(images)
+    assert calls == ["patch_embed", "blocks.0", "blocks.1"]
+    assert list(shallow) == [1, 0]
+    for layer in shallow:
+        for facet in FACETS:
+            assert torch.equal(shallow[layer][facet], everything[layer][facet])
+
+
+def test_an_image_does_not_depend_on_its_place_in_the_batch():
+    extractor = FeatureExtractor(ours(), layers=[2], facets=["token", "key"])
+    images = torch.rand(5, 3, 16, 24)
+    order = torch.tensor([3, 0, 4, 2, 1])
+    straight, shuffled = extractor(images)[2], extractor(images[order])[2]
+    for facet in straight:
+        torch.testing.assert_close(shuffled[facet], straight[facet][order], rtol=0, atol=1e-6)
+
+
+def test_no_hook_stays_also_after_an_error():
+    encoder = ours()
+    extractor = FeatureExtractor(encoder, layers=[2], facets=FACETS)
+    extractor(torch.rand(1, 3, 16, 16))
+    assert hooks(encoder.module) == 0
+    extractor._module = encoder.module.double()
+    with pytest.raises(RuntimeError):
+        extractor(torch.rand(1, 3, 16, 16))
+    assert hooks(encoder.module) == 0
+
+
+def test_features_carry_no_graph_but_may_be_trained_on():
+    encoder = ours()
+    encoder.module.requires_grad_(True)
+    features = FeatureExtractor(encoder, layers=[0])(torch.rand(1, 3, 16, 16))[0]["token"]
+    head = nn.Linear(48, 2)
+    head(features).sum().backward()
+    assert not features.requires_grad
+    assert not features.is_inference()
+    assert head.weight.grad is not None
+
+
+def test_a_size_that_the_patch_does_not_divide_names_the_nearest():
+    with pytest.raises(ConfigurationError, match="30 x 44; resize to 32 x 48 or extract with pad"):
+        FeatureExtractor(ours(), layers=[0])(torch.rand(1, 3, 30, 44))
+
+
+def test_padding_is_zero_after_normalisation_right_and_bottom():
+    encoder = ours()
+    images = torch.rand(1, 3, 13, 20)
+    padded = FeatureExtractor(encoder, layers=[2], pad=True)(images)[2]["token"]
+    # Zero after normalisation is the mean before it.
+    by_hand = torch.tensor(encoder.mean).view(1, 3, 1, 1).repeat(1, 1, 16, 24)
+    by_hand[..., :13, :20] = images
+    expected = FeatureExtractor(encoder, layers=[2])(by_hand)[2]["token"]
+    torch.testing.assert_close(padded, expected, rtol=0, atol=1e-6)
+
+
+def test_pad_to_patch_leaves_what_fits():
+    images = torch.rand(3, 16, 17)
+    padded = pad_to_patch(images, 8)
+    assert torch.equal(padded[..., :16, :17], images)
+    assert padded.shape == (3, 16, 24)
+    assert not padded[..., 17:].any()
+    assert torch.equal(pad_to_patch(padded, 8), padded)
+
+
+def test_half_precision_is_close_and_comes_back_as_float32():
+    encoder = ours()
+    images = torch.rand(1, 3, 16, 24)
+    exact = FeatureExtractor(encoder, layers=[2], facets=FACETS)(images)[2]
+    lower = FeatureExtractor(encoder, layers=[2], facets=FACETS, dtype=torch.bfloat16)(images)[2]
+    for facet in FACETS:
+        assert lower[facet].dtype == torch.float32
+        assert not torch.equal(lower[facet], exact[facet])
+        torch.testing.assert_close(lower[facet], exact[facet], rtol=0.1, atol=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_gpu_computes_what_the_cpu_does():
+    images = torch.rand(2, 3, 32, 48)
+    cpu = FeatureExtractor(ours(), layers=ALL, facets=FACETS)(images)
+    gpu = FeatureExtractor(ours(), layers=ALL, facets=FACETS, device="cuda")(images)
+    moved = {layer: {f: v.cpu() for f, v in item.items()} for layer, item in gpu.items()}
+    assert largest_difference(cpu, moved) < 5e-3
+
+
+def test_features_that_are_not_finite_stop_with_layer_and_image():
+    encoder = ours()
+    images = torch.rand(3, 3, 16, 16)
+    images[2, 0, 0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match=r"layer 1 of x gives .* image 2 of the batch"):
+        FeatureExtractor(encoder, layers=[1, 2])(images)
+    encoder.module.get_parameter("blocks.2.mlp.fc2.bias").data[5] = torch.inf
+    with pytest.raises(CheckpointError, match=r"layer 2 of x gives .* image 0"):
+        FeatureExtractor(encoder, layers=[0, 2])(images[:2])
+
+
+def test_a_model_without_a_qkv_layer_gives_tokens_alone():
+    encoder = load_encoder("timm:vit_pwee_patch16_reg1_gap_256")
+    images = torch.rand(1, 3, 32, 32)
+    assert FeatureExtractor(encoder, layers=[0])(images)[0]["token"].shape == (1, 2, 2, 256)
+    with pytest.raises(CheckpointError, match="computes no key in its qkv layer; ask for facet=t"):
+        FeatureExtractor(encoder, layers=[0], facets=["key"])(images)
+
+
+def test_what_is_asked_twice_is_given_once():
+    extractor = FeatureExtractor(ours(), layers=[2, 0, 2], facets=["key", "token", "key"])
+    found = extractor(torch.rand(1, 3, 16, 16))
+    assert [(layer, list(features)) for layer, features in found.items()] == [
+        (2, ["key", "token"]),
+        (0, ["key", "token"]),
+    ]
+    assert (extractor.layers, extractor.facets) == ((2, 0), ("key", "token"))
+
+
+@pytest.mark.parametrize("layers", [[3], [0, -1], []])
+def test_layers_outside_the_encoder_are_refused(layers):
+    with pytest.raises(
+        ConfigurationError, match=r"layers must lie in 0\.\.2 for this encoder, got"
+    ):
+        FeatureExtractor(ours(), layers=layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("11", (11,)),
+        ("-1", (11,)),
+        ("0,5,11", (0, 5, 11)),
+        ("all", tuple(range(12))),
+        (" 3, 1 ,3,-11", (3, 1)),
+        (7, (7,)),
+        ([5, -12, 5], (5, 0)),
+    ],
+)
+def test_layers_are_resolved_in_their_order_without_doubles(layers, expected):
+    assert resolve_layers(layers, 12) == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ("12", r"must lie in 0\.\.11 for this encoder, or -12\.\.-1 from its end, got 12"),
+        ("0,-13", "got -13"),
+        ([], "got none"),
+        ("last", "layers must be all, an index, or a list like 0,5,11, got 'last'"),
+        ("1,,2", "a list like 0,5,11"),
+        ("1.5", "a list like 0,5,11"),
+    ],
+)
+def test_layers_that_mean_nothing_are_refused(layers, said):
+    with pytest.raises(ConfigurationError, match=said):
+        resolve_layers(layers, 12)

@@ -1,0 +1,115 @@
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ssl_bench.errors import MachineError
+from ssl_bench.system.files import sha256_of, write_atomically, write_text_atomically
+
+
+def test_sha256_of_three_bytes_is_the_published_one(tmp_path):
+    (tmp_path / "abc").write_bytes(b"abc")
+
+    digest = sha256_of(tmp_path / "abc")
+
+    assert digest == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_files_follow_the_umask_so_that_a_group_can_share_them(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        write_text_atomically(tmp_path / "a.txt", "shared")
+    finally:
+        os.umask(previous)
+
+    assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_beside_it(tmp_path):
+    write_text_atomically(tmp_path / "a.txt", "old")
+
+    def fail(file):
+        file.write(b"half of the n")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(MachineError, match="No space left"):
+        write_atomically(tmp_path / "a.txt", fail)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert (tmp_path / "a.txt").read_text() == "old"
+
+
+def test_a_file_system_that_is_full_keeps_the_old_file(tmp_path):
+    write_text_atomically(tmp_path / "a.txt", "old")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(MachineError, match=r"cannot write .*a\.txt"):
+            write_text_atomically(tmp_path / "a.txt", "n" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, previous)
+
+    assert (tmp_path / "a.txt").read_text() == "old"
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from ssl_bench.system.files import write_atomically
+path = Path(sys.argv[1])
+print("ready", flush=True)
+for letter in __import__("itertools").cycle(b"ab"):
+    write_atomically(path, lambda file: file.write(bytes([letter]) * 400_000))
+"""
+
+
+def test_a_killed_writer_leaves_the_whole_old_or_the_whole_new_file(tmp_path):
+    path = tmp_path / "file"
+    for attempt in range(6):
+        command = [sys.executable, "-c", WRITER, str(path)]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            while not path.exists():
+                time.sleep(0.001)
+            time.sleep(0.005 * attempt)
+            writer.kill()
+
+        content = path.read_bytes()
+        assert len(content) == 400_000
+        assert len(set(content)) == 1
+
+
+def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_end(tmp_path, monkeypatch):
+    events, sync, rename = [], os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        events.append("folder" if stat.S_ISDIR(status.st_mode) else f"{status.st_size} bytes")
+        sync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        events.append("name")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+
+    write_text_atomically(tmp_path / "a.txt", "whole")
+
+    assert events == ["5 bytes", "name", "folder"]
+
+
+def test_a_name_of_any_length_can_be_written(tmp_path):
+    write_text_atomically(tmp_path / ("n" * 255), "long")
+
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["long"]

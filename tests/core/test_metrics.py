@@ -1,0 +1,131 @@
+import numpy as np
+import pytest
+import torch
+from torchmetrics.classification import MulticlassJaccardIndex
+
+from ssl_bench.metrics import (
+    class_counts,
+    iou_per_class,
+    is_hit,
+    mean_iou,
+    pixel_accuracy,
+)
+from ssl_bench.models.initialisers.statistics import effective_rank
+
+NAN = float("nan")
+
+
+def _masks(*rows):
+    return torch.tensor(rows, dtype=torch.uint8)
+
+
+def _dataset(images, classes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (images, 7, 9)
+    target = torch.randint(0, classes, shape, generator=generator).to(torch.uint8)
+    predicted = torch.randint(0, classes, shape, generator=generator).to(torch.uint8)
+    predicted = torch.where(torch.rand(shape, generator=generator) < 0.5, target, predicted)
+    target[torch.rand(shape, generator=generator) < 0.2] = 255
+    return predicted, target
+
+
+def test_class_counts_equal_a_case_counted_by_hand():
+    target = _masks([0, 0, 1], [1, 255, 2])
+    heads = torch.stack([_masks([0, 1, 1], [1, 2, 0]), target.clamp(max=2)])
+    one, other = class_counts(heads, target, 3)
+    assert one.tolist() == [[1, 2, 0], [2, 3, 0], [2, 2, 1]]
+    assert other.tolist() == [[2, 2, 1]] * 3
+    assert iou_per_class(one).tolist() == pytest.approx([100 / 3, 200 / 3, 0])
+    assert float(mean_iou(one)) == pytest.approx(100 / 3)
+    assert float(pixel_accuracy(one)) == pytest.approx(60)
+
+
+def test_scores_of_several_heads_equal_those_of_a_full_confusion_matrix():
+    predicted, target = _dataset(3, 6)
+    counts = class_counts(predicted, target[0], 6)
+    for head, ours in zip(predicted, counts, strict=True):
+        confusion = np.zeros((6, 6), np.int64)
+        for true, guess in zip(target[0].flatten().tolist(), head.flatten().tolist(), strict=True):
+            if true != 255:
+                confusion[true, guess] += 1
+        right = np.diag(confusion)
+        iou = 100 * right / (confusion.sum(0) + confusion.sum(1) - right)
+        np.testing.assert_allclose(iou_per_class(ours), iou)
+        assert float(pixel_accuracy(ours)) == pytest.approx(100 * right.sum() / confusion.sum())
+
+
+def test_mean_iou_of_a_dataset_equals_torchmetrics():
+    predicted, target = _dataset(8, 5)
+    reference = MulticlassJaccardIndex(5, average="macro", ignore_index=255)
+    for one, other in zip(predicted, target, strict=True):
+        reference.update(one[None].long(), other[None].long())
+    counts = torch.cat(
+        [class_counts(p[None], t, 5) for p, t in zip(predicted, target, strict=True)]
+    )
+    ours = mean_iou(counts.sum(0))
+    assert float(ours) == pytest.approx(100 * float(reference.compute()), abs=1e-4)
+
+
+def test_counts_are_summed_over_the_dataset_before_any_ratio_is_taken():
+    first = class_counts(_masks([1, 1, 1, 0])[None], _masks([1, 1, 1, 1]), 2)[0]
+    second = class_counts(_masks([0])[None], _masks([1]), 2)[0]
+    per_image = (iou_per_class(first) + iou_per_class(second)) / 2
+    assert float(iou_per_class(first + second)[1]) == pytest.approx(60.0)
+    assert float(per_image[1]) == pytest.approx(37.5)
+
+
+def test_a_class_that_is_neither_true_nor_predicted_is_left_out_of_the_mean():
+    counts = class_counts(_masks([0, 0, 1])[None], _masks([0, 1, 1]), 4)[0]
+    assert iou_per_class(counts).isnan().tolist() == [False, False, True, True]
+    assert float(mean_iou(counts)) == pytest.approx(50)
+
+
+def test_a_class_that_is_only_predicted_counts_as_zero():
+    counts = class_counts(_masks([2, 0])[None], _masks([0, 0]), 3)[0]
+    assert iou_per_class(counts).tolist() == pytest.approx([50, NAN, 0], nan_ok=True)
+
+
+def test_pixels_ignored_by_the_ground_truth_do_not_count_whatever_is_predicted():
+    target = _masks([255, 255, 1])
+    one = class_counts(_masks([0, 1, 1])[None], target, 2)
+    other = class_counts(_masks([1, 0, 1])[None], target, 2)
+    assert torch.equal(one, other)
+    assert one.sum() == 3
+
+
+def test_the_last_class_below_the_ignored_label_is_counted():
+    counts = class_counts(_masks([254, 0])[None], _masks([254, 255]), 255)[0]
+    assert counts[:, 254].tolist() == [1, 1, 1]
+
+
+def test_counts_keep_growing_past_the_integers_of_float32():
+    # 2^24 is where float32 stops: 2^24 + 1 == 2^24 there.
+    counts = torch.tensor([[2**24, 1], [2**24, 1], [2**24, 1]])
+    total = counts + torch.tensor([[1, 0], [1, 0], [1, 0]])
+    assert total[0, 0] == 2**24 + 1
+    assert total.dtype == class_counts(_masks([1])[None], _masks([1]), 2).dtype == torch.int64
+
+
+def test_hits_of_cases_counted_by_hand():
+    boxes = np.array([[0.0, 0, 4, 2], [10, 10, 11, 11]])
+    others = np.array([[2.0, 0, 4, 4], [0, 0, 4, 2]])
+    # Intersection over union 4 / 12 and 1; 0 and 0.
+    hits = [[is_hit(box, other[None]) for other in others] for box in boxes]
+    assert hits == [[False, True], [False, False]]
+
+
+@pytest.mark.parametrize(("width", "hit"), [(2, True), (1.99, False)])
+def test_a_box_hits_from_exactly_half_overlap_on(width, hit):
+    ground_truth = np.array([[20.0, 20, 24, 24], [0, 0, 4, 4]])
+    assert is_hit(np.array([0.0, 0, width, 4]), ground_truth) == hit
+
+
+def test_no_ground_truth_is_no_hit():
+    assert not is_hit(np.array([0.0, 0, 2, 2]), np.zeros((0, 4)))
+
+
+def test_effective_rank_counts_equal_directions():
+    rotation = torch.linalg.qr(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))[0]
+    spread = torch.cat([torch.eye(6)[:4], -torch.eye(6)[:4]]) @ rotation
+    assert effective_rank(spread + 5) == pytest.approx(4, abs=1e-4)
+    assert effective_rank(torch.ones(3, 6)) == 0

@@ -1,0 +1,107 @@
+"""Names from outside become names of files, however long they are."""
+
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files.unpacking import unpack
+from ssl_bench.system.files import write_text_atomically
+from ssl_bench.system.naming import encoder_folder, file_name
+from tests.support.faults import encoder_file, mask, picture, probing, records, save_mask
+
+LONG = {"244 bytes": "n" * 240, "255 bytes": "n" * 251, "characters of three bytes": "画" * 83}
+
+
+def test_a_name_that_can_be_is_left_alone():
+    assert file_name("b/画 a~0.jpg") == "b_画 a~0.jpg"
+    assert file_name("n" * 251, added=4) == "n" * 251
+
+
+@pytest.mark.parametrize(
+    "text", ["n" * 252, "画" * 84, "é" * 150, "x" + "画" * 400, "\udcff" * 300]
+)
+def test_a_long_name_fits_and_differs_from_those_that_begin_alike(text):
+    names = [file_name(text + end, added=4) for end in ("", "a", "b")]
+
+    assert len(set(names)) == 3
+    for name in names:
+        content = name.encode(errors="surrogateescape")
+        assert len(content) <= 251
+        assert text.encode(errors="surrogateescape").startswith(content.rpartition(b"~")[0])
+    assert "~" in names[0]
+
+
+def test_what_looks_like_a_shortened_name_does_not_meet_one():
+    shortened = file_name("n" * 300)
+
+    assert file_name(shortened) not in (shortened, file_name("n" * 300))
+
+
+@pytest.mark.parametrize("text", ["", ".", "..", ".hidden", "a\0b"])
+def test_no_name_is_hidden_or_leads_elsewhere(text):
+    name = file_name(text)
+
+    assert name[0] not in "./~"
+    assert "\0" not in name
+    assert name != file_name(f"_{text}")
+
+
+def test_folders_of_encoders_hold_the_beginning_of_their_sha256():
+    assert encoder_folder("timm/vit", "abcdef0123") == "timm_vit-abcdef01"
+    assert len(encoder_folder("n" * 255, "abcdef0123")) == 255
+
+
+@pytest.mark.parametrize("task", ["pca", "tokencut"])
+@pytest.mark.parametrize("stem", LONG.values(), ids=LONG)
+def test_fault_64_images_with_the_longest_names_are_probed_and_drawn(place, task, stem):
+    photos = place / "photos"
+    for path in list(photos.iterdir())[1:]:
+        path.unlink()
+    picture(5).save(photos / f"{stem}.jpg")
+
+    assert main(probing(task, "folder", photos)) == 0
+
+    drawn = [path for path in Path("results/pictures").rglob("*.png") if stem[:60] in path.name]
+    assert drawn
+
+
+def test_fault_64_models_and_datasets_with_long_names_are_recorded(place, capsys):
+    model, dataset = "m" * 244, "画" * 81
+    run = encoder_file(place / model / "last.safetensors")
+    for split, numbers in (("train", range(3)), ("val", range(3, 5))):
+        for folder in ("images", "masks"):
+            (place / folder / split).mkdir(parents=True)
+        for number in numbers:
+            picture(number).save(place / f"images/{split}/{number}.jpg")
+            save_mask(place / f"masks/{split}/{number}.png", mask() // 8 % 2)
+    words = probing("segmentation", "paired_folders", place, f"dataset.name='{dataset * 2}'")
+    words[words.index("encoder.safetensors")] = str(run.parent)
+
+    assert main([*words, "dataset.class_names=[no,yes]", "probe.panels=1"]) == 0
+
+    assert {(record.model, record.dataset) for record in records()} == {(model, dataset * 2)}
+    assert main(["report", "--into", "r" * 244]) == 0
+    assert list(Path("r" * 244).rglob("*.png"))
+
+
+@pytest.mark.parametrize("stem", LONG.values(), ids=LONG)
+def test_fault_64_a_file_with_the_longest_name_is_written_and_unpacked(tmp_path, stem):
+    source = tmp_path / f"{stem}.txt"
+    write_text_atomically(source, "whole")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(source, source.name)
+
+    assert unpack(tmp_path / "a.tar", tmp_path / "out", lambda names, *_: names) == 1
+
+    assert (tmp_path / "out" / source.name).read_text() == "whole"
+
+
+def test_weights_whose_name_leaves_no_room_for_a_sidecar_have_none(place, capsys):
+    weights = place / f"{'w' * 243}.safetensors"
+    shutil.copy("encoder.safetensors", weights)
+
+    assert main(["models", str(weights)]) == 4
+    assert "is missing, so" in capsys.readouterr().err

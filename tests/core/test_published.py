@@ -1,0 +1,162 @@
+"""Published values: some counted by hand in the papers, and what may stand beside a record."""
+
+from dataclasses import replace
+
+import pytest
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.tables.published import (
+    published_beside,
+    published_table,
+    published_tables,
+    published_values,
+)
+from tests.core.test_results import RECORD
+
+CUT = replace(RECORD, dataset="voc2012", split="trainval", num_images=62)
+HEADS = replace(CUT, task="segmentation", metric="miou_holdout", facet="token", protocol="fast")
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "column", "value"),
+    [
+        ("table1", "skipless, default init, adamw", "top-1", 61.4),
+        ("table2", "skip, adamw", "VOC2012, single", 56.3),
+        ("table2", "skipless, soap, 200 epochs", "ADE20K, multi-scale", 25.6),
+        ("table2", "skipless, adamw, 200 epochs", "COCO-Stuff, single", 28.3),
+        ("table3", "skipless, 9 blocks", "COCO-Stuff", 26.0),
+        ("table4", "skipless, 11 blocks", "COCO20k", 31.9),
+        ("figure3", "skipless, soap, 200 epochs", "VOC2012", 68.1),
+        ("training_time", "ViT-B, SVD token graying", "days", 4.552),
+        ("cifar10", "width 384, 12 blocks, 6 heads, default init", "top-1", 84.40),
+        ("mnist", "ViT, no skip, no layer norm", "accuracy", 79.6),
+        ("tokencut", "ViT-S/16, DINO", "COCO20k", 58.8),
+    ],
+)
+def test_values_are_those_of_the_papers(table, row, column, value):
+    assert published_table(table).values[row, column] == value
+
+
+@pytest.mark.parametrize(
+    ("table", "sums"),
+    [
+        ("table1", [457.7]),
+        ("table2", [353.0, 150.2, 133.3, 377.6, 161.5, 153.9]),
+        ("table3", [318.0, 136.0, 129.3]),
+        ("table4", [211.9, 139.0]),
+        ("figure3", [320.5, 224.5]),
+        ("tiny_imagenet", [264.0, 407.0]),
+        ("imagenet1k", [817.0, 956.7]),
+        ("graying_exponent", [892.9]),
+        ("training_time", [6.007]),
+        ("mae", [166.2, 193.0]),
+        ("cifar10", [1763.16]),
+        ("convmixer", [405.64]),
+        ("convmixer_cifar10", [550.25]),
+        ("mnist", [465.5]),
+        ("tokencut", [68.8, 72.1, 58.8]),
+    ],
+)
+def test_columns_add_up_to_what_those_of_the_papers_add_up_to(table, sums):
+    values = published_values(table=table)
+    for number, column in enumerate(published_table(table).columns):
+        found = sum(v.value for v in values if v.column == column.name)
+        assert found == pytest.approx(sums[number])
+
+
+def test_accuracies_of_training_are_those_of_a_run_and_never_of_a_probe():
+    run = replace(CUT, task="supervised", dataset="mnist", metric="top1", facet="head")
+
+    rows = {b.value.row for b in published_beside(run)}
+
+    assert rows == set(published_table("mnist").rows)
+    for task, facet in (("classification", "head"), ("knn", "head"), ("supervised", "cls")):
+        assert published_beside(replace(run, task=task, facet=facet)) == ()
+    assert published_beside(replace(run, metric="top1_holdout")) == ()
+    assert published_beside(replace(run, dataset="cifar10")) != ()
+
+
+def test_the_sentence_of_a_run_says_how_it_was_trained():
+    run = replace(CUT, task="supervised", dataset="mnist", metric="top1", facet="head")
+
+    (first, *_) = published_beside(replace(run, details={"training": "10 epochs, batch 128"}))
+
+    assert first.differs.split("; here: ")[1] == (
+        "62 images of mnist trainval, protocol reference, its own head after 10 epochs, batch 128"
+    )
+
+
+def test_rows_of_twelve_blocks_agree_with_the_other_table_that_prints_them():
+    deep, multi = published_table("table3"), published_table("table2")
+    for column in deep.columns:
+        there = f"{column.name}, multi-scale"
+        assert deep.values["skip, 12 blocks", column.name] == multi.values["skip, adamw", there]
+        late = multi.values["skipless, adamw, 200 epochs", there]
+        assert deep.values["skipless, 12 blocks", column.name] == late
+
+
+def test_every_cell_is_given_once_and_tables_are_found_by_either_name():
+    cells = published_values()
+
+    assert len({(c.paper, c.table, c.row, c.column) for c in cells}) == len(cells) == 169
+    assert published_table("cutting_the_skip:figure3") is published_table("figure3")
+    assert {c.table for c in published_values("cutting_the_skip")} == {
+        *("table1", "table2", "table3", "table4", "figure3")
+    }
+    assert [c.value for c in published_values(table="table4")][:3] == [32.3, 21.2, 53.5]
+    assert len(published_tables()) == 15
+
+
+@pytest.mark.parametrize(
+    ("ask", "hint"),
+    [
+        (lambda: published_table("tabel2"), "did you mean table2"),
+        (lambda: published_values("skip"), "known are always_skip_attention, cutting_the_skip"),
+        (lambda: published_values(table="x"), "known are always_skip_attention:tiny_imagenet"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_known_ones(ask, hint):
+    with pytest.raises(ConfigurationError, match=hint):
+        ask()
+
+
+def test_beside_a_record_stand_the_values_of_the_same_question_on_the_same_data():
+    cut = {(b.value.table, b.value.column) for b in published_beside(CUT)}
+    part = {b.value.column for b in published_beside(replace(CUT, dataset="coco20k-7"))}
+    heads = {(b.value.table, b.value.column) for b in published_beside(HEADS)}
+    multi = {
+        (b.value.table, b.value.column) for b in published_beside(replace(HEADS, facet="multi"))
+    }
+
+    assert cut == {("table4", "VOC2012"), ("figure3", "VOC2012"), ("tokencut", "VOC2012")}
+    assert part == {"COCO20k"}
+    assert heads == {("table2", "VOC2012, single")}
+    assert multi == {("table2", "VOC2012, multi-scale"), ("table3", "VOC2012")}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metric": "pixel_accuracy"},
+        {"task": "retrieval"},
+        {"dataset": "voc20"},
+        {"dataset": "toy"},
+        {"task": "knn", "metric": "top1_k20"},
+    ],
+)
+def test_nothing_stands_beside_another_question(change):
+    assert published_beside(replace(HEADS, **change)) == ()
+
+
+def test_the_sentence_names_both_settings():
+    (first, *_) = published_beside(replace(HEADS, settings={"image_size": 256, "epochs": 10}))
+
+    published, here = first.differs.split("; here: ")
+
+    assert "DINO on ImageNet-1k for 300 epochs" in published
+    assert "1,449 images if all were used" in published
+    assert "not stated: patch size" in published
+    assert here == (
+        "62 images of voc2012 trainval, protocol fast, token features, 256 px, "
+        "10 epochs of the head, learning rate chosen on held-out training images"
+    )

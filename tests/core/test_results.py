@@ -1,0 +1,103 @@
+import math
+from dataclasses import replace
+
+import pytest
+
+from ssl_bench.errors import DataError
+from ssl_bench.results.store import Record, ResultStore
+
+RECORD = Record(
+    task="tokencut",
+    dataset="toy",
+    split="val",
+    layer=3,
+    depth=12,
+    facet="key",
+    protocol="reference",
+    metric="corloc",
+    value=40.0,
+    ci95=(35.0, 45.5),
+    num_images=60,
+    model="skip",
+    checkpoint_sha256="a" * 64,
+    architecture={"kind": "vit", "dim": 12},
+    mean=(0.5, 0.4, 0.3),
+    std=(0.2, 0.2, 0.2),
+    dataset_fingerprint="b" * 64,
+    seed=0,
+    settings={"tau": 0.2},
+    version="0.1.0",
+    git_commit=None,
+    torch="2.15.0",
+    device="cpu: x86_64, 2 threads",
+    seconds=1.5,
+    created="2026-01-02T03:04:05+00:00",
+    details={"share": (0.5, math.nan)},
+)
+
+
+def test_a_saved_record_comes_back_and_nan_becomes_null(tmp_path):
+    store = ResultStore(tmp_path)
+
+    path = store.save(RECORD)
+
+    assert store.load(RECORD.key()) == replace(RECORD, details={"share": [0.5, None]})
+    assert "NaN" not in path.read_text()
+
+
+def test_a_missing_score_comes_back_as_nan(tmp_path):
+    store = ResultStore(tmp_path)
+    store.save(replace(RECORD, value=math.nan, ci95=None))
+
+    assert math.isnan(store.records()[0].value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "pca"},
+        {"dataset": "voc2012"},
+        {"split": "train"},
+        {"layer": 4},
+        {"facet": "token"},
+        {"protocol": "stable"},
+        {"metric": "miou_holdout"},
+        {"checkpoint_sha256": "c" * 64},
+        {"dataset_fingerprint": "c" * 64},
+        {"architecture": {"kind": "vit", "dim": 12, "norm_eps": 1e-12}},
+        {"mean": (0.5, 0.5, 0.5)},
+        {"std": (0.5, 0.5, 0.5)},
+        {"seed": 1},
+        {"settings": {"tau": 0.3}},
+    ],
+)
+def test_what_changes_the_number_is_another_cell(tmp_path, change):
+    store = ResultStore(tmp_path)
+    store.save(RECORD)
+
+    assert not store.has(replace(RECORD, **change).key())
+
+
+def test_hardware_and_time_do_not_make_another_cell(tmp_path):
+    store = ResultStore(tmp_path)
+    store.save(RECORD)
+    elsewhere = replace(RECORD, device="cuda: H200", seconds=9.0, torch="2.11", value=1.0)
+
+    assert store.has(elsewhere.key())
+
+
+def test_a_half_written_record_is_not_finished_and_is_named(tmp_path):
+    store = ResultStore(tmp_path)
+    whole = store.save(RECORD)
+    half = store.save(replace(RECORD, layer=5))
+    half.write_text(half.read_text()[:200])
+
+    assert not store.has(replace(RECORD, layer=5).key())
+    assert store.records() == [store.load(RECORD.key())]
+    assert list(store.unreadable) == [half]
+    assert whole.is_file()
+
+
+def test_an_empty_folder_says_what_to_run(tmp_path):
+    with pytest.raises(DataError, match="run `ssl-bench probe"):
+        ResultStore(tmp_path).records()

@@ -1,0 +1,44 @@
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "-q", "--wheel", "--no-isolation"]
+    subprocess.run([*command, "--outdir", str(folder), str(ROOT)], check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_carries_every_configuration_file(unpacked):
+    inside = {p.relative_to(unpacked / "ssl_bench" / "configs") for p in unpacked.rglob("*.yaml")}
+
+    assert inside == {p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*.yaml")}
+    packages = {p.name for p in unpacked.iterdir() if not p.name.endswith(".dist-info")}
+    assert packages == {"ssl_bench", "pretrain", "probes"}
+
+
+def test_the_unpacked_wheel_finds_its_own_configuration_from_another_folder(unpacked, tmp_path):
+    code = (
+        f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"
+        "from ssl_bench.composition.compose import build, compose_config, config_folder\n"
+        "from ssl_bench.tables.published import published_values\n"
+        "from ssl_bench.results.store import source_commit\n"
+        "build(compose_config('probing', ['probe=pca']).probe)\n"
+        "assert published_values()\n"
+        "print(config_folder(), source_commit())"
+    )
+
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+
+    assert run.stdout.split() == [str(unpacked / "ssl_bench" / "configs"), "None"]

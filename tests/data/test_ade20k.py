@@ -1,0 +1,111 @@
+"""ADE20K: 150 classes from numbers that begin at one."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_bench.data.layouts.ade20k import Ade20k
+from ssl_bench.data.samples import Dataset
+from ssl_bench.errors import DataError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Two images of 2 x 3 pixels a split; the masks hold the first and the last number."""
+    root = tmp_path / "ADEChallengeData2016"
+    for split in ("training", "validation"):
+        for kind in ("images", "annotations"):
+            (root / kind / split).mkdir(parents=True)
+        for name in ("a", "b"):
+            Image.new("RGB", (3, 2)).save(root / f"images/{split}/{name}.jpg")
+            mask = np.array([[0, 1, 2], [0, 150, 149]], np.uint8)
+            Image.fromarray(mask).save(root / f"annotations/{split}/{name}.png")
+    return root
+
+
+def test_numbers_are_shifted_once_and_zero_is_ignored(root):
+    sample = Ade20k(root).val()[0]
+
+    assert sample.mask is not None
+    assert sample.mask.dtype == np.uint8
+    assert sample.mask.tolist() == [[255, 0, 1], [255, 149, 148]]
+
+
+def test_masks_that_were_shifted_before_are_refused(root):
+    shifted = np.array([[255, 0, 1], [255, 149, 148]], np.uint8)
+    Image.fromarray(shifted).save(root / "annotations/training/a.png")
+
+    with pytest.raises(DataError, match=r"a\.png holds label 255, expected 0-150; .* shifted"):
+        Ade20k(root).train()[0]
+
+
+def test_names_come_from_the_table_of_the_download(root):
+    assert Ade20k(root).val().class_names[::149] == ("class_0", "class_149")
+
+    rows = [f"{n}\t0.1\t9\t9\tthing {n}, other word" for n in range(1, 151)]
+    (root / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tName", *rows]))
+    assert Ade20k(root).val().class_names[::149] == ("thing 1", "thing 150")
+
+
+@pytest.mark.parametrize(
+    ("lost", "complaint"),
+    [
+        ("images/training/a.jpg", r"images .*: a\.jpg"),
+        ("annotations/training/b.png", r"masks .*: b\.png"),
+    ],
+)
+def test_an_image_without_its_partner_is_found_at_once(root, lost, complaint):
+    (root / lost).unlink()
+
+    with pytest.raises(DataError, match=f"1 of 2 {complaint}"):
+        Ade20k(root).train()
+
+
+def test_the_root_may_be_the_folder_above(root):
+    dataset = Ade20k(str(root.parent))
+
+    assert isinstance(dataset, Dataset)
+    assert dataset.train().ids == ("a", "b")
+    assert dataset.images()[0].mask is None
+
+
+def test_one_split_can_be_cut_in_two(root):
+    dataset = Ade20k(root, "training:0-50%", "training:50-100%")
+
+    assert (dataset.train().ids, dataset.val().ids) == (("a",), ("b",))
+
+
+def test_a_wrong_root_and_a_wrong_split_say_what_was_expected(tmp_path, root):
+    with pytest.raises(DataError, match=r"expected ADEChallengeData2016/\{images,annotations\}"):
+        Ade20k(tmp_path / "elsewhere").train()
+    with pytest.raises(DataError, match="no split test, but training, validation"):
+        Ade20k(root, val_split="test").val()
+
+
+def test_boxes_are_refused_with_the_names_of_datasets_that_have_them(root):
+    with pytest.raises(
+        DataError, match=r"ade20k has no boxes; datasets for discovery: coco20k, folder, toy"
+    ):
+        Ade20k(root).discovery()
+
+
+@pytest.mark.data
+def test_the_real_photographs_hold_known_classes(photos):
+    dataset = Ade20k(photos)
+    train, val = dataset.train(), dataset.val()
+
+    assert (len(train), len(val)) == (21, 13)
+    assert train.class_names[:3] == ("wall", "building", "sky")
+    assert len(set(train.class_names)) == 150
+    for sample in val:
+        assert sample.mask is not None
+        stored = np.asarray(
+            Image.open(
+                photos / f"ADEChallengeData2016/annotations/validation/{sample.image_id}.png"
+            )
+        )
+        known = stored > 0
+        assert np.array_equal(sample.mask[known] + 1, stored[known])
+        assert (sample.mask[~known] == 255).all()

@@ -1,0 +1,110 @@
+"""Class folders: what is labelled how, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages, labelled_by_folder
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import ConfigurationError, DataError
+
+
+def put(root: Path, *names: str) -> Path:
+    for number, name in enumerate(names):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (3, 2), (number, 0, 0)).save(path)
+    return root
+
+
+def labels_of(images: LabelledImages) -> dict[str, str]:
+    samples = [images[index] for index in range(len(images))]
+    return {s.image_id: images.class_names[s.label] for s in samples if s.label is not None}
+
+
+def test_a_path_is_labelled_with_its_first_folder_and_classes_are_sorted():
+    ids = ("dog/1.jpg", "cat/images/deep/1.jpg", "dog/0.jpg")
+
+    assert labelled_by_folder(ids) == (("cat", "dog"), (1, 0, 1))
+    with pytest.raises(DataError, match=r"stray\.jpg lies in no class folder"):
+        labelled_by_folder(("cat/1.jpg", "stray.jpg"))
+
+
+def test_validation_images_are_numbered_as_the_training_folders_are(tmp_path):
+    put(tmp_path, "train/a/images/1.JPEG", "train/b/2.png", "train/c/3.png", "val/c/4.png")
+    (tmp_path / "train/a/a_boxes.txt").touch()
+    dataset = ClassFolders(tmp_path)
+
+    train, val = dataset.train(), dataset.val()
+
+    assert isinstance(dataset, Dataset)
+    assert isinstance(val, ImageSet)
+    assert labels_of(train) == {"a/images/1.JPEG": "a", "b/2.png": "b", "c/3.png": "c"}
+    assert (val.class_names, val[0].label, val.split) == (("a", "b", "c"), 2, "val")
+    assert val[0].image[0, 0, 0] == 3
+
+
+def test_the_validation_folder_may_be_called_test_or_as_one_says(tmp_path):
+    put(tmp_path, "train/a/1.png", "train/b/1.png", "test/a/2.png", "other/a/3.png")
+
+    assert ClassFolders(tmp_path).val().split == "test"
+    assert ClassFolders(tmp_path, val_split="other").val().ids == ("a/3.png",)
+    with pytest.raises(DataError, match=r"has no split nowhere, but .*other"):
+        ClassFolders(tmp_path, val_split="nowhere").val()
+
+
+def test_the_list_of_tiny_imagenet_says_the_classes_of_a_flat_folder(tmp_path):
+    put(tmp_path, "train/n1/images/n1_0.png", "train/n2/images/n2_0.png")
+    put(tmp_path / "val/images", "val_0.png", "val_1.png")
+    listing = tmp_path / "val/val_annotations.txt"
+    listing.write_text("val_0.png\tn2\t0\t32\t44\t62\nval_1.png\tn1\t5\t5\t9\t9\n")
+
+    assert labels_of(ClassFolders(tmp_path).val()) == {
+        "images/val_0.png": "n2",
+        "images/val_1.png": "n1",
+    }
+    listing.write_text("val_0.png\tn2\t0\t32\t44\t62\n")
+    with pytest.raises(DataError, match=r"names no class for images/val_1\.png"):
+        ClassFolders(tmp_path).val()
+
+
+def test_a_class_that_training_lacks_is_named_or_left_out_when_asked(tmp_path):
+    put(tmp_path, "train/a/1.png", "train/b/1.png", "val/zebra/1.png", "val/b/1.png")
+
+    with pytest.raises(DataError, match=r"val has the class zebra, which the 2 training classes"):
+        ClassFolders(tmp_path).val()
+    assert labels_of(ClassFolders(tmp_path, known_only=True).val()) == {"b/1.png": "b"}
+
+
+def test_a_share_is_taken_of_every_class_and_shares_do_not_meet(tmp_path):
+    put(tmp_path, *(f"train/{name}/{number}.png" for name in "ab" for number in range(4)))
+    halves = ClassFolders(tmp_path, train_split="train:0-50%", val_split="train:50-100%")
+
+    assert halves.train().ids == ("a/0.png", "a/1.png", "b/0.png", "b/1.png")
+    assert halves.val().ids == ("a/2.png", "a/3.png", "b/2.png", "b/3.png")
+    with pytest.raises(ConfigurationError, match="share images"):
+        ClassFolders(tmp_path, val_split="train:50-100%").val()
+
+
+def test_the_fingerprint_tells_other_labels_of_the_same_files(tmp_path):
+    put(tmp_path, "train/a/1.png", "train/b/2.png")
+    images = ClassFolders(tmp_path).train()
+
+    swapped = LabelledImages(images.images, images.class_names, images.labels[::-1])
+
+    assert images.fingerprint() == ClassFolders(tmp_path).train().fingerprint()
+    assert images.fingerprint() != swapped.fingerprint()
+
+
+def test_a_useless_root_is_refused_when_it_is_used(tmp_path):
+    put(tmp_path, "train/1.png")
+
+    with pytest.raises(DataError, match="--data-root DIR"):
+        ClassFolders().train()
+    with pytest.raises(DataError, match=r"1\.png lies in no class folder"):
+        ClassFolders(tmp_path).train()
+    with pytest.raises(DataError, match="holds no class folders: expected train/CLASS"):
+        ClassFolders(tmp_path / "train").train()
+    with pytest.raises(DataError, match="class_folders has no boxes"):
+        ClassFolders(tmp_path).discovery()

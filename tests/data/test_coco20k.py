@@ -1,0 +1,217 @@
+"""COCO20k: the published list, boxes without crowds, an index that is made once."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_bench.data.layouts import coco20k
+from ssl_bench.data.layouts.coco20k import LIST, Coco20k, read_boxes
+from ssl_bench.data.samples import Dataset, Sample
+from ssl_bench.errors import DataError, MachineError
+from ssl_bench.network.downloads import Published
+
+# Image 7 has two objects and a crowd, image 9 a crowd only, image 12 nothing; 3 is not listed.
+ANNOTATIONS: list[dict[str, Any]] = [
+    {"image_id": 9, "bbox": [0, 0, 9, 9], "iscrowd": 1},
+    {"image_id": 7, "bbox": [1.4, 2.5, 3.2, 4.0], "iscrowd": 0},
+    {"image_id": 7, "bbox": [0, 0, 5, 5], "iscrowd": 1},
+    {"image_id": 3, "bbox": [0, 0, 2, 2], "iscrowd": 0},
+    {"image_id": 7, "bbox": [0.6, 3.5, 2.0, 1.0], "iscrowd": 0},
+]
+
+
+def boxes_of(sample: Sample) -> np.ndarray:
+    assert sample.boxes is not None
+    return sample.boxes
+
+
+def stem(number: int) -> str:
+    return f"COCO_train2014_{number:012d}"
+
+
+def write_annotations(root: Path, numbers: list[int]) -> Path:
+    path = root / "annotations/instances_train2014.json"
+    images = [{"id": number} for number in [*numbers, 3]]
+    path.write_text(json.dumps({"images": images, "annotations": ANNOTATIONS}))
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "COCO"
+    for folder in ("annotations", "images/train2014"):
+        (root / folder).mkdir(parents=True)
+    for number in (12, 7, 9):
+        Image.new("RGB", (10, 8)).save(root / f"images/train2014/{stem(number)}.jpg")
+    write_annotations(root, [12, 7, 9])
+    names = [f"train2014/{stem(number)}.jpg" for number in (12, 7, 9)]
+    (root / "coco_20k_filenames_subset.txt").write_text("\n".join(names))
+    return root
+
+
+@pytest.fixture
+def dataset(root: Path, tmp_path: Path) -> Coco20k:
+    return Coco20k(root, cache=tmp_path / "cache")
+
+
+def test_boxes_are_rounded_corners_without_crowds(dataset):
+    images = dataset.discovery()
+
+    # By hand: 1.4 + 3.2 = 4.6, 2.5 + 4 = 6.5, halves to the even number.
+    assert isinstance(dataset, Dataset)
+    assert images.ids == (stem(7), stem(9), stem(12))
+    assert boxes_of(images[0]).tolist() == [[1, 2, 5, 6], [1, 4, 3, 4]]
+
+
+def test_images_with_crowds_only_or_nothing_have_no_boxes(dataset):
+    images = dataset.discovery()
+
+    assert boxes_of(images[1]).shape == (0, 4)
+    assert boxes_of(images[2]).shape == (0, 4)
+
+
+def test_an_image_that_the_annotations_do_not_know_is_refused(root, dataset):
+    write_annotations(root, [7, 9])
+
+    with pytest.raises(DataError, match=f"1 of 3 annotations .*: {stem(12)};"):
+        dataset.discovery()
+
+
+def test_the_annotations_are_parsed_once(root, tmp_path, monkeypatch):
+    path, cache = root / "annotations/instances_train2014.json", tmp_path / "cache"
+    first = read_boxes(path, cache)
+    monkeypatch.setattr(coco20k, "parse_boxes", lambda _: pytest.fail("parsed again"))
+
+    again = read_boxes(path, cache)
+
+    assert again.read(stem(7)).tolist() == first.read(stem(7)).tolist()
+    assert again.missing([stem(12), stem(13)]) == [stem(13)]
+
+
+@pytest.mark.parametrize("change", ["size", "time"])
+def test_changed_annotations_are_parsed_again(root, tmp_path, change):
+    path, cache = root / "annotations/instances_train2014.json", tmp_path / "cache"
+    read_boxes(path, cache)
+    text, status = path.read_text().replace("1.4", "8.4"), path.stat()
+    path.write_text(text + " " * (change == "size"))
+    later = status.st_mtime_ns + 1000 * (change == "time")
+    os.utime(path, ns=(status.st_atime_ns, later))
+
+    assert read_boxes(path, cache).read(stem(7))[0, 0] == 8
+
+
+def test_a_damaged_index_is_made_again(root, tmp_path):
+    path, cache = root / "annotations/instances_train2014.json", tmp_path / "cache"
+    read_boxes(path, cache)
+    (index,) = cache.iterdir()
+    whole = index.read_bytes()
+    for damaged in (b"", whole[:100], b"{}"):
+        index.write_bytes(damaged)
+        assert len(read_boxes(path, cache).read(stem(7))) == 2
+        assert index.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(root, tmp_path):
+    (tmp_path / "file").touch()
+
+    boxes = read_boxes(root / "annotations/instances_train2014.json", tmp_path / "file/below")
+
+    assert len(boxes.read(stem(7))) == 2
+
+
+def test_damaged_annotations_are_named(root, dataset):
+    path = root / "annotations/instances_train2014.json"
+    path.write_text(path.read_text()[:-20])
+
+    with pytest.raises(DataError, match=r"instances_train2014\.json is not COCO's instances"):
+        dataset.discovery()
+
+
+def test_a_subset_does_not_pass_for_the_benchmark(root, dataset):
+    images = dataset.discovery()
+    (root / "coco_20k_filenames_subset.txt").write_text(f"train2014/{stem(7)}.jpg")
+    smaller = dataset.discovery()
+
+    assert (images.name, smaller.name) == ("coco20k-3", "coco20k-1")
+    assert images.fingerprint() != smaller.fingerprint()
+
+
+def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
+    path = root / "coco_20k_filenames_subset.txt"
+    monkeypatch.setattr(coco20k, "NUM_IMAGES", 3)
+
+    with pytest.raises(DataError, match=f"has md5 [0-9a-f]{{32}}, published was {LIST.digest}"):
+        dataset.discovery()
+    own = Published(LIST.url, hashlib.md5(path.read_bytes()).hexdigest(), "md5")
+    monkeypatch.setattr(coco20k, "LIST", own)
+    assert dataset.discovery().name == "coco20k"
+
+
+def test_the_list_is_looked_for_in_the_root_then_beside_it_unless_named(root, dataset, tmp_path):
+    beside = root.parent / "coco_20k_filenames.txt"
+    beside.write_text(f"train2014/{stem(9)}.jpg")
+
+    assert dataset.images().ids == (stem(9),), "the complete list comes first"
+    beside.unlink()
+    assert dataset.images().ids == (stem(7), stem(9), stem(12)), "then the subset"
+    elsewhere = tmp_path / "mine.txt"
+    elsewhere.write_text(stem(12))
+    assert Coco20k(root, list_file=elsewhere).images().ids == (stem(12),)
+    with pytest.raises(DataError, match=r"list_file=.*other\.txt does not exist"):
+        Coco20k(root, list_file=tmp_path / "other.txt").images()
+
+
+def test_a_list_that_is_nowhere_is_fetched_once_and_kept(root, dataset, server, monkeypatch):
+    content = (root / "coco_20k_filenames_subset.txt").read_bytes()
+    (root / "coco_20k_filenames_subset.txt").unlink()
+    published = server.publish(content, "md5")
+    monkeypatch.setattr(coco20k, "LIST", published)
+
+    first, again = dataset.images(), dataset.images()
+
+    assert first.ids == again.ids == (stem(7), stem(9), stem(12))
+    assert len(server.ranges) == 1
+    assert (dataset.cache / "coco_20k_filenames.txt").read_bytes() == content
+
+
+def test_a_fetched_list_must_be_the_published_one(root, dataset, server, monkeypatch):
+    (root / "coco_20k_filenames_subset.txt").unlink()
+    monkeypatch.setattr(coco20k, "LIST", Published(server.publish(b"x").url, LIST.digest, "md5"))
+
+    with pytest.raises(MachineError, match=f"published was {LIST.digest}; nothing was kept"):
+        dataset.images()
+    assert not (dataset.cache / "coco_20k_filenames.txt").exists()
+
+
+def test_masks_are_refused_with_the_names_of_datasets_that_have_them(dataset):
+    with pytest.raises(DataError, match="coco20k has no masks; datasets for segmentation: ade20k"):
+        dataset.val()
+
+
+@pytest.mark.data
+def test_the_published_list_is_the_one_that_is_asked_for(shared_data):
+    path = shared_data / "coco_20k_filenames.txt"
+
+    lines = path.read_text().splitlines()
+
+    assert len(set(lines)) == coco20k.NUM_IMAGES
+    assert hashlib.md5(path.read_bytes()).hexdigest() == LIST.digest
+
+
+@pytest.mark.data
+def test_real_boxes_lie_within_their_photographs(photos, tmp_path):
+    images = Coco20k(photos / "COCO", cache=tmp_path).discovery()
+
+    assert (images.name, len(images)) == ("coco20k-7", 7)
+    assert sum(len(boxes_of(sample)) for sample in images) == 93
+    for sample in images:
+        boxes, (height, width) = boxes_of(sample), sample.image.shape[:2]
+        assert (boxes[:, 2:] <= (width, height)).all()
+        assert (boxes[:, :2] < boxes[:, 2:]).all()
+        assert np.array_equal(boxes, np.rint(boxes))

@@ -1,0 +1,151 @@
+"""COCO-Stuff: 171 contiguous classes from 182 ids, or 27 groups."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_bench.data.layouts.coco_stuff import COARSE_NAMES, CocoStuff, read_classes
+from ssl_bench.data.samples import Dataset, Sample
+from ssl_bench.errors import ConfigurationError, DataError
+from tests.support.faults import unchecked_types
+
+NEVER = {11, 25, 28, 29, 44, 65, 67, 68, 70, 82, 90}
+
+
+def write(root: Path, split: str, name: str, mask: list[list[int]], maps: str) -> None:
+    for folder in (root / "images" / split, root / maps / split):
+        folder.mkdir(parents=True, exist_ok=True)
+    pixels = np.array(mask, np.uint8)
+    Image.new("RGB", pixels.shape[::-1]).save(root / f"images/{split}/{name[:12]}.jpg")
+    Image.fromarray(pixels).save(root / maps / split / f"{name}.png")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Images 1 to 4 in train2017, all with ids before, between and after the gaps."""
+    for number in range(1, 5):
+        mask = [[0, 10, 12], [255, 91, 181]]
+        write(tmp_path, "train2017", f"{number:012d}", mask, "stuffthingmaps")
+    return tmp_path
+
+
+def mask_of(sample: Sample) -> np.ndarray:
+    assert sample.mask is not None
+    return sample.mask
+
+
+def train(root: Path, classes: Literal[171, 27] = 171) -> CocoStuff:
+    return CocoStuff(root, "train2017:0-50%", "train2017:50-100%", classes)
+
+
+def test_ids_are_made_contiguous_over_the_gaps(root):
+    mask = mask_of(train(root).train()[0])
+
+    # By hand: 12 has one gap (11) before it, 91 and 181 have all eleven.
+    assert mask.tolist() == [[0, 10, 11], [255, 80, 170]]
+
+
+def test_the_class_table_lists_what_occurs_with_the_groups_of_coco():
+    classes = read_classes()
+    groups = Counter(group for _, group in classes.values())
+
+    assert set(range(182)) - set(classes) == NEVER
+    assert list(classes) == sorted(classes)
+    assert len({name for name, _ in classes.values()}) == 171
+    assert set(groups) == set(COARSE_NAMES)
+    assert sum(groups[name] for name in COARSE_NAMES[:12]) == 80, "things"
+    assert classes[0] == ("person", "person")
+    assert classes[169] == ("vegetable", "food-stuff")
+    assert classes[181] == ("wood", "solid")
+
+
+def test_names_follow_the_classes(root):
+    fine, coarse = train(root).train(), train(root, 27).train()
+
+    assert len(fine.class_names) == 171
+    assert [fine.class_names[number] for number in (11, 80, 170)] == ["stop sign", "banner", "wood"]
+    assert coarse.class_names == COARSE_NAMES
+    assert fine.fingerprint() != coarse.fingerprint()
+
+
+def test_coarse_classes_are_the_groups(root):
+    mask = mask_of(train(root, 27).train()[0])
+
+    expected = [["person", "outdoor", "outdoor"], [None, "textile", "solid"]]
+    assert [[COARSE_NAMES[n] if n != 255 else None for n in row] for row in mask] == expected
+
+
+@pytest.mark.parametrize("number", sorted(NEVER))
+def test_an_id_that_never_occurs_is_refused(root, number):
+    write(root, "train2017", "000000000001", [[number]], "stuffthingmaps")
+
+    with pytest.raises(DataError, match=rf"1\.png holds label {number}, expected 0-10, 12-24, "):
+        train(root).train()[0]
+
+
+@pytest.mark.parametrize(
+    ("classes", "expected"), [(171, [[0, 11, 170, 255]]), (27, [[9, 8, 24, 255]])]
+)
+def test_remapped_files_are_not_remapped_again(tmp_path, classes, expected):
+    for number in (1, 2):
+        name = f"{number:012d}_labelTrainIds"
+        write(tmp_path, "train2017", name, [[0, 11, 170, 255]], "annotations")
+
+    images = train(tmp_path, classes).train()
+
+    assert images.ids == ("000000000001",)
+    assert mask_of(images[0]).tolist() == expected
+
+
+def test_published_masks_win_over_remapped_ones_beside_them(root):
+    write(root, "train2017", "000000000001_labelTrainIds", [[5] * 3] * 2, "stuffthingmaps")
+
+    images = train(root).train()
+
+    assert images.ids == ("000000000001", "000000000002")
+    assert mask_of(images[0]).tolist() == [[0, 10, 11], [255, 80, 170]]
+
+
+def test_maps_below_annotations_and_images_beside_them_are_found(root):
+    (root / "annotations").mkdir()
+    (root / "stuffthingmaps").rename(root / "annotations/stuffthingmaps")
+    (root / "images/train2017").rename(root / "train2017")
+
+    dataset = train(root)
+
+    assert isinstance(dataset, Dataset)
+    assert len(dataset.train()) == 2
+    assert len(dataset.images()) == 2
+
+
+def test_a_missing_val2017_says_what_to_type(root):
+    with pytest.raises(DataError) as caught:
+        CocoStuff(root).val()
+
+    advice = "dataset.train_split=train2017:0-75% dataset.val_split=train2017:75-100%"
+    assert str(caught.value).endswith(advice)
+    first, second = (word.partition("=")[2] for word in advice.split())
+    dataset = CocoStuff(root, first, second)
+    assert (len(dataset.train()), len(dataset.val())) == (3, 1)
+
+
+def test_another_number_of_classes_is_a_configuration_error():
+    with unchecked_types(), pytest.raises(ConfigurationError, match="171 or 27, got 172"):
+        CocoStuff("/nowhere", classes=cast(Any, 172))
+
+
+@pytest.mark.data
+def test_the_real_photographs_keep_every_pixel(photos):
+    dataset = CocoStuff(photos / "COCO", "train2017:0-75%", "train2017:75-100%")
+    train_set, val_set = dataset.train(), dataset.val()
+
+    assert (len(train_set), len(val_set)) == (49, 17)
+    raw = np.array([*read_classes(), *[255] * 85])
+    for sample in (val_set[index] for index in range(5)):
+        maps = photos / "COCO/annotations/stuffthingmaps/train2017"
+        stored = np.asarray(Image.open(maps / f"{sample.image_id}.png"))
+        assert np.array_equal(raw[mask_of(sample)], stored)

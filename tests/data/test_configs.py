@@ -1,0 +1,60 @@
+"""Every dataset that can be typed is what its class gives by default."""
+
+from pathlib import Path
+
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from ssl_bench.data.layouts.ade20k import Ade20k
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.coco20k import Coco20k
+from ssl_bench.data.layouts.coco_stuff import CocoStuff
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
+from ssl_bench.data.layouts.toy import Toy
+from ssl_bench.data.layouts.voc import Voc
+from ssl_bench.data.roles import datasets_with
+from ssl_bench.data.samples import Dataset
+
+FOLDER = Path(__file__).parents[2] / "configs/dataset"
+DEFAULTS = {
+    "voc2012": Voc("/data"),
+    "voc2007": Voc("/data", year=2007),
+    "ade20k": Ade20k("/data"),
+    "coco_stuff": CocoStuff("/data"),
+    "coco20k": Coco20k("/data"),
+    "folder": ImageFolder("/data"),
+    "class_folders": ClassFolders("/data"),
+    "paired_folders": ImageMaskFolders("/data", class_names=[], ignored=[255], ignored_colours=[]),
+    "toy": Toy(),
+}
+# Folders that a file describes, and how many classes they have.
+DESCRIBED = {"cityscapes": 19, "camvid": 11}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_yaml_file_builds_the_default_dataset_of_its_name(path):
+    config = OmegaConf.create({"data": {"root": "/data"}, "dataset": OmegaConf.load(path)})
+
+    dataset = instantiate(config, _convert_="all")["dataset"]
+
+    assert isinstance(dataset, Dataset)
+    assert dataset.name == path.stem
+    if isinstance(dataset, ImageMaskFolders) and path.stem in DESCRIBED:
+        assert len(dataset.class_names) == DESCRIBED[path.stem]
+    else:
+        assert dataset == DEFAULTS[path.stem]
+
+
+def test_roles_are_found_by_looking_at_the_datasets():
+    assert datasets_with("segmentation") == [
+        "ade20k",
+        "coco_stuff",
+        "paired_folders",
+        "toy",
+        "voc2012",
+    ]
+    assert datasets_with("classification") == ["class_folders"]
+    assert datasets_with("discovery") == ["coco20k", "folder", "toy", "voc2012"]
+    assert datasets_with("images") == sorted(set(DEFAULTS) - {"voc2007"})

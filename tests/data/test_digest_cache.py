@@ -1,0 +1,234 @@
+"""Row 54 of the catalogue of faults: what is remembered of files is right, or they are read."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files import digest_cache, digests
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.errors import DataError
+from tests.core.test_progress import on_a_terminal
+from tests.support.faults import encoder_file, exit_code, fork, photo_folder, pretraining, probing
+from tests.support.repainting import repaint, settle
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def test_fault_54_a_repainted_picture_is_noticed_in_coarse_time(tmp_path, monkeypatch, files_read):
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    exact = digests.file_state
+
+    def coarse(path: Path) -> digest_cache.FileState:
+        state = exact(path)
+        second = 10**9
+        return state._replace(
+            mtime_ns=state.mtime_ns // second * second, ctime_ns=state.ctime_ns // second * second
+        )
+
+    monkeypatch.setattr(digests, "file_state", coarse)
+    root = photo_folder(tmp_path / "photos")
+    # Both within one second of the clock.
+    time.sleep(1 - time.time() % 1 + 0.02)
+    repaint(root / "1.jpg")
+    before = ImageFolder(root).images().fingerprint()
+    repaint(root / "1.jpg")
+
+    assert ImageFolder(root).images().fingerprint() != before
+
+
+def damaged(content: bytes) -> dict[str, bytes]:
+    old = content.replace(b"files 1", b"files 0")
+    flipped = {
+        f"bit {place}": content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+        for place in (0, 30, 70, 100, len(content) - 1)
+    }
+    return flipped | {
+        "empty": b"",
+        "cut": content[:-40],
+        "cut at an entry": content[:-64],
+        "longer": content + bytes(64),
+        "older": old,
+        "text": b"{}\n" * 99,
+    }
+
+
+def test_fault_54_a_damaged_cache_is_made_anew_and_never_believed(tmp_path, cache, files_read):
+    root = photo_folder(tmp_path / "photos")
+    settle()
+    first = ImageFolder(root).images().fingerprint()
+    (kept,) = cache.iterdir()
+    content = kept.read_bytes()
+
+    for how, spoilt in damaged(content).items():
+        kept.write_bytes(spoilt)
+        del files_read[:]
+        assert ImageFolder(root).images().fingerprint() == first, how
+        assert len(files_read) == 4, how
+        assert kept.read_bytes()[:28] == content[:28], how
+    del files_read[:]
+    assert ImageFolder(root).images().fingerprint() == first
+    assert not files_read
+
+
+def test_fault_54_what_is_remembered_of_other_files_says_nothing(tmp_path, cache, files_read):
+    one, other = (photo_folder(tmp_path / name) for name in ("one", "other"))
+    for path in other.iterdir():
+        repaint(path)
+    settle()
+    expected = ImageFolder(other).images().fingerprint()
+    places = []
+    for root in (one, other):
+        shutil.rmtree(cache)
+        ImageFolder(root).images().fingerprint()
+        places += [(path, path.read_bytes()) for path in cache.iterdir()]
+    del files_read[:]
+
+    places[1][0].write_bytes(places[0][1])
+
+    assert ImageFolder(other).images().fingerprint() == expected
+    assert len(files_read) == 4
+
+
+@pytest.mark.parametrize("homeless", [False, True])
+def test_fault_54_a_cache_that_cannot_be_written_is_said_once(
+    tmp_path, monkeypatch, capsys, files_read, homeless
+):
+    if homeless:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError(tmp_path)))
+    else:
+        (tmp_path / "cache").write_text("in the way")
+    roots = [photo_folder(tmp_path / name) for name in ("one", "other")]
+    settle()
+    found = [ImageFolder(root).images().fingerprint() for root in roots * 2]
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("the sha256 of files is not kept for the next time: ")
+    assert line.endswith("; XDG_CACHE_HOME=DIR moves it")
+    assert len(set(found)) == 1
+    assert len(files_read) == (16 if homeless else 8)
+
+
+def test_the_cache_keeps_what_was_used_last(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(digest_cache, "_MOST_FILES", 3)
+    roots = [photo_folder(tmp_path / str(number), 1) for number in range(5)]
+    settle()
+    kept = []
+    for root in roots:
+        ImageFolder(root).images().fingerprint()
+        kept += [path for path in cache.iterdir() if path not in kept]
+        settle()
+    ImageFolder(roots[2]).images().fingerprint()
+    settle()
+    ImageFolder(photo_folder(tmp_path / "5", 1)).images().fingerprint()
+
+    assert {path for path in kept if path.exists()} == {kept[2], kept[4]}
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_fault_54_two_processes_at_once_find_the_same_and_leave_a_whole_cache(tmp_path, files_read):
+    root = photo_folder(tmp_path / "photos", 40)
+    settle()
+
+    def work(name: str) -> Callable[[], None]:
+        return lambda: (
+            (tmp_path / name).write_text(ImageFolder(root).images().fingerprint()) and None
+        )
+
+    children = [fork(work(name)) for name in "ab"]
+    assert [exit_code(child) for child in children] == [0, 0]
+
+    found = {(tmp_path / name).read_text() for name in "ab"}
+    assert found == {ImageFolder(root).images().fingerprint()}
+    assert not files_read
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code"),
+    [
+        ("probe", signal.SIGINT, 130),
+        ("pretrain", signal.SIGINT, 130),
+        ("pretrain", signal.SIGTERM, 75),
+    ],
+)
+def test_fault_54_an_interrupt_keeps_what_was_read(
+    place, cache, monkeypatch, files_read, command, number, code
+):
+    root = photo_folder(place / "many", 100)
+    settle()
+    whole = digests._read
+
+    def soon_slow(part: digests.Part) -> bytes:
+        if len(files_read) > 60:
+            (place / "slow").touch()
+            time.sleep(0.2)
+        return whole(part)
+
+    monkeypatch.setattr(digests, "_read", soon_slow)
+    words = probing("pca", "folder", root) if command == "probe" else pretraining(root, "run")
+    child = fork(lambda: main(words), stderr=place / "said")
+    deadline = time.monotonic() + 30
+    while not (place / "slow").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(child, number)
+
+    assert exit_code(child) == code, (place / "said").read_text()
+    assert "Traceback" not in (place / "said").read_text()
+    kept = sum(len(digest_cache._read(path)) for path in cache.iterdir())
+    assert 60 <= kept < 90
+
+
+def test_a_sweep_reads_each_file_once_whatever_is_planned(place, files_read, capsys):
+    (place / "cache").write_text("in the way")
+    encoder_file(place / "other.safetensors", seed=1)
+    words = probing("pca", "folder", place / "photos")[3:]
+
+    assert (
+        main(["sweep", "--task", "pca", *words, "--checkpoint", "other.safetensors", "--dry-run"])
+        == 0
+    )
+
+    assert sorted(files_read) == ["0.jpg", "1.jpg", "2.jpg", "3.jpg"]
+
+
+def test_a_terminal_shows_how_far_the_reading_is(tmp_path):
+    root = photo_folder(tmp_path / "photos")
+
+    shown = on_a_terminal(lambda: ImageFolder(root).images().fingerprint())
+
+    assert "sha256 of folder all: " in shown
+
+
+def test_fault_54_a_file_that_is_being_written_is_refused(tmp_path, monkeypatch):
+    root = photo_folder(tmp_path / "photos")
+    settle()
+    whole = digests._read
+
+    def meanwhile(part: digests.Part) -> bytes:
+        digest = whole(part)
+        if part.file.name == "2.jpg":
+            part.file.write_bytes(b"more")
+        return digest
+
+    monkeypatch.setattr(digests, "_read", meanwhile)
+
+    with pytest.raises(DataError, match=r"2\.jpg changes while it is read"):
+        ImageFolder(root).images().fingerprint()
+
+
+def test_fault_54_files_that_cannot_be_read_are_named(tmp_path):
+    root = photo_folder(tmp_path / "photos")
+    images = ImageFolder(root).images()
+    (root / "1.jpg").unlink()
+    with pytest.raises(DataError, match=r"1\.jpg cannot be read \(No such file or directory\)"):
+        images.fingerprint()
+    os.mkfifo(root / "1.jpg")
+    with pytest.raises(DataError, match=r"1\.jpg is no file"):
+        ImageFolder(root).images().fingerprint()

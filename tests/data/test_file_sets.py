@@ -1,0 +1,129 @@
+"""What every image set over files checks and promises."""
+
+import pickle
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
+from ssl_bench.data.labels import LabelMap
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import DataError
+
+LABELS = LabelMap({0: 0, 1: 1, 255: 255}, hint="-")
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> FileImageSet:
+    """Three scenes of 4 rows and 6 columns; the last has class 1 in its lower half."""
+    for folder in ("photos", "masks"):
+        (tmp_path / folder).mkdir()
+    for number, name in enumerate("abc"):
+        Image.new("RGB", (6, 4), (number, 0, 0)).save(tmp_path / "photos" / f"{name}.png")
+        mask = np.zeros((4, 6), np.uint8)
+        mask[2:] = number == 2
+        Image.fromarray(mask).save(tmp_path / "masks" / f"{name}_label.png")
+    return FileImageSet(
+        name="three",
+        split="all",
+        source=tmp_path / "photos",
+        ids=("a", "b", "c"),
+        images=Files(tmp_path / "photos", ".png"),
+        class_names=("ground", "thing"),
+        masks=Masks(Files(tmp_path / "masks", "_label.png"), LABELS),
+    )
+
+
+def test_a_sample_holds_the_image_and_its_own_mask(images):
+    sample = images.checked()[2]
+
+    assert isinstance(images, ImageSet)
+    assert len(images) == 3
+    assert sample.image_id == "c"
+    assert sample.image[0, 0].tolist() == [2, 0, 0]
+    assert sample.mask is not None
+    assert sample.mask[:, 0].tolist() == [0, 0, 1, 1]
+    assert sample.boxes is None
+
+
+def test_a_loop_over_the_set_ends(images):
+    assert [sample.image_id for sample in islice(images, 9)] == ["a", "b", "c"]
+
+
+def test_a_mask_of_another_size_is_refused(images, tmp_path):
+    Image.new("L", (4, 6)).save(tmp_path / "masks/b_label.png")
+
+    with pytest.raises(DataError, match=r"b_label\.png is 4 x 6 but its image .*b\.png is 6 x 4"):
+        images[1]
+
+
+@pytest.mark.parametrize("kind", ["images", "masks"])
+def test_missing_files_are_found_without_decoding_any(images, tmp_path, kind):
+    for path in tmp_path.glob("*/*.png"):
+        path.write_bytes(b"never decoded")
+    many = replace(images, ids=("a", "b", "c", *"defghi"))
+    if kind == "masks":
+        for name in "defghi":
+            (tmp_path / "photos" / f"{name}.png").touch()
+
+    with pytest.raises(DataError, match=f"6 of 9 {kind} of the split all are missing") as caught:
+        many.checked()
+    ending = ".png" if kind == "images" else "_label.png"
+    named = ", ".join(f"{name}{ending}" for name in "defgh")
+    assert f"{named}, ...;" in str(caught.value)
+
+
+def test_an_empty_split_is_refused(images):
+    with pytest.raises(DataError, match="gives no image for the split all"):
+        replace(images, ids=()).checked()
+
+
+def test_an_image_named_twice_is_refused(images):
+    with pytest.raises(DataError, match="twice"):
+        replace(images, ids=("a", "b", "a")).checked()
+
+
+def test_the_fingerprint_follows_ids_contents_and_the_meaning_of_labels(images, tmp_path):
+    first = images.fingerprint()
+    relabelled = LabelMap({0: 0, 1: 0, 255: 255}, hint="-")
+    changed = [
+        replace(images, ids=("a", "b")),
+        replace(images, masks=None),
+        replace(images, class_names=("thing", "ground")),
+        replace(images, masks=Masks(Files(tmp_path / "masks", "_label.png"), relabelled)),
+    ]
+    assert len({first, *(other.fingerprint() for other in changed)}) == 5
+    assert replace(images, name="other", split="part").fingerprint() == first
+
+    with (tmp_path / "masks/a_label.png").open("ab") as file:
+        file.write(b"x")
+    assert images.fingerprint() == first, "computed once"
+    assert replace(images).fingerprint() != first
+
+
+def test_the_fingerprint_decodes_no_picture(images, tmp_path):
+    for path in tmp_path.glob("*/*.png"):
+        path.write_bytes(b"no picture")
+
+    assert len(images.fingerprint()) == 64
+
+
+def test_a_set_can_be_sent_to_another_process(images):
+    images.fingerprint()
+
+    other = pickle.loads(pickle.dumps(images))
+
+    assert other.fingerprint() == images.fingerprint()
+    assert np.array_equal(other[2].mask, images[2].mask)
+
+
+def test_ids_of_a_folder_leave_out_hidden_and_other_files(tmp_path):
+    for name in ("2.png", "1.png", "._1.png", "1_labelTrainIds.png", "readme.txt"):
+        (tmp_path / name).touch()
+
+    assert Files(tmp_path, ".png", other_suffix="_labelTrainIds.png").ids() == ["1", "2"]
+    assert Files(tmp_path, "_labelTrainIds.png").ids() == ["1"]

@@ -1,0 +1,271 @@
+"""Row 54 of the catalogue of faults: a fingerprint is of what the files hold, read once."""
+
+import json
+import os
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.data.layouts.ade20k import Ade20k
+from ssl_bench.data.layouts.archives import open_archives, open_labelled_archives
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.coco20k import Coco20k
+from ssl_bench.data.layouts.coco_stuff import CocoStuff
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
+from ssl_bench.data.layouts.voc import Voc
+from ssl_bench.data.samples import ImageSet
+from tests.support.faults import (
+    VAL,
+    class_folders,
+    fails,
+    mask,
+    photo_folder,
+    picture,
+    pretraining,
+    probing,
+    records,
+    save_mask,
+    voc,
+)
+from tests.support.repainting import in_tar, repaint, settle, tarred
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+JSON = "annotations/instances_train2014.json"
+
+
+def paired(root: Path, images: str, masks: str) -> Path:
+    """One photograph and its mask for training, one for validation."""
+    for number, split in enumerate(("train", "val")):
+        for folder in (images, masks):
+            (root / folder.format(split)).mkdir(parents=True)
+        picture(number).save(root / images.format(split) / "000000000001.jpg")
+        save_mask(root / masks.format(split) / "000000000001.png", mask())
+    return root
+
+
+def coco20k(root: Path) -> Path:
+    for folder in ("annotations", "images/train2014"):
+        (root / folder).mkdir(parents=True)
+    picture(0).save(root / "images/train2014/COCO_train2014_000000000007.jpg")
+    (root / "coco_20k_filenames_subset.txt").write_text("COCO_train2014_000000000007.jpg")
+    images = [{"id": 7, "note": "seen"}, {"id": 3}]
+    boxes = [{"image_id": n, "bbox": [n, 2, 5, 6], "iscrowd": 0} for n in (7, 3)]
+    (root / JSON).write_text(json.dumps({"images": images, "annotations": boxes}))
+    return root
+
+
+def tiny_imagenet(root: Path) -> Path:
+    class_folders(root)
+    for name in ("cat", "dog"):
+        for path in (root / "val" / name).iterdir():
+            path.rename(root / "val" / f"{name}{path.name}")
+        (root / "val" / name).rmdir()
+    lines = [f"{name}{n}.jpg\t{name}\t0\t0\n" for name in ("cat", "dog") for n in range(3)]
+    (root / "val/val_annotations.txt").write_text("".join(lines))
+    return root
+
+
+def named_folders(root: Path) -> Path:
+    (paired(root, "images/{}", "masks/{}") / "classes.txt").write_text("sky\nsea")
+    return root
+
+
+def zipped(root: Path, method: int) -> Path:
+    photo_folder(root)
+    with zipfile.ZipFile(root / "a.zip", "w", method) as archive:
+        for path in sorted(root.glob("*.jpg")):
+            archive.write(path, path.name)
+            path.unlink()
+    return root
+
+
+def in_zip(root: Path) -> None:
+    """The checksums of the members are those of before, as after a change by hand."""
+    with zipfile.ZipFile(root / "a.zip") as archive:
+        end = archive.getinfo("3.jpg").header_offset
+    content = (root / "a.zip").read_bytes()
+    repaint(root / "a.zip", content[end - 32 : end], bytes(b ^ 1 for b in content[end - 32 : end]))
+
+
+def voc_set(root: Path) -> Path:
+    return voc(root).parents[1]
+
+
+Opener = Callable[[Path], ImageSet]
+YEAR = "VOCdevkit/VOC2012"
+
+
+def at(path: str, old: bytes | None = None, new: bytes = b"") -> Callable[[Path], None]:
+    return lambda root: repaint(root / path, old, new)
+
+
+CASES: dict[str, tuple[Callable[[Path], Path], Opener, Callable[[Path], None]]] = {
+    "picture": (photo_folder, lambda r: ImageFolder(r).images(), at("2.jpg")),
+    "VOC image": (voc_set, lambda r: Voc(r).val(), at(f"{YEAR}/JPEGImages/v1.jpg")),
+    "VOC mask": (voc_set, lambda r: Voc(r).val(), at(f"{YEAR}/SegmentationClass/v1.png")),
+    "VOC boxes": (
+        *(voc_set, lambda r: Voc(r).discovery()),
+        at(f"{YEAR}/Annotations/v1.xml", b"<xmin>9<", b"<xmin>8<"),
+    ),
+    "COCO image": (
+        *(coco20k, lambda r: Coco20k(r).discovery()),
+        at("images/train2014/COCO_train2014_000000000007.jpg"),
+    ),
+    "COCO boxes": (
+        *(coco20k, lambda r: Coco20k(r).discovery()),
+        at(JSON, b"[7, 2, 5, 6]", b"[7, 2, 5, 4]"),
+    ),
+    "COCO-Stuff mask": (
+        lambda root: paired(root, "images/{}2017", "stuffthingmaps/{}2017"),
+        lambda r: CocoStuff(r).val(),
+        at("stuffthingmaps/val2017/000000000001.png"),
+    ),
+    "ADE20K mask": (
+        lambda root: paired(root, "images/{}ing", "annotations/{}ing"),
+        lambda r: Ade20k(r, "training", "valing").val(),
+        at("annotations/valing/000000000001.png"),
+    ),
+    "names of classes": (
+        *(named_folders, lambda r: ImageMaskFolders(r).val()),
+        at("classes.txt", b"sky\nsea", b"sea\nsky"),
+    ),
+    "labelled image": (class_folders, lambda r: ClassFolders(r).val(), at("val/dog/1.jpg")),
+    "list of labels": (
+        *(tiny_imagenet, lambda r: ClassFolders(r).val()),
+        at("val/val_annotations.txt", b"cat1.jpg\tcat", b"cat1.jpg\tdog"),
+    ),
+    "tar": (tarred, lambda r: open_archives(f"{r}/a.tar"), in_tar),
+    "tar in memory": (tarred, lambda r: open_archives(f"{r}/a.tar", in_memory=True), in_tar),
+    "zip": (
+        lambda root: zipped(root, zipfile.ZIP_STORED),
+        lambda r: open_archives(f"{r}/a.zip"),
+        in_zip,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fault_54_bytes_that_change_at_the_same_size_and_time_are_noticed(tmp_path, case):
+    make, opened, change = CASES[case]
+    root = make(tmp_path / "data")
+    settle()
+    before = [opened(root).fingerprint() for _ in range(2)]
+
+    change(root)
+
+    assert before[0] == before[1] != opened(root).fingerprint()
+
+
+def test_fault_54_a_repainted_mask_gives_a_number_of_its_own(place, capsys):
+    base = voc(place)
+    masks = [base / f"SegmentationClass/{image_id}.png" for image_id in VAL]
+    # Without compression, so that another picture has the same size.
+    for path in masks:
+        Image.fromarray(mask()).save(path, "BMP")
+    settle()
+    assert main(probing("segmentation", "voc2012", place)) == 0
+    first = {record.value for record in records() if record.metric == "miou_oracle"}
+
+    for path in masks:
+        content = path.read_bytes()
+        repaint(path, content[-300:], b"\0" * 150 + b"\x08" * 150)
+    capsys.readouterr()
+    assert main(probing("segmentation", "voc2012", place)) == 0
+
+    assert "finished before" not in capsys.readouterr().err
+    values = {record.value for record in records() if record.metric == "miou_oracle"}
+    assert first < values
+    assert len(values) == 2
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive"])
+def test_fault_54_a_run_does_not_go_on_with_repainted_images(place, capsys, kind):
+    root = place / "photos" if kind == "folder" else tarred(place / "packed") / "a.tar"
+    run = pretraining(root, "run", "train.max_minutes=0.0")
+    settle()
+    assert main(run) == 0
+
+    repaint(root / "0.jpg") if kind == "folder" else in_tar(root.parent)
+
+    said = fails(capsys, [*run, "--resume"], 2)
+    assert "image_files: " in said
+    assert "images: " not in said
+
+
+def test_copies_and_touched_files_have_the_same_fingerprint(tmp_path, files_read):
+    root = photo_folder(tmp_path / "photos")
+    settle()
+    first = ImageFolder(root).images().fingerprint()
+    shutil.copytree(root, tmp_path / "copy")
+    os.utime(root / "1.jpg", (1, 1))
+    settle()
+    del files_read[:]
+
+    assert ImageFolder(root).images().fingerprint() == first
+    assert files_read == ["1.jpg"]
+    assert ImageFolder(tmp_path / "copy").images().fingerprint() == first
+    root.rename(tmp_path / "moved")
+    assert ImageFolder(tmp_path / "moved").images().fingerprint() == first
+
+
+def test_a_change_that_concerns_other_images_is_none(tmp_path):
+    root = coco20k(tmp_path / "COCO")
+    first = Coco20k(root).discovery().fingerprint()
+
+    repaint(root / JSON, b"[3, 2, 5, 6]", b"[3, 2, 5, 4]")
+    repaint(root / JSON, b"seen", b"SEEN")
+
+    assert Coco20k(root).discovery().fingerprint() == first
+
+
+def test_only_the_files_of_the_split_are_read_and_each_once(tmp_path, files_read):
+    root = voc(tmp_path).parents[1]
+    settle()
+
+    for _ in range(2):
+        Voc(root).val().fingerprint()
+
+    assert sorted(files_read) == sorted(f"{i}{suffix}" for i in VAL for suffix in (".jpg", ".png"))
+
+
+def test_names_that_look_like_two_are_one(tmp_path):
+    for name, parts in (("one", ["a\tb.jpg"]), ("two", ["a", "b.jpg"]), ("three", ["a\nb.jpg"])):
+        path = tmp_path / name / "/".join(parts)
+        path.parent.mkdir(parents=True)
+        picture(0).save(path)
+    odd = Path(os.fsdecode(b"\xff.jpg"))
+    photo_folder(tmp_path / "four", 1)
+    (tmp_path / "four/0.jpg").rename(tmp_path / "four" / odd)
+
+    names = ("one", "two", "three", "four")
+    assert len({ImageFolder(tmp_path / name).images().fingerprint() for name in names}) == 4
+
+
+def test_what_an_archive_held_in_memory_says_nothing_of_its_file(tmp_path):
+    root = tarred(tmp_path / "packed")
+    settle()
+    before = open_archives(f"{root}/a.tar", in_memory=True)
+    in_tar(root)
+
+    first, changed = before.fingerprint(), open_archives(f"{root}/a.tar").fingerprint()
+
+    assert first != changed
+    assert open_archives(f"{root}/a.tar", in_memory=True).fingerprint() == changed
+
+
+def test_a_labelled_archive_is_known_by_its_content(tmp_path):
+    class_folders(tmp_path / "classes")
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        archive.add(tmp_path / "classes/train", "train")
+
+    packed = open_labelled_archives(f"{tmp_path}/train.tar/train")
+
+    assert packed.fingerprint() == ClassFolders(tmp_path / "classes").train().fingerprint()

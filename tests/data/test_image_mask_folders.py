@@ -1,0 +1,281 @@
+"""One adapter for folders of images and masks, in the layouts of Cityscapes, CamVid and others."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from PIL import Image
+
+from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
+from ssl_bench.data.samples import Dataset
+from ssl_bench.errors import ConfigurationError, DataError
+
+CONFIGS = Path(__file__).parents[2] / "configs/dataset"
+ROAD, SKY, VOID = (128, 64, 128), (70, 130, 180), (0, 0, 0)
+MASK = [[0, 1, 1], [255, 0, 1]]
+NAMED: dict[str, Any] = {"class_names": ["road", "sky"]}
+
+
+def save(root: Path, name: str, pixels: Any = ((0, 0, 0), (0, 0, 0))) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.array(pixels, np.uint8)).save(path)
+
+
+def picture(root: Path, name: str) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (3, 2), (9, 8, 7)).save(path)
+
+
+def from_config(name: str, root: Path, **changes: Any) -> ImageMaskFolders:
+    config = {**OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{name}.yaml")), **changes}  # type: ignore[dict-item]
+    composed = OmegaConf.create({"data": {"root": str(root)}, "dataset": config})
+    return instantiate(composed, _convert_="all")["dataset"]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Path:
+    """images/ and masks/ with two pictures for training and one for validation."""
+    for split, names in (("train", "ab"), ("val", "c")):
+        for name in names:
+            picture(tmp_path, f"images/{split}/{name}.jpg")
+            save(tmp_path, f"masks/{split}/{name}.png", MASK)
+    return tmp_path
+
+
+@pytest.fixture
+def cityscapes(tmp_path: Path) -> Path:
+    for split, city in (("train", "aachen"), ("train", "bochum"), ("val", "lindau")):
+        name = f"{split}/{city}/{city}_000000_000019"
+        picture(tmp_path, f"leftImg8bit/{name}_leftImg8bit.png")
+        save(tmp_path, f"gtFine/{name}_gtFine_labelIds.png", [[7, 8, 33], [0, 4, 31]])
+        save(tmp_path, f"gtFine/{name}_gtFine_labelTrainIds.png", [[0, 1, 18], [255, 255, 16]])
+        picture(tmp_path, f"gtFine/{name}_gtFine_color.png")
+        (tmp_path / f"gtFine/{name}_gtFine_polygons.json").write_text("{}")
+    return tmp_path
+
+
+def test_cityscapes_is_found_city_by_city_and_its_ids_become_19_classes(cityscapes):
+    dataset = from_config("cityscapes", cityscapes)
+
+    train, val = dataset.train(), dataset.val()
+    assert isinstance(dataset, Dataset)
+    assert train.ids == ("aachen/aachen_000000_000019", "bochum/bochum_000000_000019")
+    assert val.ids == ("lindau/lindau_000000_000019",)
+    assert val[0].mask is not None
+    assert val[0].mask.tolist() == [[0, 1, 18], [255, 255, 16]]
+    assert (val.name, val.class_names[0], val.class_names[18]) == ("cityscapes", "road", "bicycle")
+    assert dataset.images()[1].mask is None
+
+
+def test_remapped_masks_of_cityscapes_give_the_same_classes(cityscapes):
+    suffix = "_gtFine_labelTrainIds.png"
+    remapped = from_config(
+        "cityscapes", cityscapes, mask_suffix=suffix, numbers=None, ignored=[255]
+    )
+
+    one, other = remapped.val()[0].mask, from_config("cityscapes", cityscapes).val()[0].mask
+    assert one is not None
+    assert other is not None
+    assert np.array_equal(one, other)
+
+
+def test_camvid_has_masks_in_folders_that_end_in_annot(tmp_path):
+    for split in ("train", "val", "test"):
+        picture(tmp_path, f"{split}/0001TP_006690.png")
+        save(tmp_path, f"{split}annot/0001TP_006690.png", [[0, 10, 11], [3, 3, 3]])
+    dataset = from_config("camvid", tmp_path)
+
+    assert dataset.train().ids == ("0001TP_006690",)
+    assert dataset.train()[0].mask.tolist() == [[0, 10, 255], [3, 3, 3]]  # type: ignore[union-attr]
+    assert len(from_config("camvid", tmp_path, val_split="test").val()) == 1
+
+
+def test_a_list_of_names_parts_one_folder_into_splits(tmp_path):
+    for name in "abc":
+        picture(tmp_path, f"701_StillsRaw_full/{name}.png")
+        save(tmp_path, f"LabeledApproved_full/{name}_L.png", MASK)
+    (tmp_path / "train.txt").write_text("/SegNet/train/a.png /SegNet/trainannot/a.png\nb\n")
+    (tmp_path / "val.txt").write_text("c.png\n")
+    dataset = ImageMaskFolders(
+        tmp_path,
+        image_folder="701_StillsRaw_full",
+        mask_folder="LabeledApproved_full",
+        image_suffix=".png",
+        mask_suffix="_L.png",
+        lists="{split}.txt",
+        **NAMED,
+    )
+
+    assert (dataset.train().ids, dataset.val().ids) == (("a", "b"), ("c",))
+    assert dataset.images().ids == ("a", "b")
+    (tmp_path / "val.txt").write_text("c\nd\n")
+    with pytest.raises(DataError, match=r"1 of 2 images of the split val .* d\.png; .*val\.txt"):
+        dataset.val()
+
+
+def test_a_list_may_give_names_with_all_that_follows_the_common_part(tmp_path):
+    picture(tmp_path, "images/a_leftImg8bit.png")
+    save(tmp_path, "masks/a_ids.png", MASK)
+    (tmp_path / "val.txt").write_text("images/a_leftImg8bit.png\n")
+    dataset = ImageMaskFolders(
+        tmp_path,
+        image_folder="images",
+        mask_folder="masks",
+        image_suffix="_leftImg8bit.png",
+        mask_suffix="_ids.png",
+        lists="{split}.txt",
+        **NAMED,
+    )
+
+    assert dataset.val().ids == ("a",)
+
+
+def test_images_and_masks_may_lie_beside_each_other(tmp_path):
+    for split in ("train", "val"):
+        picture(tmp_path, f"{split}/a.png")
+        save(tmp_path, f"{split}/a_label.png", MASK)
+    together = {"image_folder": "{split}", "mask_folder": "{split}", "image_suffix": ".png"}
+
+    assert ImageMaskFolders(tmp_path, **together, mask_suffix="_label.png", **NAMED).val().ids == (
+        "a",
+    )
+    with pytest.raises(ConfigurationError, match=r"both \{split\}/\*\.png; .*dataset.mask_suffix"):
+        ImageMaskFolders(tmp_path, **together, mask_suffix=".png", **NAMED)
+
+
+def test_classes_may_begin_at_one(folders):
+    save(folders, "masks/val/c.png", [[0, 1, 2], [2, 255, 0]])
+
+    mask = ImageMaskFolders(folders, reduce_zero=True, **NAMED).val()[0].mask
+
+    assert mask is not None
+    assert mask.tolist() == [[255, 0, 1], [1, 255, 255]]
+
+
+def test_colours_become_classes_and_others_are_named(folders):
+    colours: dict[str, Any] = {"colours": [ROAD, SKY], "ignored_colours": [VOID], **NAMED}
+    save(folders, "masks/val/c.png", [[ROAD, SKY, VOID], [SKY, SKY, ROAD]])
+    dataset = ImageMaskFolders(folders, **colours)
+
+    mask = dataset.val()[0].mask
+    assert mask is not None
+    assert mask.tolist() == [[0, 1, 255], [1, 1, 0]]
+    swapped = ImageMaskFolders(folders, **{**colours, "colours": [SKY, ROAD]})
+    assert swapped.val().fingerprint() != dataset.val().fingerprint()
+    save(folders, "masks/val/c.png", [[ROAD, SKY, (1, 2, 3)], [SKY, SKY, ROAD]])
+    with pytest.raises(DataError, match=r"c\.png holds the colour \[1, 2, 3\], .*dataset.colours"):
+        dataset.val()[0]
+
+
+def test_a_palette_is_read_as_numbers_and_not_as_colours(folders):
+    mask = Image.fromarray(np.array(MASK, np.uint8), mode="P")
+    mask.putpalette([*ROAD, *SKY, *[7] * 762])
+    mask.save(folders / "masks/val/c.png")
+
+    read = ImageMaskFolders(folders, **NAMED).val()[0].mask
+
+    assert read is not None
+    assert read.tolist() == MASK
+
+
+def test_class_names_may_stand_in_a_file(folders):
+    (folders / "classes.txt").write_text("road\n sky \n\n")
+
+    assert ImageMaskFolders(folders).val().class_names == ("road", "sky")
+    (folders / "classes.txt").unlink()
+    with pytest.raises(
+        DataError, match=r"dataset.class_names=\[road,sky\], or one a line in .*txt"
+    ):
+        ImageMaskFolders(folders).val()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (
+            lambda root: save(root, "masks/val/c.png", [[0, 2, 1], [0, 0, 0]]),
+            r"c\.png holds label 2",
+        ),
+        (lambda root: picture(root, "masks/val/c.png"), r"c\.png holds colours \(RGB\)"),
+        (
+            lambda root: save(root, "masks/val/c.png", [[0, 1], [1, 0]]),
+            r"c\.png is 2 x 2 but .*3 x 2",
+        ),
+        (lambda root: (root / "masks/val/c.png").write_bytes(b""), r"c\.png is empty"),
+    ],
+    ids=["label out of range", "colours", "other size", "empty"],
+)
+def test_a_wrong_mask_is_named(folders, spoil, complaint):
+    spoil(folders)
+
+    with pytest.raises(DataError, match=complaint):
+        ImageMaskFolders(folders, **NAMED).val()[0]
+
+
+def test_a_mask_without_any_label_is_kept(folders):
+    save(folders, "masks/val/c.png", [[255] * 3] * 2)
+
+    assert (ImageMaskFolders(folders, **NAMED).val()[0].mask == 255).all()
+
+
+@pytest.mark.parametrize(
+    ("lost", "complaint"),
+    [
+        ("images/train/a.jpg", r"1 of 2 images of the split train are missing in .*: a\.jpg"),
+        ("masks/train/b.png", r"1 of 2 masks of the split train are missing in .*: b\.png"),
+    ],
+)
+def test_an_image_without_its_partner_is_found_at_once(folders, lost, complaint):
+    (folders / lost).unlink()
+
+    with pytest.raises(DataError, match=complaint):
+        ImageMaskFolders(folders, **NAMED).train()
+
+
+def test_an_empty_split_and_a_wrong_root_say_what_was_expected(folders, tmp_path):
+    (folders / "images/empty").mkdir()
+    (folders / "masks/empty").mkdir()
+    with pytest.raises(DataError, match="gives no image for the split empty"):
+        ImageMaskFolders(folders, val_split="empty", **NAMED).val()
+    expected = (
+        r"expected images/\{train,val\}/\*\.jpg and masks/\{train,val\}/\*\.png; docs/data.md"
+    )
+    with pytest.raises(DataError, match=expected):
+        ImageMaskFolders(folders / "images", **NAMED).train()
+    with pytest.raises(DataError, match=r"--data-root DIR"):
+        ImageMaskFolders(**NAMED).train()
+
+
+def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
+    with pytest.raises(DataError, match=r"leftImg8bit has no split test, but val, train"):
+        from_config("cityscapes", cityscapes, val_split="test").val()
+    picture(cityscapes, "trainannot/a.png")
+    picture(cityscapes, "test/a.png")
+    with pytest.raises(
+        DataError, match=r"has no split test, but train, see|no split test, but train;"
+    ):
+        from_config("camvid", cityscapes, train_split="test").train()
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"numbers": [1, 1]}, "2 different numbers"),
+        ({"numbers": [0, 255]}, "none of dataset.ignored"),
+        ({"numbers": [0, 1, 2]}, "must be 2 different numbers"),
+        ({"numbers": [0, 300]}, r"must lie in 0\.\.255"),
+        ({"colours": [ROAD]}, "2 different colours, one a class .* got 1"),
+        ({"colours": [ROAD, SKY], "ignored_colours": [SKY]}, "2 different colours"),
+        ({"colours": [ROAD, SKY], "reduce_zero": True}, "exclude each other"),
+        ({"numbers": [1, 2], "reduce_zero": True}, "exclude each other"),
+        ({"train_split": "train:0-60%", "val_split": "train:50-100%"}, "share images"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(folders, changes, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        ImageMaskFolders(folders, **NAMED, **changes).val()

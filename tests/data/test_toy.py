@@ -1,0 +1,248 @@
+"""Toy scenes: seeded, exact, written once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_bench.data.layouts import toy_scenes
+from ssl_bench.data.layouts.toy import Toy, voc_palette, write_scene
+from ssl_bench.data.layouts.toy_scenes import CLASS_NAMES, SIZES, Painter, Scene, _place
+from ssl_bench.data.layouts.voc import VocFolder
+from ssl_bench.data.samples import Dataset
+from ssl_bench.errors import MachineError
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return Toy(num_train=12, num_val=6, cache=tmp_path_factory.mktemp("cache"))
+
+
+def test_the_toy_dataset_plays_every_role(toy):
+    assert isinstance(toy, Dataset)
+    assert [len(s) for s in (toy.train(), toy.val(), toy.discovery(), toy.images())] == [
+        12,
+        6,
+        18,
+        12,
+    ]
+    assert toy.train().class_names == CLASS_NAMES
+    assert len(CLASS_NAMES) == 9
+    assert toy.train().name == "toy"
+
+
+def test_boxes_enclose_what_is_seen_of_each_object(toy):
+    masks = {
+        sample.image_id: sample.mask for images in (toy.train(), toy.val()) for sample in images
+    }
+
+    for sample in toy.discovery():
+        mask = masks[sample.image_id]
+        numbers = [number for number in np.unique(mask) if number]
+        expected = []
+        for number in numbers:
+            rows, cols = np.nonzero(mask == number)
+            expected.append([cols.min(), rows.min(), cols.max() + 1, rows.max() + 1])
+        assert sorted(sample.boxes.tolist()) == sorted(np.array(expected, float).tolist())
+
+
+def test_a_nearer_object_hides_a_further_one():
+    overlaps, painter = 0, Painter("train", 0)
+    for scene in map(painter.scene, range(12)):
+        boxes = np.array(scene.boxes)
+        assert 1 <= len(boxes) <= 3
+        areas = [(scene.mask == number).sum() for number in scene.classes]
+        assert min(areas) > 200
+        # Boxes that meet and masks that never do: somebody is in front.
+        overlaps += len(boxes) > 1 and bool(
+            (np.maximum(boxes[0, :2], boxes[1, :2]) < np.minimum(boxes[0, 2:], boxes[1, 2:])).all()
+        )
+    assert overlaps >= 3
+
+
+def test_no_object_is_hidden_by_more_than_half():
+    rng = np.random.default_rng(0)
+
+    for depths in (_place(rng, 40, 50) for _ in range(30)):
+        for number, depth in enumerate(depths):
+            hidden = np.any([other < 1 for other in depths[number + 1 :]], axis=0)
+            assert ((depth < 1) & ~hidden).sum() >= 0.5 * (depth < 1).sum()
+
+
+def test_a_half_hidden_object_keeps_the_box_of_its_visible_part(monkeypatch):
+    y, x = np.mgrid[:8, :10]
+    further = np.where((x < 6) & (y < 4), 0.5, 2.0)
+    nearer = np.where((x >= 3) & (y < 6), 0.5, 2.0)
+    monkeypatch.setattr(toy_scenes, "SIZES", ((8, 10),))
+    monkeypatch.setattr(toy_scenes, "_place", lambda *_: [further, nearer])
+
+    scene = Painter("train", 0).scene(0)
+
+    assert scene.boxes == ((0, 0, 3, 4), (3, 0, 10, 6))
+    assert scene.truncated == (True, True)
+    assert (scene.mask[:4, :3] == scene.classes[0]).all()
+    assert (scene.mask[:6, 3:] == scene.classes[1]).all()
+    assert (scene.mask[6:] == 0).all()
+
+
+def test_scenes_have_several_shapes_and_enough_of_each_class(toy):
+    shapes = {sample.image.shape[:2] for sample in toy.discovery()}
+    seen = {number for sample in toy.train() for number in np.unique(sample.mask)}
+
+    assert shapes <= set(SIZES)
+    assert len(shapes) > 1
+    assert all(height != width for height, width in SIZES)
+    assert any(height % 16 or width % 16 for height, width in SIZES)
+    assert len(seen) >= 8
+
+
+def test_objects_cover_a_fair_part_of_the_scenes(toy):
+    covered = np.mean([(sample.mask > 0).mean() for sample in toy.train()])
+
+    assert 0.15 < covered < 0.5
+
+
+@pytest.mark.parametrize("other", [("train", 4, 5), ("val", 3, 5), ("train", 3, 4)])
+def test_a_scene_depends_on_split_seed_and_number_alone(other):
+    scene = Painter("train", 3).scene(5)
+    split, seed, index = other
+
+    assert np.array_equal(Painter("train", 3).scene(5).image, scene.image)
+    assert not np.array_equal(Painter(split, seed).scene(index).image, scene.image)
+
+
+def test_the_splits_share_no_pixel_of_a_texture(monkeypatch):
+    columns = np.arange(100, dtype=np.uint8)
+    ramp = np.broadcast_to(columns[None, :, None], (20, 100, 3)).copy()
+    monkeypatch.setattr(toy_scenes, "read_image", lambda _: ramp)
+    photograph = toy_scenes.Photograph("skimage", "data/brick.png")
+
+    parts = [toy_scenes._load(photograph, split)[0, :, 0] for split in ("train", "val")]
+
+    assert np.concatenate(parts).tolist() == columns.tolist()
+    assert parts[0].max() < parts[1].min()
+
+
+def test_a_scene_comes_back_from_disk_as_it_was(tmp_path):
+    scene = Scene(
+        image=np.full((6, 9, 3), 90, np.uint8),
+        mask=np.array([[0] * 9] * 2 + [[0] * 3 + [8] * 6] * 4, np.uint8),
+        classes=(8,),
+        boxes=((3, 2, 9, 6),),
+        truncated=(True,),
+    )
+    for folder in ("JPEGImages", "SegmentationClass", "Annotations", "ImageSets/Main"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "ImageSets/Segmentation").mkdir()
+    for kind in ("Main", "Segmentation"):
+        (tmp_path / f"ImageSets/{kind}/all.txt").write_text("one")
+    write_scene(tmp_path, "one", scene)
+    folder = VocFolder(tmp_path, "toy", CLASS_NAMES)
+
+    masked, boxed = folder.segmentation("all")[0], folder.discovery("all", no_hard=False)[0]
+
+    assert masked.mask is not None
+    assert boxed.boxes is not None
+    assert np.array_equal(masked.mask, scene.mask)
+    assert boxed.boxes.tolist() == [[3, 2, 9, 6]]
+    assert np.abs(masked.image.astype(int) - 90).max() <= 2
+    assert Image.open(tmp_path / "SegmentationClass/one.png").mode == "P"
+    assert "<truncated>1<" in (tmp_path / "Annotations/one.xml").read_text()
+
+
+def test_the_palette_is_that_of_voc():
+    colours = np.array(voc_palette()).reshape(-1, 3)
+
+    # As published: aeroplane, tvmonitor, and the rim.
+    assert colours[[1, 20, 255]].tolist() == [[128, 0, 0], [0, 64, 128], [224, 224, 192]]
+
+
+def test_scenes_are_written_once_and_other_options_go_elsewhere(tmp_path, monkeypatch):
+    first = Toy(num_train=1, num_val=1, cache=tmp_path)
+    fingerprint = first.val().fingerprint()
+    (folder,) = tmp_path.iterdir()
+    monkeypatch.setattr(Painter, "scene", lambda *_: pytest.fail("drawn again"))
+    assert first.val().fingerprint() == fingerprint
+    monkeypatch.undo()
+
+    Toy(num_train=1, num_val=1, seed=1, cache=tmp_path).val()
+
+    assert folder in tmp_path.iterdir()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_cache_is_where_xdg_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    Toy(num_train=1, num_val=1).images()
+
+    (folder,) = (tmp_path / "ssl-bench").iterdir()
+    assert folder.name.startswith("toy-")
+
+
+def test_an_interrupted_writing_leaves_nothing_to_be_taken_for_scenes(tmp_path, monkeypatch):
+    toy = Toy(num_train=2, num_val=1, cache=tmp_path)
+    draw = Painter.scene
+
+    def interrupted(painter: Painter, index: int) -> Scene:
+        if index == 1:
+            raise KeyboardInterrupt
+        return draw(painter, index)
+
+    monkeypatch.setattr(Painter, "scene", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        toy.train()
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+
+    assert len(toy.train()) == 2
+
+
+def test_the_slower_of_two_writers_takes_the_scenes_of_the_quicker(tmp_path, monkeypatch):
+    slow, quick = (Toy(num_train=1, num_val=1, cache=tmp_path) for _ in range(2))
+    write = Toy._write
+
+    def overtaken(toy: Toy, folder: Path) -> None:
+        monkeypatch.setattr(Toy, "_write", write)
+        write(toy, folder)
+        quick.train()
+
+    monkeypatch.setattr(Toy, "_write", overtaken)
+
+    assert slow.train().fingerprint() == quick.train().fingerprint()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_processes_that_start_together_all_get_the_same_scenes(tmp_path):
+    code = (
+        "import json, sys; from ssl_bench.data.layouts.toy import Toy;"
+        "toy = Toy(num_train=3, num_val=1, cache=sys.argv[1]);"
+        "print(json.dumps([toy.train().fingerprint(), toy.discovery().fingerprint()]))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(3)]
+
+    answers = {tuple(json.loads(process.communicate()[0])) for process in running}
+
+    assert len(answers) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(MachineError, match=r"set dataset\.cache=DIR"):
+        Toy(cache=tmp_path / "file/below").train()
+
+
+def test_a_package_without_its_photograph_is_named(monkeypatch):
+    gone = toy_scenes.Photograph("skimage", "data/gone.png")
+    monkeypatch.setattr(toy_scenes, "BACKGROUNDS", (gone,))
+
+    with pytest.raises(MachineError, match=r"gone\.png is not in the installed package"):
+        Painter("train", 0).scene(0)

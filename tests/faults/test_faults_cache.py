@@ -1,0 +1,221 @@
+"""Rows 56 and 57 of the catalogue of faults: features on disk."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from probes.features import file as feature_file
+from probes.features.file import FeatureFile, FeatureWriter
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import MachineError
+from tests.support.colours import probe_context, quick_probe, score_values
+from tests.support.faults import exit_code, fails, fork, probing, records, voc
+
+VALUES = torch.randn(3, 100, 4, 4, 16, generator=torch.Generator().manual_seed(0)).half()
+SMALL = {"memory_gib": 0.0, "epochs": 1, "train_images": 16}
+
+
+def from_disk(task: str, place: Path, out: str, cache: str = "cache") -> list[str]:
+    more = ["probe.memory_gib=0.0", f"probe.cache={place / cache}", "--layer", "0,1"]
+    return [*probing(task, "voc2012", place, *more), "--overwrite", "--out", out]
+
+
+def file_of(folder: Path, name: str = "some") -> FeatureFile:
+    return FeatureFile(folder, {"name": name}, tuple(VALUES.shape))
+
+
+def assert_whole(file: FeatureFile) -> None:
+    reader = file.open()
+    assert reader is not None
+    found = np.empty(VALUES.shape, np.float16)
+    for layer, entry in np.ndindex(3, 100):
+        reader.read(layer, entry, found[layer, entry])
+    assert (found == VALUES.numpy()).all()
+
+
+def kept(cache: Path) -> Path:
+    (path,) = (cache / "features").iterdir()
+    return path
+
+
+def flipped(content: bytes, place: float) -> bytes:
+    """One bit is another, at a share of the file's length."""
+    altered = bytearray(content)
+    altered[int(place * (len(content) - 1))] ^= 4
+    return bytes(altered)
+
+
+DAMAGES = {
+    "a bit of the first layer": lambda whole: flipped(whole, 0.001),
+    "a bit of the last layer": lambda whole: flipped(whole, 0.8),
+    "a bit of the header": lambda whole: whole.replace(b'"transform"', b'"dransform"'),
+    "a bit of the checksums": lambda whole: flipped(whole, whole.index(b"{") / len(whole) - 0.001),
+    "a bit at the end": lambda whole: flipped(whole, 1.0),
+    "zeros": lambda whole: bytes(len(whole)),
+    "zeros for features": lambda whole: bytes(2 * 4 * 16 * 12 * 2) + whole[2 * 4 * 16 * 12 * 2 :],
+    "two images for each other": lambda whole: whole[384:768] + whole[:384] + whole[768:],
+    "cut": lambda whole: whole[:-5],
+    "longer": lambda whole: whole + b"\0",
+    "empty": lambda _: b"",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_fault_56_any_damage_to_kept_features_is_said_and_they_are_computed_again(tmp_path, damage):
+    probe, said = quick_probe(**SMALL, cache=str(tmp_path)), []
+    context = replace(probe_context(tmp_path), say=said.append)
+    before = score_values(probe.run(context))
+    path = kept(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+
+    assert score_values(probe.run(context)) == before
+
+    (line,) = said
+    assert str(path) in line
+    assert line.endswith("again")
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("task", ["segmentation", "retrieval"])
+def test_fault_56_an_altered_bit_changes_no_number_of_the_commands(place, capsys, task):
+    voc(place)
+    assert main(from_disk(task, place, "before")) == 0
+    path = kept(place / "cache")
+    path.write_bytes(flipped(path.read_bytes(), 0.3))
+    capsys.readouterr()
+
+    assert main(from_disk(task, place, "after")) == 0
+
+    said = [line for line in capsys.readouterr().err.splitlines() if str(path) in line]
+    assert said == [f"{path} gives other features than were written; computing them again"]
+    values = [{(r.layer, r.metric): r.value for r in records(out)} for out in ("before", "after")]
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("read", ["of_layers", "of_entry", "of_patches"])
+def test_fault_56_features_that_change_between_two_readings_are_never_used(tmp_path, read):
+    # Entries larger than a buffer of the operating system's reader.
+    probe, said = quick_probe(**SMALL, image_size=128, cache=str(tmp_path)), []
+    context = probe_context(tmp_path)
+    features = probe.prepared(replace(context, say=said.append)).features()
+
+    def reading():
+        if read == "of_layers":
+            return features.of_layers([3, 1])
+        if read == "of_entry":
+            return features.of_entry(7)
+        return features.of_patches(1, torch.tensor([7 * 256 + 3]))
+
+    before = reading()
+    path = kept(tmp_path)
+    content = np.fromfile(path, np.uint8)
+    # In place, as a disk does it: whoever has the file open sees it.
+    (content ^ 255).tofile(path)
+
+    assert reading().equal(before)
+    assert len(said) == 1
+    assert features.passes == 2
+
+
+def test_fault_56_a_disk_that_gives_back_other_bytes_right_away_is_an_error(tmp_path, monkeypatch):
+    put = FeatureWriter.put
+    monkeypatch.setattr(FeatureWriter, "put", lambda *args: (put(*args), args[0].checksums.fill(1)))
+
+    with pytest.raises(MachineError, match=r"right after they were written; choose another"):
+        list(quick_probe(**SMALL, cache=str(tmp_path)).run(probe_context(tmp_path)))
+
+
+@pytest.fixture
+def small_disk(place) -> Iterator[Path]:
+    """A file system of its own, of 256 KiB."""
+    folder = place / "disk"
+    folder.mkdir()
+    words = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system takes root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def use_up(folder: Path) -> None:
+    with (folder / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_fault_57_a_disk_that_is_full_says_so_before_anything_is_computed(
+    place, capsys, monkeypatch, small_disk
+):
+    voc(place)
+    with pytest.raises(OSError, match="No space left"):
+        use_up(small_disk)
+    # What a quota, or another process a moment later, leaves of it is another matter.
+    free = feature_file.shutil.disk_usage(place)
+    monkeypatch.setattr(feature_file.shutil, "disk_usage", lambda _: free)
+    monkeypatch.setattr("probes.features.cache.extract", None)
+
+    said = fails(capsys, from_disk("segmentation", place, "out", "disk"), 5)
+
+    assert "No space left on device" in said
+    assert "choose another folder with probe.cache=DIR" in said
+    assert list((small_disk / "features").iterdir()) == []
+
+
+def test_fault_57_a_disk_that_others_fill_meanwhile_kills_nobody(small_disk):
+    def write() -> None:
+        with file_of(small_disk).writing() as writer:
+            with pytest.raises(OSError, match="No space left"):
+                use_up(small_disk)
+            for layer in range(3):
+                writer.put(layer, range(100), VALUES[layer])
+
+    assert exit_code(fork(write)) == 0
+    assert_whole(file_of(small_disk))
+
+
+def test_fault_57_processes_of_one_number_that_keep_the_same_features_all_end_right(
+    tmp_path, monkeypatch
+):
+    # As in two containers, or on two hosts.
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+
+    def write(number: int) -> None:
+        for _ in range(10):
+            with file_of(tmp_path).writing() as writer:
+                for layer in range(3):
+                    time.sleep(0.001 * (number % 3))
+                    writer.put(layer, range(100), VALUES[layer])
+            assert_whole(file_of(tmp_path))
+
+    children = [fork(lambda n=n: write(n)) for n in range(6)]
+
+    assert [exit_code(child) for child in children] == [0] * 6
+    assert [path.suffix for path in tmp_path.iterdir()] == [".features"]
+    assert_whole(file_of(tmp_path))
+
+
+def test_fault_57_what_a_killed_writer_left_goes_after_an_hour_and_of_a_living_one_never(tmp_path):
+    def die() -> None:
+        with file_of(tmp_path).writing():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code(fork(die)) == -signal.SIGKILL
+    (orphan,) = tmp_path.iterdir()
+    with file_of(tmp_path, "another").writing():
+        living = next(path for path in tmp_path.iterdir() if path != orphan)
+        for path in (orphan, living):
+            os.utime(path, (0, 0))
+
+        with file_of(tmp_path).writing():
+            assert not orphan.exists()
+            assert living.exists()

@@ -1,0 +1,367 @@
+"""What users type wrong: values, paths and addresses that must end in one line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.components import component_class
+from ssl_bench.composition.compose import choices, compose_config
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import load_encoder
+from tests.support.faults import encoder_file, fails, photo_folder, pretraining
+
+PCA = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", "photos"]
+LARGE = ("train.batch_size=2", "model.dim=98304")
+PLUGIN = """
+from dataclasses import dataclass
+from pathlib import Path
+Path({mark!r}).touch()
+from ssl_bench.evaluation import Score
+
+@dataclass(frozen=True)
+class Ones:
+    protocol: str = "plain"
+    value: float = 1.0
+    task = "ones"
+    role = "images"
+    def cells(self, layers):
+        return [(layer, "token", "one") for layer in layers]
+    def split(self, dataset):
+        return dataset.images()
+    def training_images(self, dataset):
+        return None
+    def settings(self):
+        return {{"value": self.value}}
+    def run(self, context):
+        for layer in context.layers:
+            yield Score(layer, "token", "one", self.value, None, 1)
+"""
+
+# What is loaded already needs gigabytes of addresses, not of memory.
+LIMITED = """
+import resource, sys
+from pathlib import Path
+import ssl_bench.cli.commands, ssl_bench.cli.quickstart, ssl_bench.cli.report, pretrain.train
+from ssl_bench.cli.__main__ import main
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20,) * 2)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder with photographs and an encoder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    photo_folder(tmp_path / "photos")
+    encoder_file(tmp_path / "runs/tiny/last.safetensors")
+    return tmp_path
+
+
+def run(words, place, *python, **options) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, *python, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=place, text=True, timeout=300, env=environment, **options)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "probe._target_=subprocess.call",
+        "++probe._target_=os.system",
+        "probe._target_=ssl_bench.system.files.os.remove",
+        "probe._target_=probes.knn.KNN",
+        "+probe._partial_=true",
+        "probe._args_=[left]",
+        "probe._convert_=none",
+        "probe.align_to={_target_: pathlib.Path.touch, self: left}",
+        "dataset={_target_: os.mkdir, path: left}",
+        "hydra.searchpath=[file:///tmp]",
+        "+/tmp=evil",
+        "~probe._target_",
+    ],
+)
+def test_fault_69_no_override_says_what_is_built(place, capsys, override):
+    before = sorted(place.rglob("*"))
+
+    fails(capsys, [*PCA, override], 2)
+
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        *(
+            "subprocess.call",
+            "builtins.eval",
+            "os",
+            "",
+            3,
+            None,
+            "ssl_bench.system.files.subprocess.run",
+        ),
+        *(
+            "ssl_bench.system.files.os",
+            "ssl_bench.cli.__main__.main",
+            "probes.knn.torch.load",
+            "pretrain..x",
+        ),
+        *("ssl_bench.errors.ConfigurationError", "probes.pca.probe.Path", "ssl_bench.nothing.X"),
+        "ssl_bench.cli.__main__.argparse.Namespace",
+    ],
+)
+def test_fault_69_only_dataclasses_of_this_suite_are_built(address):
+    with pytest.raises(ConfigurationError, match=r"neither a dataclass of ssl_bench, probes"):
+        component_class(address, "probe._target_")
+
+
+def test_fault_69_a_run_that_names_foreign_code_is_only_compared(place, capsys):
+    words = pretraining(place / "photos", "run")
+    assert main(words) == 0
+    kept = place / "run/config.yaml"
+    kept.write_text(f"_target_: pathlib.Path.touch\nself: {place}/left\n{kept.read_text()}")
+
+    assert main([*words, "--resume"]) == 0
+    assert load_encoder("run").depth
+    assert not (place / "left").exists()
+
+
+def test_fault_69_an_installed_package_adds_a_probe_by_an_entry_point(place, monkeypatch, capsys):
+    target, mark = place / "installed", str(place / "imported")
+    information = target / "ones-1.0.dist-info"
+    information.mkdir(parents=True)
+    (target / "ones_probe.py").write_text(PLUGIN.format(mark=mark))
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: ones\nVersion: 1.0\n")
+    points = "[ssl_bench.probe]\nones = ones_probe:Ones\nnone = ones_probe:Path\n"
+    (information / "entry_points.txt").write_text(points)
+    with pytest.raises(ConfigurationError, match="unknown probe="):
+        compose_config("probing", ["probe=ones"])
+    monkeypatch.syspath_prepend(target)
+
+    assert "ones" in choices("probe")
+    assert not Path(mark).exists()
+    words = ["probe", "--task", "ones", *PCA[3:], "--json", "probe.value=2.5"]
+    assert main(words) == 0
+    assert [one["value"] for one in json.loads(capsys.readouterr().out)] == [2.5, 2.5]
+    assert "probe.value expects a number" in fails(capsys, [*words, "probe.value=x"], 2)
+    assert "is no dataclass" in fails(capsys, ["probe", "--task", "none", *PCA[3:]], 2)
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "", "a" * 300, "x\0y", "b/" * 3000])
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*PCA, "--out"],
+        [*PCA[:-1]],
+        [*PCA, "--checkpoint"],
+        ["pretrain", "--out"],
+        ["pretrain", "--data-root"],
+        ["table", "--figure"],
+        ["table", "--into"],
+        ["report", "--into"],
+        ["sweep", "--slurm-logs"],
+        ["data", "verify", "photos", "--manifest"],
+        ["data", "verify"],
+        ["data", "check", "voc2012", "--data-root"],
+        ["models"],
+        ["quickstart", "--out"],
+    ],
+)
+def test_fault_70_what_can_be_no_path_is_refused_wherever_it_is_typed(place, capsys, words, path):
+    if words == ["models"] and path == "":
+        path = "~nosuchuser/x"
+
+    assert "a path" in fails(capsys, [*words, path], 2)
+
+
+@pytest.mark.parametrize("key", ["data.root", "monitor.root", "start_from", "monitor.results"])
+def test_fault_70_a_home_that_is_not_there_is_refused_in_keys(place, capsys, key):
+    words = ["pretrain", "--out", "run", f"{key}='~nosuchuser/x'"]
+    words += ["monitor.accuracy_epochs=1"] if key == "monitor.results" else []
+
+    assert "~nosuchuser/x" in fails(capsys, words, 2)
+    assert not (place / "run").exists()
+
+
+def test_fault_70_no_other_room_expands_paths_or_follows_links():
+    rooms = [Path(__file__).parents[2] / name for name in ("ssl_bench", "probes", "pretrain")]
+    files = [path for room in rooms for path in room.rglob("*.py") if path.name != "paths.py"]
+
+    assert len(files) > 100
+    assert not [path for path in files if re.search(r"\.(expanduser|resolve)\(", path.read_text())]
+
+
+def test_fault_71_closed_streams_change_nothing_but_what_is_said(place):
+    words = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", "photos", "--layer"]
+    closed = 'exec "$0" -m ssl_bench.cli "$@" <&- 2>&-'
+    command = ["bash", "-c", closed, sys.executable, *words]
+
+    right = subprocess.run([*command, "0"], cwd=place, capture_output=True, timeout=300)
+    wrong = subprocess.run([*command, "9"], cwd=place, capture_output=True, timeout=300)
+
+    assert (right.returncode, wrong.returncode) == (0, 2)
+    assert b"explained_variance" in right.stdout
+    assert b"encoder" not in right.stdout
+    assert wrong.stdout == b""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ([*PCA, "probe.image_size=8192", "--layer", "0"], "lower probe.batch_size"),
+        (
+            [
+                "pretrain",
+                "data.root=photos",
+                "--out",
+                "run",
+                "train.batch_size=2",
+                "model.dim=98304",
+            ],
+            "lower train.batch_size",
+        ),
+    ],
+)
+def test_fault_72_memory_that_does_not_suffice_is_said_with_what_to_lower(place, words, remedy):
+    ended = run(words, place, "-c", LIMITED, stderr=subprocess.PIPE)
+
+    assert ended.returncode == 5, ended.stderr[-2000:]
+    (line,) = (text for text in ended.stderr.splitlines() if text.startswith("ssl-bench: "))
+    assert "memory does not suffice" in line
+    assert remedy in line
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_fault_72_the_memory_of_any_device_is_5_with_what_to_lower(
+    place, capsys, monkeypatch, error
+):
+    def fault(*_, **__):
+        raise error
+
+    monkeypatch.setattr("probes.pca.probe.PCA.run", fault)
+
+    assert "lower probe.batch_size" in fails(capsys, PCA, 5)
+    assert main(["sweep", *PCA[1:]]) == 5
+
+
+def test_fault_72_an_image_is_not_damaged_where_memory_does_not_suffice(place, capsys, monkeypatch):
+    def fault(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("PIL.Image.Image.load", fault)
+    monkeypatch.setattr("ssl_bench.data.files.images._decode_usual_jpeg", lambda _: None)
+
+    fails(capsys, [*PCA, "--on-bad-image", "skip"], 5)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["pca", "seed=99999999999999999999999"], "seed expects a whole number in [0, 4294967295]"),
+        (["pca", "seed=null"], "seed expects a whole number"),
+        (["pca", "data.root=[1]"], "data.root expects a path"),
+        (["pca", "data.root=???"], "Missing mandatory value: data.root"),
+        (["pca", "dtype=${dtype}"], "dtype expects a value"),
+        (["pca", "seed=${oc.env:HOME}"], "seed expects a value"),
+        (["pca", "dtype=8"], "dtype expects float32 or float16 or bfloat16"),
+        (["pca", "--device", "meta"], None),
+        (["knn", "probe.batch_size=0"], "probe.batch_size expects a whole number"),
+        (["retrieval", "probe.score_size=-1"], "probe.score_size expects a whole number"),
+        (["classification", "probe.image_size=0"], "probe.image_size expects a whole number"),
+        (["classification", "probe.c_values=[nan]"], "probe.c_values expects a list"),
+        (["classification", "probe.c_values=[inf,1]"], "probe.c_values expects a list"),
+        (["segmentation", "probe.learning_rates=[-1.0]"], "probe.learning_rates expects a list"),
+        (["segmentation", "probe.weight_decay=-1"], "probe.weight_decay expects a number"),
+        (["tokencut", "probe.tau=7"], "probe.tau expects a number in [-1, 1)"),
+    ],
+)
+def test_fault_73_values_without_a_meaning_name_the_legal_ones(place, capsys, words, said):
+    command = ["probe", "--dataset", "folder", "--data-root", "photos", "--task", *words]
+
+    line = fails(capsys, command, 2 if said else 5)
+
+    assert said is None or said in line
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("optimizer.lr=-1", "train.epochs=0", "objective.momentum=2", "optimizer.lr=nan"),
+        *("optimizer.betas=[0.9]", "train.final_lr=-1", "train.clip=0", "train.weight_decay=inf"),
+        *(
+            "objective.crops.flip_probability=7",
+            "train.warmup_epochs=-1",
+            "train=3",
+            "objective={}",
+        ),
+        *("train.num_workers=-1", "model.init_options.alpha=nan", "model.dim=100000000000"),
+        *("objective.crops.global_scale=[0.1]", "train.max_minutes=nan", "data.image_size=0"),
+    ],
+)
+def test_fault_73_a_run_with_values_without_a_meaning_never_begins(place, capsys, override):
+    more = ["objective=mae"] if "flip" in override else []
+
+    fails(capsys, ["pretrain", "model=vit_tiny_skip", *more, "--out", "run", override], 2)
+
+    assert not (place / "run").exists()
+
+
+def test_fault_74_a_link_that_leads_to_itself_ends_no_walk_in_a_traceback(place, capsys):
+    loop = place / "photos/loop"
+    loop.symlink_to(loop)
+    (place / "photos/round").symlink_to(place / "photos")
+
+    assert "photos/loop cannot be read" in fails(capsys, ["data", "verify", "photos"], 3)
+    assert main([*PCA, "--layer", "0"]) == 0
+    for words in (["models", str(loop)], [*PCA, "--checkpoint", str(loop)]):
+        fails(capsys, words, 4)
+    fails(capsys, [*PCA, "--out", str(loop)], 5)
+    fails(capsys, [*PCA[:-1], str(loop)], 3)
+
+
+@pytest.mark.parametrize(
+    ("weights", "what"),
+    [
+        (lambda: torchvision.models.resnet18().state_dict(), "holds a ResNet"),
+        (lambda: torchvision.models.convnext_tiny().state_dict(), "holds a network of torchvision"),
+        (lambda: {"stages.0.blocks.0.gamma": torch.ones(3)}, "such as ConvNeXt"),
+        (lambda: {"class_token": torch.ones(3), "conv_proj.weight": torch.ones(3)}, "torchvision"),
+        (lambda: {"layers.0.blocks.0.norm1.weight": torch.ones(3)}, "a Swin Transformer"),
+    ],
+)
+def test_fault_75_weights_of_other_networks_are_named_with_what_is_supported(
+    place, capsys, weights, what
+):
+    torch.save(weights(), "weights.pth")
+
+    line = fails(capsys, ["models", "weights.pth"], 4)
+
+    assert what in line
+    assert "which is not supported; supported are Vision Transformers" in line
+
+
+@pytest.mark.parametrize("address", ["torchvision:resnet50", "timm:resnet50"])
+def test_fault_75_addresses_of_other_networks_say_what_is_supported(place, capsys, address):
+    line = fails(capsys, [*PCA, "--checkpoint", address], 4)
+
+    assert "not supported" in line
+    assert "timm" in line

@@ -1,0 +1,312 @@
+"""Rows 35 to 41, 47, 49 and 51 of the catalogue of faults: archives, networks, disks, processes."""
+
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+from multiprocessing import active_children
+from pathlib import Path
+
+import pytest
+import timm  # noqa: F401 - its seconds of import are no part of any test
+import torch
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import MachineError
+from ssl_bench.network.downloads import Published, download
+from tests.support.faults import (
+    encoded,
+    encoder_file,
+    exit_code,
+    fails,
+    fork,
+    picture,
+    pretraining,
+    probing,
+    records,
+    voc,
+)
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def tar_with(path: Path, name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> None:
+    content = encoded("PNG", picture(0))
+    with tarfile.open(path, "w") as archive:
+        for number in range(4):
+            member = tarfile.TarInfo(f"inside/{number}.png")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        outward = tarfile.TarInfo(name)
+        outward.type, outward.linkname = kind, target
+        outward.size = len(content) if kind == tarfile.REGTYPE else 0
+        archive.addfile(outward, io.BytesIO(content) if outward.size else None)
+
+
+OUTWARD = {
+    "above": ("../out.png", tarfile.REGTYPE, ""),
+    "above, hidden": ("inside/../../out.png", tarfile.REGTYPE, ""),
+    "absolute": ("/tmp/out.png", tarfile.REGTYPE, ""),
+    "no picture": ("../.bashrc", tarfile.REGTYPE, ""),
+    "link to an absolute path": ("inside/a.png", tarfile.SYMTYPE, "/etc/passwd"),
+    "link above": ("inside/a.txt", tarfile.SYMTYPE, "../../secret"),
+    "hard link above": ("inside/a.png", tarfile.LNKTYPE, "../secret"),
+}
+
+
+@pytest.mark.parametrize("outward", OUTWARD.values(), ids=OUTWARD)
+def test_fault_35_a_tar_that_leads_outwards_is_refused_as_a_whole(place, capsys, outward):
+    tar_with(place / "inner.tar", *outward)
+    before = sorted(place.rglob("*"))
+
+    said = fails(capsys, pretraining(place / "inner.tar", "run"), 3)
+
+    assert f"inner.tar holds {outward[0]!r}, which leads out of the archive" in said
+    assert [path for path in sorted(place.rglob("*")) if path.name != "run"] == before
+
+
+@pytest.mark.parametrize("name", ["../out.png", "/tmp/out.png", "a/../../out.png"])
+def test_fault_35_a_zip_that_leads_outwards_is_refused_as_a_whole(place, capsys, name):
+    with zipfile.ZipFile(place / "inner.zip", "w") as archive:
+        archive.writestr("inside/0.png", encoded("PNG", picture(0)))
+        archive.writestr(name, encoded("PNG", picture(0)))
+
+    assert "refused as a whole" in fails(capsys, pretraining(place / "inner.zip", "run"), 3)
+
+
+def test_fault_35_names_with_dots_and_links_inside_are_no_harm(place):
+    tar_with(place / "inner.tar", "./inside/..png", tarfile.SYMTYPE, "../inside/0.txt")
+
+    assert main(pretraining(place / "inner.tar", "run", "train.max_minutes=0.0")) == 0
+
+
+def test_fault_36_a_cut_or_changed_download_never_gets_its_name_and_goes_on(server, place):
+    content = bytes(range(256)) * 2048
+    published = server.publish(content)
+    server.cut_after = 100_000
+    with pytest.raises(MachineError) as cut:
+        download(published, place / "list.txt")
+    assert cut.value.exit_code == 5
+    assert "type the command again to go on" in str(cut.value)
+    assert not (place / "list.txt").exists()
+
+    assert download(published, place / "list.txt").read_bytes() == content
+    assert server.ranges == ["", "bytes=100000-"]
+
+    wrong = Published(published.url, "0" * 64)
+    with pytest.raises(MachineError, match="published was 000"):
+        download(wrong, place / "other.txt")
+    assert not (place / "other.txt").exists()
+
+
+@pytest.mark.parametrize(
+    "uri", ["torchhub:facebookresearch/dino:dino_vits16", "timm:vit_tiny_patch16_224.augreg_in21k"]
+)
+@pytest.mark.parametrize("line", ["refuses", pytest.param("hangs", marks=pytest.mark.slow)])
+def test_fault_37_a_model_of_a_hub_fails_within_five_seconds_offline(
+    place, capsys, monkeypatch, uri, line
+):
+    monkeypatch.setenv("TORCH_HOME", str(place / "torch"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(place / "hf"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1] if line == 'hangs' else 9}"
+        for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+            monkeypatch.setenv(name, address)
+        words = probing("pca", "folder", place / "photos")
+        words[words.index("--checkpoint") + 1] = uri
+        start = time.monotonic()
+
+        said = fails(capsys, words, 4)
+
+    assert time.monotonic() - start < 5
+    assert "cannot be reached" in said
+    assert "--checkpoint FILE.pth" in said
+
+
+def test_fault_38_what_was_kept_for_other_weights_or_settings_is_not_used(place, capsys):
+    voc(place)
+    arguments = probing("tokencut", "voc2012", place)
+    assert main(arguments) == 0
+    first = records()[0]
+    encoder_file(place / "encoder.safetensors", seed=1)
+
+    assert main(arguments) == 0
+    assert main([*arguments, "probe.tau=0.9"]) == 0
+
+    assert "finished before" not in capsys.readouterr().err
+    fresh = [*arguments, "--out", "fresh"]
+    assert main(fresh) == 0
+    assert main([*fresh, "probe.tau=0.9"]) == 0
+    kept = [r for r in records() if r.checkpoint_sha256 != first.checkpoint_sha256]
+    assert len(kept) == 2
+    assert {(r.settings["tau"], r.value) for r in kept} == {
+        (r.settings["tau"], r.value) for r in records("fresh")
+    }
+
+
+@pytest.mark.parametrize("change", ["weights", "images", "damage"])
+def test_fault_38_stale_features_on_disk_are_computed_again(place, change):
+    base = voc(place)
+    small = ["probe.memory_gib=0.0", f"probe.cache={place}/cache"]
+    arguments = probing("segmentation", "voc2012", place, *small)
+    assert main(arguments) == 0
+    if change == "weights":
+        encoder_file(place / "encoder.safetensors", seed=1)
+    elif change == "images":
+        picture(99).save(base / "JPEGImages/t1.jpg", quality=90)
+    else:
+        for path in (place / "cache").rglob("*"):
+            if path.is_file():
+                path.write_bytes(path.read_bytes()[:-5])
+
+    assert main([*arguments, "--overwrite", "--out", "again"]) == 0
+    assert main([*arguments[:-1], f"probe.cache={place}/empty", "--out", "fresh"]) == 0
+
+    values = [{(r.metric, r.value) for r in records(out)} for out in ("again", "fresh")]
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("out", ["a_file/results", "/proc/results"])
+def test_fault_39_a_folder_that_cannot_be_written_is_found_before_computing(place, capsys, out):
+    (place / "a_file").touch()
+    # Were the model loaded first, this would be what is complained of.
+    (place / "encoder.safetensors").unlink()
+
+    words = probing("pca", "folder", place / "photos", "--out", out)
+    assert f"cannot write into {out}" in fails(capsys, words, 5)
+    assert "cannot write" in fails(capsys, pretraining(place / "photos", out), 5)
+
+
+def test_fault_39_a_reader_that_closes_the_pipe_is_no_error(place):
+    assert main(probing("pca", "folder", place / "photos", "--layer", "0,1")) == 0
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    def into_the_pipe() -> int:
+        sys.stdout = os.fdopen(writing, "w", buffering=1)
+        return main(["table", "--format", "csv"])
+
+    child = fork(into_the_pipe, stderr=place / "said")
+    os.close(writing)
+
+    assert exit_code(child) == 0
+    assert (place / "said").read_text() == ""
+
+
+def kill_a_worker() -> None:
+    while not (workers := active_children()):
+        time.sleep(0.005)
+    assert workers[0].pid is not None
+    os.kill(workers[0].pid, signal.SIGKILL)
+
+
+def test_fault_40_a_killed_data_worker_is_named_with_a_way_out(place, capsys):
+    run = pretraining(place / "photos", "run", "train.num_workers=2", "train.max_steps=3000")
+    killer = threading.Thread(target=kill_a_worker)
+    killer.start()
+
+    said = fails(capsys, run, 5)
+
+    killer.join()
+    assert "a data worker died" in said
+    assert "try train.num_workers=0" in said
+    assert not active_children()
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../encoder.safetensors", "a/../../secret"])
+def test_fault_47_a_list_that_names_files_elsewhere_is_refused_and_none_is_read(
+    place, capsys, name
+):
+    assert main(["data", "verify", "photos"]) == 0
+    listing = place / "photos/SHA256SUMS"
+    listing.write_text(f"{listing.read_text()}{'0' * 64}  {name}\n")
+
+    said = fails(capsys, ["data", "verify", "photos"], 3)
+
+    assert f"line 5 leads out of the folder: {name}" in said
+
+
+def test_fault_47_a_list_that_contradicts_itself_is_refused(place, capsys):
+    assert main(["data", "verify", "photos"]) == 0
+    listing = place / "photos/SHA256SUMS"
+    listing.write_text(f"{'0' * 64}  0.jpg\n{listing.read_text()}")
+
+    assert "gives 0.jpg a second sha256" in fails(capsys, ["data", "verify", "photos"], 3)
+
+
+@pytest.mark.parametrize("mark", ["  ./", " *", " *./"])
+def test_fault_47_the_lists_of_find_and_of_binary_mode_are_understood(place, capsys, mark):
+    assert main(["data", "verify", "photos"]) == 0
+    listing = place / "photos/SHA256SUMS"
+    listing.write_text(listing.read_text().replace("  ", mark))
+
+    assert main(["data", "verify", "photos"]) == 0
+    picture(9).save(place / "photos/2.jpg")
+    assert "1 files below photos differ" in fails(capsys, ["data", "verify", "photos"], 3)
+
+
+@pytest.mark.parametrize("policy", ["fail", "skip"])
+def test_fault_49_a_picture_that_is_a_link_to_nothing_is_named(place, capsys, policy):
+    (place / "photos/2.jpg").unlink()
+    (place / "photos/2.jpg").symlink_to(place / "not there.jpg")
+
+    words = probing("pca", "folder", place / "photos", "--on-bad-image", policy)
+    assert "photos/2.jpg cannot be read (No such file or directory)" in fails(capsys, words, 3)
+    assert "photos/2.jpg" in fails(capsys, pretraining(place / "photos", "run"), 3)
+
+
+@pytest.mark.parametrize("command", [["table"], ["table", "--format", "csv"]])
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [("/dev/full", 5, "No space left on device"), ("ascii.txt", 0, ""), (None, 0, "")],
+)
+def test_fault_51_an_output_that_is_full_or_closed_or_ascii_gives_no_traceback(
+    place, command, output, code, said
+):
+    assert main(probing("pca", "folder", place / "photos")) == 0
+
+    def into_it() -> int:
+        sys.stdout = None if output is None else open(output, "w", encoding="ascii")  # noqa: PTH123, SIM115
+        return main(command)
+
+    came = exit_code(fork(into_it, stderr=place / "said"))
+
+    lines = (place / "said").read_text().splitlines()
+    assert came == code
+    assert len(lines) == bool(said)
+    assert said in "".join(lines)
+    if output == "ascii.txt" and "csv" not in command:
+        assert "\\xb1" in (place / output).read_text()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("device", ["cuda", "cuda:3", "mps"])
+def test_fault_41_a_device_that_is_not_there_is_named_with_a_way_out(place, capsys, device):
+    said = fails(capsys, probing("pca", "folder", place / "photos", "--device", device), 5)
+
+    assert f"device {device} is not usable here; try --device cpu" in said
+
+
+@pytest.mark.slow
+def test_fault_41_without_gpu_and_display_everything_runs_and_doctor_says_so(place):
+    bare = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "MPLBACKEND")}
+    environment = bare | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+
+    def command(*words: str) -> str:
+        run = subprocess.run(
+            [sys.executable, "-m", "ssl_bench.cli", *words],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return run.stdout
+
+    assert "gpu          none; everything runs on the CPU" in command("doctor")
+    voc(place)
+    command(*probing("retrieval", "voc2012", place))
+    command("table", "--figure", "curves.png")
+    assert (place / "curves.png").stat().st_size > 1000

@@ -1,0 +1,181 @@
+"""Row 60 of the catalogue of faults: what belongs to a cell and is missing is made again."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from probes.conditioning import probe as conditioning
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results.store import ResultStore
+from tests.core.test_results import RECORD
+from tests.support.faults import class_folders, encoder_file, exit_code, fork, probing, records, voc
+
+CONDITIONING = ["probe.image_size=32", "probe.num_images=2"]
+KILLED = """
+import os, signal, sys
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results.store import ResultStore
+save = ResultStore.save
+def save_and_die(*arguments):
+    save(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+ResultStore.save = save_and_die
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def asking(task: str, place: Path, out: str = "results", layers: str = "0,1") -> list[str]:
+    dataset, more = ("voc2012", []) if task != "conditioning" else ("folder", CONDITIONING)
+    if task == "conditioning":
+        words = ["probe", "--task", task, "--dataset", dataset, "--data-root", f"{place}/photos"]
+        words += ["--checkpoint", "encoder.safetensors", *more]
+    else:
+        words = probing(task, dataset, place)
+    return [*words, "--layer", layers, "--out", out]
+
+
+def contents(folder: str, pattern: str) -> dict[str, bytes]:
+    """Files by path, the logs of what was found aside."""
+    paths = (path for path in Path(folder).rglob(pattern) if path.suffix not in ("", ".jsonl"))
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def pictures(out: str) -> dict[str, bytes]:
+    return contents(f"{out}/pictures", "*")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca", "tokencut"])
+def test_fault_60_a_kill_after_the_first_record_loses_no_picture(place, task):
+    voc(place)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *asking(task, place)], env=environment, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL
+    ((path, record),) = contents("results/records", "*.json").items()
+
+    assert main(asking(task, place)) == 0
+    assert main(asking(task, place, "whole")) == 0
+
+    assert pictures("results").keys() == pictures("whole").keys()
+    assert contents("results/records", "*.json")[path] == record
+    values = [{r.key(): r.value for r in records(out)} for out in ("results", "whole")]
+    # Rounding hangs on the number of threads, which the killed process chose itself.
+    assert values[0] == pytest.approx(values[1], rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca", "tokencut"])
+def test_fault_60_pictures_that_were_deleted_are_drawn_again_and_records_stay(place, capsys, task):
+    voc(place)
+    assert main(asking(task, place)) == 0
+    before, saved = pictures("results"), contents("results/records", "*")
+    assert before
+    for name in before:
+        (Path("results/pictures") / name).unlink()
+        capsys.readouterr()
+
+        assert main(asking(task, place)) == 0
+
+        assert "pictures are missing and drawn again" in capsys.readouterr().err
+        assert (Path("results/pictures") / name).read_bytes() == before[name]
+    assert pictures("results") == before
+    assert contents("results/records", "*") == saved
+    assert main(asking(task, place)) == 0
+    assert "layers" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca"])
+def test_fault_60_a_picture_of_all_blocks_is_never_left_with_some_of_them(place, task):
+    voc(place)
+    assert main(asking(task, place, layers="1")) == 0
+    assert main(asking(task, place)) == 0
+    assert main(asking(task, place, "whole")) == 0
+
+    assert pictures("results").items() >= pictures("whole").items()
+
+
+def test_fault_60_jacobians_are_not_computed_again_for_a_figure(place, monkeypatch):
+    words = [*asking("conditioning", place), "probe.protocol=jacobian_exact"]
+    assert main(words) == 0
+    ((name, before),) = pictures("results").items()
+    (Path("results/pictures") / name).unlink()
+    monkeypatch.setattr(conditioning, "exact_spectra", None)
+
+    assert main(words) == 0
+
+    assert pictures("results")[name] == before
+
+
+def test_fault_60_masks_that_were_deleted_are_made_again(place, capsys):
+    words = [*asking("tokencut", place), "--dataset", "folder", "--data-root", "photos"]
+    assert main(words) == 0
+    before = pictures("results")
+    for name in before:
+        (Path("results/pictures") / name).unlink()
+
+    assert main(words) == 0
+
+    assert pictures("results") == before
+    assert any("masks/" in name for name in before)
+
+
+@pytest.mark.parametrize("task", ["segmentation", "retrieval", "tokencut", "knn", "classification"])
+def test_fault_60_contributions_of_images_that_were_deleted_are_made_again(place, capsys, task):
+    words = asking(task, place)
+    voc(place)
+    if task in ("knn", "classification"):
+        class_folders(place / "classes")
+        words = [*words, "--dataset", "class_folders", "--data-root", "classes"]
+    assert main(words) == 0
+    before = {record.key(): record.value for record in records()}
+    for pattern in ("results/records/**/*.npz", "results/images/*.json"):
+        paths = sorted(Path().glob(pattern))
+        whole = paths[0].read_bytes()
+        paths[0].unlink()
+
+        assert main(words) == 0
+
+        assert sorted(Path().glob(pattern)) == paths
+        assert paths[0].read_bytes() == whole
+    assert {record.key(): record.value for record in records()} == before
+
+
+def test_fault_60_a_sweep_counts_cells_whose_pictures_are_missing(place, capsys):
+    encoder_file(place / "encoder.safetensors")
+    words = asking("pca", place)
+    assert main(words := [*words, "--dataset", "folder", "--data-root", "photos"]) == 0
+    next(Path("results").rglob("block01/0.jpg.png")).unlink()
+    capsys.readouterr()
+
+    assert main(["sweep", *words[1:], "--dry-run"]) == 0
+
+    assert "2 cells: 0 finished, 2 pending" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rename", range(1, 5))
+def test_fault_60_a_record_never_stands_without_its_arrays(place, monkeypatch, rename):
+    replace_, calls = Path.replace, []
+
+    def replace_or_die(self, target):
+        calls.append(target)
+        if len(calls) == rename:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return replace_(self, target)
+
+    def write() -> None:
+        monkeypatch.setattr(Path, "replace", replace_or_die)
+        for seed in range(3):
+            record = RECORD.__class__(**{**RECORD.__dict__, "seed": seed})
+            ResultStore(Path("results")).save(record, np.ones((record.num_images, 2), int))
+
+    assert exit_code(fork(write)) == -signal.SIGKILL
+
+    saved = sorted(Path("results").rglob("*.json"))
+    assert len(saved) == (rename - 1) // 2
+    assert all(path.with_suffix(".npz").is_file() for path in saved)

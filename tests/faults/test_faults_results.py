@@ -1,0 +1,203 @@
+"""Rows 43 to 45 and 50 of the catalogue of faults: folders of results; the page of promises."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results.store import Record, ResultStore
+from tests.support.faults import encoder_file, fails, probing, records, voc
+
+REPOSITORY = Path(__file__).parents[2]
+ALL = ("--layer", "all")
+
+
+def with_checkpoint(arguments: list[str], path: str) -> list[str]:
+    place = arguments.index("--checkpoint") + 1
+    return [*arguments[:place], path, *arguments[place + 1 :]]
+
+
+def npz_of(record: Record) -> Path:
+    return ResultStore(Path("results")).path(record.key()).with_suffix(".npz")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[:-1],
+        lambda whole: whole[:, None].repeat(3, 1),
+        lambda whole: np.full(len(whole), np.nan),
+        lambda whole: whole.astype(str),
+        lambda whole: whole[0],
+        lambda whole: ~whole,
+    ],
+    ids=["fewer images", "another shape", "nan", "text", "one number", "other values"],
+)
+def test_fault_43_contributions_that_do_not_give_the_value_of_their_record_are_said_and_unused(
+    place, capsys, damage
+):
+    voc(place)
+    assert main(probing("tokencut", "voc2012", place, *ALL)) == 0
+    path = npz_of(records()[0])
+    whole = np.load(path)["arr_0"]
+    np.savez_compressed(path.open("wb"), damage(whole))
+    capsys.readouterr()
+
+    assert main(["compare", "encoder"]) == 0
+
+    came = capsys.readouterr()
+    assert came.err.count(f"ignored {path}: ") == 1
+    assert "--overwrite" in came.err
+    assert re.findall(r"(?m)^ *(\d+) ", came.out) == ["1"]
+
+
+@pytest.mark.parametrize("kept", [0, 0.5, -1])
+def test_fault_43_cut_contributions_are_said_and_made_anew(place, capsys, kept):
+    voc(place)
+    arguments = probing("tokencut", "voc2012", place, *ALL)
+    assert main(arguments) == 0
+    path = npz_of(records()[0])
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * kept) if isinstance(kept, float) else kept])
+    capsys.readouterr()
+
+    assert main(["compare", "encoder"]) == 0
+    assert f"ignored {path}: " in capsys.readouterr().err
+    assert main([*arguments, "--overwrite"]) == 0
+    capsys.readouterr()
+    assert main(["compare", "encoder"]) == 0
+
+    came = capsys.readouterr()
+    assert came.err == ""
+    assert re.findall(r"(?m)^ *(\d+) ", came.out) == ["0", "1"]
+
+
+def test_fault_43_counts_of_pixels_in_another_order_are_said_and_unused(place, capsys):
+    voc(place)
+    assert main(probing("retrieval", "voc2012", place, *ALL)) == 0
+    path = npz_of(next(record for record in records() if record.metric == "miou"))
+    whole = np.load(path)["arr_0"]
+    # As right, predicted, true they would be sound counts of something else.
+    np.savez_compressed(path.open("wb"), whole[:, [0, 2, 2]])
+    capsys.readouterr()
+
+    assert main(["compare", "encoder"]) == 0
+
+    assert f"ignored {path}: " in capsys.readouterr().err
+
+
+def test_fault_44_a_record_of_a_later_version_is_read_and_not_computed_again(place, capsys):
+    arguments = probing("pca", "folder", place / "photos")
+    assert main(arguments) == 0
+    (before,) = records()
+    path = ResultStore(Path("results")).path(before.key())
+    later = json.loads(path.read_text()) | {"version": "99.0", "energy_joule": 12.5}
+    path.write_text(json.dumps(later))
+    capsys.readouterr()
+
+    assert main(arguments) == 0
+
+    assert "1 of 1 cells finished before" in capsys.readouterr().err
+    assert json.loads(path.read_text()) == later
+    assert [(record.value, record.version) for record in records()] == [(before.value, "99.0")]
+
+
+@pytest.mark.parametrize("change", [{}, {"seed": 1}, {"layer": 0}, {"value": 99.0}])
+def test_fault_44_a_copy_beside_a_record_counts_for_nothing(place, capsys, change):
+    assert main(probing("pca", "folder", place / "photos")) == 0
+    before = records()
+    path = ResultStore(Path("results")).path(before[0].key())
+    copy = path.with_name(f"{path.stem} (conflicted copy).json")
+    copy.write_text(json.dumps(json.loads(path.read_text()) | change))
+    capsys.readouterr()
+
+    assert main(["table"]) == 0
+
+    assert f"1 of 2 records cannot be shown: {copy}: " in capsys.readouterr().err
+    assert records() == before
+
+
+def test_fault_44_where_no_record_can_be_read_one_of_them_is_named(place, capsys):
+    assert main(probing("pca", "folder", place / "photos")) == 0
+    path = ResultStore(Path("results")).path(records()[0].key())
+    path.write_text("{")
+
+    said = fails(capsys, ["table"], 3)
+
+    assert f"none of the 1 records in results/records can be read, such as {path}" in said
+
+
+def test_fault_45_two_checkpoints_of_one_name_are_never_one_column(place, capsys):
+    voc(place)
+    for seed, folder in enumerate(("one", "other")):
+        (place / folder / "run").mkdir(parents=True)
+        encoder_file(place / folder / "run/last.safetensors", seed=seed)
+        arguments = probing("tokencut", "voc2012", place)
+        assert main(with_checkpoint(arguments, f"{folder}/run")) == 0
+    shas = sorted({record.encoder_id for record in records()})
+    assert len(shas) == 2
+    capsys.readouterr()
+
+    for command in (["table"], ["compare", "one/run", "other/run"]):
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert all(f"run {sha[:6]}" in out for sha in shas)
+    assert main(["compare", f"run {shas[0][:6]}", f"run {shas[1][:6]}"]) == 0
+    capsys.readouterr()
+    assert "several encoders are of 'run'" in fails(capsys, ["compare", "run"], 3)
+    assert "no record is of ''" in fails(capsys, ["compare", ""], 3)
+    pictures = Path("results/pictures/tokencut/voc2012").iterdir()
+    assert sorted(path.name for path in pictures) == [f"run-{sha[:8]}" for sha in shas]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda line: line[: len(line) // 2],
+        lambda line: "\0" * len(line),
+        lambda line: line[: len(line) // 2] + line,
+        lambda line: f"[{len(line)}]",
+        lambda line: json.dumps(json.loads(line) | {"cells": 7}),
+        lambda line: json.dumps(json.loads(line) | {"grid": [4]}),
+        lambda line: line.replace('"largest_box": ', '"largest_box": 1'),
+    ],
+    ids=["half", "zeros", "one and a half", "no object", "no cells", "no grid", "another digit"],
+)
+def test_fault_50_a_damaged_line_of_what_was_found_is_dropped_and_computed_again(place, damaged):
+    voc(place)
+    arguments = probing("tokencut", "voc2012", place)
+    assert main(arguments) == 0
+    before = records()[0]
+    shutil.rmtree("results/records")
+    (log,) = Path("results").rglob("*.jsonl")
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:3], damaged(lines[3]), *lines[4:]]) + "\n")
+
+    assert main(arguments) == 0
+
+    assert (records()[0].value, records()[0].details) == (before.value, before.details)
+    again = log.read_text().splitlines()
+    assert again[-1] == lines[3]
+    assert len(again) == len(lines) + 1
+
+
+def test_every_row_names_its_tests_and_every_test_has_its_row():
+    page = (REPOSITORY / "docs/reliability.md").read_text()
+    promised = {
+        (int(row), name)
+        for row, tests in re.findall(r"(?m)^\| (\d+) \|.*\|([^|]*)\|$", page)
+        for name in re.findall(r"`(test_\w+)`", tests)
+    }
+    there = {
+        (int(row), name)
+        for path in (REPOSITORY / "tests").glob("test_*.py")
+        for name, row in re.findall(r"(?m)^def (test_fault_(\d+)_\w+)\(", path.read_text())
+    }
+    assert promised == there
+    rows = {row for row, _ in there}
+    assert rows == set(range(1, max(rows) + 1))
+    assert max(rows) >= 42

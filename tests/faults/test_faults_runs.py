@@ -1,0 +1,288 @@
+"""Rows 27 to 34, 42 and 46 of the catalogue of faults: runs that diverge, are killed, or go on."""
+
+import json
+import os
+import signal
+import tarfile
+import time
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import jaxtyping
+import pytest
+import torch
+
+from pretrain.runtime.state import load_state, save_state
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import MachineError
+from ssl_bench.models import build_vit, load_encoder, save_encoder
+from ssl_bench.results.store import ResultStore
+from ssl_bench.system.files import sha256_of
+from tests.support.faults import (
+    PRETRAIN,
+    TINY,
+    class_folders,
+    exit_code,
+    fails,
+    fork,
+    log_rows,
+    picture,
+    pretraining,
+    probing,
+    records,
+    small_files,
+)
+
+CPU = torch.device("cpu")
+NO_TIME = "train.max_minutes=0.0"  # one step, then everything is saved
+ALWAYS = "train.checkpoint_minutes=0.0"
+
+
+def leaves(value, prefix=""):
+    if isinstance(value, dict):
+        return {k: v for key in value for k, v in leaves(value[key], f"{prefix}/{key}").items()}
+    if isinstance(value, list | tuple):
+        return leaves(dict(enumerate(value)), prefix)
+    return {prefix: value}
+
+
+def assert_same_states(one: str, other: str) -> None:
+    first, second = (leaves(load_state(Path(run), CPU)[0]) for run in (one, other))
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, second[key]), key
+        elif "num_workers" not in key:
+            assert value == second[key], key
+
+
+def test_fault_27_a_run_that_diverges_stops_and_keeps_finite_weights(place, capsys):
+    blown_up = ["objective.student_temperature=1e-38", "train.max_steps=40"]
+    patience = [ALWAYS, "train.non_finite_patience=3"]
+
+    said = fails(capsys, pretraining(place / "photos", "run", *blown_up, *patience), 2)
+
+    assert "not finite for 3 steps" in said
+    assert len(log_rows("run")) < 40
+    state = load_state(Path("run"), CPU)[0]
+    assert all(weight.isfinite().all() for weight in state["learner"].values())
+
+
+def test_fault_28_forty_kills_while_saving_leave_forty_checkpoints_that_load(place):
+    models = [build_vit(TINY, seed=seed) for seed in (0, 1)]
+    weights = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
+    run = place / "run"
+    path = run / "last.safetensors"
+
+    def save_for_ever() -> None:
+        for step in count():
+            save_encoder(path, models[step % 2], {})
+            save_state(run, {"step": step, "learner": weights[step % 2]})
+
+    save_encoder(path, models[0], {})
+    save_state(run, {"step": 0, "learner": weights[0]})
+    for attempt in range(40):
+        child = fork(save_for_ever)
+        time.sleep(0.005 + 0.0007 * attempt)
+        os.kill(child, signal.SIGKILL)
+        assert exit_code(child) == -signal.SIGKILL
+
+        loaded = load_encoder(str(path)).module.state_dict()
+        assert any(all(torch.equal(loaded[k], w[k]) for k in w) for w in weights)
+        state = load_state(run, CPU)[0]
+        expected = weights[state["step"] % 2]
+        assert all(torch.equal(state["learner"][k], expected[k]) for k in expected)
+
+    assert main([*pretraining(place / "photos", "run", NO_TIME), "--overwrite"]) == 0
+    assert not list(run.glob("*.tmp"))
+
+
+def test_fault_28_orphans_among_the_records_are_removed_and_files_being_written_are_not(place):
+    (place / "results/records/pca").mkdir(parents=True)
+    names = (f".ssl-bench-{number:032x}.tmp" for number in range(2))
+    orphan, fresh = (place / "results/records/pca" / name for name in names)
+    for path in (orphan, fresh):
+        path.write_text("{")
+    os.utime(orphan, (0, 0))
+
+    assert main(probing("pca", "folder", place / "photos")) == 0
+
+    assert fresh.exists()
+    assert not orphan.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_fault_29_a_run_that_is_told_to_stop_saves_its_step_and_says_75(place, number):
+    run = pretraining(place / "photos", "run", "train.max_steps=2000")
+    child = fork(lambda: main(run), stderr=place / "said")
+    while not ((log := place / "run/log.jsonl").exists() and log.stat().st_size):
+        time.sleep(0.01)
+    os.kill(child, number)
+
+    assert exit_code(child) == 75
+
+    steps = load_state(place / "run", CPU)[0]["step"]
+    assert steps == len(log_rows("run"))
+    assert "submit again with --resume" in (place / "said").read_text()
+    assert main([*run, "--resume", NO_TIME]) == 0
+    assert [row["step"] for row in log_rows("run")] == list(range(1, steps + 2))
+
+
+def test_fault_30_a_full_disk_leaves_the_old_training_state(place, capsys):
+    run = pretraining(place / "photos", "run", NO_TIME)
+    assert main(run) == 0
+    before = {path.name: sha256_of(path) for path in Path("run").iterdir()}
+
+    with small_files(20_000):
+        said = fails(capsys, [*run, "--resume"], 5)
+
+    assert "cannot write" in said
+    assert "free space or choose another folder" in said
+    for name in ("state.pt", "last.safetensors"):
+        assert sha256_of(place / "run" / name) == before[name]
+    assert not list(Path("run").glob("*.tmp"))
+    load_encoder("run")
+    assert main([*run, "--resume"]) == 0
+    assert [row["step"] for row in log_rows("run")] == [1, 2]
+
+
+@pytest.mark.parametrize("limit", [40, 2_000, 9_000, 20_000])
+def test_fault_30_a_full_disk_is_said_wherever_in_the_state_it_strikes(place, limit):
+    state = {"weights": torch.zeros(10_000), "step": 3}
+
+    with small_files(limit), pytest.raises(MachineError, match=r"cannot write state\.new\.pt"):
+        save_state(Path(), state)
+
+    assert list(Path().glob("*state*")) == []
+
+
+def test_fault_30_a_full_disk_leaves_no_half_of_a_record(place, capsys):
+    with small_files(500):
+        said = fails(capsys, probing("pca", "folder", place / "photos"), 5)
+    assert "cannot write results/" in said
+    assert main(probing("pca", "folder", place / "photos")) == 0
+    (whole,) = records()
+
+    with small_files(300), pytest.raises(MachineError, match="cannot write results/records"):
+        ResultStore(Path("results")).save(replace(whole, value=0.0))
+
+    assert records() == [whole]
+    assert not list(Path("results").rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "soap"])
+def test_fault_31_a_run_in_three_pieces_with_other_workers_is_the_uninterrupted_one(
+    place, optimizer
+):
+    chosen = [f"optimizer={optimizer}", "train.max_steps=4"]
+    assert main(pretraining(place / "photos", "whole", *chosen)) == 0
+
+    pieces = pretraining(place / "photos", "pieces", *chosen)
+    assert main([*pieces, NO_TIME]) == 0
+    assert main([*pieces, "--resume", NO_TIME, "train.num_workers=2"]) == 0
+    assert main([*pieces, "--resume", "train.num_workers=1"]) == 0
+
+    assert sha256_of(Path("whole/last.safetensors")) == sha256_of(Path("pieces/last.safetensors"))
+    assert log_rows("whole") == log_rows("pieces")
+    assert_same_states("whole", "pieces")
+
+
+def test_fault_32_a_changed_configuration_is_refused_with_the_difference(place, capsys):
+    run = pretraining(place / "photos", "run", NO_TIME)
+    assert main(run) == 0
+    before = sha256_of(Path("run/state.pt"))
+    changes = ["train.max_steps=7", "model.depth=3", "train.num_workers=1", "optimizer.lr=0.1"]
+
+    said = fails(capsys, [*run, *changes, "--resume"], 2)
+
+    assert "model.depth: 2 -> 3" in said
+    assert "train.max_steps: 6 -> 7" in said
+    assert "optimizer.lr" in said
+    assert "num_workers" not in said
+    assert sha256_of(Path("run/state.pt")) == before
+
+
+@pytest.mark.parametrize("kept", [0, 1, 0.5, -3])
+def test_fault_34_a_half_written_record_is_said_and_computed_again(place, capsys, kept):
+    assert main(probing("pca", "folder", place / "photos", "--layer", "0,1")) == 0
+    whole = {record.layer: record.value for record in records()}
+    path = ResultStore(Path("results")).path(records()[0].key())
+    text = path.read_text()
+    path.write_text(text[: int(len(text) * kept) if isinstance(kept, float) else kept])
+    capsys.readouterr()
+
+    assert main(["table"]) == 0
+    assert f"1 of 2 records cannot be shown: {path}: " in capsys.readouterr().err
+    assert len(records()) == 1
+    assert main(probing("pca", "folder", place / "photos", "--layer", "0,1")) == 0
+    assert "1 of 2 cells finished before" in capsys.readouterr().err
+
+    assert {record.layer: record.value for record in records()} == whole
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"value": "40"}, {"value": True}, {"value": [1]}, {"layer": "1"}, {"layer": True}),
+        *({"ci95": 3}, {"ci95": ["1", "2"]}, {"settings": []}, {"model": 7}, {"seed": 0.5}),
+    ],
+    ids=str,
+)
+def test_fault_34_a_record_with_a_field_of_another_kind_is_no_record(
+    place, capsys, monkeypatch, change
+):
+    assert main(probing("pca", "folder", place / "photos", "--layer", "0,1")) == 0
+    path = ResultStore(Path("results")).path(records()[0].key())
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    capsys.readouterr()
+    # As users run it: what checks types while tests run would refuse such a record first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+    assert main(["table"]) == 0
+
+    assert f"1 of 2 records cannot be shown: {path}: " in capsys.readouterr().err
+    assert [record.layer for record in records()] == [1]
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive of classes"])
+def test_fault_46_a_run_does_not_go_on_with_other_images(place, capsys, kind):
+    root, supervised = place / "photos", ["objective=supervised", "data.labels=true"]
+    if kind == "folder":
+        run = pretraining(root, "run", NO_TIME)
+    else:
+        class_folders(place)
+        root = place / "train.tar"
+        pack(place / "train", root)
+        model = [word for word in PRETRAIN if not word.startswith("objective.")]
+        run = ["pretrain", "--data-root", str(root), "--out", "run", *model, *supervised, NO_TIME]
+    assert main(run) == 0
+    before = sha256_of(Path("run/state.pt"))
+    if kind == "folder":
+        picture(77).save(root / "0.jpg", quality=50)
+    else:
+        (place / "train/dog/2.jpg").rename(place / "train/cat/9.jpg")
+        pack(place / "train", root)
+
+    assert "image_files: " in fails(capsys, [*run, "--resume"], 2)
+
+    assert sha256_of(Path("run/state.pt")) == before
+
+
+def pack(folder: Path, path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        for file in sorted(folder.rglob("*.jpg")):
+            archive.add(file, file.relative_to(folder).as_posix())
+
+
+def test_fault_42_a_folder_that_holds_a_run_is_refused_without_resume_or_overwrite(place, capsys):
+    run = pretraining(place / "photos", "run", NO_TIME)
+    assert main(run) == 0
+    before = {path.name: sha256_of(path) for path in Path("run").iterdir()}
+
+    said = fails(capsys, run, 2)
+
+    assert "already holds a run; go on with --resume, forget it with --overwrite" in said
+    assert {path.name: sha256_of(path) for path in Path("run").iterdir()} == before
+    assert main([*run, "--overwrite"]) == 0
+    assert len(log_rows("run")) == 1

@@ -1,0 +1,273 @@
+"""ConvMixer: its arithmetic, its checkpoints, its features."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pretrain.train import Pretraining
+from probes.conditioning.probe import Conditioning
+from ssl_bench.cli.__main__ import main
+from ssl_bench.cli.models import file_report
+from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.data.layouts.toy import Toy
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.evaluation import Evaluation
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import (
+    ConvMixer,
+    ConvMixerConfig,
+    ViTConfig,
+    build_encoder,
+    build_vit,
+    encoder_from_model,
+    identify_encoder,
+    load_encoder,
+    save_encoder,
+)
+from ssl_bench.models.loading.checkpoint import read_metadata
+from ssl_bench.results.store import ResultStore
+
+CPU = torch.device("cpu")
+TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)
+VIT = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
+
+
+def lively(config=TINY, seed=0) -> ConvMixer:
+    """In evaluation mode, with batch statistics and affine weights unlike those at the start."""
+    model = build_encoder(config, seed=seed)
+    assert isinstance(model, ConvMixer)
+    generator = torch.Generator().manual_seed(seed)
+    for norm in (part for part in model.modules() if isinstance(part, nn.BatchNorm2d)):
+        for values in (norm.weight, norm.bias, norm.running_mean, norm.running_var):
+            assert values is not None
+            nn.init.uniform_(values, 0.5, 1.5, generator=generator)
+    return model.eval()
+
+
+def images(count=2, height=16, width=24):
+    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(1))
+
+
+def saved(path: Path, config=TINY) -> Path:
+    save_encoder(path, build_encoder(config, seed=0), {"step": "7"})
+    return path
+
+
+def restated(model: ConvMixer, image):
+    """Equations 2.1 to 2.3 in float64, one output at a time; the maps after each block."""
+    weights = {name: value.double().numpy() for name, value in model.state_dict().items()}
+    config, pixels = model.config, image.double().numpy()
+    size, rows, cols = config.patch_size, *(side // config.patch_size for side in image.shape[1:])
+    patch = weights["patch_embed.proj.weight"]
+    maps = np.empty((config.dim, rows, cols))
+    for row, col in np.ndindex(rows, cols):
+        square = pixels[:, row * size : (row + 1) * size, col * size : (col + 1) * size]
+        maps[:, row, col] = (patch * square).sum((1, 2, 3)) + weights["patch_embed.proj.bias"]
+    maps = activated(maps, weights, "patch_norm")
+    states = []
+    for layer in range(config.depth):
+        name = f"blocks.{layer}"
+        mixed = np.zeros_like(maps)
+        half = config.kernel_size // 2
+        for row, col, to_row, to_col in np.ndindex(rows, cols, rows, cols):
+            if max(abs(to_row - row), abs(to_col - col)) <= half:
+                one = weights[f"{name}.depthwise.weight"][
+                    :, 0, row - to_row + half, col - to_col + half
+                ]
+                mixed[:, to_row, to_col] += one * maps[:, row, col]
+        mixed += weights[f"{name}.depthwise.bias"][:, None, None]
+        mixed = activated(mixed, weights, f"{name}.norm1") + (maps if config.skip else 0)
+        point = weights[f"{name}.pointwise.weight"][:, :, 0, 0]
+        maps = np.einsum("oi,irc->orc", point, mixed)
+        maps += weights[f"{name}.pointwise.bias"][:, None, None]
+        maps = activated(maps, weights, f"{name}.norm2")
+        states.append(maps)
+    return states
+
+
+def activated(maps, weights, norm):
+    gelu = maps / 2 * (1 + np.vectorize(math.erf)(maps / math.sqrt(2)))
+    mean, variance, scale, shift = (
+        weights[f"{norm}.{name}"][:, None, None]
+        for name in ("running_mean", "running_var", "weight", "bias")
+    )
+    return scale * (gelu - mean) / np.sqrt(variance + 1e-5) + shift
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_the_output_is_that_of_the_equations(skip):
+    model = lively(replace(TINY, skip=skip))
+
+    found = model(images())
+
+    states = [restated(model, image) for image in images()]
+    wanted = np.stack([maps[-1].mean((1, 2)) for maps in states])
+    np.testing.assert_allclose(found.detach().numpy(), wanted, rtol=1e-4, atol=1e-5)
+    tokens = model.forward_features(images()).detach().numpy()
+    np.testing.assert_allclose(tokens[0], states[0][-1].reshape(12, -1).T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_only_the_skip_carries_the_input_past_silent_filters(skip):
+    model = lively(replace(TINY, skip=skip))
+    block = model.blocks[1]
+    for parameter in block.get_submodule("depthwise").parameters():
+        nn.init.zeros_(parameter)
+    one, other = (block(torch.randn(1, 12, 4, 4)) for _ in range(2))
+    assert torch.equal(one, other) == (not skip)
+
+
+@pytest.mark.parametrize(("patch_size", "published"), [(1, 706_570), (2, 708_874)])
+def test_conv_mixer_256_8_has_the_published_number_of_weights(patch_size, published):
+    # 707K with patches of one pixel and ten classes; a patch of two has 3 * 3 * 256 more.
+    model = build_encoder(ConvMixerConfig(patch_size=patch_size), seed=0)
+    assert sum(p.numel() for p in model.parameters()) + 256 * 10 + 10 == published
+
+
+def test_one_seed_gives_the_same_of_all_but_the_filters_under_any_initialisation():
+    state = torch.get_rng_state()
+    uniform, again, other, covariance = (
+        build_encoder(replace(TINY, init=init), seed=seed).state_dict()
+        for init, seed in (("uniform", 0), ("uniform", 0), ("uniform", 1), ("covariance", 0))
+    )
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, again[name]) for name, value in uniform.items())
+    for name, value in uniform.items():
+        is_filter = name.endswith("depthwise.weight")
+        assert torch.equal(value, covariance[name]) == (not is_filter), name
+        if "norm" not in name:
+            assert not torch.equal(value, other[name]), name
+
+
+def test_all_but_covariance_filters_start_as_pytorch_starts_convolutions():
+    model = build_encoder(replace(TINY, dim=128), seed=0)
+    torch.manual_seed(0)
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Conv2d):
+            size, groups = part.weight.shape[-1], part.groups
+            theirs = nn.Conv2d(part.in_channels, 128, size, groups=groups)
+            for ours, wanted in zip(part.parameters(), theirs.parameters(), strict=True):
+                assert ours.abs().max().item() == pytest.approx(
+                    wanted.abs().max().item(), rel=0.1
+                ), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kernel_size": 4}, "kernel_size must be odd.* got 4; take 3 or 5"),
+        ({"kernel_size": 0}, "kernel_size expects a whole number .*, got 0"),
+        ({"patch_size": 5}, "image_size must be a multiple of model.patch_size = 5, got 16"),
+        ({"init": "skipless"}, "model.init must be one of uniform, covariance, got 'skipless'"),
+        ({"init_options": {"sigma_0": 1.0}}, "init=uniform has no option 'sigma_0'"),
+    ],
+)
+def test_a_configuration_without_meaning_is_refused_in_one_line(changes, message):
+    with pytest.raises(ConfigurationError, match=message) as raised:
+        replace(TINY, **changes)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path):
+    config = replace(TINY, skip=False, init="covariance", init_options={"sigma_0": 0.2})
+    model = lively(config)
+    save_encoder(tmp_path / "run" / "last.safetensors", model, {})
+
+    encoder = load_encoder(str(tmp_path / "run"))
+
+    assert isinstance(encoder.module, ConvMixer)
+    assert encoder.module.config == config
+    loaded = encoder.module.state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    assert torch.equal(encoder.module(images()), model(images()))
+    assert (encoder.depth, encoder.dim, encoder.patch_size) == (3, 12, 4)
+    assert (encoder.num_heads, encoder.has_cls, encoder.native_size) == (0, False, (16, 16))
+    named = identify_encoder(str(tmp_path / "run"))
+    assert (named.name, named.sha256, named.depth) == ("run", encoder.sha256, 3)
+
+
+def test_a_checkpoint_that_names_no_kind_is_a_vision_transformer(tmp_path):
+    path = tmp_path / "vit.safetensors"
+    save_encoder(path, build_vit(VIT, seed=0), {})
+
+    assert "kind" not in read_metadata(path)
+    assert read_metadata(saved(tmp_path / "mixer.safetensors"))["kind"] == "conv_mixer"
+    module = load_encoder(str(path)).module
+    assert getattr(module, "config", None) == VIT
+
+
+def test_a_kind_of_a_later_version_is_refused_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("ssl_bench.models.loading.checkpoint.kind_of", lambda _: "mamba")
+    path = saved(tmp_path / "later.safetensors")
+
+    for load in (load_encoder, identify_encoder):
+        with pytest.raises(CheckpointError, match=r"expected vit or conv_mixer.*'mamba'") as raised:
+            load(str(path))
+        assert "needs the version of ssl-bench that wrote it" in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+def test_the_features_of_a_block_are_its_maps(tmp_path):
+    model = lively()
+    encoder = encoder_from_model(model, name="x", colours=((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
+
+    features = FeatureExtractor(encoder, layers=(0, 2), facets=("token", "token_normed"))(images())
+
+    for layer, found in features.items():
+        assert found["token"].shape == (2, 4, 6, 12)
+        wanted = restated(model, images()[1])[layer]
+        np.testing.assert_allclose(
+            found["token"][1].numpy(), wanted.transpose(1, 2, 0), rtol=1e-4, atol=1e-5
+        )
+        assert torch.equal(found["token"], found["token_normed"])
+
+
+def test_images_are_padded_to_whole_patches_and_other_sizes_refused():
+    encoder = encoder_from_model(lively(), name="x")
+    padded = FeatureExtractor(encoder, layers=(1,), pad=True)(images(height=15, width=22))
+    assert padded[1]["token"].shape == (2, 4, 6, 12)
+    with pytest.raises(ConfigurationError, match="multiples of the patch size 4"):
+        FeatureExtractor(encoder, layers=(1,))(images(height=15, width=22))
+
+
+def test_what_a_conv_mixer_does_not_have_is_refused_in_one_line():
+    encoder = encoder_from_model(lively(), name="mixer")
+    with pytest.raises(ConfigurationError, match=r"mixer has no \[CLS\] token; ask for facet=tok"):
+        FeatureExtractor(encoder, layers=(0,), facets=("cls",))
+    with pytest.raises(CheckpointError, match="layer 0 of mixer computes no key"):
+        FeatureExtractor(encoder, layers=(0,), facets=("key",))(images())
+
+
+def test_conditioning_asks_for_attention(tmp_path):
+    evaluation = Evaluation(
+        encoder=encoder_from_model(lively(), name="mixer"),
+        dataset=Toy(num_train=2, num_val=2),
+        probe=Conditioning(num_images=1, image_size=16),
+        layers=(0,),
+        seed=0,
+        device=CPU,
+        dtype=torch.float32,
+    )
+    with pytest.raises(ConfigurationError, match="blocks of attention and an MLP, mixer has conv"):
+        evaluation.run(ResultStore(tmp_path), say=lambda _: None, overwrite=False)
+
+
+def test_a_report_says_that_there_is_no_attention(tmp_path, capsys):
+    path = saved(tmp_path / "mixer.safetensors")
+
+    assert main(["models", str(path)]) == 0
+
+    assert "3 blocks, width 12, no attention" in capsys.readouterr().out
+    assert file_report(load_encoder(str(path))).class_tokens == 0
+
+
+@pytest.mark.parametrize(("name", "skip"), [("conv_mixer", True), ("conv_mixer_skipless", False)])
+def test_the_yaml_files_are_conv_mixer_256_8(name, skip):
+    plan = build(compose_config("pretraining", [f"model={name}", "objective=supervised"]))
+    assert plan.model == ConvMixerConfig(skip=skip)
+    assert isinstance(plan, Pretraining)

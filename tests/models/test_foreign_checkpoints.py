@@ -1,0 +1,238 @@
+"""Files in other people's layouts give the features of the model that wrote them.
+
+No public weights are used. Each layout is restated here from the repository it was published in;
+the tensors are random, and the model that they are checked against is timm's, or ours.
+"""
+
+import re
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
+from ssl_bench.models.positions import sinusoidal_positions
+from ssl_bench.system.files import sha256_of
+from tests.support.foreign_weights import (
+    Weights,
+    dinov2_weights,
+    message_of,
+    same_features,
+    saved,
+    timm_model,
+)
+
+
+@pytest.mark.parametrize("registers", [0, 4])
+def test_dinov2_with_and_without_registers(tmp_path, registers):
+    model, weights = dinov2_weights(registers)
+    path = saved(tmp_path / "dinov2_vits14_pretrain.pth", weights)
+    encoder = same_features(path, model, extra=("token_normed", "cls_normed"))
+    assert (encoder.num_prefix_tokens, encoder.num_registers) == (1 + registers, registers)
+    assert (encoder.patch_size, encoder.contents.layout) == (14, "DINOv2")
+    assert encoder.contents.ignored.keys() == {"mask_token"}
+    assert (encoder.loaded_keys, encoder.total_keys) == (len(weights) - 1, len(weights))
+    assert encoder.sha256 == sha256_of(path)
+
+
+def test_dinov2_in_half_precision_is_used_as_it_is_stored(tmp_path):
+    model, weights = dinov2_weights(0)
+    half = {name: value.half() for name, value in weights.items()}
+    model.load_state_dict({n: v.float() for n, v in half.items() if n != "mask_token"})
+    same_features(saved(tmp_path / "half.pth", half), model)
+
+
+def test_dinov2_in_chunks_as_its_training_saves_the_teacher(tmp_path):
+    # `BlockChunk`: the second number is the index of the block in the whole encoder.
+    model, weights = dinov2_weights(0)
+    chunked = {re.sub(r"^blocks\.(\d)", r"blocks.\1.\1", name): v for name, v in weights.items()}
+    teacher = {f"backbone.{name}": value for name, value in chunked.items()}
+    heads = {"dino_head.mlp.0.weight": torch.zeros(2), "ibot_head.last_layer.w": torch.zeros(2)}
+    encoder = same_features(saved(tmp_path / "t.pth", {"teacher": {**teacher, **heads}}), model)
+    assert encoder.contents.ignored.keys() == {"mask_token", *heads}
+
+
+def test_the_giant_of_dinov2_is_refused_with_what_loads_it(tmp_path):
+    _, weights = dinov2_weights(0)
+    weights["blocks.0.mlp.w12.weight"] = torch.zeros(4, 128)
+    said = message_of(saved(tmp_path / "dinov2_vitg14_pretrain.pth", weights))
+    assert "SwiGLU MLP of ViT-g (blocks.0.mlp.w12.weight)" in said
+    assert "timm:vit_giant_patch14_dinov2@FILE" in said
+
+
+def test_a_layer_scale_that_is_missing_or_too_short_is_no_reason_to_leave_out_the_others(tmp_path):
+    _, weights = dinov2_weights(0)
+    del weights["blocks.1.ls2.gamma"]
+    said = message_of(saved(tmp_path / "w.pth", weights))
+    assert "blocks.0.ls1.gamma, blocks.0.ls2.gamma, blocks.1.ls1.gamma unknown" in said
+    weights["blocks.1.ls2.gamma"] = torch.ones(1)
+    assert "and 1 more unknown" in message_of(saved(tmp_path / "w.pth", weights))
+
+
+def test_a_layer_of_another_shape_below_a_layer_scale_is_refused(tmp_path):
+    _, weights = dinov2_weights(0)
+    weights["blocks.0.mlp.fc2.weight"] = torch.zeros(3, 512)
+    said = message_of(saved(tmp_path / "w.pth", weights))
+    assert "blocks.0.mlp.fc2.weight (3 x 512, expected 128 x 512) of another shape" in said
+
+
+# MAE: https://github.com/facebookresearch/mae/blob/be47fef7, models_mae.py (pretraining, with a
+# decoder) and models_vit.py (fine-tuned, with `fc_norm` in place of `norm` for global pooling).
+def mae_decoder() -> Weights:
+    names = (
+        *("mask_token", "decoder_pos_embed", "decoder_embed.weight", "decoder_embed.bias"),
+        *("decoder_blocks.0.norm1.weight", "decoder_blocks.0.attn.qkv.weight"),
+        *("decoder_norm.weight", "decoder_pred.weight", "decoder_pred.bias"),
+    )
+    return {name: torch.randn(3, 3) for name in names}
+
+
+def test_mae_with_its_decoder_and_fixed_positions(tmp_path):
+    model = timm_model()
+    with torch.no_grad():
+        model.pos_embed.zero_()
+        model.pos_embed[0, 1:] = sinusoidal_positions(4, 4, 128)
+    decoder = mae_decoder()
+    path = saved(tmp_path / "mae.pth", {"model": {**model.state_dict(), **decoder}})
+    encoder = same_features(path, model, extra=("token_normed",))
+    assert encoder.contents.layout == "MAE"
+    assert encoder.contents.ignored.keys() == decoder.keys()
+
+
+def test_mae_fine_tuned_with_global_pooling(tmp_path):
+    model = timm_model()
+    weights = {re.sub(r"^norm\.", "fc_norm.", name): v for name, v in model.state_dict().items()}
+    head = {"head.weight": torch.zeros(10, 128), "head.bias": torch.zeros(10)}
+    path = saved(tmp_path / "mae.pth", {"model": {**weights, **head}, "epoch": 99})
+    encoder = same_features(path, model, extra=("token_normed",))
+    assert encoder.contents.ignored.keys() == head.keys()
+
+
+def test_a_huge_mae_has_heads_of_80_channels(tmp_path):
+    model = timm_model(patch=4, dim=1280, heads=16, mlp_ratio=0.1)
+    path = saved(tmp_path / "huge.pth", {"model": {**model.state_dict(), **mae_decoder()}})
+    assert same_features(path, model).num_heads == 16
+
+
+def test_an_unknown_tensor_beside_the_decoder_is_refused(tmp_path):
+    weights = {**timm_model().state_dict(), **mae_decoder(), "decoder_gate": torch.ones(2)}
+    said = message_of(saved(tmp_path / "mae.pth", {"model": weights}))
+    assert "decoder_gate unknown" in said
+
+
+# iBOT: https://github.com/bytedance/ibot/blob/c24f870d, models/vision_transformer.py (`gamma_1`,
+# `masked_embed`) and main_ibot.py (the dictionary that is saved).
+@pytest.mark.parametrize("gammas", [True, False])
+def test_ibot_as_it_is_saved(tmp_path, gammas):
+    model = timm_model(init_values=0.3 if gammas else None)
+    names = {n: re.sub(r"\.ls(\d)\.gamma", r".gamma_\1", n) for n in model.state_dict()}
+    backbone = {f"backbone.{names[n]}": value for n, value in model.state_dict().items()}
+    teacher = {**backbone, "head.last_layer.weight": torch.zeros(2)}
+    student = {f"module.{n}": torch.zeros_like(v) for n, v in teacher.items()}
+    content = {
+        "student": {**student, "module.backbone.masked_embed": torch.zeros(1, 128)},
+        "teacher": teacher,
+        "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}},
+        "fp16_scaler": {"scale": torch.ones(1)},
+        "ibot_loss": {"center": torch.zeros(1, 2)},
+        "epoch": 3,
+    }
+    encoder = same_features(saved(tmp_path / "checkpoint.pth", content), model)
+    assert encoder.contents.ignored.keys() == {
+        "student", "optimizer", "fp16_scaler", "ibot_loss", "head.last_layer.weight",
+    }  # fmt: skip
+    assert encoder.contents.layout == ("iBOT" if gammas else "DINO")
+
+
+def test_ibots_student_may_hold_a_masked_embedding(tmp_path):
+    model = timm_model()
+    weights = {**model.state_dict(), "masked_embed": torch.randn(1, 128)}
+    encoder = same_features(saved(tmp_path / "s.pth", {"state_dict": weights}), model)
+    assert encoder.contents.layout == "iBOT"
+    assert encoder.contents.ignored.keys() == {"masked_embed"}
+
+
+# MoCo-v3: https://github.com/facebookresearch/moco-v3/blob/1c6b717e, vits.py (12 heads in a ViT-S)
+# and main_lincls.py, which scores `module.base_encoder`.
+@pytest.mark.parametrize(("dim", "heads"), [(384, 12), (768, 12)])
+def test_moco_v3_is_scored_on_its_base_encoder(tmp_path, dim, heads):
+    model = timm_model(patch=4, dim=dim, heads=heads, mlp_ratio=0.25)
+    base = {f"module.base_encoder.{n}": value for n, value in model.state_dict().items()}
+    others = {
+        "module.base_encoder.head.0.weight": torch.zeros(2),
+        "module.momentum_encoder.cls_token": torch.zeros(1, 1, dim),
+        "module.predictor.0.weight": torch.zeros(2),
+    }
+    content = {"state_dict": {**base, **others}, "optimizer": {}, "scaler": {}, "arch": "vit_small"}
+    encoder = same_features(saved(tmp_path / "vit-s-300ep.pth.tar", content), model)
+    assert (encoder.num_heads, encoder.contents.layout) == (heads, "MoCo-v3")
+    assert len(encoder.contents.ignored) == 3
+
+
+@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+def test_dino_and_deit_need_no_renames(tmp_path, suffix):
+    model = timm_model()
+    path = tmp_path / f"weights.{suffix}"
+    if suffix == "pth":
+        saved(path, model.state_dict())
+    else:
+        safetensors.torch.save_file(model.state_dict(), path)
+    encoder = same_features(path, model, extra=("token_normed",))
+    assert (encoder.contents.layout, encoder.contents.ignored) == ("DINO", {})
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ("dist_token", "a distillation token"),
+        ("rope_embed.periods", "the rotary positions of DINOv3"),
+        ("norm_pre.weight", "a norm before the first block"),
+        ("blocks.0.attn.q_norm.weight", "norms of queries and keys"),
+        ("reg_token", "registers as timm stores them"),
+    ],
+)
+def test_encoders_that_ours_is_not_are_named(tmp_path, extra, said):
+    weights = {**timm_model().state_dict(), extra: torch.zeros(1, 1, 128)}
+    message = message_of(saved(tmp_path / "w.pth", weights))
+    assert said in message
+    assert "use timm:" in message
+
+
+@pytest.mark.parametrize("place", ["beside the container", "beside the prefix"])
+def test_tensors_that_nobody_knows_are_refused_wherever_they_are(tmp_path, place):
+    weights = timm_model().state_dict()
+    if place == "beside the container":
+        content: dict[str, Any] = {"model": weights, "adapters": {"a": [torch.ones(2)]}}
+    else:
+        content = {f"backbone.{name}": value for name, value in weights.items()}
+        content["adapters.a"] = torch.ones(2)
+    said = message_of(saved(tmp_path / "w.pth", content))
+    assert "holds adapters" in said
+    assert "neither an encoder's nor known to be left out" in said
+
+
+def test_the_hub_of_dinov2_gives_a_file_in_its_layout(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    model, weights = dinov2_weights(4)
+    saved(tmp_path / "checkpoints/dinov2_vits14_reg4_pretrain.pth", weights)
+    for branch in ("", "main:"):
+        encoder = same_features(
+            f"torchhub:facebookresearch/dinov2:{branch}dinov2_vits14_reg", model
+        )
+        assert encoder.name == "dinov2_vits14_reg"
+
+
+def test_a_checkpoint_of_ours_says_that_it_is_one(tmp_path):
+    save_encoder(tmp_path / "x.safetensors", build_vit(ViTConfig(32, 8, 64, 2, 1), seed=0), {})
+    assert load_encoder(str(tmp_path / "x.safetensors")).contents.layout == "ssl-bench"
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (0, 128)])
+def test_a_tensor_of_any_other_shape_is_refused_in_one_line(tmp_path, shape):
+    _, weights = dinov2_weights(4)
+    del weights["mask_token"]
+    for name in weights:
+        if ".1." not in name:
+            message_of(saved(tmp_path / "w.pth", {**weights, name: torch.zeros(shape)}))

@@ -1,0 +1,365 @@
+"""Token graying against its definition, at singular matrices, and in encoders; linear attention."""
+
+import copy
+import json
+import math
+from dataclasses import replace
+
+import jaxtyping
+import pytest
+import scipy.fft
+import torch
+from torch import Tensor
+
+from pretrain.logging.mfu import training_flops
+from pretrain.objectives.supervised import Supervised
+from pretrain.options import describe, differences
+from pretrain.schedules import Timeline
+from pretrain.train import Pretraining
+from probes.conditioning.decomposition import take_apart
+from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import (
+    ViTConfig,
+    block_statistics,
+    build_vit,
+    encoder_from_model,
+    load_encoder,
+    save_encoder,
+)
+from ssl_bench.models.graying import TokenGraying, dct_matrix, gray_by_dct, gray_by_svd
+from ssl_bench.models.vit import Block, LinearAttention
+
+DIM = 12
+TINY = ViTConfig(image_size=32, patch_size=8, dim=DIM, depth=2, num_heads=3)
+GRAYING = {"svd": gray_by_svd, "dct": gray_by_dct}
+WIDE, TALL, SQUARE = (1, 5, 9), (1, 9, 5), (1, 6, 6)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def with_values(*values: float, tokens: int = 7) -> Tensor:
+    """One image's tokens with these singular values."""
+    left, right = (torch.linalg.qr(drawn(rows, len(values), seed=rows)).Q for rows in (tokens, DIM))
+    return ((left * torch.tensor(values, dtype=torch.float64)) @ right.T)[None]
+
+
+def grayed(config: ViTConfig, kind: str, exponent: float = 0.5) -> ViTConfig:
+    return replace(config, graying=kind, graying_exponent=exponent)  # type: ignore[arg-type]
+
+
+def test_by_svd_the_square_root_of_4_2_1_over_4_is_taken():
+    # Counted: 4 (1 / 2)^.5 = 2.83, 4 (1 / 4)^.5 = 2.
+    x = torch.diag(torch.tensor([4.0, 2.0, 1.0])).double()[None]
+    expected = torch.diag(torch.tensor([4.0, 8**0.5, 2.0], dtype=torch.float64))
+    torch.testing.assert_close(gray_by_svd(x, 0.5)[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [WIDE, TALL, SQUARE, (3, 4, 7)])
+@pytest.mark.parametrize("exponent", [0.5, 0.9, 1.0])
+def test_by_svd_the_singular_vectors_stay_and_the_values_are_those_of_the_paper(shape, exponent):
+    x = drawn(*shape)
+    for image, gray in zip(x, gray_by_svd(x, exponent), strict=True):
+        u, s, vh = torch.linalg.svd(image, full_matrices=False)
+        expected = u @ torch.diag(s.max() * (s / s.max()) ** exponent) @ vh
+        torch.testing.assert_close(gray, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 65, 192])
+def test_cosines_are_those_of_scipy_and_orthonormal(size):
+    d = dct_matrix(size, like=torch.zeros(1, dtype=torch.float64))
+    x = drawn(size, 3)
+    expected = torch.from_numpy(scipy.fft.dct(x.numpy(), axis=0, norm="ortho"))
+    torch.testing.assert_close(d @ x, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(d @ d.T, torch.eye(size).double(), rtol=0, atol=1e-13)
+
+
+def test_cosines_in_float32_are_right_to_its_last_digits():
+    exact, single = (dct_matrix(785, like=torch.zeros(1, dtype=t)) for t in (torch.double, None))
+    assert (single - exact).abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("shape", [WIDE, TALL, (2, 7, 4)])
+@pytest.mark.parametrize("exponent", [0.85, 0.95])
+def test_by_dct_each_coefficient_of_scipy_is_raised_in_its_own_image(shape, exponent):
+    x = drawn(*shape)
+    for image, gray in zip(x, gray_by_dct(x, exponent), strict=True):
+        z = torch.from_numpy(scipy.fft.dctn(image.numpy(), norm="ortho"))
+        most = z.abs().max()
+        raised = z.sign() * most * (z.abs() / most) ** exponent
+        expected = torch.from_numpy(scipy.fft.idctn(raised.numpy(), norm="ortho"))
+        torch.testing.assert_close(gray, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("gray", GRAYING.values(), ids=GRAYING)
+def test_an_exponent_of_one_changes_nothing_and_a_factor_passes_through(gray):
+    x = drawn(2, 7, DIM)
+    torch.testing.assert_close(gray(x, 1.0), x, rtol=0, atol=1e-13)
+    torch.testing.assert_close(gray(-3e-20 * x, 0.6) / -3e-20, gray(x, 0.6), rtol=1e-10, atol=1e-10)
+
+
+def test_the_condition_number_is_raised_to_the_exponent():
+    values = torch.linalg.svdvals(gray_by_svd(with_values(8.0, 4.0, 1.0, 1e-6), 0.7))[0, :4]
+    assert (values[0] / values[-1]).item() == pytest.approx(8e6**0.7, rel=1e-6)
+
+
+@pytest.mark.parametrize("gray", GRAYING.values(), ids=GRAYING)
+@pytest.mark.parametrize("shape", [WIDE, TALL, SQUARE])
+def test_gradients_agree_with_finite_differences_backwards_and_forwards(gray, shape):
+    x = drawn(*shape).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: gray(x, 0.6), (x,), check_forward_ad=True)
+
+
+@pytest.mark.parametrize("values", [(3, 1, 1, 1), (3, 2, 2, 0.01, 0.01), (3, 1, 1 + 1e-12, 0.5)])
+@pytest.mark.parametrize("is_tall", [True, False])
+def test_gradients_of_repeated_singular_values_are_those_of_finite_differences(values, is_tall):
+    start = with_values(*values, tokens=len(values))
+    start = start.mT.contiguous() if is_tall else start
+    weights = drawn(*start.shape, seed=4)
+    x = start.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((gray_by_svd(x, 0.6) * weights).sum(), x)
+    for seed in range(3):
+        step = 1e-6 * drawn(*start.shape, seed=seed)
+        ends = [(gray_by_svd(start + sign * step, 0.6) * weights).sum() for sign in (1, -1)]
+        along = (gradient * step).sum().item()
+        assert along == pytest.approx((ends[0] - ends[1]).item() / 2, rel=1e-4)
+
+
+def test_both_modes_of_differentiation_give_the_same_jacobian():
+    x, step = drawn(4, 6), 1e-6 * drawn(4, 6, seed=1)
+
+    def function(x: Tensor) -> Tensor:
+        return gray_by_svd(x[None], 0.6)[0]
+
+    expected = (function(x + step) - function(x - step)) / 2
+    for mode in (torch.func.jacrev, torch.func.jacfwd):
+        change = torch.tensordot(mode(function)(x), step, 2)
+        torch.testing.assert_close(change, expected, rtol=1e-5, atol=1e-12)
+
+
+def degenerate() -> dict[str, Tensor]:
+    one = drawn(1, 1, DIM)
+    return {
+        "zero": torch.zeros(1, 7, DIM, dtype=torch.float64),
+        "constant": torch.ones(1, 7, DIM, dtype=torch.float64),
+        "all tokens the same": one.expand(1, 7, DIM),
+        "rank one": one * drawn(1, 7, 1, seed=1),
+        "rank two": with_values(3, 1),
+        "one token": one,
+        "one entry": torch.eye(7, DIM, dtype=torch.float64)[None] * torch.eye(7)[:, :1],
+        "orthogonal": torch.eye(7, DIM, dtype=torch.float64)[None],
+        "tiny": 1e-30 * drawn(1, 7, DIM),
+    }
+
+
+@pytest.mark.parametrize("case", degenerate())
+@pytest.mark.parametrize("gray", GRAYING.values(), ids=GRAYING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_token_matrices_have_finite_values_and_gradients(case, gray, dtype):
+    x = degenerate()[case].to(dtype).clone().requires_grad_()
+    value = gray(x, 0.5)
+    value.backward(drawn(*x.shape, seed=3).to(dtype))
+    assert x.grad is not None
+    assert value.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+def test_rank_one_tokens_stay_as_they_are():
+    for case in ("zero", "constant", "all tokens the same", "rank one", "one token"):
+        x = degenerate()[case]
+        torch.testing.assert_close(gray_by_svd(x, 0.5), x, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("gray", GRAYING.values(), ids=GRAYING)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_image_that_is_not_finite_spoils_itself_alone(gray, value):
+    x = drawn(2, 7, DIM)
+    expected = gray(x, 0.7)[1]
+    x[0, 3, 2] = value
+    result = gray(x, 0.7)
+    assert not result[0].isfinite().any()
+    torch.testing.assert_close(result[1], expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", GRAYING)
+def test_under_autocast_tokens_are_grayed_in_float32_and_keep_their_type(kind):
+    module, x = TokenGraying(kind, 0.6), drawn(2, 65, DIM).float()  # type: ignore[arg-type]
+    with torch.autocast("cpu", torch.bfloat16):
+        result, low = module(x), module(x.bfloat16())
+    torch.testing.assert_close(result, module(x), rtol=0, atol=1e-6)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low, GRAYING[kind](x.bfloat16().float(), 0.6).bfloat16())
+
+
+@pytest.mark.parametrize("kind", GRAYING)
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_block_grays_all_its_tokens_before_anything_else_and_the_skip_carries_them(kind, skip):
+    plain = replace(TINY, skip_attention=skip, skip_mlp=skip)
+    block, gray = build_vit(plain, seed=0).blocks[1], build_vit(grayed(plain, kind), seed=0)
+    x = drawn(2, 9, DIM).float()
+    torch.testing.assert_close(gray.blocks[1](x), block(GRAYING[kind](x, 0.5)))
+
+
+@pytest.mark.parametrize("kind", GRAYING)
+def test_every_block_grays_on_grids_that_are_not_square(kind):
+    model, images = build_vit(grayed(TINY, kind), seed=0), drawn(2, 3, 16, 40).float()
+    plain = build_vit(TINY, seed=0)
+    x = plain.embed(images)
+    for block in plain.blocks:
+        x = block(GRAYING[kind](x, 0.5))
+    torch.testing.assert_close(model.forward_features(images), plain.norm(x))
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("kind", GRAYING)
+def test_a_grayed_block_can_be_taken_apart_for_the_conditioning_probe(kind, attention):
+    config = replace(grayed(TINY, kind), attention=attention)
+    block, x = build_vit(config, seed=0).blocks[0].double(), drawn(9, DIM)
+    assert isinstance(block, Block)
+    with torch.no_grad():
+        parts = take_apart(block, x, block(x[None])[0], TINY.num_heads)
+        assert parts is not None
+        gray = GRAYING[kind](x[None], 0.5)
+        after = (gray + block.attn(block.norm1(gray)))[0]
+        torch.testing.assert_close(parts.after_attention(x), after, rtol=0, atol=1e-12)
+    # Only where there is a softmax is there a matrix to look at.
+    assert (parts.heads is not None) == (attention == "softmax")
+
+
+def test_blocks_that_are_not_named_leave_their_tokens_alone():
+    config = replace(grayed(TINY, "svd"), graying_layers=(1,))
+    model, x = build_vit(config, seed=0), drawn(1, 9, DIM).float()
+    plain, gray = build_vit(TINY, seed=0), build_vit(grayed(TINY, "svd"), seed=0)
+    assert torch.equal(model.blocks[0](x), plain.blocks[0](x))
+    assert torch.equal(model.blocks[1](x), gray.blocks[1](x))
+    assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_grayed_blocks_leave_better_conditioned_tokens():
+    image = drawn(3, 32, 32).float()
+    after = {
+        kind: [
+            one.condition_number
+            for one in block_statistics(build_vit(grayed(TINY, kind), seed=0), image)
+        ]
+        for kind in ("none", "svd")
+    }
+    assert all(ours < plain for ours, plain in zip(after["svd"], after["none"], strict=True))
+
+
+@pytest.mark.parametrize("attention", ["softmax", "linear"])
+@pytest.mark.parametrize("kind", ["none", *GRAYING])
+def test_an_encoder_survives_its_checkpoint_and_gives_every_facet(tmp_path, kind, attention):
+    config = replace(grayed(TINY, kind, 0.7), attention=attention)
+    model = build_vit(config, seed=0).eval()
+    save_encoder(tmp_path / "last.safetensors", model, {})
+    encoder = load_encoder(str(tmp_path / "last.safetensors"))
+    facets = ("token", "cls", "key", "query", "value")
+    ours, loaded = (
+        FeatureExtractor(one, layers=(0, 1), facets=facets, pad=True)(drawn(2, 3, 20, 30).float())
+        for one in (encoder_from_model(copy.deepcopy(model), name="ours"), encoder)
+    )
+    assert getattr(encoder.module, "config", None) == config
+    assert ours[1]["token"].shape == (2, 3, 4, DIM)
+    assert all(torch.equal(ours[i][facet], loaded[i][facet]) for i in (0, 1) for facet in facets)
+
+
+def test_a_configuration_from_before_graying_is_one_without():
+    old = {k: v for k, v in TINY.to_dict().items() if not k.startswith("graying")}
+    assert ViTConfig.from_dict(old) == replace(TINY, graying="none", graying_layers=None)
+    assert not [name for name in build_vit(TINY, seed=0).state_dict() if "gray" in name]
+
+
+def test_linear_attention_is_q_k_v_over_the_root_of_width_and_tokens():
+    torch.manual_seed(0)
+    attention = LinearAttention(DIM, 3, qkv_bias=True).double()
+    x = drawn(2, 5, DIM)
+    for image, output in zip(x, attention(x), strict=True):
+        q, k, v = attention.qkv(image).chunk(3, dim=1)
+        heads = [
+            q[:, i : i + 4] @ k[:, i : i + 4].T / 4**0.5 / 5**0.5 @ v[:, i : i + 4]
+            for i in (0, 4, 8)
+        ]
+        torch.testing.assert_close(output, attention.proj(torch.cat(heads, 1)), rtol=0, atol=1e-12)
+
+
+def test_linear_attention_has_the_weights_and_the_initialisation_of_softmax():
+    softmax, linear = (
+        build_vit(replace(TINY, attention=kind), seed=0) for kind in ("softmax", "linear")
+    )
+    assert isinstance(linear.blocks[0], Block)
+    assert isinstance(linear.blocks[0].attn, LinearAttention)
+    weights = softmax.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in linear.state_dict().items())
+    images = drawn(1, 3, 32, 32).float()
+    assert not torch.allclose(softmax(images), linear(images))
+
+
+@pytest.mark.parametrize("kind", GRAYING)
+def test_a_training_step_has_gradients_everywhere_and_its_flops_can_be_counted(kind):
+    learner = Supervised().build(grayed(TINY, kind), Timeline(1, 1), seed=0, class_names=("a", "b"))
+    views = drawn(2, 3, 32, 32).float(), torch.tensor([0, 1]), torch.tensor(1.0)
+    assert training_flops(learner, views, 0) > 0
+    loss, _ = learner.loss(learner.student, views, 0)
+    loss.backward()
+    for name, parameter in learner.student.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"graying": "dft"}, "model.graying expects none or svd or dct, got 'dft'"),
+        ({"graying_exponent": 0}, r"model.graying_exponent expects a number in \(0, 1\], got 0"),
+        (
+            {"graying_exponent": 1.2},
+            r"model.graying_exponent expects a number in \(0, 1\], got 1.2",
+        ),
+        ({"graying_layers": [0, 2]}, r"graying_layers must lie in 0..1, got \[2\]"),
+        ({"graying_layers": []}, "graying_layers must lie in 0..1, got none"),
+        ({"graying_exponent": "big"}, "model.graying_exponent expects a number .*, got 'big'"),
+    ],
+)
+def test_what_is_no_graying_is_said(wrong, said, monkeypatch):
+    # Users have no type checks but our own.
+    monkeypatch.setitem(jaxtyping.config.__dict__, "jaxtyping_disable", True)
+    with pytest.raises(ConfigurationError, match=said):
+        ViTConfig.from_dict({**TINY.to_dict(), **wrong})
+
+
+def test_the_rows_of_table_2_differ_in_attention_and_graying_alone():
+    plans = {
+        (kind, attention): build(
+            compose_config("pretraining", [f"experiment=graying_tiny_imagenet_{kind}_{attention}"])
+        )
+        for kind in ("plain", "svd", "dct")
+        for attention in ("softmax", "linear")
+    }
+    assert all(isinstance(plan, Pretraining) for plan in plans.values())
+    described = {row: describe(plan) for row, plan in plans.items()}
+    reference = described["plain", "softmax"]
+    changes = {
+        "plain": [],
+        "svd": ["model.graying: none -> svd", "model.graying_exponent: 0.95 -> 0.7"],
+        "dct": ["model.graying: none -> dct"],
+    }
+    linear = ["model.attention: softmax -> linear"]
+    for (kind, attention), row in described.items():
+        expected = changes[kind] + (linear if attention == "linear" else [])
+        assert sorted(differences(reference, row)) == sorted(expected)
+
+
+def test_the_encoder_of_table_2_is_the_papers():
+    plan = build(compose_config("pretraining", ["experiment=graying_tiny_imagenet_dct_softmax"]))
+    assert isinstance(plan, Pretraining)
+    encoder = plan.encoder
+    assert isinstance(encoder, ViTConfig)
+    assert (encoder.dim, encoder.depth, encoder.num_heads, encoder.image_size) == (192, 12, 3, 64)
+    assert encoder.skip_attention
+    assert encoder.skip_mlp

@@ -1,0 +1,132 @@
+import hashlib
+import http.client
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import timm  # noqa: F401 - its seconds of import are no part of any test
+import torch
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.models import ViTConfig, build_vit, load_encoder
+from ssl_bench.models.loading import hub
+from ssl_bench.models.loading import load as loading
+from ssl_bench.network import answers
+from ssl_bench.system.files import sha256_of
+
+
+@pytest.fixture
+def empty_caches(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    return tmp_path / "hub" / "checkpoints"
+
+
+@pytest.mark.parametrize(
+    "uri", ["timm:vit_tiny_patch16_224.augreg_in21k", "torchhub:facebookresearch/dino:dino_vits16"]
+)
+@pytest.mark.parametrize("network", ["refuses", "hangs"])
+def test_a_machine_without_network_is_told_quickly(uri, network, empty_caches, monkeypatch):
+    assert hub.REACH_SECONDS <= answers.REACH_SECONDS < 5
+    for room in (hub, answers):
+        monkeypatch.setattr(room, "REACH_SECONDS", 0.1)
+
+    ended = threading.Event()
+
+    def without_network(*_: object, **__: object) -> None:
+        if network == "hangs":
+            ended.wait(8)
+        raise OSError("no network")
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", without_network)
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(uri)
+    seconds = time.monotonic() - start
+    ended.set()
+    assert "timm:NAME@FILE" in str(raised.value)
+    assert "cannot be reached" in str(raised.value)
+    assert seconds < 5
+    assert not list(empty_caches.glob("*.pth"))
+
+
+def test_a_cached_download_of_dino_needs_no_network(empty_caches):
+    empty_caches.mkdir(parents=True)
+    config = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
+    model = build_vit(config, seed=0)
+    torch.save(model.state_dict(), empty_caches / "dino_deitsmall16_pretrain.pth")
+    encoder = load_encoder("torchhub:facebookresearch/dino:dino_vits16")
+    assert encoder.sha256 == sha256_of(empty_caches / "dino_deitsmall16_pretrain.pth")
+    assert encoder.name == "dino_vits16"
+
+
+@pytest.fixture
+def weights(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
+    """Let the server have weights of DINO, under the name that is asked for; their bytes."""
+    config = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
+    torch.save(build_vit(config, seed=0).state_dict(), tmp_path / "weights.pth")
+
+    def publish(name: str) -> bytes:
+        server.content = (tmp_path / "weights.pth").read_bytes()
+        address = {"dino_vits16": server.url.replace("file.bin", name)}
+        monkeypatch.setattr(loading, "HUB_WEIGHTS", {"facebookresearch/dino": address})
+        return server.content
+
+    return publish
+
+
+DINO = "torchhub:facebookresearch/dino:dino_vits16"
+
+
+def refuses() -> str:
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(DINO)
+    assert "--checkpoint FILE.pth" in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_download_that_breaks_off_gets_no_name_and_goes_on(empty_caches, server, weights):
+    content = weights("small.pth")
+    server.headers = {"ETag": '"one"'}
+    server.cut_after = 1000
+    assert "broke off after 1000 of" in refuses()
+    assert not (empty_caches / "small.pth").exists()
+
+    assert load_encoder(DINO).sha256 == hashlib.sha256(content).hexdigest()
+    assert server.ranges == ["", "bytes=1000-"]
+    assert [path.name for path in empty_caches.iterdir()] == ["small.pth"]
+
+
+def test_fault_61_weights_whose_end_nobody_could_tell_are_refused(empty_caches, server, weights):
+    weights("small.pth")
+    server.chunked = True
+    assert "does not say how long it is" in refuses()
+    assert not (empty_caches / "small.pth").exists()
+
+
+@pytest.mark.parametrize("kind", ["text/html", "application/octet-stream"])
+def test_a_page_in_place_of_weights_is_refused(kind, empty_caches, server, weights):
+    weights("small.pth")
+    server.content = b"<html>Please log in</html>"
+    server.headers = {"Content-Type": kind}
+    said = {"text/html": "a web page"}.get(kind, "was not written by torch.save")
+    assert said in refuses()
+    assert not (empty_caches / "small.pth").exists()
+
+
+def test_fault_61_the_digest_in_the_name_of_weights_is_held_against_them(
+    empty_caches, server, weights
+):
+    content = weights("small-0123abcd.pth")
+    assert "its name says 0123abcd" in refuses()
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"small-{digest[:8]}.pth"
+    weights(name)
+    assert load_encoder(DINO).sha256 == digest
+
+    kept = empty_caches / name
+    kept.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert f"its name says {digest[:8]}" in refuses()

@@ -1,0 +1,266 @@
+"""Folders and repositories of Hugging Face, in timm's form and in transformers'.
+
+The names of transformers are restated from its repository; the tensors are random.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+
+from ssl_bench.models import load_encoder
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD
+from ssl_bench.models.loading import hub
+from ssl_bench.system.files import sha256_of
+from tests.support.foreign_weights import (
+    Weights,
+    dinov2_weights,
+    message_of,
+    same_features,
+    timm_model,
+)
+
+
+# transformers: https://github.com/huggingface/transformers/blob/015e6876, src/transformers/models/
+# vit/modeling_vit.py and dinov2/modeling_dinov2.py.
+def transformers_names(kind: str) -> Callable[[str], str]:
+    dinov2 = kind.startswith("dinov2")
+    table = [
+        (r"^cls_token", "embeddings.cls_token"),
+        (r"^pos_embed", "embeddings.position_embeddings"),
+        (r"^register_tokens", "embeddings.register_tokens"),
+        (r"^mask_token", "embeddings.mask_token"),
+        (r"^patch_embed\.proj", "embeddings.patch_embeddings.projection"),
+        (r"^norm\.", "layernorm."),
+        (r"^blocks\.(\d)\.norm1",
+         r"encoder.layer.\1." + ("norm1" if dinov2 else "layernorm_before")),
+        (r"^blocks\.(\d)\.norm2",
+         r"encoder.layer.\1." + ("norm2" if dinov2 else "layernorm_after")),
+        (r"^blocks\.(\d)\.attn\.proj", r"encoder.layer.\1.attention.output.dense"),
+        (r"^blocks\.(\d)\.mlp\.fc1",
+         r"encoder.layer.\1." + ("mlp.fc1" if dinov2 else "intermediate.dense")),
+        (r"^blocks\.(\d)\.mlp\.fc2",
+         r"encoder.layer.\1." + ("mlp.fc2" if dinov2 else "output.dense")),
+        (r"^blocks\.(\d)\.ls(\d)\.gamma", r"encoder.layer.\1.layer_scale\2.lambda1"),
+    ]  # fmt: skip
+
+    def name(ours: str) -> str:
+        for pattern, replacement in table:
+            ours = re.sub(pattern, replacement, ours)
+        return ours
+
+    return name
+
+
+def in_transformers_layout(weights: Weights, kind: str, prefix: str) -> Weights:
+    name, found = transformers_names(kind), {}
+    for ours, value in weights.items():
+        match = re.fullmatch(r"blocks\.(\d)\.attn\.qkv\.(\w+)", ours)
+        if match is None:
+            found[prefix + name(ours)] = value
+            continue
+        for third, part in zip(("query", "key", "value"), value.chunk(3), strict=True):
+            start = f"{prefix}encoder.layer.{match[1]}.attention.attention"
+            found[f"{start}.{third}.{match[2]}"] = part.clone()
+    return found
+
+
+def hugging_face_folder(
+    folder: Path, kind: str, weights: Weights, *, prefix: str = "", **config: Any
+) -> Path:
+    folder.mkdir(parents=True)
+    told = {
+        "model_type": kind, "hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "layer_norm_eps": 1e-6, "hidden_act": "gelu", "patch_size": 8, "image_size": 32, **config,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(told))
+    safetensors.torch.save_file(
+        in_transformers_layout(weights, kind, prefix), folder / "model.safetensors"
+    )
+    colours = {"image_mean": list(IMAGENET_MEAN), "image_std": list(IMAGENET_STD)}
+    (folder / "preprocessor_config.json").write_text(json.dumps(colours))
+    return folder
+
+
+def test_a_vit_of_transformers_has_the_norms_and_heads_of_its_configuration(tmp_path):
+    # Its default is 1e-12; with inputs this small the norm's epsilon decides.
+    model = timm_model(heads=4, norm_layer=lambda dim, **_: torch.nn.LayerNorm(dim, eps=1e-2))
+    folder = hugging_face_folder(
+        tmp_path / "vit", "vit", model.state_dict(), num_attention_heads=4, layer_norm_eps=1e-2
+    )
+    encoder = same_features(f"local-dir:{folder}", model, extra=("token_normed",))
+    assert (encoder.num_heads, encoder.name) == (4, "vit")
+    assert encoder.sha256 == sha256_of(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("registers", [0, 4])
+def test_dinov2_of_transformers(tmp_path, registers):
+    model, weights = dinov2_weights(registers)
+    kind = "dinov2_with_registers" if registers else "dinov2"
+    folder = hugging_face_folder(tmp_path / "hf", kind, weights, prefix=f"{kind}.", patch_size=14)
+    encoder = same_features(f"local-dir:{folder}", model, extra=("cls_normed",))
+    assert encoder.num_registers == registers
+    assert encoder.contents.ignored.keys() == {"embeddings.mask_token"}
+
+
+def test_mae_of_transformers_leaves_its_decoder_out(tmp_path):
+    model = timm_model()
+    folder = hugging_face_folder(tmp_path / "mae", "vit_mae", model.state_dict(), prefix="vit.")
+    path = folder / "model.safetensors"
+    more = {"decoder.mask_token": torch.ones(1), "decoder.decoder_pred.weight": torch.ones(2)}
+    safetensors.torch.save_file({**safetensors.torch.load_file(path), **more}, path)
+    encoder = same_features(f"local-dir:{folder}", model)
+    assert encoder.contents.ignored.keys() == more.keys()
+
+
+def test_colours_come_from_the_folder_and_are_never_guessed_where_they_differ(tmp_path):
+    folder = hugging_face_folder(tmp_path / "vit", "vit", dict(timm_model().state_dict()))
+    half = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25]}
+    (folder / "preprocessor_config.json").write_text(json.dumps(half))
+    encoder = load_encoder(f"local-dir:{folder}")
+    assert (encoder.mean, encoder.std) == ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    (folder / "preprocessor_config.json").unlink()
+    assert "has no preprocessor_config.json" in message_of(f"local-dir:{folder}")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_act": "quick_gelu"}, "an MLP with quick_gelu, the ViT of this suite GELU"),
+        ({"use_swiglu_ffn": True}, "an MLP with SwiGLU"),
+        ({"hidden_size": 192}, "has the width 128, config.json says 192"),
+        ({"num_attention_heads": None}, "says nothing of num_attention_heads"),
+        ({"num_attention_heads": 3}, "model.dim must be a multiple of model.num_heads"),
+        ({"model_type": "swin"}, "vit, vit_mae, dinov2, dinov2_with_registers, but 'swin'"),
+    ],
+)
+def test_folders_of_another_kind_are_refused(tmp_path, change, said):
+    weights = dict(timm_model().state_dict())
+    folder = hugging_face_folder(tmp_path / "hf", "dinov2", weights, **change)
+    assert said in message_of(f"local-dir:{folder}")
+
+
+def test_a_file_of_transformers_alone_asks_for_its_folder(tmp_path):
+    folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
+    assert f"local-dir:{folder}" in message_of(folder / "model.safetensors")
+    assert f"local-dir:{folder}" in message_of(folder)
+
+
+def timm_folder(folder: Path, **told: Any) -> tuple[Path, Any]:
+    """What `timm.models.save_for_hf` writes, https://github.com/huggingface/pytorch-image-models."""
+    torch.manual_seed(1)
+    arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
+    model: Any = timm.create_model("vit_tiny_patch16_224", num_classes=5, **arguments)
+    folder.mkdir(parents=True)
+    config = {
+        "architecture": "vit_tiny_patch16_224", "num_classes": 5, "model_args": arguments,
+        "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, **told,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")
+    model.pretrained_cfg = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    return folder, model.eval()
+
+
+def test_a_folder_of_timm_is_built_as_its_configuration_says(tmp_path):
+    folder, model = timm_folder(tmp_path / "mine")
+    encoder = same_features(f"local-dir:{folder}", model, extra=("token_normed",))
+    assert (encoder.depth, encoder.patch_size, encoder.native_size) == (2, 8, (32, 32))
+    assert encoder.contents.ignored.keys() == {"head.weight", "head.bias"}
+
+
+def test_a_folder_of_timm_with_another_file_is_refused(tmp_path):
+    folder, _ = timm_folder(tmp_path / "mine", model_args={"depth": 3})
+    assert "does not fit" in message_of(f"local-dir:{folder}")
+
+
+def test_a_folder_of_timm_takes_its_weights_from_nowhere_else(tmp_path):
+    other, _ = timm_folder(tmp_path / "other")
+    arguments = {"depth": 2, "checkpoint_path": str(other / "model.safetensors")}
+    folder, _ = timm_folder(tmp_path / "mine", model_args=arguments)
+    assert "model_args" in message_of(f"local-dir:{folder}")
+
+
+@pytest.mark.parametrize("module", ["hugging_face.load_foreign", "timm_encoder.read_weights"])
+def test_weights_of_a_folder_that_are_replaced_while_they_are_read_are_refused(
+    tmp_path, monkeypatch, module
+):
+    if module.startswith("timm"):
+        folder, _ = timm_folder(tmp_path / "hf")
+    else:
+        folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
+    name, _, function = module.partition(".")
+    read = getattr(importlib.import_module(f"ssl_bench.models.{name}"), function)
+
+    def replaced_then_read(path, *more):
+        copy = path.with_suffix(".new")
+        copy.write_bytes(path.read_bytes())
+        copy.replace(path)
+        return read(path, *more)
+
+    monkeypatch.setattr(f"ssl_bench.models.{module}", replaced_then_read)
+    assert "was replaced while it was read" in message_of(f"local-dir:{folder}")
+
+
+def test_a_folder_without_the_files_says_what_belongs_there(tmp_path):
+    assert "expected a folder of Hugging Face with config.json" in message_of(
+        f"local-dir:{tmp_path}"
+    )
+    (tmp_path / "config.json").write_text("[")
+    assert "cannot be read" in message_of(f"local-dir:{tmp_path}")
+
+
+@pytest.mark.parametrize("revision", ["", "@abc123"])
+def test_a_cached_repository_needs_no_network(tmp_path, monkeypatch, revision):
+    folder, model = timm_folder(tmp_path / "mine")
+    asked = []
+
+    # The cache's own layout is huggingface_hub's affair; this stands for a filled one.
+    def cached(repository, name, revision=None, local_files_only=False):
+        asked.append((repository, revision, local_files_only))
+        return str(folder / name)
+
+    monkeypatch.setattr(hub.huggingface_hub, "hf_hub_download", cached)
+    encoder = same_features(f"hf-hub:org/mine{revision}", model)
+    assert encoder.name == f"mine{revision}"
+    assert set(asked) == {("org/mine", revision[1:] or None, True)}
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["hf-hub:timm/vit_small_patch16_224.dino", "torchhub:facebookresearch/dinov2:dinov2_vits14"],
+)
+def test_hubs_without_a_network_are_told_within_seconds(uri, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
+    monkeypatch.setattr(hub, "REACH_SECONDS", 0.2)
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub.urllib.request, "urlopen", refused)
+    said = message_of(uri)
+    assert "cannot be reached" in said
+    assert "local-dir:FOLDER" in said
+
+
+def test_a_wrong_name_of_a_repository_is_told():
+    assert "expected hf-hub:ORG/NAME" in message_of("hf-hub:a/b/c/d")
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5, 7), (0, 128)])
+def test_a_tensor_of_any_other_shape_is_refused_in_one_line(tmp_path, shape):
+    folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
+    path = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(path)
+    for name in weights:
+        if ".layer.1." not in name:
+            safetensors.torch.save_file({**weights, name: torch.zeros(shape)}, path)
+            message_of(f"local-dir:{folder}")

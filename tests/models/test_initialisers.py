@@ -1,0 +1,246 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import ViTConfig, block_statistics, build_vit, token_statistics
+from ssl_bench.models.initialisers.blocks import (
+    DefaultInit,
+    MimeticInit,
+    SkiplessInit,
+    balanced_factors,
+    uniform_orthogonal,
+)
+from ssl_bench.models.vit import Block
+
+DIM, HEADS = 24, 3
+HEAD_DIM = DIM // HEADS
+IDENTITY = torch.eye(DIM, dtype=torch.float64)
+
+
+def seeded(seed: int = 0) -> Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def head(matrix: Tensor, index: int) -> Tensor:
+    return matrix[:, index * HEAD_DIM : (index + 1) * HEAD_DIM]
+
+
+def truncated(matrix: Tensor, rank: int) -> Tensor:
+    left, scales, right = torch.linalg.svd(matrix)
+    return left[:, :rank] @ torch.diag(scales[:rank]) @ right[:rank]
+
+
+def noises(seed: int, count: int) -> list[Tensor]:
+    """The matrices Z of the papers: the draws of a seed, of variance 1 / dim."""
+    generator = seeded(seed)
+    return [
+        torch.randn(DIM, DIM, generator=generator, dtype=torch.float64) / DIM**0.5
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("initialiser", "alpha", "beta"),
+    [
+        (SkiplessInit(), 1.8, 1.0),
+        (SkiplessInit(alpha=2.0, beta=0.6), 2.0, 0.6),
+        (MimeticInit(), 0.7, 0.7),
+    ],
+)
+def test_query_times_key_is_per_head_the_truncation_of_a_fresh_noisy_identity(
+    initialiser, alpha, beta
+):
+    weights = initialiser.attention(DIM, HEADS, seeded(5))
+    for index, noise in enumerate(noises(5, HEADS)):
+        product = head(weights.query, index) @ head(weights.key, index).T
+        expected = truncated(alpha * noise + beta * IDENTITY, HEAD_DIM)
+        torch.testing.assert_close(product, expected, rtol=0, atol=1e-12)
+
+
+def test_query_and_key_share_the_singular_values_evenly():
+    weights = SkiplessInit().attention(DIM, HEADS, seeded())
+    query, key = head(weights.query, 1), head(weights.key, 1)
+    torch.testing.assert_close(query.T @ query, key.T @ key, rtol=0, atol=1e-12)
+
+
+def test_factors_of_a_zero_matrix_are_zero():
+    query, key = balanced_factors(torch.zeros(DIM, DIM, dtype=torch.float64), HEAD_DIM)
+    assert not (query @ key.T).any()
+
+
+def built_block(init: str, **options: float) -> Block:
+    config = ViTConfig(
+        image_size=16, dim=48, depth=1, num_heads=HEADS, init=init, init_options=options
+    )
+    block = build_vit(config, seed=0).blocks[0]
+    assert isinstance(block, Block)
+    return block
+
+
+def test_the_attention_of_a_built_encoder_has_these_products():
+    # Wrongly transposed, the products would lose their diagonals.
+    attention = built_block("mimetic", alpha1=0.1, beta1=1.0, alpha2=0.1, beta2=0.5).attn
+    query, key, value = attention.qkv(torch.eye(48)).chunk(3, dim=1)
+    heads = zip(query.chunk(HEADS, dim=1), key.chunk(HEADS, dim=1), strict=True)
+    traces = [torch.trace(q @ k.T).item() for q, k in heads]
+    assert traces == pytest.approx([16.0] * 3, rel=0.1)
+    assert torch.trace(attention.proj(value)).item() == pytest.approx(-24.0, rel=0.1)
+
+
+def test_value_times_output_is_a_scaled_orthogonal_matrix_over_all_heads_together():
+    weights = SkiplessInit(c=3.0).attention(DIM, HEADS, seeded())
+    product = weights.value @ weights.output
+    torch.testing.assert_close(product @ product.T, 81 * IDENTITY, rtol=0, atol=1e-11)
+    torch.testing.assert_close(weights.value @ weights.value.T, 9 * IDENTITY, rtol=0, atol=1e-12)
+
+
+def test_independent_heads_would_not_sum_to_an_orthogonal_matrix():
+    # Why `value` and `output` are drawn jointly: heads of their own SVDs add up to something else.
+    generator = seeded()
+    total = torch.zeros(DIM, DIM, dtype=torch.float64)
+    for index in range(HEADS):
+        weights = SkiplessInit(c=1.0).attention(DIM, HEADS, generator)
+        rows = head(weights.output.T, index).T
+        total += head(weights.value, index) @ rows
+    scales = torch.linalg.svdvals(total)
+    assert scales[0] / scales[-1] > 3
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(6, 24), (24, 6), (6, 6)])
+@pytest.mark.parametrize("gain", [True, False])
+def test_mlp_matrices_are_semi_orthogonal_with_the_gain_of_suo(inputs, outputs, gain):
+    weights = uniform_orthogonal(inputs, outputs, seeded(), gain=gain)
+    small = weights @ weights.T if inputs <= outputs else weights.T @ weights
+    expected = max((outputs / inputs) ** 0.5, 1.0) if gain else 1.0
+    identity = torch.eye(6, dtype=torch.float64)
+    torch.testing.assert_close(small, expected**2 * identity, rtol=0, atol=1e-12)
+
+
+def test_orthogonal_matrices_prefer_no_sign():
+    generator = seeded()
+    draws = torch.stack([uniform_orthogonal(8, 4, generator, gain=False) for _ in range(400)])
+    # An entry has variance 1 / 8; QR without the signs of R has a diagonal of one sign.
+    assert draws.mean(0).abs().max() < 5 * (1 / 8 / 400) ** 0.5
+
+
+def test_mlp_of_a_built_encoder_is_scaled_orthogonal_in_row_vector_convention():
+    mlp = built_block("skipless").mlp
+    x, hidden = torch.randn(7, 48), torch.randn(7, 192)
+    torch.testing.assert_close(mlp.fc1(x).norm(dim=1), 2 * x.norm(dim=1))
+    rows = mlp.fc2.weight
+    torch.testing.assert_close(rows @ rows.T, torch.eye(48), rtol=0, atol=1e-5)
+    assert (mlp.fc2(hidden).norm(dim=1) < hidden.norm(dim=1)).all()
+
+
+def test_the_logit_scale_of_attention_can_be_cancelled():
+    plain = SkiplessInit().attention(DIM, HEADS, seeded())
+    cancelled = SkiplessInit(cancel_logit_scale=True).attention(DIM, HEADS, seeded())
+    logits = [head(w.query, 0) @ head(w.key, 0).T for w in (plain, cancelled)]
+    torch.testing.assert_close(logits[1] / HEAD_DIM**0.5, logits[0], rtol=0, atol=1e-12)
+    assert torch.equal(plain.value, cancelled.value)
+
+
+def test_uniform_noise_has_the_variance_of_normal_noise_and_is_bounded():
+    beta_free = SkiplessInit(alpha=1.0, beta=0.0, noise="uniform")
+    # One head keeps every singular value, so the product is Z itself.
+    weights = beta_free.attention(64, 1, seeded())
+    noise = weights.query @ weights.key.T
+    assert noise.abs().max() <= (3 / 64) ** 0.5 + 1e-12
+    assert noise.abs().max() > 0.99 * (3 / 64) ** 0.5
+    assert noise.square().mean().item() == pytest.approx(1 / 64, rel=0.05)
+
+
+def test_mimetic_value_times_output_is_noise_minus_identity():
+    weights = MimeticInit().attention(DIM, HEADS, seeded(5))
+    noise = noises(5, HEADS + 1)[-1]
+    expected = 0.4 * noise - 0.4 * IDENTITY
+    torch.testing.assert_close(weights.value @ weights.output, expected, rtol=0, atol=1e-12)
+    gram = weights.value.T @ weights.value, weights.output @ weights.output.T
+    torch.testing.assert_close(*gram, rtol=0, atol=1e-12)
+
+
+def test_a_mean_is_added_to_the_first_matrix_of_a_mimetic_mlp_and_to_nothing_else():
+    plain = MimeticInit().mlp(DIM, 96, seeded(3))
+    shifted = MimeticInit(mlp_mean=-0.01).mlp(DIM, 96, seeded(3))
+    assert torch.equal(shifted.first, plain.first - 0.01)
+    assert torch.equal(shifted.second, plain.second)
+    default = DefaultInit().mlp(DIM, 96, seeded(3))
+    assert torch.equal(plain.first, default.first)
+    assert torch.equal(plain.second, default.second)
+
+
+def test_each_input_adds_one_number_of_its_own_to_its_weights_towards_all_hidden_units():
+    plain, own = (MimeticInit(mlp_input_std=std).mlp(400, 6, seeded(3)) for std in (0.0, 0.3))
+    added = own.first - plain.first
+    # Inputs are rows here: a row is the same number throughout, and rows differ.
+    torch.testing.assert_close(added, added[:, :1].expand(400, 6), rtol=0, atol=1e-15)
+    assert added[:, 0].std().item() == pytest.approx(0.3, rel=0.1)
+    assert abs(added[:, 0].mean().item()) < 0.3 / 400**0.5 * 3
+    assert torch.equal(own.second, plain.second)
+
+
+def test_the_mlp_options_of_mimetic_change_one_matrix_of_each_block_and_no_global_state():
+    before = torch.get_rng_state()
+    config = ViTConfig(image_size=16, dim=48, depth=2, num_heads=HEADS, init="mimetic")
+    plain = build_vit(config, seed=0).state_dict()
+    options = {"mlp_mean": 0.05, "mlp_input_std": 0.1}
+    changed = build_vit(replace(config, init_options=options), seed=0).state_dict()
+    differ = [name for name, value in plain.items() if not torch.equal(value, changed[name])]
+    assert differ == ["blocks.0.mlp.fc1.weight", "blocks.1.mlp.fc1.weight"]
+    # `nn.Linear` keeps inputs as columns; the blocks draw numbers of their own.
+    first, second = (changed[name] - plain[name] for name in differ)
+    torch.testing.assert_close(first, first[:1].expand_as(first), rtol=0, atol=1e-7)
+    assert (first[0] - second[0]).abs().min() > 0
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_negative_deviation_is_refused():
+    with pytest.raises(ConfigurationError, match=r"mlp_input_std must be >= 0, got -0\.1"):
+        MimeticInit(mlp_input_std=-0.1)
+
+
+def test_default_weights_are_those_of_official_dino():
+    model = build_vit(ViTConfig(image_size=64, dim=96, depth=2, num_heads=3), seed=0)
+    matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2}
+    assert len(matrices) == 8
+    assert all(p.std().item() == pytest.approx(0.02, rel=0.05) for p in matrices.values())
+    assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.3)
+    assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
+    bound = (3 * 16 * 16) ** -0.5
+    assert 0.99 * bound < model.patch_embed.proj.weight.abs().max() <= bound
+    biases = [p for n, p in model.blocks.named_parameters() if n.endswith("bias")]
+    assert not any(bias.any() for bias in biases)
+
+
+def test_statistics_of_counted_cases():
+    same = token_statistics(torch.ones(4, 8) + 1e-3 * torch.eye(4, 8)[[0, 1, 0, 1]])
+    apart = token_statistics(torch.cat([torch.eye(4), -torch.eye(4)]))
+    # Two clusters lie on a line; four axes both ways are evenly spread, and cancel but themselves.
+    assert same.effective_rank == pytest.approx(1.0, abs=1e-3)
+    assert same.mean_cosine == pytest.approx(1.0, abs=1e-5)
+    assert apart.effective_rank == pytest.approx(4.0)
+    assert apart.mean_cosine == pytest.approx(-1 / 7)
+    assert apart.condition_number == pytest.approx(1.0)
+
+
+def test_tokens_of_a_skipless_encoder_collapse_by_default_and_less_with_its_own_init():
+    image = torch.randn(3, 64, 64, generator=seeded())
+    cosines = {}
+    for name, skip, init in [
+        ("skip", True, "default"),
+        ("skipless", False, "default"),
+        ("proposed", False, "skipless"),
+    ]:
+        config = ViTConfig(
+            image_size=64, patch_size=8, dim=96, depth=6, num_heads=3,
+            skip_attention=skip, skip_mlp=skip, init=init,
+        )  # fmt: skip
+        cosines[name] = [
+            block.mean_cosine for block in block_statistics(build_vit(config, seed=0), image)
+        ]
+    assert cosines["skipless"][1] > 0.999
+    assert cosines["proposed"][1] < 0.6
+    assert cosines["skip"][-1] < 0.1

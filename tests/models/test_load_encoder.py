@@ -1,0 +1,357 @@
+import argparse
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import (
+    Encoder,
+    VisionTransformer,
+    ViTConfig,
+    build_vit,
+    encoder_from_model,
+    load_encoder,
+    save_encoder,
+)
+from ssl_bench.models.loading.checkpoint import read_metadata
+from ssl_bench.system.files import sha256_of
+
+TINY = ViTConfig(
+    image_size=32, patch_size=8, dim=64, depth=2, num_heads=1, init="skipless",
+    skip_attention=False, skip_mlp=False,
+)  # fmt: skip
+DINO_LIKE = ViTConfig(image_size=32, patch_size=8, dim=128, depth=2, num_heads=2)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "run" / "last.safetensors"
+    save_encoder(path, build_vit(TINY, seed=0), {"step": "7", "epoch": "1"})
+    return path
+
+
+def assert_same_weights(module: torch.nn.Module, model: VisionTransformer) -> None:
+    loaded, wanted = module.state_dict(), model.state_dict()
+    assert loaded.keys() == wanted.keys()
+    assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
+
+
+def message_of(uri: str | Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(str(uri))
+    message = str(raised.value)
+    assert raised.value.exit_code == 4
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("address", ["file", "folder"])
+def test_our_checkpoint_comes_back_as_it_was(saved, address):
+    encoder = load_encoder(str(saved if address == "file" else saved.parent))
+    assert_same_weights(encoder.module, build_vit(TINY, seed=0))
+    assert isinstance(encoder.module, VisionTransformer)
+    assert encoder.module.config == TINY
+    assert (encoder.name, encoder.sha256) == ("run", sha256_of(saved))
+    assert (encoder.depth, encoder.dim, encoder.num_heads, encoder.patch_size) == (2, 64, 1, 8)
+    assert (encoder.native_size, encoder.num_prefix_tokens) == ((32, 32), 1)
+    assert (encoder.loaded_keys, encoder.total_keys) == (30, 30)
+    assert not any(p.requires_grad for p in encoder.module.parameters())
+    assert not encoder.module.training
+
+
+def test_a_checkpoint_says_what_it_is(saved):
+    metadata = read_metadata(saved)
+    assert (metadata["format"], metadata["version"]) == ("ssl-bench", "1")
+    assert (metadata["step"], metadata["epoch"]) == ("7", "1")
+    sidecar = saved.with_name("last.safetensors.sha256").read_text()
+    assert sidecar == f"{sha256_of(saved)}  last.safetensors\n"
+
+
+def test_equal_content_gives_equal_bytes(saved, tmp_path):
+    again = tmp_path / "again.safetensors"
+    for _ in range(4):
+        save_encoder(again, build_vit(TINY, seed=0), {"epoch": "1", "step": "7"})
+        assert again.read_bytes() == saved.read_bytes()
+
+
+@pytest.mark.parametrize("replaced", ["neither", "weights"])
+def test_a_kill_between_the_files_of_a_checkpoint_leaves_one_that_loads(
+    saved, replaced, monkeypatch
+):
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    name = {"neither": "write_atomically", "weights": "write_text_atomically"}[replaced]
+    original = getattr(__import__("ssl_bench.system.files", fromlist=[name]), name)
+    calls: list[int] = []
+
+    def once_then_killed(*arguments: object) -> None:
+        calls.append(1)
+        if replaced == "weights" and len(calls) == 1:
+            original(*arguments)
+        else:
+            killed()
+
+    monkeypatch.setattr(f"ssl_bench.models.loading.checkpoint.{name}", once_then_killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_encoder(saved, build_vit(TINY, seed=1), {})
+    seed = 0 if replaced == "neither" else 1
+    assert_same_weights(load_encoder(str(saved)).module, build_vit(TINY, seed=seed))
+
+
+@pytest.mark.parametrize("kept", ["0", "10", "half", "all but one"])
+@pytest.mark.parametrize("kind", ["ours", "dino", "timm"])
+def test_a_truncated_file_is_refused(saved, tmp_path, kept, kind):
+    path, uri = saved, str(saved)
+    if kind != "ours":
+        path = tmp_path / "weights.pth"
+        torch.save(build_vit(DINO_LIKE, seed=0).state_dict(), path)
+        uri = str(path) if kind == "dino" else f"timm:vit_tiny_patch16_224@{path}"
+    content = path.read_bytes()
+    sizes = {"0": 0, "10": 10, "half": len(content) // 2, "all but one": len(content) - 1}
+    path.write_bytes(content[: sizes[kept]])
+    said = message_of(uri)
+    assert "again" in said
+    assert ("is empty" in said) == (kept == "0")
+
+
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.999])
+def test_a_flipped_bit_is_found(saved, place):
+    content = bytearray(saved.read_bytes())
+    content[int(place * len(content))] ^= 1
+    saved.write_bytes(content)
+    said = message_of(saved)
+    assert "sha256" in said
+    assert "again" in said
+
+
+def test_a_flipped_bit_in_foreign_weights_is_found_with_a_sha256_beside_them(tmp_path):
+    path = tmp_path / "dino.pth"
+    torch.save(build_vit(DINO_LIKE, seed=0).state_dict(), path)
+    path.with_name("dino.pth.sha256").write_text(f"{sha256_of(path)}  dino.pth\n")
+    load_encoder(str(path))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert "sha256" in message_of(path)
+
+
+def test_our_checkpoint_needs_its_sha256_file(saved):
+    saved.with_name("last.safetensors.sha256").unlink()
+    assert "sha256sum last.safetensors > last.safetensors.sha256" in message_of(saved)
+
+
+def test_a_later_format_is_refused(saved, monkeypatch):
+    monkeypatch.setattr("ssl_bench.models.loading.checkpoint._VERSION", "2")
+    save_encoder(saved, build_vit(TINY, seed=0), {})
+    monkeypatch.undo()
+    assert "format version 2, this program reads 1" in message_of(saved)
+
+
+def test_missing_files_name_what_can_be_given(tmp_path):
+    assert "timm:NAME@FILE" in message_of(tmp_path / "nothing.pth")
+    assert "last.safetensors; give a run folder" in message_of(tmp_path)
+    assert "give a run folder" in message_of("ftp:somewhere")
+    assert "No such file" in message_of(f"timm:vit_tiny_patch16_224@{tmp_path}/nothing.pth")
+
+
+@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
+def test_a_web_page_in_place_of_weights_is_recognised(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("<!DOCTYPE html><html><body>404</body></html>")
+    assert "web page" in message_of(path)
+
+
+class Payload:
+    """Writes a file when it is unpickled the ordinary way."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return Path.write_text, (self.mark, "ran")
+
+
+@pytest.mark.parametrize(
+    ("container", "said"), [("torch", "which could run code"), ("pickle", "no weights file")]
+)
+def test_a_malicious_pickle_is_refused_and_does_not_run(tmp_path, container, said):
+    path, mark = tmp_path / "evil.pth", tmp_path / "mark"
+    content = {"teacher": build_vit(DINO_LIKE, seed=0).state_dict(), "args": Payload(mark)}
+    if container == "torch":
+        torch.save(content, path)
+    else:
+        path.write_bytes(pickle.dumps(content["args"]))
+    assert said in message_of(path)
+    assert not mark.exists()
+
+
+def dino_checkpoint(model: VisionTransformer, **more: object) -> dict[str, object]:
+    """What official DINO saves: both networks with their prefixes and heads, and its arguments."""
+    backbone = {f"backbone.{name}": value for name, value in model.state_dict().items()}
+    teacher: dict[str, Tensor] = {**backbone, "head.mlp.0.weight": torch.zeros(2, 2)}
+    student = {f"module.{name}": torch.zeros_like(value) for name, value in teacher.items()}
+    return {
+        "student": student,
+        "teacher": teacher,
+        "epoch": 3,
+        "args": argparse.Namespace(arch="vit_small", lr=np.float64(5e-4), seed=np.int64(0)),
+        **more,
+    }
+
+
+def test_an_official_dino_checkpoint_gives_its_teacher(tmp_path):
+    path = tmp_path / "checkpoint.pth"
+    model = build_vit(DINO_LIKE, seed=0)
+    torch.save(dino_checkpoint(model), path)
+    encoder = load_encoder(str(path))
+    assert_same_weights(encoder.module, model)
+    assert isinstance(encoder.module, VisionTransformer)
+    assert encoder.module.config == DINO_LIKE
+    assert (encoder.loaded_keys, encoder.total_keys) == (30, 31)
+    assert encoder.name == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "module.", "backbone.", "teacher.", "module.backbone.", "student.module.backbone."],
+)
+@pytest.mark.parametrize("container", [None, "state_dict", "model", "student"])
+def test_known_prefixes_and_containers_are_stripped(tmp_path, prefix, container):
+    path = tmp_path / "weights.pth"
+    model = build_vit(DINO_LIKE, seed=0)
+    weights = {prefix + name: value for name, value in model.state_dict().items()}
+    torch.save({container: weights, "epoch": 1} if container else weights, path)
+    assert_same_weights(load_encoder(str(path)).module, model)
+
+
+def test_the_teacher_of_a_flat_file_is_preferred(tmp_path):
+    path = tmp_path / "both.pth"
+    teacher, student = build_vit(DINO_LIKE, seed=0), build_vit(DINO_LIKE, seed=1)
+    flat = {f"student.{name}": value for name, value in student.state_dict().items()}
+    torch.save(flat | {f"teacher.{n}": v for n, v in teacher.state_dict().items()}, path)
+    assert_same_weights(load_encoder(str(path)).module, teacher)
+
+
+def test_foreign_safetensors_are_read_like_dino(tmp_path):
+    path = tmp_path / "dino.safetensors"
+    model = build_vit(DINO_LIKE, seed=0)
+    safetensors.torch.save_file(model.state_dict(), path)
+    assert_same_weights(load_encoder(str(path)).module, model)
+
+
+def without(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: value for key, value in weights.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda w: {f"encoder.{n}": v for n, v in w.items()}, "came encoder.cls_token"),
+        (
+            lambda w: without(w, "blocks.1.mlp.fc2.bias"),
+            "29/30 keys fit; blocks.1.mlp.fc2.bias mis",
+        ),
+        (lambda w: without(w, "cls_token"), "expected cls_token"),
+        (lambda w: w | {"blocks.0.ls1.gamma": torch.ones(128)}, "blocks.0.ls1.gamma unknown"),
+        (lambda w: w | {"norm.weight": torch.ones(64)}, r"norm.weight \(64, expected 128\) of ano"),
+        (lambda w: w | {"patch_embed.proj.weight": torch.ones(96, 3, 8, 8)}, "multiple of 64"),
+        (lambda w: w | {"pos_embed": torch.ones(1, 16, 128)}, r"1 x 16 x 128, expected 1 x 10"),
+        (lambda _: {"epoch": 3}, "came no tensors"),
+        (lambda w: list(w.values()), "holds a list"),
+    ],
+)
+def test_weights_that_do_not_fit_exactly_are_refused(tmp_path, change, said):
+    path = tmp_path / "weights.pth"
+    torch.save(change(build_vit(DINO_LIKE, seed=0).state_dict()), path)
+    with pytest.raises(CheckpointError, match=said):
+        load_encoder(str(path))
+    message_of(path)
+
+
+def test_random_timm_weights_say_so_and_are_always_the_same():
+    one = load_encoder("timm:vit_tiny_patch16_224")
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    other = load_encoder("timm:vit_tiny_patch16_224")
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert one.name == "vit_tiny_patch16_224 (random)"
+    assert one.sha256 == other.sha256
+    assert (one.depth, one.dim, one.num_heads, one.patch_size) == (12, 192, 3, 16)
+    assert (one.native_size, one.num_prefix_tokens, one.mean) == ((224, 224), 1, (0.5, 0.5, 0.5))
+
+
+@pytest.fixture
+def tiny_model() -> VisionTransformer:
+    return build_vit(ViTConfig(dim=192, num_heads=3), seed=4)
+
+
+@pytest.mark.parametrize("head", ["none", "classes", "dino"])
+def test_timm_takes_a_weights_file_with_or_without_head(tmp_path, tiny_model, head):
+    path = tmp_path / "mine.pth"
+    weights = tiny_model.state_dict()
+    extra = {
+        "none": {},
+        "classes": {"head.weight": torch.zeros(10, 192), "head.bias": torch.zeros(10)},
+        "dino": {"head.mlp.0.weight": torch.zeros(5, 192)},
+    }[head]
+    torch.save({"model": weights | extra}, path)
+    encoder = load_encoder(f"timm:vit_tiny_patch16_224@{path}")
+    ours = {f"model.{name}": value for name, value in weights.items()}
+    loaded = encoder.module.state_dict()
+    assert loaded.keys() == ours.keys()
+    assert all(torch.equal(loaded[name], ours[name]) for name in ours)
+    assert (encoder.name, encoder.sha256) == ("vit_tiny_patch16_224@mine", sha256_of(path))
+    assert (encoder.loaded_keys, encoder.total_keys) == (len(weights), len(weights) + len(extra))
+
+
+def test_timm_refuses_a_file_that_lacks_a_weight(tmp_path, tiny_model):
+    path = tmp_path / "mine.pth"
+    torch.save(without(tiny_model.state_dict(), "blocks.3.attn.qkv.weight"), path)
+    said = message_of(f"timm:vit_tiny_patch16_224@{path}")
+    assert "blocks.3.attn.qkv.weight" in said
+    assert str(path) in said
+
+
+def test_timm_refuses_a_file_without_weights(tmp_path):
+    torch.save({"epoch": 3}, tmp_path / "empty.pth")
+    assert "holds no tensors" in message_of(f"timm:vit_tiny_patch16_224@{tmp_path}/empty.pth")
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("timm:vit_tiny_patch16_22", f"timm {timm.__version__} has no model 'vit_tiny_patch16_22'"),
+        ("timm:vit_tiny_patch16_22", "did you mean: vit_tiny_patch16_224"),
+        ("timm:vit_tiny_patch16_224.augregg", "augreg_in21k"),
+        ("timm:resnet18", "supported are timm's plain Vision Transformers"),
+        ("timm:swin_tiny_patch4_window7_224", "supported are timm's plain Vision Transformers"),
+        ("torchhub:facebookresearch/dino:dino_resnet50", "known are torchhub:facebookresearch"),
+    ],
+)
+def test_unknown_and_unsupported_names_are_refused(uri, said):
+    assert said in message_of(uri)
+
+
+def test_an_encoder_in_memory_is_told_by_its_weights():
+    one, same, other = (
+        encoder_from_model(build_vit(TINY, seed=seed), name="x") for seed in (0, 0, 1)
+    )
+    assert one.sha256 == same.sha256 != other.sha256
+
+
+def test_every_kind_of_encoder_goes_through_the_extractor(saved, tmp_path, tiny_model):
+    torch.save(tiny_model.state_dict(), tmp_path / "tiny.pth")
+    images = torch.rand(1, 3, 32, 48)
+    for uri in (saved, tmp_path / "tiny.pth", f"timm:vit_tiny_patch16_224@{tmp_path}/tiny.pth"):
+        encoder: Encoder = load_encoder(str(uri))
+        features = FeatureExtractor(encoder, layers=[1])(images)[1]["token"]
+        rows, cols = 32 // encoder.patch_size, 48 // encoder.patch_size
+        assert features.shape == (1, rows, cols, encoder.dim)

@@ -1,0 +1,400 @@
+"""Orthogonal self-attention against its paper's formulas, its initialisation, its encoders."""
+
+import copy
+
+import jaxtyping
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pretrain.logging.mfu import training_flops
+from pretrain.objectives.supervised import Supervised
+from pretrain.options import describe, differences
+from pretrain.schedules import Timeline
+from pretrain.train import Pretraining
+from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model, load_encoder, save_encoder
+from ssl_bench.models.attention import OrthogonalAttention, newton_schulz_basis, phi
+from ssl_bench.models.initialisers.blocks import OsaInit, XavierInit
+
+DIM, HEADS = 12, 3
+WIDTH = DIM // HEADS
+BASES = ("qr", "newton_schulz")
+TINY = ViTConfig(
+    image_size=32, patch_size=8, dim=DIM, depth=2, num_heads=HEADS, attention="osa_qr",
+    skip_attention=False, skip_mlp=False, norm="none", qkv_bias=False, init="osa",
+)  # fmt: skip
+ROWS = ("qr", "newton_schulz", "vit", "vit_no_skip", "vit_no_skip_no_norm")
+
+
+def layer(basis: str, *, alpha: float = 1.0, seed: int = 0) -> OrthogonalAttention:
+    torch.manual_seed(seed)
+    return OrthogonalAttention(DIM, HEADS, basis, alpha).double()  # type: ignore[arg-type]
+
+
+def tokens(count: int, *, batch: int = 2, scale: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return scale * torch.randn(batch, count, DIM, generator=generator, dtype=torch.float64)
+
+
+def by_hand(attention: OrthogonalAttention, x: Tensor, head: int) -> tuple[Tensor, Tensor, Tensor]:
+    """S, [Q, K] and V of one head of one image, by equation 5."""
+    query, key, value = attention.qkv.weight.T.chunk(3, dim=1)
+    columns = slice(head * WIDTH, (head + 1) * WIDTH)
+    q, k, v = (x @ weight[:, columns] for weight in (query, key, value))
+    skew = attention.alpha[head] / WIDTH**0.5 * (q @ k.T - k @ q.T)
+    return skew, torch.cat([q, k], dim=1), v
+
+
+def naive(attention: OrthogonalAttention, x: Tensor) -> Tensor:
+    """Equations 4 and 5 with the exponential of the whole matrix."""
+    total = torch.zeros_like(x)
+    for head in range(HEADS):
+        skew, _, v = by_hand(attention, x, head)
+        rows = attention.proj.weight.T[head * WIDTH : (head + 1) * WIDTH]
+        total = total + torch.linalg.matrix_exp(skew) @ v @ rows
+    return total
+
+
+@pytest.mark.parametrize("count", [1, 5, 2 * WIDTH, 30])
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 20.0])
+def test_attention_with_qr_is_the_exponential_of_the_whole_matrix(count, alpha):
+    attention, x = layer("qr", alpha=alpha), tokens(count)
+    matrices = attention.attention(x)
+    for image in range(2):
+        for head in range(HEADS):
+            skew, _, _ = by_hand(attention, x[image], head)
+            expected = torch.linalg.matrix_exp(skew)
+            torch.testing.assert_close(matrices[image, head], expected, rtol=0, atol=1e-10)
+    expected = torch.stack([naive(attention, image) for image in x])
+    torch.testing.assert_close(attention(x), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("count", [5, 30])
+def test_attention_with_newton_schulz_is_that_of_equations_6_to_9(count):
+    attention, x = layer("newton_schulz"), tokens(count, batch=1)
+    matrices = attention.attention(x)
+    for head in range(HEADS):
+        skew, m, _ = by_hand(attention, x[0], head)
+        basis = m / m.norm()
+        identity = torch.eye(2 * WIDTH, dtype=m.dtype)
+        for _ in range(6):
+            basis = basis @ (3 * identity - basis.T @ basis) / 2
+        inner = torch.linalg.matrix_exp(basis.T @ skew @ basis) - identity
+        expected = torch.eye(count, dtype=m.dtype) + basis @ inner @ basis.T
+        torch.testing.assert_close(matrices[0, head], expected, rtol=0, atol=1e-7)
+    values = attention.qkv(x).chunk(3, dim=2)[2].unflatten(2, (HEADS, WIDTH)).transpose(1, 2)
+    expected = attention.proj((matrices @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x), expected, rtol=0, atol=1e-9)
+
+
+def test_newton_schulz_turns_equal_singular_values_into_ones():
+    # Counted: sigma = 1/2 of four equal ones grows as s <- s (3 - s^2) / 2.
+    basis = newton_schulz_basis(2 * torch.eye(9, 4, dtype=torch.float64))
+    sigma = 0.5
+    for _ in range(6):
+        sigma = sigma * (3 - sigma**2) / 2
+    torch.testing.assert_close(basis, sigma * torch.eye(9, 4).double(), rtol=0, atol=1e-6)
+    assert sigma > 0.999
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("iterations", [1, 3, 6])
+def test_the_orthogonality_error_stays_below_the_bound_of_theorem_3_1(
+    alpha, iterations, monkeypatch
+):
+    monkeypatch.setattr(newton_schulz_basis, "__defaults__", (iterations,))
+    attention, x = layer("newton_schulz", alpha=alpha), tokens(30, batch=1, scale=0.7)
+    matrices = attention.attention(x)
+    for head in range(HEADS):
+        skew, m, _ = by_hand(attention, x[0], head)
+        scales = torch.linalg.svdvals(newton_schulz_basis(m))
+        error = _orthogonality_error(matrices[0, head])
+        size = (torch.linalg.matrix_norm(skew, 2).exp() - 1).item() ** 2
+        assert 1e-12 < error <= size * (scales**2 * (scales**2 - 1)).abs().max().item()
+        assert error <= size / 4
+        assert scales.max() <= 1
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0])
+def test_attention_with_qr_is_orthogonal_to_rounding(alpha):
+    attention = layer("qr", alpha=alpha)
+    for matrices, most in (
+        (attention.attention(tokens(30)), 1e-12),
+        (attention.float().attention(tokens(30).float()), 3e-5),
+    ):
+        assert max(_orthogonality_error(matrix) for matrix in matrices.flatten(0, 1)) < most
+
+
+def _orthogonality_error(matrix: Tensor) -> float:
+    identity = torch.eye(len(matrix), dtype=matrix.dtype)
+    return torch.linalg.matrix_norm(matrix.T @ matrix - identity, 2).item()
+
+
+def degenerate() -> dict[str, Tensor]:
+    x = tokens(15)
+    return {
+        "zero": torch.zeros_like(x),
+        "all tokens the same": x[:, :1].expand(-1, 15, -1),
+        "two different tokens": x[:, [0, 1] * 7 + [0]],
+        "one token": x[:, :1],
+        "one direction": x[:, :1] * torch.arange(15).view(1, 15, 1) / 15,
+        "tiny": 1e-30 * x,
+    }
+
+
+@pytest.mark.parametrize("case", degenerate())
+@pytest.mark.parametrize("basis", BASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rank_deficient_queries_and_keys_give_finite_values_and_gradients(case, basis, dtype):
+    attention = layer(basis).to(dtype)
+    x = degenerate()[case].to(dtype).requires_grad_()
+    output = attention(x)
+    output.square().sum().backward()
+    found = [output, x.grad, *(parameter.grad for parameter in attention.parameters())]
+    assert all(value is not None and value.isfinite().all() for value in found)
+
+
+@pytest.mark.parametrize("case", ["full rank", *degenerate()])
+def test_gradients_with_qr_are_those_of_the_whole_exponential_rank_deficient_or_not(case):
+    attention, start = layer("qr"), {"full rank": tokens(15), **degenerate()}[case]
+    # Of their own for each token: others would hide what leaves the span of queries and keys.
+    weights = torch.randn(start.shape, generator=torch.Generator().manual_seed(3)).double()
+    gradients = []
+    for apply in (attention, lambda x: torch.stack([naive(attention, image) for image in x])):
+        x = start.clone().requires_grad_()
+        given = [x, *attention.parameters()]
+        gradients.append(torch.autograd.grad((apply(x) * weights).sum(), given))
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("basis", BASES)
+@pytest.mark.parametrize("count", [3, 11])
+def test_gradients_agree_with_finite_differences(basis, count):
+    attention = layer(basis)
+    names = [name for name, _ in attention.named_parameters()]
+
+    def output(x: Tensor, *values: Tensor) -> Tensor:
+        return torch.func.functional_call(attention, dict(zip(names, values, strict=True)), (x,))
+
+    given = [tokens(count, batch=1, scale=1.0), *attention.parameters()]
+    given = [value.detach().requires_grad_() for value in given]
+    assert torch.autograd.gradcheck(output, given, atol=1e-5, fast_mode=True)
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_permuted_tokens_give_permuted_outputs(basis):
+    attention, x = layer(basis), tokens(10)
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(attention(x[:, order]), attention(x)[:, order], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-8, 0.1, 3.0, 200.0])
+def test_phi_is_the_corner_of_an_exponential_of_twice_the_side(norm):
+    x = torch.randn(6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    skew = x - x.T
+    skew = skew * norm / torch.linalg.matrix_norm(skew, 2)
+    doubled = torch.zeros(12, 12, dtype=torch.float64)
+    doubled[:6, :6], doubled[:6, 6:] = skew, torch.eye(6)
+    expected = torch.linalg.matrix_exp(doubled)[:6, 6:]
+    torch.testing.assert_close(phi(skew), expected, rtol=0, atol=1e-12)
+
+
+def test_phi_of_a_matrix_does_not_depend_on_those_beside_it():
+    x = torch.randn(3, 6, 6, generator=torch.Generator().manual_seed(0))
+    skew = (x - x.mT) * torch.tensor([1e-3, 1.0, 1e3]).view(3, 1, 1)
+    alone = torch.cat([phi(one[None]) for one in skew])
+    assert torch.equal(phi(skew), alone)
+
+
+@pytest.mark.parametrize("basis", BASES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30, 1e15])
+def test_tokens_of_a_diverged_run_pass_through_without_an_error(basis, value):
+    x = tokens(9).float()
+    x[0, 3] = value
+    output = layer(basis).float()(x)
+    assert output[1].isfinite().all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most numbers that any operation puts into one tensor."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.most = max(self.most, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_no_tensor_grows_faster_than_the_tokens_forwards_or_backwards(basis):
+    attention, sizes = layer(basis), []
+    for count in (200, 400):
+        with LargestTensor() as largest:
+            attention(tokens(count, batch=1)).sum().backward()
+        sizes.append(largest.most)
+    assert sizes[0] < 200 * 200
+    assert sizes[1] <= 2 * sizes[0]
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_under_autocast_the_rotation_is_computed_in_float32(basis):
+    attention, x = layer(basis, alpha=0.1).float(), tokens(30).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        output, matrices = attention(x), attention.attention(x)
+    assert (output - attention(x)).abs().max() < 0.05 * attention(x).abs().max()
+    if basis == "qr":
+        assert max(_orthogonality_error(matrix) for matrix in matrices.flatten(0, 1)) < 1e-5
+
+
+def test_the_initialisation_is_that_of_section_4():
+    weights = OsaInit().attention(DIM, HEADS, torch.Generator().manual_seed(0))
+    for head in range(HEADS):
+        columns = slice(head * WIDTH, (head + 1) * WIDTH)
+        query, key = weights.query[:, columns], weights.key[:, columns]
+        pair = torch.cat([query, key], dim=1)
+        identity = torch.eye(2 * WIDTH, dtype=torch.float64)
+        torch.testing.assert_close(pair.T @ pair, identity, rtol=0, atol=1e-12)
+        # Theorem 4.2: all 2 d_v non-zero singular values of W_Q W_K^T - W_K W_Q^T are 1.
+        scales = torch.linalg.svdvals(query @ key.T - key @ query.T)
+        expected = torch.tensor([1.0] * (2 * WIDTH) + [0.0] * (DIM - 2 * WIDTH)).double()
+        torch.testing.assert_close(scales, expected, rtol=0, atol=1e-12)
+        scales = torch.linalg.svdvals(weights.value[:, columns] @ weights.output[columns])
+        expected = torch.tensor([1.0] * WIDTH + [0.0] * (DIM - WIDTH)).double()
+        torch.testing.assert_close(scales, expected, rtol=0, atol=1e-12)
+
+
+def test_heads_values_and_outputs_are_drawn_apart():
+    weights = OsaInit().attention(DIM, HEADS, torch.Generator().manual_seed(0))
+    parts = [*weights.query.chunk(HEADS, 1), *weights.value.chunk(HEADS, 1)]
+    parts += weights.output.T.chunk(HEADS, 1)
+    pairs = [(one, other) for i, one in enumerate(parts) for other in parts[:i]]
+    assert all((one - other).abs().max() > 0.1 for one, other in pairs)
+
+
+def test_a_built_encoder_has_these_products_and_no_biases_in_attention():
+    block = build_vit(TINY, seed=0).blocks[0]
+    attention, mlp = block.get_submodule("attn"), block.get_submodule("mlp")
+    assert isinstance(attention, OrthogonalAttention)
+    query, key, _ = attention.qkv(torch.eye(DIM)).chunk(3, dim=1)
+    pair = torch.cat([query[:, :WIDTH], key[:, :WIDTH]], dim=1)
+    torch.testing.assert_close(pair.T @ pair, torch.eye(2 * WIDTH), rtol=0, atol=1e-5)
+    rows = attention.proj(torch.eye(DIM))[:WIDTH]
+    torch.testing.assert_close(rows @ rows.T, torch.eye(WIDTH), rtol=0, atol=1e-5)
+    assert attention.alpha.tolist() == pytest.approx([0.1] * HEADS)
+    assert {name for name, _ in attention.named_parameters()} == {
+        "alpha", "qkv.weight", "proj.weight"
+    }  # fmt: skip
+    first, second = mlp.get_parameter("fc1.weight"), mlp.get_parameter("fc2.weight")
+    torch.testing.assert_close(first.T @ first, 4 * torch.eye(DIM), rtol=0, atol=1e-5)
+    torch.testing.assert_close(second @ second.T, torch.eye(DIM), rtol=0, atol=1e-5)
+
+
+def test_xavier_weights_are_uniform_with_the_bound_of_their_sides():
+    initialiser, generator = XavierInit(), torch.Generator().manual_seed(0)
+    attention = initialiser.attention(96, 3, generator)
+    mlp = initialiser.mlp(96, 384, generator)
+    square, long = (6 / 192) ** 0.5, (6 / 480) ** 0.5
+    matrices = [attention.query, attention.key, attention.value, attention.output]
+    for matrix, bound in [(m, square) for m in matrices] + [(mlp.first, long), (mlp.second, long)]:
+        assert 0.99 * bound < matrix.abs().max() <= bound
+        assert matrix.square().mean().item() == pytest.approx(bound**2 / 3, rel=0.05)
+
+
+@pytest.mark.parametrize("basis", BASES)
+def test_an_encoder_survives_its_checkpoint_and_gives_every_facet(tmp_path, basis):
+    config = ViTConfig(**{**TINY.to_dict(), "attention": f"osa_{basis}"})
+    model = build_vit(config, seed=0).eval()
+    model.blocks[1].get_parameter("attn.alpha").data.fill_(0.7)
+    save_encoder(tmp_path / "last.safetensors", model, {})
+    encoder = load_encoder(str(tmp_path / "last.safetensors"))
+    blocks = [encoder.module.get_submodule(f"blocks.{i}.attn") for i in (0, 1)]
+    assert [getattr(attention, "basis", None) for attention in blocks] == [basis, basis]
+    images = torch.rand(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+    facets = ("token", "cls", "key", "query", "value")
+    ours, loaded = (
+        FeatureExtractor(one, layers=(0, 1), facets=facets)(images)
+        for one in (encoder_from_model(copy.deepcopy(model), name="ours"), encoder)
+    )
+    assert all(torch.equal(ours[i][facet], loaded[i][facet]) for i in (0, 1) for facet in facets)
+    tokens_ = ours[0]["token"].flatten(1, 2)
+    keys = tokens_ @ model.blocks[1].get_parameter("attn.qkv.weight")[DIM : 2 * DIM].T
+    torch.testing.assert_close(ours[1]["key"].flatten(1, 2), keys)
+
+
+def test_a_block_without_skips_and_norms_is_mlp_of_attention():
+    model = build_vit(TINY, seed=0)
+    block, x = model.blocks[0], tokens(5).float()
+    attention, mlp = block.get_submodule("attn"), block.get_submodule("mlp")
+    torch.testing.assert_close(block(x), mlp(attention(x)))
+    assert isinstance(model.norm, torch.nn.Identity)
+
+
+@pytest.mark.parametrize("kind", ["osa_qr", "osa_newton_schulz"])
+def test_the_flops_of_a_training_step_can_be_counted(kind):
+    config = ViTConfig(**{**TINY.to_dict(), "attention": kind})
+    learner = Supervised().build(config, Timeline(1, 1), seed=0, class_names=("a", "b"))
+    views = torch.randn(2, 3, 32, 32), torch.tensor([0, 1]), torch.tensor(1.0)
+    assert training_flops(learner, views, 0) > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"attention": "osa"}, "expects softmax or linear or osa_qr"),
+        ({"qkv_bias": True}, "model.attention=osa_qr has no biases; set model.qkv_bias=false"),
+        ({"num_heads": 1}, "model.num_heads must be 2 or more, got 1"),
+    ],
+)
+def test_what_does_not_fit_orthogonal_attention_is_said(wrong, said, monkeypatch):
+    # Users have no type checks but our own.
+    monkeypatch.setitem(jaxtyping.config.__dict__, "jaxtyping_disable", True)
+    with pytest.raises(ConfigurationError, match=said):
+        ViTConfig.from_dict({**TINY.to_dict(), **wrong})
+
+
+def test_a_basis_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setitem(jaxtyping.config.__dict__, "jaxtyping_disable", True)
+    with pytest.raises(ConfigurationError, match="must be one of qr, newton_schulz, got 'svd'"):
+        OrthogonalAttention(DIM, HEADS, "svd")  # type: ignore[arg-type]
+
+
+def test_the_rows_of_the_mnist_table_differ_in_the_model_alone():
+    plans = {
+        row: build(compose_config("pretraining", [f"experiment=osa_mnist_{row}"])) for row in ROWS
+    }
+    assert all(isinstance(plan, Pretraining) for plan in plans.values())
+    described = {row: describe(plan) for row, plan in plans.items()}
+    changed = {row: differences(described["vit"], described[row]) for row in ROWS}
+    no_skip = ["model.skip_attention: True -> False", "model.skip_mlp: True -> False"]
+    no_norm = ["model.norm: layernorm -> none"]
+    osa = ["model.init: xavier -> osa", *no_norm, "model.qkv_bias: True -> False", *no_skip]
+    assert changed == {
+        "vit": [],
+        "vit_no_skip": no_skip,
+        "vit_no_skip_no_norm": [*no_norm, *no_skip],
+        "qr": ["model.attention: softmax -> osa_qr", *osa],
+        "newton_schulz": ["model.attention: softmax -> osa_newton_schulz", *osa],
+    }
+
+
+def test_the_mnist_recipe_is_that_of_appendix_d():
+    plan = build(compose_config("pretraining", ["experiment=osa_mnist_qr"]))
+    assert isinstance(plan, Pretraining)
+    encoder, train = plan.encoder, plan.train
+    assert isinstance(encoder, ViTConfig)
+    assert (encoder.image_size, encoder.patch_size, encoder.depth) == (28, 4, 6)
+    assert (encoder.dim, encoder.num_heads, encoder.mlp_ratio) == (64, 4, 4)
+    assert (train.epochs, train.batch_size, train.clip) == (10, 128, 1.0)
+    timeline = train.timeline(60_000)
+    assert timeline.total_steps == 4680
+    assert plan.optimizer.lr * train.batch_size / 256 == pytest.approx(3e-4)
+    assert (train.final_lr, train.warmup_steps(timeline)) == (3e-4, 0)
+    assert (train.weight_decay, train.final_weight_decay) == (0.05, 0.05)

@@ -1,0 +1,211 @@
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
+from ssl_bench.models.positions import resize_positions, sinusoidal_positions
+from ssl_bench.models.vit import Block
+from tests.support.faults import unchecked_types
+
+TINY = ViTConfig(image_size=32, patch_size=8, dim=48, depth=3, num_heads=3)
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def composed(*overrides: str) -> ViTConfig:
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        config = compose(overrides=[f"+{overrides[0]}", *overrides[1:]])
+    return instantiate(config.model, _convert_="all")
+
+
+@pytest.mark.parametrize("silenced", ["attn.proj", "mlp.fc2"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_only_a_skip_connection_carries_the_input_past_a_silent_sublayer(skip, silenced):
+    name = {"attn.proj": "skip_attention", "mlp.fc2": "skip_mlp"}[silenced]
+    config = ViTConfig(dim=12, num_heads=2, **{name: skip})
+    block = Block(config, drop_path=0.0)
+    for parameter in block.get_submodule(silenced).parameters():
+        torch.nn.init.zeros_(parameter)
+    one, other = (block(torch.randn(2, 5, 12)) for _ in range(2))
+    assert torch.equal(one, other) == (not skip)
+
+
+def test_a_skipless_block_is_mlp_of_norm_of_attention_of_norm():
+    block = Block(
+        ViTConfig(dim=12, num_heads=2, skip_attention=False, skip_mlp=False), drop_path=0.0
+    )
+    x = torch.randn(2, 5, 12)
+    expected = block.mlp(block.norm2(block.attn(block.norm1(x))))
+    assert torch.equal(block(x), expected)
+
+
+def test_names_and_outputs_are_those_of_timm_both_ways():
+    theirs = timm.models.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=3, num_classes=0
+    ).eval()
+    ours = build_vit(TINY, seed=0).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        theirs.load_state_dict(ours.state_dict())
+        assert (ours(images) - theirs(images)).abs().max() < 1e-5
+        theirs.init_weights("jax")
+        ours.load_state_dict(theirs.state_dict())
+        assert (ours.forward_features(images) - theirs.forward_features(images)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("tiny", 5_524_416), ("small", 21_665_664), ("base", 85_798_656)],
+)
+@pytest.mark.parametrize("arm", ["skip", "skipless"])
+def test_the_sizes_have_the_published_number_of_parameters(name, parameters, arm):
+    config = composed(f"model=vit_{name}_{arm}")
+    with torch.device("meta"):
+        model = VisionTransformer(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert (config.skip_attention, config.skip_mlp) == (arm == "skip", arm == "skip")
+    assert (config.init, config.drop_path) == ("default" if arm == "skip" else "skipless", 0.0)
+
+
+def test_initialiser_options_can_be_overridden_and_unset_ones_vanish():
+    config = composed("model=vit_tiny_skipless", "model.init_options.alpha=2", "model.depth=3")
+    assert (config.init_options, config.depth) == ({"alpha": 2}, 3)
+    assert composed("model=vit_tiny_skipless", "model.init=default").init_options == {}
+
+
+def test_a_configuration_survives_json():
+    config = ViTConfig(dim=48, num_heads=3, init="skipless", init_options={"alpha": 2.0})
+    assert ViTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"dim": 50, "num_heads": 4}, "multiple of model.num_heads = 4, got 50; take 48 or 52"),
+        ({"image_size": 100}, "multiple of model.patch_size = 16, got 100; take 96 or 112"),
+        ({"depth": 0}, "model.depth expects a whole number .*, got 0"),
+        ({"depth": "twelve"}, "model.depth expects a whole number .*, got 'twelve'"),
+        ({"skip_mlp": "yes"}, "model.skip_mlp expects true or false, got 'yes'"),
+        ({"mlp_ratio": "4x"}, "model.mlp_ratio expects a number .*, got '4x'"),
+        ({"norm": "batchnorm"}, "expects layernorm or none, got 'batchnorm'"),
+        ({"position_embedding": "rope"}, "expects learned or sinusoidal, got 'rope'"),
+        ({"position_embedding": "sinusoidal", "dim": 54}, "multiple of 4"),
+        ({"drop_path": 1.0}, r"expects a number in \[0, 1\), got 1.0"),
+        ({"drop_path": 0.1, "skip_mlp": False}, "set model.drop_path=0"),
+        ({"num_registers": -1}, "num_registers expects a whole number .*, got -1"),
+        ({"init": "magic"}, "one of default, skipless, mimetic, xavier, osa, got 'magic'"),
+        ({"init": "skipless", "init_options": {"alhpa": 1.0}}, "did you mean: alpha"),
+        (
+            {"init": "skipless", "init_options": {"alpha": "big"}},
+            "alpha expects a number .*, got 'big'",
+        ),
+        (
+            {"init": "skipless", "init_options": {"noise": "cauchy"}},
+            "normal, uniform, got 'cauchy'",
+        ),
+        ({"init_options": {"alpha": 1.0}}, "it has none; set model.init_options={}"),
+        ({"dimm": 48}, "model has no key 'dimm'; did you mean: dim"),
+    ],
+)
+def test_a_wrong_configuration_says_what_was_expected(wrong, said):
+    with unchecked_types(), pytest.raises(ConfigurationError, match=said):
+        ViTConfig.from_dict(wrong)
+
+
+def test_a_seed_decides_all_weights_and_the_global_generator_is_left_alone():
+    torch.manual_seed(1)
+    state = torch.random.get_rng_state()
+    one, same, other = (build_vit(TINY, seed=seed).state_dict() for seed in (0, 0, 1))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["blocks.2.mlp.fc2.weight"], other["blocks.2.mlp.fc2.weight"])
+    assert not torch.equal(one["patch_embed.proj.weight"], other["patch_embed.proj.weight"])
+
+
+def test_an_image_that_the_patch_does_not_divide_is_refused():
+    with pytest.raises(ConfigurationError, match="multiples of the patch size 8, got 32 x 36"):
+        build_vit(TINY, seed=0)(torch.zeros(1, 3, 32, 36))
+
+
+def test_the_native_position_embedding_is_used_untouched():
+    positions = torch.randn(1, 5, 3)
+    assert resize_positions(positions, old_size=(2, 2), new_size=(2, 2)) is positions
+
+
+def cubic_weights(new: int, old: int) -> torch.Tensor:
+    """Rows of cubic convolution, a = -0.75, at the places of official DINO; edges repeat."""
+    a = -0.75
+    weights = torch.zeros(new, old, dtype=torch.float64)
+    for index in range(new):
+        place = (index + 0.5) * old / (new + 0.1) - 0.5
+        first = int(place // 1) - 1
+        for tap in range(first, first + 4):
+            x = abs(place - tap)
+            near = (a + 2) * x**3 - (a + 3) * x**2 + 1
+            far = a * (x**3 - 5 * x**2 + 8 * x - 4)
+            weights[index, min(max(tap, 0), old - 1)] += near if x <= 1 else far
+    return weights
+
+
+@pytest.mark.parametrize("size", [(20, 30), (3, 14), (7, 28)])
+def test_positions_are_resized_as_in_official_dino(size):
+    positions = torch.randn(1, 1 + 14 * 14, 2)
+    grid = positions[0, 1:].double().reshape(14, 14, 2)
+    expected = torch.einsum(
+        "rh,hwd,cw->rcd", cubic_weights(size[0], 14), grid, cubic_weights(size[1], 14)
+    )
+    resized = resize_positions(positions, old_size=(14, 14), new_size=size)
+    assert torch.equal(resized[:, :1], positions[:, :1])
+    torch.testing.assert_close(
+        resized[0, 1:].reshape(*size, 2), expected.float(), rtol=0, atol=1e-5
+    )
+
+
+def test_sinusoidal_positions_hold_the_column_first_and_are_not_trained():
+    waves = sinusoidal_positions(2, 3, 8)
+    config = ViTConfig(
+        image_size=16, patch_size=8, dim=8, num_heads=2, depth=1, position_embedding="sinusoidal"
+    )
+    model = build_vit(config, seed=0)
+    col, row = torch.tensor(2.0), torch.tensor(1.0)
+    expected = [
+        f(axis * w) for axis in (col, row) for f in (torch.sin, torch.cos) for w in (1, 0.01)
+    ]
+    torch.testing.assert_close(waves[5], torch.stack(expected))
+    assert not model.pos_embed.requires_grad
+    assert torch.equal(model.pos_embed[0, 1:], sinusoidal_positions(2, 2, 8))
+
+
+def test_registers_come_after_cls_and_carry_no_position():
+    config = ViTConfig(image_size=32, patch_size=8, dim=48, depth=1, num_heads=3, num_registers=2)
+    model = build_vit(config, seed=0)
+    images = torch.randn(1, 3, 16, 24)
+    tokens = model.embed(images)
+    plain = VisionTransformer(TINY)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    without = plain.embed(images)
+    assert torch.equal(tokens[:, 1:3], model.reg_token)
+    assert torch.equal(torch.cat([tokens[:, :1], tokens[:, 3:]], dim=1), without)
+
+
+def test_drop_path_drops_whole_samples_in_training_only():
+    block = Block(ViTConfig(dim=12, num_heads=2, drop_path=0.5), drop_path=0.5)
+    torch.nn.init.zeros_(block.mlp.fc2.weight)
+    torch.nn.init.zeros_(block.mlp.fc2.bias)
+    x = torch.randn(1, 5, 12).expand(64, 5, 12)
+    update = block.eval()(x)[0] - x[0]
+    trained = block.train()(x)
+    doubled = [torch.allclose(sample - x[0], 2 * update, atol=1e-5) for sample in trained]
+    untouched = [torch.equal(sample, x[0]) for sample in trained]
+    assert all(one != other for one, other in zip(doubled, untouched, strict=True))
+    assert 0 < sum(untouched) < 64
+
+
+def test_drop_path_rises_linearly_with_depth():
+    rates = [b.drop_path for b in VisionTransformer(ViTConfig(depth=3, drop_path=0.2)).blocks]
+    assert rates == pytest.approx([0.0, 0.1, 0.2])

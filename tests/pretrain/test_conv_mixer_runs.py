@@ -1,0 +1,184 @@
+"""ConvMixer under the trainer: what is decayed, counted, resumed, refused, and then probed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pretrain.crops.single import SingleCrop
+from pretrain.logging.mfu import training_flops
+from pretrain.monitor import Monitor
+from pretrain.objectives.dino import Dino
+from pretrain.objectives.supervised import Supervised
+from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
+from pretrain.options import DataOptions, TrainOptions
+from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.state import load_state
+from pretrain.schedules import Timeline
+from pretrain.step import Trainer
+from pretrain.train import Pretraining
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import ConfigurationError, Preempted
+from ssl_bench.models import ConvMixerConfig, build_encoder, load_encoder
+from ssl_bench.results.store import ResultStore
+from tests.support.faults import class_folders, end_after_parts, log_rows
+
+CPU = torch.device("cpu")
+TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)
+
+
+def test_norms_are_never_decayed_and_frozen_filters_never_trained():
+    model = build_encoder(replace(TINY, frozen_filters=True), seed=0)
+    decayed, exempt = parameter_groups(model.named_parameters())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    assert {names[id(p)] for p in decayed["params"]} == {
+        "patch_embed.proj.weight",
+        *(f"blocks.{layer}.pointwise.weight" for layer in range(3)),
+    }
+    assert {"blocks.0.norm1.weight", "patch_norm.bias", "blocks.2.depthwise.bias"} <= {
+        names[id(p)] for p in exempt["params"]
+    }
+
+
+class Plain(nn.Module):
+    """A convolution and the sum of what it gives."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.student = nn.Conv2d(6, 6, 3, padding=1, groups=groups)
+
+    def loss(self, network, views, step):
+        del step
+        return network(views[0]).sum(), {}
+
+
+@pytest.mark.parametrize("groups", [1, 6])
+def test_the_products_of_grouped_convolutions_are_counted(groups):
+    # Filters of 3 x 3 and 6 / groups channels, at 2 x 20 positions, for 6 channels.
+    once = 2 * (9 * 6 // groups) * (2 * 20) * 6
+    values = torch.zeros(2, 6, 5, 4)
+    assert training_flops(Plain(groups), [values], 0) == 2 * once
+    assert training_flops(Plain(groups), [values.requires_grad_()], 0) == 3 * once
+
+
+def supervised(config=TINY):
+    return Supervised().build(config, Timeline(10, 5), seed=1, class_names=("a", "b"))
+
+
+def test_counting_a_step_leaves_batch_statistics_alone():
+    learner = supervised()
+    before = {name: value.clone() for name, value in learner.state_dict().items()}
+
+    views = [torch.randn(2, 3, 16, 16), torch.tensor([0, 1]), torch.tensor(1.0)]
+    assert training_flops(learner, views, 0) > 0
+
+    assert all(torch.equal(v, before[name]) for name, v in learner.state_dict().items())
+
+
+def test_a_teacher_of_running_averages_is_refused_in_one_line():
+    with pytest.raises(ConfigurationError, match="objective=dino expects a Vision Tr") as raised:
+        Dino().build(TINY, Timeline(10, 5), seed=0)
+    assert "objective=supervised" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory) -> Path:
+    """Six training and six validation pictures of two classes."""
+    return class_folders(tmp_path_factory.mktemp("classes"))
+
+
+def plan_of(root, config=TINY, **changes) -> Pretraining:
+    plan = Pretraining(
+        model=config,
+        objective=Supervised(crops=SingleCrop(num_ops=0)),
+        optimizer=AdamW(lr=0.3),
+        data=DataOptions(root=str(root), labels=True),
+        train=TrainOptions(batch_size=3, max_steps=6, num_workers=0, seed=3),
+    )
+    return replace(plan, **changes)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW(lr=0.3), Soap(lr=0.3, precondition_frequency=2)])
+def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
+    pictures, tmp_path, monkeypatch, optimizer
+):
+    plan = plan_of(pictures, replace(TINY, frozen_filters=True), optimizer=optimizer)
+    path = plan.run(tmp_path / "whole", device="cpu")
+    end_after_parts(monkeypatch, SingleCrop, 3)
+    with pytest.raises(Preempted):
+        plan.run(tmp_path / "stopped", device="cpu")
+    monkeypatch.undo()
+    plan.run(tmp_path / "stopped", resume=True, device="cpu")
+
+    one, other = (load_state(tmp_path / name, CPU)[0]["learner"] for name in ("whole", "stopped"))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert log_rows(str(tmp_path / "whole")) == log_rows(str(tmp_path / "stopped"))
+    assert (path.parent / "last.safetensors").read_bytes() == (
+        tmp_path / "stopped" / "last.safetensors"
+    ).read_bytes()
+    weights, start = load_encoder(str(path)).module.state_dict(), build_encoder(TINY, seed=3)
+    changed = {n for n, v in start.state_dict().items() if not torch.equal(v, weights[n])}
+    assert changed == {name for name in weights if not name.endswith("depthwise.weight")}
+    assert weights["blocks.2.norm1.num_batches_tracked"] == 6
+
+
+def test_a_monitor_looks_with_the_statistics_of_the_run_and_leaves_them_alone(pictures, tmp_path):
+    monitor = Monitor(knn_epochs=1, accuracy_epochs=1, neighbours=2)
+    for name, options in (("with", monitor), ("without", Monitor())):
+        plan_of(pictures, monitor=options).run(tmp_path / name, device="cpu")
+
+    one, other = (
+        load_encoder(str(tmp_path / name)).module.state_dict() for name in ("with", "without")
+    )
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert "knn_top1" in log_rows(str(tmp_path / "with"))[-1]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = "model=conv_mixer_skipless model.init=covariance model.image_size=32 model.dim=12"
+    words += " model.depth=2 model.patch_size=8 objective=supervised data.labels=true"
+    words += " train.batch_size=3 train.max_steps=4 train.num_workers=0"
+    arguments = ["--data-root", str(pictures), "--out", "run", *words.split()]
+    assert main(["pretrain", *arguments]) == 0
+
+    probing = ["--layer", "all", "--checkpoint", "run", "--out", "results"]
+    toy = ["--dataset", "toy", "dataset.num_train=4", "dataset.num_val=3"]
+    classes = ["--dataset", "class_folders", "--data-root", str(pictures)]
+    knn = [*classes, "probe.neighbours=[1,2]", "probe.facet=patch_mean"]
+    small = ["probe.image_size=64", "probe.num_workers=1"]
+    for task, more in {
+        "knn": knn,
+        "segmentation": [*toy, "probe.protocol=fast", *small, "probe.epochs=2"],
+        "pca": [*toy, "probe.image_size=64", "probe.num_images=2"],
+        "retrieval": [*toy, *small, "probe.neighbours=5"],
+        "tokencut": [*toy, "probe.facet=token"],
+    }.items():
+        assert main(["probe", "--task", task, *probing, *more]) == 0, task
+
+    found = ResultStore(tmp_path / "results").records()
+    assert {record.layer for record in found} == {0, 1}
+    assert {record.task for record in found} == {
+        *("knn", "segmentation", "pca", "retrieval", "tokencut")
+    }
+
+
+def test_a_step_that_learns_nothing_leaves_the_batch_statistics_too():
+    timeline = Timeline(2, 2)
+    learner = Supervised().build(TINY, timeline, seed=0, class_names=("a", "b"))
+    options = TrainOptions(epochs=1, batch_size=4)
+    trainer = Trainer(learner, AdamW(), options, timeline, Ranks(CPU))
+    before = {name: value.clone() for name, value in learner.student.state_dict().items()}
+    views = (torch.full((4, 3, 16, 16), torch.nan), torch.tensor([0, 1, 0, 1]), torch.tensor(1.0))
+    trainer.take_step(0, [views])
+    lost = {name: value.clone() for name, value in learner.student.state_dict().items()}
+    trainer.take_step(1, [(torch.randn(4, 3, 16, 16), *views[1:])])
+    statistics = [name for name in before if "running" in name]
+    assert all(torch.equal(before[name], lost[name]) for name in statistics)
+    after = learner.student.state_dict()
+    assert not any(torch.equal(after[name], lost[name]) for name in statistics)

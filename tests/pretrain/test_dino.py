@@ -1,0 +1,242 @@
+"""The DINO objective against its definition, view by view and tensor by tensor."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pretrain.objectives import cross_view
+from pretrain.objectives.dino import Dino
+from pretrain.objectives.objective import Learner, Objective
+from pretrain.optimizers.recipes import parameter_groups
+from pretrain.schedules import Timeline
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import ViTConfig
+
+TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2)
+SMALL = Dino(out_dim=20, hidden_dim=16, bottleneck_dim=8)
+
+
+def plain_loss(embeddings, prototypes, targets, temperature):
+    """The definition: two loops over the views."""
+    terms = []
+    for teacher_view, target in enumerate(targets):
+        for student_view, embedding in enumerate(embeddings):
+            if student_view != teacher_view:
+                logits = embedding @ prototypes.T / temperature
+                terms.append(-(target * logits.log_softmax(-1)).sum(-1).mean())
+    return torch.stack(terms).mean()
+
+
+def prototypes(network):
+    last_layer = network.head.last_layer
+    return last_layer.weight_g * F.normalize(last_layer.weight_v, dim=1)
+
+
+def learner_of(*, steps=100, steps_per_epoch=10, seed=0, **options):
+    return replace(SMALL, **options).build(TINY, Timeline(steps, steps_per_epoch), seed=seed)
+
+
+def views_of(batch=3, num_locals=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(2 * batch, 3, 16, 16, generator=generator),
+        torch.randn(num_locals * batch, 3, 8, 8, generator=generator),
+    ]
+
+
+@pytest.mark.parametrize("chunk", [7, 30, 2048])
+@pytest.mark.parametrize("num_views", [2, 5])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-10)])
+def test_one_pass_gives_the_loss_and_gradients_of_the_double_loop(
+    chunk, num_views, dtype, tolerance, monkeypatch
+):
+    monkeypatch.setitem(cross_view._CHUNK, "cpu", chunk)
+    generator = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(num_views, 6, 8, dtype=dtype, generator=generator)
+    embeddings = F.normalize(embeddings, dim=-1).requires_grad_()
+    directions = torch.randn(30, 8, dtype=dtype, generator=generator).requires_grad_()
+    lengths = torch.rand(30, 1, dtype=dtype, generator=generator).requires_grad_()
+    targets = torch.randn(2, 6, 30, dtype=dtype, generator=generator).mul(3).softmax(-1)
+
+    ours = cross_view.cross_view_loss(embeddings, directions, lengths, targets, temperature=0.1)
+    plain = plain_loss(embeddings, lengths * F.normalize(directions), targets, 0.1)
+
+    assert ours.item() == pytest.approx(plain.item(), rel=tolerance)
+    inputs = (embeddings, directions, lengths)
+    for one, other in zip(
+        torch.autograd.grad(3 * ours, inputs), torch.autograd.grad(3 * plain, inputs), strict=True
+    ):
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+
+
+def test_a_second_pass_backwards_is_refused():
+    # The gradients are scaled where they lie, which a second pass must not do again.
+    embeddings = F.normalize(torch.randn(3, 2, 4), dim=-1).requires_grad_()
+    targets = torch.randn(2, 2, 5).softmax(-1)
+    loss = cross_view.cross_view_loss(
+        embeddings, torch.randn(5, 4), torch.ones(5, 1), targets, temperature=0.1
+    )
+
+    loss.backward(retain_graph=True)
+
+    with pytest.raises(RuntimeError, match="inplace"):
+        loss.backward()
+
+
+def test_the_learner_sees_each_teacher_view_from_every_other_student_view():
+    learner, views = learner_of(), views_of()
+    learner.center.copy_(torch.linspace(-0.1, 0.1, 20))
+
+    loss, report = learner.loss(learner.student, views, step=0)
+
+    teacher = learner.teacher.head(learner.teacher.backbone(views[0]))
+    logits = (teacher @ prototypes(learner.teacher).T - learner.center) / 0.04
+    targets = logits.softmax(-1).unflatten(0, (2, 3))
+    student = [learner.student.head(learner.student.backbone(group)) for group in views]
+    embeddings = torch.cat(student).unflatten(0, (4, 3))
+    plain = plain_loss(embeddings, prototypes(learner.student), targets, 0.1)
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-5)
+    entropy = -(targets * targets.log()).sum(-1).mean()
+    assert report["teacher_entropy"].item() == pytest.approx(entropy.item(), rel=1e-5)
+    assert report["kl"].item() == pytest.approx((plain - entropy).item(), rel=1e-4)
+
+
+def test_the_head_is_three_layers_onto_the_sphere_and_unit_prototypes():
+    head = learner_of(seed=3).student.head
+    features = torch.randn(5, 24)
+
+    embeddings = head(features)
+
+    hidden = features
+    for layer in list(head.mlp)[:-1]:
+        hidden = F.gelu(layer(hidden)) if isinstance(layer, nn.Linear) else hidden
+    expected = list(head.mlp)[-1](hidden)
+    torch.testing.assert_close(embeddings, expected / expected.norm(dim=1, keepdim=True))
+    unit = F.normalize(head.last_layer.weight_v, dim=1)
+    torch.testing.assert_close(head.last_layer(embeddings), embeddings @ unit.T)
+    assert head.get_parameter("mlp.2.weight").std().item() == pytest.approx(0.02, rel=0.15)
+    assert not head.get_parameter("mlp.0.bias").any()
+
+
+def test_the_lengths_of_the_prototypes_are_trained_only_if_asked():
+    fixed, free = (
+        parameter_groups(learner_of(norm_last_layer=norm).student.named_parameters())
+        for norm in (True, False)
+    )
+
+    assert len(free[0]["params"]) == len(fixed[0]["params"]) + 1
+    assert len(free[1]["params"]) == len(fixed[1]["params"])
+
+
+def test_the_teacher_starts_as_the_student_and_follows_it_by_the_momentum():
+    learner = learner_of(momentum=0.9)
+    start = [p.clone() for p in learner.teacher.parameters()]
+    assert all(map(torch.equal, start, learner.student.parameters()))
+
+    learner.loss(learner.student, views_of(), step=0)
+    for parameter in learner.student.parameters():
+        parameter.data.add_(1.0)
+    learner.follow(step=0, lost=torch.tensor(False))
+
+    for old, new in zip(start, learner.teacher.parameters(), strict=True):
+        torch.testing.assert_close(new, old + 0.1)
+        assert not new.requires_grad
+
+
+def test_the_center_moves_after_the_loss_to_the_mean_over_all_parts():
+    learner = learner_of(center_momentum=0.75)
+    parts = [views_of(seed=seed) for seed in (0, 1)]
+
+    for views in parts:
+        learner.loss(learner.student, views, step=0)
+    before, weights = learner.center.clone(), prototypes(learner.teacher)
+    outputs = torch.cat([views[0] for views in parts])
+    mean = (learner.teacher.head(learner.teacher.backbone(outputs)) @ weights.T).mean(0)
+    learner.follow(step=0, lost=torch.tensor(False))
+
+    assert not before.any()
+    torch.testing.assert_close(learner.center, 0.25 * mean)
+
+
+def test_the_last_layer_waits_for_the_end_of_the_first_epoch():
+    learner = learner_of(steps=200, steps_per_epoch=10)
+
+    def trained(step):
+        for parameter in learner.student.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        learner.hold_gradients(step)
+        return {n for n, p in learner.student.named_parameters() if p.grad is not None}
+
+    everything = {name for name, _ in learner.student.named_parameters()}
+    last = {"head.last_layer.weight_v", "head.last_layer.weight_g"}
+    assert trained(0) == trained(9) == everything - last
+    assert trained(10) == everything
+
+
+def test_schedules_run_from_the_official_start_to_the_official_end():
+    learner = learner_of(steps=1000, steps_per_epoch=10)
+
+    assert learner.values(0) == {"momentum": pytest.approx(0.996), "teacher_temperature": 0.04}
+    assert learner.values(299)["teacher_temperature"] == 0.07
+    assert learner.values(150)["teacher_temperature"] == pytest.approx(0.04 + 0.03 * 150 / 299)
+    assert learner.values(500)["momentum"] == pytest.approx(0.998)
+    assert learner.values(1000)["momentum"] == 1
+
+
+def test_the_teacher_sees_no_drop_path():
+    model = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2, drop_path=0.9)
+    learner = SMALL.build(model, Timeline(10, 10), seed=0)
+    torch.manual_seed(0)
+    images = torch.randn(64, 3, 16, 16)
+
+    teacher = [learner.teacher.backbone(images) for _ in range(2)]
+    student = [learner.student.backbone(images) for _ in range(2)]
+
+    assert torch.equal(*teacher)
+    assert not torch.equal(*student)
+
+
+@pytest.mark.parametrize(
+    ("loss", "entropy", "hint"),
+    [
+        (1.0, 0.999, r"ln\(out_dim\) = 3\.00"),
+        (0.004, 0.001, "sits at 0"),
+        (1.03, 0.8, None),
+        (0.99, 1.0, None),
+        (0.3, 0.001, None),
+    ],
+)
+def test_a_loss_and_an_entropy_at_the_ceiling_or_at_zero_are_a_collapse(loss, entropy, hint):
+    learner, ceiling = learner_of(), math.log(20)
+
+    symptom = learner.symptom({"loss": loss * ceiling, "teacher_entropy": entropy * ceiling})
+
+    assert re.search(hint, symptom) if hint and symptom else symptom is hint
+
+
+def test_the_seed_decides_the_weights_and_the_global_generator_is_left_alone():
+    state = torch.get_rng_state()
+
+    one, same, other = (learner_of(seed=seed) for seed in (1, 1, 2))
+
+    assert torch.equal(state, torch.get_rng_state())
+    for name in ("head.mlp.0.weight", "head.last_layer.weight_v", "backbone.pos_embed"):
+        weights = [learner.student.get_parameter(name) for learner in (one, same, other)]
+        assert torch.equal(weights[0], weights[1])
+        assert not torch.equal(weights[0], weights[2])
+
+
+def test_dino_is_an_objective_and_refuses_values_without_meaning():
+    assert isinstance(Dino(), Objective)
+    assert isinstance(learner_of(), Learner)
+    with pytest.raises(
+        ConfigurationError, match=r"objective\.momentum expects a number in \[0, 1\]"
+    ):
+        Dino(momentum=1.5)
+    with pytest.raises(ConfigurationError, match=r"objective\.out_dim"):
+        Dino(out_dim=0)

@@ -1,0 +1,392 @@
+"""Masked autoencoding: what is hidden, what is painted, and runs that do it."""
+
+import json
+import math
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from pretrain.crops.plain import PlainCrop
+from pretrain.crops.single import SingleCrop
+from pretrain.objectives.mae import Mae, MaeDecoder, patchify, take
+from pretrain.objectives.objective import Classifier, Learner, Objective, ViewMaker
+from pretrain.optimizers.recipes import AdamW
+from pretrain.options import DataOptions, TrainOptions
+from pretrain.runtime.folder import LOG
+from pretrain.runtime.state import load_state
+from pretrain.schedules import Timeline
+from pretrain.train import Pretraining
+from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import ConfigurationError, Preempted
+from ssl_bench.models import ConvMixerConfig, EncoderConfig, ViTConfig, load_encoder
+from tests.support.faults import end_after_parts
+
+CPU = torch.device("cpu")
+TINY = ViTConfig(image_size=16, patch_size=4, dim=24, depth=2, num_heads=2)
+SMALL = Mae(decoder_dim=12, decoder_depth=1, decoder_heads=3)
+
+
+def learner_of(model: EncoderConfig = TINY, seed=0, **options):
+    return replace(SMALL, **options).build(model, Timeline(10, 5), seed=seed)
+
+
+def images_of(count=3, size=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 3, size, size, generator=generator)
+
+
+def test_the_values_of_a_patch_are_its_pixels_row_by_row_with_three_colours_each():
+    row, col = torch.meshgrid(torch.arange(4.0), torch.arange(6.0), indexing="ij")
+    image = torch.stack([100 * colour + 10 * row + col for colour in range(3)])[None]
+
+    patches = patchify(image, 2)
+
+    assert patches.shape == (1, 6, 12)
+    assert patches[0, 1].tolist() == [2, 102, 202, 3, 103, 203, 12, 112, 212, 13, 113, 213]
+    assert patches[0, 3].tolist() == [20, 120, 220, 21, 121, 221, 30, 130, 230, 31, 131, 231]
+
+
+def test_normalised_targets_have_their_own_mean_and_unbiased_deviation():
+    images = images_of(1)
+    images[:, :, :4, 4:8] = 0.3  # a patch of one colour
+
+    targets = learner_of().targets(images)[0]
+
+    values = images[0, :, 8:12, 4:8].permute(1, 2, 0).flatten().double().tolist()
+    mean, variance = statistics.fmean(values), statistics.variance(values)
+    expected = [(value - mean) / math.sqrt(variance + 1e-6) for value in values]
+    assert targets[9].tolist() == pytest.approx(expected, abs=1e-5)
+    assert targets[1].abs().max() < 1e-3
+    plain = learner_of(normalised_pixels=False).targets(images)[0]
+    assert plain[9].tolist() == pytest.approx(values)
+
+
+@pytest.mark.parametrize(
+    ("size", "mask_ratio", "expected"),
+    [(224, 0.75, 49), (160, 0.9, 10), (64, 0.7, 4), (64, 0.5, 8)],
+)
+def test_as_many_patches_are_visible_as_were_counted(size, mask_ratio, expected):
+    learner = learner_of(replace(TINY, image_size=size, patch_size=16), mask_ratio=mask_ratio)
+
+    assert learner.student.num_visible == expected
+
+
+def orders_of(learner, images):
+    seen = []
+
+    def network(images, order):
+        seen.append(order)
+        return learner.student(images, order)
+
+    learner.loss(network, (images,), 0)
+    return seen[0]
+
+
+def test_visible_and_hidden_patches_are_all_patches_anew_for_every_image():
+    learner = learner_of()
+    torch.manual_seed(1)
+
+    orders = orders_of(learner, images_of(400))
+
+    assert orders.sort(dim=1).values.tolist() == [list(range(16))] * 400
+    assert len({tuple(order) for order in orders.tolist()}) == 400
+    visible = orders[:, : learner.student.num_visible]
+    counts = visible.flatten().bincount(minlength=16)
+    assert visible.shape == (400, 4)
+    assert counts.min() > 65  # 100 each, with a deviation of 8.7
+    assert counts.max() < 135
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"num_registers": 3},
+        {"skip_attention": False, "skip_mlp": False},
+        {"attention": "linear", "position_embedding": "sinusoidal"},
+        {"attention": "osa_newton_schulz", "qkv_bias": False, "norm": "none"},
+        {"graying": "svd", "graying_exponent": 0.7},
+        {"graying": "dct"},
+    ],
+)
+def test_hidden_pixels_change_no_bit_of_what_the_encoder_sees(switches):
+    student = learner_of(replace(TINY, **switches)).student.eval()
+    images, visible = images_of(2), torch.tensor([[5, 0, 11, 6], [15, 3, 4, 8]])
+    other = images_of(2, seed=1)
+    shown = torch.zeros(2, 4, 4, dtype=torch.bool)
+    shown.flatten(1).scatter_(1, visible, torch.ones_like(visible, dtype=torch.bool))
+    shown = shown.repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None]
+
+    tokens = student.encode(images, visible)
+
+    prefix = 1 + switches.get("num_registers", 0)
+    assert tokens.shape == (2, prefix + 4, 24)
+    assert torch.equal(tokens, student.encode(torch.where(shown, images, other), visible))
+    assert not torch.equal(tokens, student.encode(torch.where(shown, other, images), visible))
+
+
+def test_the_encoder_that_sees_everything_is_the_plain_encoder():
+    student = learner_of(replace(TINY, num_registers=2)).student.eval()
+    images, order = images_of(2), torch.randperm(16, generator=torch.Generator().manual_seed(0))
+
+    tokens = student.encode(images, order.expand(2, -1))
+
+    plain = student.backbone.forward_features(images)
+    torch.testing.assert_close(tokens[:, :3], plain[:, :3])
+    torch.testing.assert_close(tokens[:, 3:], plain[:, 3:][:, order])
+
+
+def transparent(decoder: MaeDecoder) -> MaeDecoder:
+    """A decoder whose output is its input: skips alone, and linear maps that change nothing."""
+    with torch.no_grad():
+        for block in decoder.blocks:
+            for name in ("attn.proj.weight", "mlp.fc2.weight"):
+                block.get_parameter(name).zero_()
+        for linear in (decoder.embed, decoder.pixels):
+            linear.weight.copy_(torch.eye(12))
+        decoder.mask_token.fill_(-1)
+    decoder.norm = nn.Identity()
+    return decoder
+
+
+def test_the_decoder_puts_every_token_where_its_patch_was():
+    model = ViTConfig(image_size=4, patch_size=2, dim=12, depth=1, num_heads=2, num_registers=1)
+    decoder = transparent(learner_of(model, mask_ratio=0.5).student.decoder)
+    tokens = torch.tensor([50.0, 51.0, 10.0, 11.0])[None, :, None].expand(1, 4, 12)
+
+    painted = decoder(tokens, torch.tensor([[2, 0, 3, 1]])) - decoder.positions
+
+    # [CLS] 50, register 51, then the tokens of patches 2 and 0.
+    expected = torch.tensor([11.0, -1.0, 10.0, -1.0])[None, :, None].expand(1, 4, 12)
+    torch.testing.assert_close(painted, expected)
+
+
+def test_the_decoder_has_fixed_waves_as_positions_and_keeps_them_out_of_checkpoints():
+    decoder = learner_of(replace(TINY, position_embedding="learned")).student.decoder
+
+    first, second = decoder.positions[0, 1], decoder.positions[0, 4]  # one to the right, one down
+    angles = [1.0, 10_000 ** (-1 / 3), 10_000 ** (-2 / 3)]
+    sines, cosines = [math.sin(a) for a in angles], [math.cos(a) for a in angles]
+    assert first.tolist() == pytest.approx([*sines, *cosines, 0, 0, 0, 1, 1, 1])
+    assert second.tolist() == pytest.approx([0, 0, 0, 1, 1, 1, *sines, *cosines])
+    assert not any("positions" in name for name in decoder.state_dict())
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_loss_is_the_squared_error_over_hidden_patches_alone(normalised):
+    learner, images, seen = learner_of(normalised_pixels=normalised), images_of(2), []
+    predictions = torch.randn(2, 16, 48, generator=torch.Generator().manual_seed(3))
+
+    def network(images, order):
+        seen.append(order)
+        return predictions
+
+    loss, report = learner.loss(network, (images,), 0)
+
+    errors, squares = [], []
+    for image, painted, order in zip(images, predictions, seen[0].tolist(), strict=True):
+        for number in order[4:]:
+            top, left = 4 * (number // 4), 4 * (number % 4)
+            patch = image[:, top : top + 4, left : left + 4].double().numpy()
+            if normalised:
+                patch = (patch - patch.mean()) / np.sqrt(patch.var(ddof=1) + 1e-6)
+            for place, (row, col, colour) in enumerate(np.ndindex(4, 4, 3)):
+                wanted = patch[colour, row, col]
+                errors.append((painted[number, place].item() - wanted) ** 2)
+                squares.append(wanted**2)
+    assert loss.item() == pytest.approx(statistics.fmean(errors), rel=1e-6)
+    assert report["mean_loss"].item() == pytest.approx(statistics.fmean(squares), rel=1e-6)
+
+
+def test_every_trained_weight_learns_from_a_step():
+    learner = learner_of(replace(TINY, num_registers=1))
+    loss, _ = learner.loss(learner.student, (images_of(),), 0)
+
+    loss.backward()
+
+    for name, parameter in learner.student.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+    assert not learner.student.decoder.positions.requires_grad
+
+
+def test_steps_on_one_batch_lower_its_loss():
+    learner = learner_of()
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(40):
+        torch.manual_seed(0)
+        loss, _ = learner.loss(learner.student, (images_of(),), 0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+
+    assert 0 < losses[-1] < 0.9 * losses[0]
+
+
+def test_building_draws_nothing_from_outside_and_no_weight_twice():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    model = replace(TINY, position_embedding="sinusoidal")
+    same = Mae(decoder_dim=24, decoder_depth=2, decoder_heads=2)
+
+    one, again, other = (same.build(model, Timeline(10, 5), seed=seed) for seed in (1, 1, 2))
+
+    assert torch.equal(state, torch.get_rng_state())
+    assert isinstance(one, Learner)
+    assert not isinstance(one, Classifier)
+    assert isinstance(same, Objective)
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    decoder, weights = one.student.decoder, "blocks.0.attn.qkv.weight"
+    assert not torch.equal(decoder.get_parameter(weights), one.encoder.get_parameter(weights))
+    for name in ("mask_token", "embed.weight", weights):
+        assert not torch.equal(
+            decoder.get_parameter(name), other.student.decoder.get_parameter(name)
+        )
+
+
+def test_taken_patches_are_those_of_their_own_image():
+    values = torch.arange(12.0).reshape(2, 3, 2)
+
+    taken = take(values, torch.tensor([[2, 0], [1, 1]]))
+
+    assert taken.tolist() == [[[4, 5], [0, 1]], [[8, 9], [8, 9]]]
+
+
+def test_a_crop_needs_no_class_and_is_that_of_supervised_training_without_colours():
+    generator = np.random.default_rng(0)
+    images = [generator.integers(0, 256, (20, 30, 3), dtype=np.uint8) for _ in range(6)]
+    plain, single = PlainCrop(), SingleCrop(scale=(0.2, 1.0), num_ops=0)
+
+    def cut(crops, label):
+        some = [Sample(str(i), image, label=label) for i, image in enumerate(images)]
+        return crops.cut(some, [np.random.default_rng(i) for i in range(6)], [16])
+
+    pixels = cut(plain, None)
+    assert torch.equal(pixels, cut(single, 0).pixels)
+    (normalised,) = plain.finish(pixels, CPU)
+    assert torch.equal(normalised, single.finish(cut(single, 0), CPU)[0])
+    assert isinstance(plain, ViewMaker)
+
+
+@pytest.mark.parametrize(("loss", "is_ill"), [(0.97, True), (1.3, True), (0.9, False)])
+def test_a_loss_no_better_than_the_mean_is_a_symptom(loss, is_ill):
+    hint = learner_of().symptom({"loss": loss, "mean_loss": 0.975})
+
+    assert (hint is not None) == is_ill
+    assert hint is None or ("optimizer.lr" in hint and "\n" not in hint)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mask_ratio": 1.0}, r"mask_ratio expects a number in \(0, 1\), got 1\.0"),
+        ({"mask_ratio": 0.0}, r"mask_ratio expects a number in \(0, 1\), got 0\.0"),
+        ({"mask_ratio": 0.95}, r"mask_ratio=0\.95 shows 0 of 16 patches"),
+        ({"decoder_dim": 18}, r"decoder_dim must be a multiple of 4 and of .*heads = 3, got 18"),
+        ({"decoder_dim": 16}, r"decoder_dim must be a multiple of 4 and of .*heads = 3, got 16"),
+        ({"decoder_depth": 0}, r"decoder_depth expects a whole number .*, got 0"),
+    ],
+)
+def test_options_without_meaning_are_refused(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        learner_of(**options)
+
+
+def test_an_encoder_without_tokens_is_refused_in_one_line():
+    with pytest.raises(ConfigurationError, match=r"objective=mae .*a ConvMixer:") as refusal:
+        learner_of(ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1))
+
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_yaml_file_says_what_the_dataclasses_default_to():
+    built = build(compose_config("pretraining", ["objective=mae"])).objective
+
+    assert built == replace(Mae(), crops=built.crops)
+    for name, value in vars(PlainCrop()).items():
+        ours = getattr(built.crops, name)
+        assert ours == (list(value) if isinstance(value, tuple) else value), name
+
+
+@pytest.fixture(scope="module")
+def album(tmp_path_factory):
+    """Nine coloured pictures in one folder, without classes."""
+    root = tmp_path_factory.mktemp("album")
+    generator = np.random.default_rng(0)
+    for number in range(9):
+        pixels = generator.integers(0, 256, (5, 6, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((24, 20)).save(root / f"{number}.png")
+    return root
+
+
+def plan_of(album, **train) -> Pretraining:
+    options: dict[str, Any] = {"batch_size": 4, "max_steps": 8, "num_workers": 0, "seed": 3}
+    return Pretraining(
+        model=replace(TINY, drop_path=0.1, num_registers=1),
+        objective=SMALL,
+        optimizer=AdamW(lr=0.05),
+        data=DataOptions(root=str(album)),
+        train=TrainOptions(**options | train),
+    )
+
+
+def rows_of(out):
+    timed = ("images_per_second", "data_wait", "mfu")
+    rows = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+
+
+def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
+    album, tmp_path, monkeypatch
+):
+    plan = plan_of(album, accumulation=2)
+    plan.run(tmp_path / "whole", device="cpu")
+    end_after_parts(monkeypatch, PlainCrop, 7)
+    with pytest.raises(Preempted):
+        plan.run(tmp_path / "stopped", device="cpu")
+    monkeypatch.undo()
+    assert len(rows_of(tmp_path / "stopped")) == 4
+    helped = replace(plan, train=replace(plan.train, num_workers=2))
+    helped.run(tmp_path / "stopped", resume=True, device="cpu")
+
+    one, other = (load_state(tmp_path / n, CPU)[0] for n in ("whole", "stopped"))
+    assert one["learner"].keys() == other["learner"].keys()
+    assert all(torch.equal(v, other["learner"][k]) for k, v in one["learner"].items())
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "stopped")
+
+
+def test_a_run_leaves_its_encoder_and_a_loss_beside_that_of_the_mean(album, tmp_path):
+    path = plan_of(album).run(tmp_path, device="cpu")
+
+    weights = load_state(tmp_path, CPU)[0]["learner"]
+    encoder = load_encoder(str(path))
+    assert (encoder.num_registers, encoder.native_size) == (1, (16, 16))
+    for name, value in encoder.module.state_dict().items():
+        assert torch.equal(value, weights[f"student.backbone.{name}"])
+    rows = rows_of(tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["mean_loss"] for row in rows] == pytest.approx([47 / 48] * 8, abs=1e-3)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_what_an_eager_one_does(album, tmp_path):
+    plan = plan_of(album, max_steps=3)
+    plan = replace(plan, model=replace(plan.model, drop_path=0.0))
+    plan.run(tmp_path / "eager", device="cpu")
+    compiled = replace(plan, train=replace(plan.train, compile=True))
+
+    compiled.run(tmp_path / "compiled", device="cpu")
+
+    losses = [[row["loss"] for row in rows_of(tmp_path / n)] for n in ("eager", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

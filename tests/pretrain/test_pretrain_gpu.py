@@ -1,0 +1,110 @@
+"""What only a GPU can show: compiled as eager, no step that waits, bfloat16 that learns."""
+
+import pytest
+import torch
+
+from pretrain.crops.multi import MultiCrop
+from pretrain.objectives.dino import Dino
+from pretrain.optimizers.recipes import AdamW, Soap
+from pretrain.options import TrainOptions
+from pretrain.runtime.distributed import Ranks
+from pretrain.schedules import Timeline
+from pretrain.step import Trainer
+from ssl_bench.models import ViTConfig
+from tests.benchmarks.pretrain import Setting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MODEL = ViTConfig(image_size=32, patch_size=8, dim=64, depth=2, num_heads=2)
+OBJECTIVE = Dino(
+    out_dim=256, hidden_dim=64, bottleneck_dim=32, freeze_last_layer_epochs=0.0,
+    momentum=0.9, crops=MultiCrop(num_locals=2),
+)  # fmt: skip
+TIMELINE = Timeline(total_steps=200, steps_per_epoch=50)
+BATCH = 16
+
+
+class Steps:
+    """A trainer that sees the same pictures again and again."""
+
+    def __init__(self, recipe, **options):
+        self.device = torch.device("cuda")
+        setting = Setting(self.device, MODEL, OBJECTIVE, BATCH)
+        self.groups = setting.groups()
+        train = TrainOptions(batch_size=BATCH, **options)
+        learner = OBJECTIVE.build(MODEL, TIMELINE, seed=0)
+        self.trainer = Trainer(learner, recipe, train, TIMELINE, Ranks(self.device))
+
+    def take(self, step):
+        finish = OBJECTIVE.crops.finish
+        parts = (finish(part, self.device) for part in [self.groups])
+        return self.trainer.take_step(step, parts)
+
+    def losses(self, steps):
+        return torch.stack([self.take(step)["loss"] for step in steps]).cpu()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", [AdamW(), Soap()], ids=["adamw", "soap"])
+def test_no_step_waits_for_the_device(recipe, compiled):
+    steps = Steps(recipe, compile=compiled)
+    # Compiling, counting and the bases of the first gradients may wait.
+    for step in range(2):
+        steps.take(step)
+    torch.cuda.synchronize()
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        # Up to and with a refresh of the bases.
+        reports = [steps.take(step) for step in range(2, 12)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert all(report["loss"].isfinite() for report in reports)
+
+
+def test_a_compiled_run_learns_what_an_eager_one_does():
+    eager, compiled = (
+        Steps(AdamW(lr=5e-3), compile=compile_, precision="float32").losses(range(20))
+        for compile_ in (False, True)
+    )
+
+    torch.testing.assert_close(compiled, eager, atol=1e-3, rtol=1e-3)
+
+
+def test_after_the_first_steps_nothing_is_compiled_again():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    steps = Steps(AdamW(), compile=True)
+    steps.losses(range(3))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    steps.losses(range(3, 13))
+
+    assert 0 < graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("recipe", [AdamW(lr=5e-3), Soap(lr=5e-3)], ids=["adamw", "soap"])
+def test_a_bfloat16_run_learns_what_a_float32_one_does(recipe):
+    high, low = (
+        Steps(recipe, precision=precision, compile=False).losses(range(20))
+        for precision in ("float32", "bfloat16")
+    )
+
+    assert (high - high[0]).abs().max() > 0.2
+    torch.testing.assert_close(low, high, atol=0.05, rtol=0.02)
+
+
+def test_the_gradient_in_bfloat16_points_where_that_of_float32_does():
+    gradients = []
+    for precision in ("float32", "bfloat16"):
+        steps = Steps(AdamW(), precision=precision, compile=False)
+        views = OBJECTIVE.crops.finish(steps.groups, steps.device)
+        steps.trainer._accumulate(0, iter([views]))
+        parameters = steps.trainer.learner.student.parameters()
+        gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+
+    assert torch.cosine_similarity(*gradients, dim=0) > 0.99

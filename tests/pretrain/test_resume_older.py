@@ -1,0 +1,120 @@
+"""A run goes on after options were added that its saved state knows nothing of."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pretrain.options import describe, differences, in_full
+from pretrain.runtime.state import load_state, save_state
+from ssl_bench.errors import ConfigurationError
+from tests.pretrain.test_train import assert_same_run, tiny
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Six pictures: three steps of two an epoch."""
+    root = tmp_path_factory.mktemp("pictures")
+    for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (6, 20, 24, 3))):
+        Image.fromarray(pixels.astype(np.uint8)).save(root / f"{number}.png")
+    return root
+
+
+def stopped_after_a_step(plan, out):
+    replace(plan, train=replace(plan.train, max_minutes=0.0)).run(out, device="cpu")
+    assert load_state(out, CPU)[0]["step"] == 1
+
+
+def change(out, *forgotten, **added):
+    """Write the state of a run anew, its configuration without some keys and with others."""
+    state = load_state(out, CPU)[0]
+    for key in forgotten:
+        *path, name = key.split(".")
+        part = state["configuration"]
+        for word in path:
+            part = part[word]
+        del part[name]
+    state["configuration"] |= added
+    save_state(out, state)
+
+
+def test_a_state_that_lacks_newer_keys_goes_on_to_the_very_bits(pictures, tmp_path):
+    plan = tiny(pictures, max_steps=3)
+    plan.run(tmp_path / "whole", device="cpu")
+    stopped_after_a_step(plan, tmp_path / "older")
+    newer = ("model.graying", "train.clip", "objective._target_", "data._target_", "monitor")
+    change(tmp_path / "older", "_target_", "objective.crops.hue", "optimizer.betas", *newer)
+
+    plan.run(tmp_path / "older", resume=True, device="cpu")
+
+    assert_same_run(tmp_path / "whole", tmp_path / "older")
+
+
+def test_a_newer_key_that_is_not_at_its_default_is_refused(pictures, tmp_path):
+    plan = tiny(pictures, max_steps=3)
+    stopped_after_a_step(plan, tmp_path)
+    change(tmp_path, "train.clip", "model.norm")
+
+    clipped = replace(plan, train=replace(plan.train, clip=1.0))
+    with pytest.raises(ConfigurationError, match=r"\(train.clip: 3.0 -> 1.0\)"):
+        clipped.run(tmp_path, resume=True, device="cpu")
+
+
+def test_a_key_that_is_gone_is_named(pictures, tmp_path):
+    plan = tiny(pictures, max_steps=3)
+    stopped_after_a_step(plan, tmp_path)
+    change(tmp_path, lottery={"prize": 7})
+
+    with pytest.raises(ConfigurationError, match=r"\(lottery.prize: 7 -> None\)"):
+        plan.run(tmp_path, resume=True, device="cpu")
+
+
+@dataclass(frozen=True)
+class Hammer:
+    weight: int = 3
+
+
+@dataclass(frozen=True)
+class Saw:
+    weight: int = 3
+    teeth: int = 40
+
+
+@dataclass(frozen=True)
+class Box:
+    owner: str
+    tool: Hammer | Saw = field(default_factory=Hammer)
+    spares: list[int] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("older", "now", "changed"),
+    [
+        ({"owner": "a"}, Box("a"), []),
+        ({"owner": "a"}, Box("a", spares=[1]), ["spares: [] -> [1]"]),
+        ({"owner": "a", "tool": {}}, Box("a", Hammer(4)), ["tool.weight: 3 -> 4"]),
+        ({}, Box("a"), ["owner: None -> a"]),
+        # Without a kind it was of the kind that there was; another one's defaults are not its own.
+        (
+            {"owner": "a", "tool": {"weight": 3}},
+            Box("a", Saw()),
+            [f"tool._target_: {__name__}.Hammer -> {__name__}.Saw", "tool.teeth: None -> 40"],
+        ),
+        ({"owner": "a", "tool": describe(Saw(5))}, Box("a", Saw(5)), []),
+    ],
+)
+def test_what_is_missing_counts_as_the_default_of_its_class(older, now, changed):
+    assert differences(in_full(older, now), describe(now)) == changed
+
+
+def test_nothing_that_was_said_is_overwritten():
+    said = {"owner": "b", "tool": {"weight": 9}, "label": "red"}
+
+    whole = in_full(said, Box("a"))
+
+    assert (whole["owner"], whole["tool"]["weight"], whole["label"]) == ("b", 9, "red")
+    assert said == {"owner": "b", "tool": {"weight": 9}, "label": "red"}

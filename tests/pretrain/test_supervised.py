@@ -1,0 +1,201 @@
+"""Supervised training: its images, its loss, its runs."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from pretrain.crops.single import SingleCrop
+from pretrain.objectives.objective import Classifier, Learner, Objective
+from pretrain.objectives.supervised import Supervised
+from pretrain.optimizers.recipes import AdamW
+from pretrain.options import DataOptions, TrainOptions
+from pretrain.runtime.folder import LOG
+from pretrain.runtime.state import load_state
+from pretrain.schedules import Timeline
+from pretrain.train import Pretraining
+from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.errors import ConfigurationError, Preempted
+from ssl_bench.models import ViTConfig, load_encoder
+from tests.support.faults import end_after_parts
+
+CPU = torch.device("cpu")
+TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2, drop_path=0.1)
+PLAIN = SingleCrop(scale=(1.0, 1.0), aspect_ratio=(1.0, 1.0), flip_probability=0.0, num_ops=0)
+CROPS = SingleCrop(color_jitter=0.2, cutout=3, erasing_probability=0.5, mixup=0.4, cutmix=1.0)
+NAMES = ("a", "b", "c")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Eleven training and four validation pictures, red or blue with noise."""
+    root = tmp_path_factory.mktemp("colours")
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 11), ("val", 4)):
+        for number in range(count):
+            folder = root / split / ("red", "blue")[number % 2]
+            folder.mkdir(parents=True, exist_ok=True)
+            colour = np.array([(200, 40, 40), (40, 40, 200)][number % 2])
+            pixels = colour + generator.integers(-40, 40, (18, 22, 3))
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+    return root
+
+
+def plan_of(root, **train) -> Pretraining:
+    options: dict[str, Any] = {"batch_size": 2, "max_steps": 8, "num_workers": 0, "seed": 3}
+    options |= train
+    return Pretraining(
+        model=TINY,
+        objective=Supervised(crops=CROPS),
+        optimizer=AdamW(lr=0.05),
+        data=DataOptions(root=str(root), labels=True),
+        train=TrainOptions(**options),
+    )
+
+
+def rows_of(out):
+    timed = ("images_per_second", "data_wait", "mfu")
+    rows = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
+
+
+def learner_of(objective=None, names=NAMES):
+    return (objective or Supervised()).build(TINY, Timeline(10, 5), seed=1, class_names=names)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+def test_the_loss_is_cross_entropy_with_smoothed_and_mixed_targets(smoothing):
+    learner = learner_of(Supervised(label_smoothing=smoothing))
+    logits = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.4, 0.0], [0.0, 0.0, 1.0]])
+    labels, own_share = torch.tensor([0, 1, 1]), torch.tensor(0.25)
+
+    images = torch.zeros(3, 3, 16, 16)
+    loss, _ = learner.loss(lambda _: logits, (images, labels, own_share), 0)
+
+    onehot = torch.eye(3, dtype=torch.float64)[labels]
+    mixed = 0.25 * onehot + 0.75 * onehot[[2, 1, 0]]
+    targets = (1 - smoothing) * mixed + smoothing / 3
+    logs = logits.double() - logits.double().exp().sum(1, keepdim=True).log()
+    assert loss.item() == pytest.approx(-(targets * logs).sum(1).mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("own_share", "top1"), [(1.0, 40.0), (0.75, 45.0), (0.25, 55.0), (0.0, 60.0)]
+)
+def test_an_image_is_right_by_the_share_of_the_class_that_is_named(own_share, top1):
+    """Of five images, two are named as they are, and three as what they are mixed with."""
+    named, labels = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 2, 1, 0])
+    logits = torch.eye(3)[named]
+
+    views = (torch.zeros(5, 3, 16, 16), labels, torch.tensor(own_share))
+    _, report = learner_of().loss(lambda _: logits, views, 0)
+
+    assert report["train_top1"].item() == pytest.approx(top1)
+
+
+def test_the_head_starts_small_and_classifies_what_the_encoder_gives():
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+
+    learner = learner_of()
+
+    assert torch.equal(state, torch.get_rng_state())
+    assert isinstance(learner, Learner)
+    assert isinstance(learner, Classifier)
+    assert isinstance(Supervised(), Objective)
+    head = learner.student.head
+    assert head.weight.std().item() == pytest.approx(0.02, rel=0.3)
+    assert not head.bias.any()
+    learner.eval()
+    images = torch.randn(2, 3, 16, 16)
+    expected = F.linear(learner.encoder(images), head.weight)
+    torch.testing.assert_close(learner.classify(images), expected)
+    torch.testing.assert_close(learner.student(images), expected)
+
+
+def test_the_number_of_classes_is_that_of_the_images():
+    assert learner_of(Supervised(num_classes=3)).student.head.out_features == 3
+    with pytest.raises(ConfigurationError, match=r"num_classes is 5 but .* 3 classes"):
+        learner_of(Supervised(num_classes=5))
+    with pytest.raises(
+        ConfigurationError, match=r"two classes or more, got 0; set data.labels=true"
+    ):
+        learner_of(names=())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
+    root, tmp_path, monkeypatch, workers
+):
+    plan = plan_of(root)
+    plan.run(tmp_path / "whole", device="cpu")
+    end_after_parts(monkeypatch, SingleCrop, 4)
+    with pytest.raises(Preempted):
+        plan.run(tmp_path / "stopped", device="cpu")
+    monkeypatch.undo()
+    assert len(rows_of(tmp_path / "stopped")) == 4
+    helped = replace(plan, train=replace(plan.train, num_workers=workers))
+    helped.run(tmp_path / "stopped", resume=True, device="cpu")
+
+    one, other = (load_state(tmp_path / n, CPU)[0] for n in ("whole", "stopped"))
+    assert one["learner"].keys() == other["learner"].keys()
+    assert all(torch.equal(v, other["learner"][k]) for k, v in one["learner"].items())
+    for number, moments in one["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(value, other["optimizer"]["state"][number][name])
+    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "stopped")
+
+
+def test_a_run_shows_each_image_as_often_as_it_was_said(root, tmp_path, monkeypatch):
+    shown = []
+
+    def cut(self, samples, generators, sizes):
+        shown.append([sample.image_id for sample in samples])
+        return cut_as_ever(self, samples, generators, sizes)
+
+    cut_as_ever = SingleCrop.cut
+    monkeypatch.setattr(SingleCrop, "cut", cut)
+    plan_of(root, batch_size=4, repeats=2, max_steps=2).run(tmp_path, device="cpu")
+
+    assert [len(set(names)) for names in shown] == [2, 2]
+    assert all(names[0] == names[1] and names[2] == names[3] for names in shown)
+
+
+def test_a_run_learns_to_tell_two_colours_and_leaves_its_encoder(root, tmp_path):
+    plan = plan_of(root, max_steps=30, batch_size=8, weight_decay=0.0, final_weight_decay=0.0)
+    plan = replace(plan, objective=Supervised(crops=PLAIN), optimizer=AdamW(lr=0.1))
+
+    path = plan.run(tmp_path, device="cpu")
+
+    rows = rows_of(tmp_path)
+    assert rows[-1]["train_top1"] == 100
+    assert rows[-1]["loss"] < 0.4 < rows[0]["loss"]
+    weights = load_state(tmp_path, CPU)[0]["learner"]
+    for name, value in load_encoder(str(path)).module.state_dict().items():
+        assert torch.equal(value, weights[f"student.backbone.{name}"])
+
+
+def test_other_classes_of_the_same_images_are_another_run(root, tmp_path, monkeypatch):
+    plan = plan_of(root, max_minutes=0.0)
+    plan.run(tmp_path, device="cpu")
+    images = ClassFolders(root).train()
+    renamed = replace(images, class_names=("azure", "red"))
+    monkeypatch.setattr(DataOptions, "open", lambda _: renamed)
+
+    with pytest.raises(ConfigurationError, match="images:"):
+        plan.run(tmp_path, resume=True, device="cpu")
+
+
+def test_the_yaml_file_says_what_the_dataclasses_default_to():
+    built = build(compose_config("pretraining", ["objective=supervised"])).objective
+
+    assert built == replace(Supervised(), crops=built.crops)
+    for name, value in vars(SingleCrop()).items():
+        ours = getattr(built.crops, name)
+        assert ours == (list(value) if isinstance(value, tuple) else value), name

@@ -1,0 +1,435 @@
+"""Real runs of a tiny encoder: what they leave behind, and how they stop and go on."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from pretrain.crops.multi import MultiCrop
+from pretrain.logging import jsonl
+from pretrain.objectives.dino import Dino, DinoLearner
+from pretrain.optimizers.recipes import AdamW, Soap
+from pretrain.options import DataOptions, TrainOptions
+from pretrain.runtime.folder import BOARD, ENCODER, LOG
+from pretrain.runtime.state import load_state
+from pretrain.schedules import Cosine
+from pretrain.train import Pretraining
+from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
+from ssl_bench.models import ViTConfig, load_encoder
+
+CPU = torch.device("cpu")
+TIMED = ("images_per_second", "data_wait", "mfu")
+
+
+def make_album(root: Path) -> Path:
+    """Thirteen coloured pictures in two folders: six steps of two an epoch, one picture left."""
+    generator = np.random.default_rng(0)
+    for number in range(13):
+        folder = root / f"class{number % 2}"
+        folder.mkdir(exist_ok=True)
+        pixels = generator.integers(0, 256, (5, 6, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((24, 20)).save(folder / f"{number}.png")
+    return root
+
+
+@pytest.fixture(scope="module")
+def album(tmp_path_factory) -> Path:
+    return make_album(tmp_path_factory.mktemp("album"))
+
+
+def tiny(album, *, skip=True, drop_path=0.0, optimizer=None, **train) -> Pretraining:
+    options: dict[str, Any] = {"batch_size": 2, "max_steps": 8, "num_workers": 0, "seed": 3}
+    options |= train
+    model = ViTConfig(
+        image_size=16, patch_size=8, dim=24, depth=2, num_heads=2,
+        skip_attention=skip, skip_mlp=skip, drop_path=drop_path,
+    )  # fmt: skip
+    return Pretraining(
+        model=model,
+        objective=Dino(out_dim=32, hidden_dim=16, bottleneck_dim=8, crops=MultiCrop(num_locals=2)),
+        optimizer=optimizer or AdamW(lr=0.05),
+        data=DataOptions(root=str(album)),
+        train=TrainOptions(**options),
+    )
+
+
+def rows_of(out):
+    return [json.loads(line) for line in (out / LOG).read_text().splitlines()]
+
+
+def untimed(out):
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in rows_of(out)]
+
+
+def flat(value, prefix=""):
+    if isinstance(value, dict):
+        return {k: v for key in value for k, v in flat(value[key], f"{prefix}/{key}").items()}
+    if isinstance(value, list | tuple):
+        return flat(dict(enumerate(value)), prefix)
+    return {prefix: value}
+
+
+def assert_same_run(one, other):
+    states = [flat(load_state(out, CPU)[0]) for out in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, states[1][key]), key
+        elif not key.startswith("/configuration/train/num_workers"):
+            assert value == states[1][key], key
+    assert untimed(one) == untimed(other)
+    assert (one / ENCODER).read_bytes() == (other / ENCODER).read_bytes()
+
+
+def do_at(monkeypatch, call, action):
+    """Run an action when the crops of the given step are finished, before the step is taken."""
+    finish, calls = MultiCrop.finish, []
+
+    def counted(self, groups, device):
+        calls.append(1)
+        if len(calls) == call:
+            action()
+        return finish(self, groups, device)
+
+    monkeypatch.setattr(MultiCrop, "finish", counted)
+
+
+def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(album, tmp_path):
+    plan = tiny(album)
+
+    path = plan.run(tmp_path / "run", device="cpu")
+
+    out, encoder = tmp_path / "run", load_encoder(str(path))
+    teacher = {
+        name.removeprefix("teacher.backbone."): value
+        for name, value in load_state(out, CPU)[0]["learner"].items()
+        if name.startswith("teacher.backbone.")
+    }
+    assert all(torch.equal(v, teacher[k]) for k, v in encoder.module.state_dict().items())
+    rows = rows_of(out)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [row["epoch"] for row in rows] == [0] * 6 + [1] * 2
+    assert list(rows[0])[:3] == ["step", "epoch", "loss"]
+    assert {"lr", "weight_decay", "momentum", "teacher_entropy", "images_per_second"} <= set(
+        rows[0]
+    )
+    lr = Cosine(0.05 * 2 / 256, 1e-6, num_steps=8, warmup_steps=1)
+    assert [row["lr"] for row in rows] == pytest.approx([lr(step) for step in range(8)])
+    written = yaml.safe_load((out / "config.yaml").read_text())
+    assert written["train"]["seed"] == 3
+
+
+def test_rates_reach_the_optimizer_and_biases_are_never_decayed(album, tmp_path):
+    tiny(album).run(tmp_path, device="cpu")
+
+    decayed, exempt = load_state(tmp_path, CPU)[0]["optimizer"]["param_groups"]
+    last = rows_of(tmp_path)[-1]
+    assert decayed["lr"] == exempt["lr"] == last["lr"] > 0
+    assert (decayed["weight_decay"], exempt["weight_decay"]) == (last["weight_decay"], 0)
+    assert last["weight_decay"] == pytest.approx(0.4 - 0.18 * (1 - math.cos(math.pi / 8)))
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "optimizer"),
+    [
+        (signal.SIGTERM, Preempted, AdamW(lr=0.05)),
+        (signal.SIGUSR1, Preempted, Soap(lr=0.05, precondition_frequency=3)),
+        (signal.SIGINT, KeyboardInterrupt, AdamW(lr=0.05)),
+    ],
+)
+def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
+    album, tmp_path, monkeypatch, number, error, optimizer
+):
+    plan = tiny(album, optimizer=optimizer, drop_path=0.2)
+    plan.run(tmp_path / "whole", device="cpu")
+
+    do_at(monkeypatch, 4, lambda: os.kill(os.getpid(), number))
+    with pytest.raises(error):
+        plan.run(tmp_path / "stopped", device="cpu")
+    monkeypatch.undo()
+    assert [row["step"] for row in rows_of(tmp_path / "stopped")] == [1, 2, 3, 4]
+    plan.run(tmp_path / "stopped", resume=True, device="cpu")
+
+    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(
+    album, tmp_path, monkeypatch, torn
+):
+    plan = tiny(album, checkpoint_epochs=1, drop_path=0.2)
+    plan.run(tmp_path / "whole", device="cpu")
+
+    do_at(monkeypatch, 8, lambda: os.abort_for_test())  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        plan.run(tmp_path / "killed", device="cpu")
+    monkeypatch.undo()
+    log = tmp_path / "killed" / LOG
+    assert len(rows_of(tmp_path / "killed")) == 7
+    if torn:
+        log.write_text("".join(log.read_text().splitlines(keepends=True)[:6]) + '{"step": 7, "l')
+    helped = replace(plan, train=replace(plan.train, num_workers=2))
+    helped.run(tmp_path / "killed", resume=True, device="cpu")
+
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_asked_to_stop_in_its_last_step_is_simply_done(album, tmp_path, monkeypatch):
+    do_at(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+
+    tiny(album).run(tmp_path, device="cpu")
+
+    assert len(rows_of(tmp_path)) == 8
+
+
+def test_the_rows_of_the_log_are_curves_of_tensorboard_too(album, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    tiny(album, max_steps=3, tensorboard=True).run(tmp_path, device="cpu")
+
+    accumulator = events.EventAccumulator(str(tmp_path / BOARD))
+    accumulator.Reload()
+    points = [(event.step, event.value) for event in accumulator.Scalars("loss")]
+    assert points == [(row["step"], pytest.approx(row["loss"])) for row in rows_of(tmp_path)]
+
+
+def test_a_missing_tensorboard_is_noticed_before_anything_is_written(album, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+
+    with pytest.raises(MachineError, match="tensorboard"):
+        tiny(album, tensorboard=True).run(tmp_path / "run", device="cpu")
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_time_that_is_up_saves_and_says_so(album, tmp_path, capsys):
+    plan = tiny(album, max_minutes=0.0)
+
+    plan.run(tmp_path, device="cpu")
+
+    assert len(rows_of(tmp_path)) == 1
+    assert "time is up after step 1 of 8" in capsys.readouterr().err
+    forever = replace(plan, train=replace(plan.train, max_minutes=None))
+    forever.run(tmp_path, resume=True, device="cpu")
+    assert len(rows_of(tmp_path)) == 8
+
+
+def test_without_a_terminal_a_line_now_and_then_tells_how_far_the_run_is(
+    album, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(jsonl, "_SECONDS_BETWEEN_LINES", 0.0)
+
+    tiny(album).run(tmp_path, device="cpu")
+
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 8
+    assert re.fullmatch(
+        r"step 7/8  epoch 1  loss \d\.\d{3}  \d+ images/s  data wait \d+ %  "
+        r"mfu \d+\.\d %  00:0\d left",
+        lines[6],
+    )
+
+
+def test_a_folder_with_a_run_is_refused_resumed_or_overwritten(album, tmp_path):
+    plan = tiny(album, max_steps=2)
+    plan.run(tmp_path, device="cpu")
+    before = (tmp_path / LOG).read_text()
+
+    with pytest.raises(ConfigurationError, match=r"already holds a run.*--resume.*--overwrite"):
+        plan.run(tmp_path, device="cpu")
+    plan.run(tmp_path, resume=True, device="cpu")
+    assert (tmp_path / LOG).read_text() == before
+    plan.run(tmp_path, overwrite=True, device="cpu")
+    assert (tmp_path / LOG).read_text() != before
+    assert len(rows_of(tmp_path)) == 2
+
+
+def test_only_what_changes_the_numbers_may_not_change(album, tmp_path):
+    plan = tiny(album, max_minutes=0.0)
+    plan.run(tmp_path, device="cpu")
+
+    other = replace(plan, train=replace(plan.train, seed=4, max_steps=9, num_workers=1))
+    with pytest.raises(ConfigurationError) as refusal:
+        other.run(tmp_path, resume=True, device="cpu")
+
+    assert "train.max_steps: 8 -> 9; train.seed: 3 -> 4" in str(refusal.value)
+    assert "num_workers" not in str(refusal.value)
+
+
+def test_other_images_in_the_folder_are_another_run(album, tmp_path):
+    tiny(album, max_minutes=0.0).run(tmp_path, device="cpu")
+
+    with pytest.raises(ConfigurationError, match="images:"):
+        tiny(album / "class0", max_minutes=0.0).run(tmp_path, resume=True, device="cpu")
+
+
+def test_accumulated_parts_learn_what_the_whole_batch_does(album, tmp_path):
+    plan = tiny(album, batch_size=4)
+    plan.run(tmp_path / "whole", device="cpu")
+    parts = replace(plan, train=replace(plan.train, accumulation=2))
+
+    parts.run(tmp_path / "parts", device="cpu")
+
+    whole, parts = (load_state(tmp_path / n, CPU)[0]["learner"] for n in ("whole", "parts"))
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def poison(monkeypatch, steps):
+    loss = DinoLearner.loss
+
+    def poisoned(self, network, views, step):
+        value, report = loss(self, network, views, step)
+        return (value * torch.nan if step in steps else value), report
+
+    monkeypatch.setattr(DinoLearner, "loss", poisoned)
+
+
+def test_a_step_that_is_not_finite_teaches_nothing(album, tmp_path, monkeypatch):
+    poison(monkeypatch, [3])
+
+    tiny(album).run(tmp_path, device="cpu")
+
+    rows = rows_of(tmp_path)
+    assert [row["loss"] is None for row in rows] == [False] * 3 + [True] + [False] * 4
+    weights = load_state(tmp_path, CPU)[0]["learner"].values()
+    assert all(weight.isfinite().all() for weight in weights)
+
+
+def test_a_run_that_stays_non_finite_stops_and_keeps_the_last_good_state(
+    album, tmp_path, monkeypatch
+):
+    poison(monkeypatch, range(3, 8))
+
+    with pytest.raises(ConfigurationError, match="not finite for 2 steps up to step 5"):
+        tiny(album, non_finite_patience=2, checkpoint_minutes=0.0).run(tmp_path, device="cpu")
+
+    state = load_state(tmp_path, CPU)[0]
+    assert state["step"] == 4
+    assert all(weight.isfinite().all() for weight in state["learner"].values())
+
+
+def test_a_collapsed_run_stops_with_a_hint(album, tmp_path, monkeypatch):
+    loss = DinoLearner.loss
+
+    def collapsed(self, network, views, step):
+        value, report = loss(self, network, views, step)
+        ceiling = torch.tensor(math.log(32))
+        return value * 0 + ceiling, report | {"teacher_entropy": ceiling}
+
+    monkeypatch.setattr(DinoLearner, "loss", collapsed)
+    with pytest.raises(ConfigurationError, match=r"stopped at step 4.*ln\(out_dim\).*lower"):
+        tiny(album, collapse_patience=3).run(tmp_path, device="cpu")
+
+
+def test_a_broken_picture_is_named_and_the_steps_before_it_are_kept(album, tmp_path):
+    broken = tmp_path / "album"
+    broken.mkdir()
+    for number, path in enumerate(sorted(album.rglob("*.png"))):
+        content = path.read_bytes()
+        (broken / f"{number}.png").write_bytes(
+            content[: len(content) // 2] if number == 1 else content
+        )
+    plan = tiny(broken, num_workers=1)
+
+    with pytest.raises(DataError, match=r"1\.png") as refusal:
+        plan.run(tmp_path / "out", device="cpu")
+
+    assert "\n" not in str(refusal.value)
+    assert load_state(tmp_path / "out", CPU)[0]["step"] == len(rows_of(tmp_path / "out"))
+
+
+def test_a_batch_that_the_images_do_not_fill_is_refused(album, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"at most the number of images, 13, got 14"):
+        tiny(album, batch_size=14).run(tmp_path, device="cpu")
+    with pytest.raises(ConfigurationError, match=r"multiple of 3"):
+        tiny(album, batch_size=4, accumulation=3).run(tmp_path, device="cpu")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_training(album, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+
+    with pytest.raises(MachineError, match="cannot write"):
+        tiny(album).run(tmp_path / "file" / "run", device="cpu")
+
+
+@pytest.mark.parametrize("data_size", [None, 32])
+def test_the_encoder_has_the_size_of_the_large_crops(album, tmp_path, data_size):
+    plan = tiny(album, max_steps=1)
+    plan = replace(plan, data=replace(plan.data, image_size=data_size, in_memory=True))
+
+    path = plan.run(tmp_path, device="cpu")
+
+    size = data_size or 16
+    assert load_encoder(str(path)).native_size == (size, size)
+
+
+def test_a_skipless_encoder_trains_in_bfloat16_too(album, tmp_path):
+    for precision in ("float32", "bfloat16"):
+        plan = tiny(album, skip=False, max_steps=2, precision=precision)
+        plan.run(tmp_path / precision, device="cpu")
+
+    high, low = (rows_of(tmp_path / name)[0]["loss"] for name in ("float32", "bfloat16"))
+    assert low == pytest.approx(high, rel=0.05)
+    assert low != high
+
+
+def test_the_yaml_files_say_what_the_dataclasses_default_to():
+    built = build(compose_config("pretraining", []))
+
+    assert built.objective == replace(Dino(), crops=built.objective.crops)
+    for name, value in vars(MultiCrop()).items():
+        ours = getattr(built.objective.crops, name)
+        assert ours == (list(value) if isinstance(value, tuple) else value), name
+    assert (built.train, built.data) == (TrainOptions(), DataOptions())
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(album, tmp_path):
+    plan = tiny(album, batch_size=4)
+    plan.run(tmp_path / "one", device="cpu")
+    config = tmp_path / "one" / "config.yaml"
+    script = (
+        "import sys, pathlib, hydra.utils, omegaconf, torch; torch.set_num_threads(1);"
+        "plan = omegaconf.OmegaConf.load(sys.argv[1]);"
+        "plan = hydra.utils.instantiate(plan, _convert_='all');"
+        "plan.run(pathlib.Path(sys.argv[2]), device='cpu')"
+    )
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+    arguments = [str(tmp_path / "script.py"), str(config), str(tmp_path / "two")]
+    subprocess.run([*command, *arguments], check=True, cwd=Path(__file__).parents[2])
+
+    one, two = (load_state(tmp_path / n, CPU)[0]["learner"] for n in ("one", "two"))
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, atol=1e-4, rtol=1e-3, msg=name)
+    losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_what_an_eager_one_does(album, tmp_path):
+    plan = tiny(album, max_steps=3)
+    plan.run(tmp_path / "eager", device="cpu")
+    compiled = replace(plan, train=replace(plan.train, compile=True))
+
+    compiled.run(tmp_path / "compiled", device="cpu")
+
+    losses = [[row["loss"] for row in rows_of(tmp_path / n)] for n in ("eager", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

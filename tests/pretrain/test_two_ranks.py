@@ -1,0 +1,70 @@
+"""Whatever one of two processes meets, both end with it, saved, and one line says it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.runtime.state import has_state, load_state
+from tests.support.faults import photo_folder
+from tests.support.two_ranks import AT
+
+REPOSITORY = Path(__file__).parents[2]
+# Exit code, what the line says, and the step that is saved at the end.
+EXPECTED = {
+    "image": (3, "photos/3.png is cut short", AT),
+    # The two steps that were lost changed nothing, and are not worth a checkpoint.
+    "loss": (2, "loss or gradient was not finite for 2 steps", None),
+    "SIGTERM": (75, "asked to stop after step 4 of 8", AT + 1),
+    "SIGUSR1": (75, "asked to stop after step 4 of 8", AT + 1),
+    "SIGINT": (75, "asked to stop after step 4 of 8", AT + 1),
+    "worker": (5, "a data worker died", AT),
+    "images": (3, "holds no images", None),
+    "disk": (5, "No space left on device", AT + 1),
+    "taken": (2, "already holds a run", None),
+}
+BOTH = [name for name in EXPECTED if name not in ("disk", "taken")]
+# Only the first process writes the log and looks at the folder.
+CASES = [*(f"{name}:{rank}" for name in BOTH for rank in range(2)), "disk:0", "taken:0"]
+
+
+def ends(place: Path) -> dict[str, Any]:
+    """How both processes ended, for each fault; all in a process of their own."""
+    photos = photo_folder(place / "photos")
+    command = [sys.executable, "-m", "tests.two_ranks", str(photos), str(place), *CASES]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def lines_of(end: dict[str, Any]) -> list[str]:
+    return [line for text in end["said"] for line in text.splitlines() if "ssl-bench: " in line]
+
+
+def saved_step(place: Path, fault: str) -> int | None:
+    folder = place / fault.replace(":", "-")
+    return load_state(folder, torch.device("cpu"))[0]["step"] if has_state(folder) else None
+
+
+def codes_of(fault: str, code: int) -> list[int]:
+    """Whoever got the Ctrl-C says so; to the other it is a wish to stop."""
+    name, rank = fault.split(":")
+    return [130 if name == "SIGINT" and number == int(rank) else code for number in range(2)]
+
+
+# One test, because its processes are started once for all faults.
+@pytest.mark.slow
+def test_both_processes_end_together_saved_and_with_one_line(tmp_path):
+    found = ends(tmp_path)
+
+    for fault in CASES:
+        code, said, step = EXPECTED[fault.split(":")[0]]
+        lines = lines_of(found[fault])
+        assert found[fault]["codes"] == codes_of(fault, code), (fault, found[fault])
+        assert len(lines) == 1, (fault, lines)
+        assert (said if fault != "SIGINT:0" else "interrupted") in lines[0], fault
+        assert saved_step(tmp_path, fault) == step, fault

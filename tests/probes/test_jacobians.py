@@ -1,0 +1,261 @@
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from probes.conditioning.block_jacobians import block_functions, exact_spectra, lanczos_extremes
+from probes.conditioning.decomposition import take_apart
+from probes.conditioning.jacobians import (
+    LinearMap,
+    bidiagonalise,
+    exact_jacobian,
+    extremes,
+    jacobian_map,
+)
+from probes.conditioning.passes import BlockPass
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.features import pad_to_patch
+from ssl_bench.models import ViTConfig, build_vit
+
+TINY = ViTConfig(image_size=16, patch_size=8, dim=8, depth=1, num_heads=2)
+BARE = replace(TINY, skip_attention=False, skip_mlp=False)
+PROPOSED = replace(BARE, init="skipless")
+FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbation"]
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
+    """One block on random tokens; sharper attention than at initialisation, so that E counts."""
+    block = build_vit(config, seed=0).double().eval().requires_grad_(False).blocks[0]
+    block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
+    x = normal(tokens, config.dim, seed=1) if x is None else x
+    left = block(x[None])[0]
+    return BlockPass(block, x, left, take_apart(block, x, left, config.num_heads))
+
+
+def finite_differences(function, x, step=1e-5):
+    columns = []
+    for index in range(x.numel()):
+        shift = torch.zeros(x.numel(), dtype=torch.float64)
+        shift[index] = step
+        above, below = (function(x + s * shift.reshape(x.shape)) for s in (1, -1))
+        columns.append((above - below).flatten() / (2 * step))
+    return torch.stack(columns, 1)
+
+
+@pytest.mark.parametrize("facet", FACETS)
+@pytest.mark.parametrize("config", [TINY, PROPOSED])
+def test_jacobians_agree_with_finite_differences(config, facet):
+    # The proposed initialisation is sharp by itself: made sharper, its softmax does not move.
+    at = block_functions(block_pass(config, sharpness=6.0 if config is TINY else 0.6))[facet]
+    found = exact_jacobian(at.function, at.point)
+    assert found.abs().max() > 1e-4
+    expected = finite_differences(at.function, at.point)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("facet", FACETS)
+def test_products_are_those_of_the_exact_jacobian(facet):
+    at = block_functions(block_pass())[facet]
+    exact, linear = exact_jacobian(at.function, at.point), jacobian_map(at.function, at.point)
+    vector = normal(at.point.numel(), seed=2)
+    torch.testing.assert_close(linear.apply(vector), exact @ vector)
+    torch.testing.assert_close(linear.apply_transposed(vector), exact.T @ vector)
+
+
+def kronecker_terms(one):
+    """B and E entry by entry, vec by columns as in the paper, from the weights alone."""
+    block, x = one.block, one.block.norm1(one.entered)
+    tokens, dim = x.shape
+    heads, width = 2, dim // 2
+    query, key, value = (w.T for w in block.attn.qkv.weight.split(dim))
+    output = block.attn.proj.weight.T
+    dominant = torch.zeros(tokens * dim, tokens * dim, dtype=torch.float64)
+    perturbation = dominant.clone()
+    for head in range(heads):
+        some = slice(head * width, (head + 1) * width)
+        form = query[:, some] @ key[:, some].T / math.sqrt(width)
+        product = value[:, some] @ output[some]
+        attention = F.softmax(x @ form @ x.T, dim=1)
+        dominant += torch.kron(product.T.contiguous(), attention)
+        for i in range(tokens):
+            softmax = torch.diag(attention[i]) - torch.outer(attention[i], attention[i])
+            for m in range(tokens):
+                for p in range(dim):
+                    # Logits of row i: x_i form x_j; token m moves along p.
+                    logits = torch.zeros(tokens, dtype=torch.float64)
+                    logits[m] += x[i] @ form[:, p]
+                    if i == m:
+                        logits += x @ form[p]
+                    moved = softmax @ logits @ x @ product
+                    rows = torch.arange(dim) * tokens + i
+                    perturbation[rows, p * tokens + m] += moved
+    return dominant, perturbation
+
+
+def by_columns(matrix, tokens, dim):
+    """From vec row by row to vec column by column."""
+    order = torch.arange(tokens * dim).reshape(tokens, dim).T.flatten()
+    return matrix[order][:, order]
+
+
+def test_b_and_e_are_those_of_equation_10_and_add_up():
+    one = block_pass()
+    functions = block_functions(one)
+    tokens, dim = one.entered.shape
+    found = {
+        name: by_columns(
+            exact_jacobian(functions[name].function, functions[name].point), tokens, dim
+        )
+        for name in ("attention", "attention_skip", "dominant", "perturbation")
+    }
+    dominant, perturbation = kronecker_terms(one)
+
+    torch.testing.assert_close(found["dominant"], dominant, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found["perturbation"], perturbation, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found["attention"], dominant + perturbation)
+    identity = torch.eye(tokens * dim, dtype=torch.float64)
+    torch.testing.assert_close(found["attention_skip"], dominant + perturbation + identity)
+    share = torch.linalg.matrix_norm(perturbation, 2) / torch.linalg.matrix_norm(dominant, 2)
+    assert share > 0.05
+
+
+def dense(matrix):
+    return LinearMap(len(matrix), lambda v: matrix @ v, lambda u: matrix.T @ u)
+
+
+def with_spectrum(values, seed=0):
+    left, right = (torch.linalg.qr(normal(len(values), len(values), seed=s)).Q for s in (seed, 9))
+    return left @ torch.diag(torch.as_tensor(values, dtype=torch.float64)) @ right.T
+
+
+def test_bidiagonalisation_by_hand():
+    # A = [[3, 0], [0, 1]], v1 = (1, 1)/sqrt(2): A v1 = (3, 1)/sqrt(2), of length sqrt(5).
+    matrix = torch.tensor([[3.0, 0.0], [0.0, 1.0]]).double()
+    found = bidiagonalise(dense(matrix), torch.ones(2).double(), 1)
+    assert found.diagonal.tolist() == pytest.approx([math.sqrt(5)])
+    # A^T u1 = (9, 1)/sqrt(10) less sqrt(5) v1.
+    assert found.above.tolist() == pytest.approx([math.hypot(9 - 5, 1 - 5) / math.sqrt(10)])
+
+
+@pytest.mark.parametrize("config", [TINY, PROPOSED])
+def test_lanczos_and_the_exact_singular_values_agree(config):
+    one = block_pass(config)
+    exact = exact_spectra(one)
+    bounds = lanczos_extremes(one, steps=one.entered.numel(), seed=0)
+    assert bounds.keys() == exact.keys() == set(FACETS)
+    for facet, found in bounds.items():
+        assert found.largest == pytest.approx(exact[facet].norm, rel=1e-10)
+        if math.isfinite(exact[facet].condition_number):
+            assert found.condition_number_at_least == pytest.approx(
+                exact[facet].condition_number, rel=1e-4
+            )
+
+
+@pytest.mark.parametrize("steps", [3, 8, 20])
+def test_lanczos_never_overstates_and_its_bounds_hold(steps):
+    values = torch.linspace(1, 40, 60).double()
+    for seed in range(5):
+        matrix = with_spectrum(values, seed)
+        found = extremes(dense(matrix), steps=steps, seed=seed, witness=normal(60, seed=7))
+        assert found.steps == steps
+        assert found.condition_number_at_least <= 40 * (1 + 1e-12)
+        assert found.condition_number_at_most >= 40 * (1 - 1e-12)
+        assert (values - found.largest).abs().min() <= found.largest_residual * (1 + 1e-9)
+        assert (values - found.smallest).abs().min() <= found.smallest_residual * (1 + 1e-9)
+        assert found.largest_at_most >= 40
+        assert found.smallest_at_least <= 1
+
+
+def test_a_narrow_spectrum_is_bounded_from_both_sides():
+    matrix = with_spectrum(torch.linspace(1, 2, 200).double())
+    found = extremes(dense(matrix), steps=40, seed=0, witness=normal(200, seed=7))
+    assert 1.99 < found.condition_number_at_least <= 2
+    assert 2 <= found.condition_number_at_most < 2.3
+    few = extremes(dense(matrix), steps=2, seed=0, witness=normal(200, seed=7))
+    assert few.condition_number_at_most == math.inf
+
+
+def test_vectors_stay_orthogonal_over_a_wide_spectrum():
+    matrix = with_spectrum(10.0 ** -torch.linspace(0, 10, 80).double())
+    bidiagonal = bidiagonalise(dense(matrix), normal(80, seed=3), 80).matrix()
+    found = torch.linalg.svdvals(bidiagonal)
+    # Lost orthogonality brings copies of the large values and loses the small ones.
+    np.testing.assert_allclose(found, torch.linalg.svdvals(matrix), rtol=1e-4, atol=1e-13)
+
+
+def test_the_effective_rank_is_estimated_from_one_start():
+    values = torch.linspace(0, 1, 500).double() ** 4
+    shares = values / values.sum()
+    expected = float(torch.special.entr(shares).sum().exp())
+    linear = LinearMap(500, lambda v: values * v, lambda u: values * u)
+    estimates = [
+        extremes(linear, steps=40, seed=s, witness=torch.ones(500).double()).effective_rank
+        for s in range(8)
+    ]
+    assert np.mean(estimates) == pytest.approx(expected, rel=0.1)
+    assert np.std(estimates) < 0.15 * expected
+
+
+@pytest.mark.parametrize("kind", ["zero", "rank one", "identity"])
+def test_degenerate_maps_are_finite_or_infinite_and_never_nan(kind):
+    matrix = {
+        "zero": torch.zeros(6, 6).double(),
+        "rank one": torch.outer(normal(6), normal(6, seed=1)),
+        "identity": 3 * torch.eye(6).double(),
+    }[kind]
+    found = extremes(dense(matrix), steps=6, seed=0, witness=normal(6, seed=2))
+    both = (found.condition_number_at_least, found.condition_number_at_most)
+    assert both == (pytest.approx((1, 1)) if kind == "identity" else (math.inf, math.inf))
+    # Of a rank-one matrix one start gives an estimate only.
+    expected = {"zero": 0, "identity": pytest.approx(6)}
+    assert math.isfinite(found.effective_rank)
+    assert found.effective_rank == expected.get(kind, found.effective_rank)
+
+
+def test_a_norm_without_a_skip_makes_the_block_singular_and_a_skip_does_not():
+    bare, whole = block_pass(BARE), block_pass(TINY)
+    exact = exact_spectra(bare)["block"]
+    assert exact.condition_number == math.inf
+    # Each of the four tokens loses its mean; its length is lost to the norm's eps alone.
+    assert exact.rank == 4 * 7
+    assert 1 < exact.effective_rank < 28
+    assert math.isfinite(exact.details()["condition_number_of_rank"])
+    found = lanczos_extremes(bare, steps=3, seed=0)
+    assert found["block"].condition_number_at_least == math.inf
+    assert found["block"].smallest_residual == math.inf
+    assert math.isfinite(exact_spectra(whole)["block"].condition_number)
+    assert math.isfinite(
+        lanczos_extremes(whole, steps=3, seed=0)["block"].condition_number_at_least
+    )
+
+
+@pytest.mark.parametrize("config", [TINY, PROPOSED])
+def test_jacobians_of_padded_inputs_are_no_nan(config):
+    model = build_vit(config, seed=0).double().eval().requires_grad_(False)
+    image = normal(3, 10, 12)
+    x = model.embed(pad_to_patch(image[None], 8))[0]
+    one = block_pass(config, x=x)
+    for facet, spectrum in exact_spectra(one).items():
+        bounds = lanczos_extremes(one, steps=10, seed=0)[facet]
+        assert bounds.condition_number_at_least <= spectrum.condition_number * (1 + 1e-9)
+        assert not math.isnan(spectrum.condition_number)
+
+
+def test_equal_tokens_make_the_dominant_term_singular():
+    one = block_pass(x=normal(1, 8).expand(4, 8).contiguous())
+    spectrum = exact_spectra(one)["dominant"]
+    assert spectrum.condition_number == math.inf
+    # Uniform attention has rank one, the values and the output have rank 8.
+    assert spectrum.rank == 8
+
+
+def test_too_many_tokens_for_the_exact_jacobian_name_the_other_protocol():
+    with pytest.raises(ConfigurationError, match=r"got 1025 \* 8; .*jacobian_lanczos"):
+        exact_spectra(block_pass(tokens=1025))

@@ -1,0 +1,277 @@
+"""k-NN classification: the vote, and the probe that asks every block."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import transforms
+
+from probes.features.image import ImagePass
+from probes.knn import KNN
+from ssl_bench.data.central_square import central_square
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.evaluation import Probe, ProbeContext
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.metrics import LabelledFeatures, knn_ranks, nearest, vote_rank
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
+from ssl_bench.planning import plan_probes
+from ssl_bench.system.progress import show_progress
+from tests.support.coloured_classes import coloured_classes
+
+
+def unit(*degrees):
+    angles = torch.tensor(degrees).deg2rad()
+    return torch.stack([angles.cos(), angles.sin()], 1)
+
+
+def ranks(queries, targets, bank, labels, *, num_classes=4, neighbours=(1,), temperature=0.07):
+    return knn_ranks(
+        LabelledFeatures(queries, torch.tensor(targets)),
+        LabelledFeatures(bank, torch.tensor(labels)),
+        num_classes=num_classes,
+        neighbours=neighbours,
+        temperature=temperature,
+    ).tolist()
+
+
+def test_two_farther_votes_beat_a_nearer_one_unless_the_temperature_is_low():
+    # Cosines to the query: 1, .94 and .94; e^(-.06 / T) is .42 at .07 and .05 at .02.
+    bank, labels = unit(0.0, 20.0, -20.0), [1, 0, 0]
+    queries = unit(0.0) * 3
+
+    assert ranks(queries, [0], bank, labels, neighbours=(1, 3)) == [[4], [1]]
+    assert ranks(queries, [0], bank, labels, neighbours=(3,), temperature=0.2) == [[0]]
+    assert ranks(queries, [1], bank, labels, neighbours=(1, 3)) == [[0], [0]]
+    assert ranks(queries, [2], bank, labels, neighbours=(3,)) == [[4]]
+
+
+def test_the_first_of_equal_neighbours_and_the_lower_of_equal_classes_counts():
+    bank = unit(10.0, -10.0, 10.0, 10.0, 90.0)
+
+    assert ranks(unit(10.0), [3], bank, [0, 1, 3, 2, 1], neighbours=(1, 2, 3)) == [[4], [1], [2]]
+    values, index = nearest(torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0]]), 2)
+    assert (values.tolist(), index.tolist()) == ([[2.0, 2.0]], [[1, 3]])
+    votes = torch.ones(3, 2, dtype=torch.float64)
+    named = torch.tensor([[2, 1]]).expand(3, 2)
+    assert vote_rank(votes, named, torch.tensor([1, 2, 0]), 3).tolist() == [0, 1, 3]
+
+
+@pytest.mark.parametrize("rows_at_once", [2**26, 100])
+def test_the_vote_is_that_of_a_plain_restatement_in_float64(monkeypatch, rows_at_once):
+    monkeypatch.setattr("ssl_bench.metrics._SIMILARITIES", rows_at_once)
+    generator = torch.Generator().manual_seed(0)
+    bank, queries = (torch.randn(n, 8, generator=generator) for n in (50, 30))
+    labels, targets = (torch.randint(7, (n,), generator=generator) for n in (50, 30))
+
+    ours = ranks(
+        queries, targets.tolist(), bank, labels.tolist(), num_classes=7, neighbours=(5, 50)
+    )
+
+    for k, found in zip((5, 50), ours, strict=True):
+        for query, target, rank in zip(queries.double(), targets.tolist(), found, strict=True):
+            similarity = torch.cosine_similarity(query[None], bank.double())
+            order = similarity.argsort(descending=True)[:k].tolist()
+            votes = [0.0] * 7
+            for i in order:
+                votes[labels[i]] += math.exp(similarity[i].item() / 0.07)
+            expected = sorted(range(7), key=lambda c, votes=votes: -votes[c]).index(target)
+            assert rank == (expected if votes[target] else 7)
+
+
+def test_the_central_square_keeps_its_share_of_the_shorter_side():
+    image = np.zeros((8, 24, 3), np.uint8)
+    image[2:6, 10:14] = 200
+
+    assert (central_square(image, 4, share=0.5) == 200).all()
+    whole = central_square(image, 8, share=1.0).permute(1, 2, 0).numpy()
+    assert np.array_equal(whole, image[:, 8:16])
+
+
+@pytest.mark.parametrize("height", [375, 500, 64, 1201])
+@pytest.mark.parametrize(("size", "share"), [(224, 0.875), (96, 1.0), (30, 0.9)])
+def test_the_central_square_is_that_of_resizing_and_cropping_up_to_rounding(height, size, share):
+    image = np.random.default_rng(0).integers(0, 256, (height, 443, 3), dtype=np.uint8)
+    bicubic = transforms.InterpolationMode.BICUBIC
+    whole = transforms.Resize(round(size / share), bicubic)(Image.fromarray(image))
+    expected = np.array(transforms.CenterCrop(size)(whole)).astype(int)
+
+    found = central_square(image, size, share=share).permute(1, 2, 0).numpy()
+
+    assert np.abs(found - expected).max() <= 1
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return coloured_classes(tmp_path_factory.mktemp("colours"))
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
+    return encoder_from_model(build_vit(config, seed=0), name="tiny")
+
+
+@pytest.fixture
+def context(tmp_path, root, encoder):
+    return ProbeContext(
+        encoder=encoder,
+        dataset=ClassFolders(root),
+        layers=(2, 0),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        seed=0,
+        artifacts=tmp_path,
+        progress=show_progress,
+    )
+
+
+def scores(probe, context):
+    return {(s.layer, s.facet, s.metric): s for s in probe.run(context)}
+
+
+def test_every_asked_cell_is_scored_from_features_after_the_final_norm(context, monkeypatch):
+    probe = KNN(neighbours=(3, 10), facet=["patch_mean", "cls"], crop_share=1.0)
+    asked = []
+
+    def heard(queries, bank, **options):
+        asked.append((queries, bank))
+        return knn_ranks(queries, bank, **options)
+
+    monkeypatch.setattr("probes.knn.knn_ranks", heard)
+    found = scores(probe, context)
+
+    assert isinstance(probe, Probe)
+    assert sorted(found) == sorted(probe.cells([0, 2]))
+    train, val = context.dataset.train(), context.dataset.val()
+    places = [(layer, facet) for layer in (0, 2) for facet in ("cls", "patch_mean")]
+    for (layer, facet), (queries, bank) in zip(places, asked, strict=True):
+        for images, features in ((val, queries), (train, bank)):
+            expected = _by_hand(context.encoder, layer, facet, images)
+            torch.testing.assert_close(features.features, expected, atol=1e-5, rtol=1e-5)
+            assert features.labels.tolist() == [images[i].label for i in range(len(images))]
+        (places_of_truth,) = knn_ranks(
+            queries, bank, num_classes=6, neighbours=[3], temperature=0.07
+        )
+        for top in (1, 5):
+            score = found[layer, facet, f"top{top}_k3"]
+            right = 100 * (places_of_truth < top).double().mean()
+            assert score.value == pytest.approx(right.item())
+            assert score.ci95 is not None
+            assert score.ci95[0] <= score.value <= score.ci95[1]
+            assert score.num_images == 12
+            assert score.per_image is not None
+            assert score.per_image.tolist() == (places_of_truth < top).tolist()
+
+
+def _by_hand(encoder: Encoder, layer: int, facet: str, images: ImageSet) -> torch.Tensor:
+    """Feature of each image alone; the final norm is applied here."""
+    extractor = FeatureExtractor(encoder, layers=[layer], facets=["cls", "token"])
+    norm = encoder.module.get_submodule("norm")
+    vectors = []
+    for index in range(len(images)):
+        pixels = central_square(images[index].image, 16, share=1.0)
+        found = extractor(pixels[None].float() / 255)[layer]
+        cls, tokens = norm(found["cls"]), norm(found["token"])
+        vectors.append((cls if facet == "cls" else tokens.mean((1, 2))).detach())
+    return torch.cat(vectors)
+
+
+def test_an_image_that_is_in_the_bank_finds_itself(context, root):
+    dataset = ClassFolders(root, val_split="train")
+    object.__setattr__(dataset, "val", dataset.train)
+    itself = ProbeContext(**{**vars(context), "dataset": dataset})
+
+    found = scores(KNN(neighbours=[1]), itself)
+
+    assert {cell[0]: score.value for cell, score in found.items()} == {0: 100.0, 2: 100.0}
+
+
+def test_little_memory_takes_more_passes_and_gives_the_same(context, monkeypatch):
+    whole = scores(KNN(neighbours=[3]), context)
+    passes = []
+    run = ImagePass.run
+    monkeypatch.setattr(ImagePass, "run", lambda self, *rest: passes.append(1) or run(self, *rest))
+
+    parts = scores(KNN(neighbours=[3], memory_gib=1e-9), context)
+
+    assert len(passes) == 4
+    assert {c: s.value for c, s in parts.items()} == {c: s.value for c, s in whole.items()}
+
+
+def test_the_encoder_sees_every_image_once_for_all_blocks(context, encoder, monkeypatch):
+    seen = []
+    handle = encoder.module.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+
+    scores(KNN(neighbours=(3, 10), facet=["cls", "patch_mean"], batch_size=7), context)
+
+    handle.remove()
+    assert sum(seen) == 30 + 12
+
+
+def test_five_classes_are_needed_for_a_top_five(context, root, tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / split).mkdir()
+        for number in range(2):
+            (tmp_path / split / f"c{number}").symlink_to(root / split / f"class{number}")
+    two = ProbeContext(**{**vars(context), "dataset": ClassFolders(tmp_path)})
+
+    found = scores(KNN(neighbours=[3]), two)
+
+    score = found[0, "cls", "top5_k3"]
+    assert (math.isnan(score.value), score.ci95) == (True, None)
+    assert found[0, "cls", "top1_k3"].value >= 50
+
+
+def test_more_neighbours_than_images_are_refused(context):
+    with pytest.raises(ConfigurationError, match=r"at most the 30 images of class_folders train"):
+        scores(KNN(), context)
+    with pytest.raises(ConfigurationError, match=r"at most the 8 images"):
+        scores(KNN(neighbours=[9], train_images=8), context)
+
+
+def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(context):
+    config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
+    model = build_vit(config, seed=0)
+    for name, weight in (("weight", 0.0), ("bias", 1.0)):
+        torch.nn.init.constant_(model.get_parameter(f"norm.{name}"), weight)
+    constant = ProbeContext(**{**vars(context), "encoder": encoder_from_model(model, name="flat")})
+
+    found = scores(KNN(neighbours=[3]), constant)
+
+    assert all(score.details["constant_features"] for score in found.values())
+    # All are equally near: the first three, of the first class, vote.
+    assert found[0, "cls", "top1_k3"].value == pytest.approx(100 / 6)
+    torch.nn.init.constant_(model.get_parameter("norm.bias"), torch.nan)
+    with pytest.raises(CheckpointError, match="layer 0 of flat gives features that are not finite"):
+        scores(KNN(neighbours=[3]), constant)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"neighbours": []}, "probe.neighbours"),
+        ({"neighbours": [0]}, "probe.neighbours"),
+        ({"facet": "key"}, "probe.facet must be among cls, patch_mean"),
+        ({"temperature": 0.0}, "probe.temperature"),
+        ({"crop_share": 1.5}, "probe.crop_share"),
+        ({"protocol": "paper"}, "probe.protocol"),
+    ],
+)
+def test_options_without_meaning_are_refused(options, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        KNN(**options)
+
+
+def test_only_datasets_of_labelled_images_get_the_probe():
+    plan = plan_probes(["knn", "pca"], ["toy", "class_folders"], [])
+
+    assert {(p.probe.task, p.dataset.name) for p in plan} == {
+        ("pca", "toy"), ("pca", "class_folders"), ("knn", "class_folders"),
+    }  # fmt: skip
+    assert next(p.probe for p in plan if p.probe.task == "knn") == KNN(
+        neighbours=[10, 20, 100, 200]
+    )

@@ -1,0 +1,215 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from probes.features.cache import standardisation
+from probes.heads.linear import HeadBank, Standardisation
+from probes.heads.losses import HistogramLoss, UpsampledLoss
+from probes.heads.optimizers import SGD, AdamW, Schedule
+from probes.heads.scores import source_features
+from probes.heads.sgd import HeadTraining, joined
+from probes.heads.upsampled_logsumexp import PIECE_BYTES
+from tests.benchmarks.memory import LiveBytes
+
+SOURCES, BATCH, ROWS, COLS, DIM, CLASSES = 2, 3, 4, 3, 6, 5
+RATES = (1e-3, 1e-2, 1e-1)
+SIDE = 4
+# Large, so that a step without it would show.
+DECAY = 0.1
+
+
+def _batches(count):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        features = torch.randn(SOURCES, BATCH, ROWS, COLS, DIM, generator=generator) * 3 + 2
+        size = (BATCH, ROWS * SIDE, COLS * SIDE)
+        labels = torch.randint(0, CLASSES, size, generator=generator).to(torch.uint8)
+        labels[:, :2] = 255
+        yield features, labels
+
+
+def _standardisation():
+    generator = torch.Generator().manual_seed(1)
+    mean = torch.randn(SOURCES, DIM, generator=generator)
+    return Standardisation(mean, torch.rand(SOURCES, DIM, generator=generator) + 0.5)
+
+
+def _bank(standardisation, rates=RATES, optimizer=None):
+    chosen = optimizer or AdamW(weight_decay=DECAY)
+    return HeadBank(standardisation, classes=CLASSES, rates=rates, optimizer=chosen, seed=3)
+
+
+def _separate_run(source, rate, mode, batches, standardisation, start, **options):
+    """One head with autograd, an optimizer of torch and upsampled logits."""
+    weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
+    build = torch.optim.SGD if options else torch.optim.AdamW
+    optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)
+    for step, (features, labels) in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = rate / (step + 1)
+        x = (features[source] - standardisation.mean[source]) * standardisation.scale[source]
+        logits = F.interpolate((x @ weight.T + bias).movedim(-1, 1), labels.shape[1:], mode=mode)
+        optimizer.zero_grad()
+        F.cross_entropy(logits, labels.long(), ignore_index=255).backward()
+        optimizer.step()
+    return weight.detach(), bias.detach()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2**10, 2**20])
+@pytest.mark.parametrize(
+    ("loss", "mode"), [(HistogramLoss(SIDE), "nearest"), (UpsampledLoss(SIDE), "bilinear")]
+)
+def test_steps_of_the_bank_equal_separate_adamw_runs(monkeypatch, loss, mode, piece_bytes):
+    monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
+    standardisation = _standardisation()
+    bank = _bank(standardisation)
+    start = (bank.weight[0, 0].clone(), bank.bias[0, 0].clone())
+    for step, (features, labels) in enumerate(_batches(3)):
+        bank.step(features, loss, loss.targets(labels, CLASSES), rate_factor=1 / (step + 1))
+    for source in range(SOURCES):
+        for index, rate in enumerate(RATES):
+            weight, bias = _separate_run(source, rate, mode, _batches(3), standardisation, start)
+            torch.testing.assert_close(bank.weight[source, index], weight, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(bank.bias[source, index], bias, rtol=1e-6, atol=1e-6)
+
+
+def test_momentum_steps_of_the_bank_equal_separate_runs():
+    standardisation, loss = _standardisation(), HistogramLoss(SIDE)
+    bank = _bank(standardisation, optimizer=SGD(weight_decay=DECAY))
+    start = (bank.weight[0, 0].clone(), bank.bias[0, 0].clone())
+    for step, (features, labels) in enumerate(_batches(3)):
+        bank.step(features, loss, loss.targets(labels, CLASSES), rate_factor=1 / (step + 1))
+
+    weight, bias = _separate_run(
+        1, RATES[2], "nearest", _batches(3), standardisation, start, momentum=0.9
+    )
+    torch.testing.assert_close(bank.weight[1, 2], weight, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(bank.bias[1, 2], bias, rtol=1e-6, atol=1e-6)
+
+
+def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
+    sources, rates, classes, grid, patch = 6, 16, 21, 6, 16
+    zeros = torch.zeros(sources, DIM)
+    bank = HeadBank(
+        Standardisation(zeros, zeros + 1),
+        classes=classes,
+        rates=[1e-3] * rates,
+        optimizer=AdamW(),
+        seed=0,
+    )
+    features = torch.randn(sources, 1, grid, grid, DIM)
+    labels = torch.randint(0, classes, (1, grid * patch, grid * patch)).to(torch.uint8)
+    loss = UpsampledLoss(patch)
+    targets = loss.targets(labels, classes)
+    with LiveBytes() as held:
+        bank.step(features, loss, targets, rate_factor=1.0)
+    upsampled = sources * rates * classes * labels.numel() * 4
+    assert upsampled > 2**25
+    assert held.peak < upsampled / 6
+
+
+def test_folded_heads_give_the_same_logits_on_features_that_were_not_standardised():
+    standardisation = _standardisation()
+    bank = _bank(standardisation)
+    features, _ = next(_batches(1))
+    bank.bias.normal_()
+    weight, bias = bank.folded()
+    for source in range(SOURCES):
+        x = features[source].double()
+        mean, scale = standardisation.mean[source].double(), standardisation.scale[source].double()
+        expected = ((x - mean) * scale) @ bank.weight[source].double().mT.unsqueeze(1).unsqueeze(1)
+        actual = x @ weight[source].double().mT.unsqueeze(1).unsqueeze(1)
+        offset = (bias[source] - bank.bias[source]).double()[:, None, None, None]
+        torch.testing.assert_close(actual + offset, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [HistogramLoss(SIDE), UpsampledLoss(SIDE)])
+def test_a_batch_without_any_label_leaves_a_finite_loss_of_zero_and_no_gradient(loss):
+    bank = _bank(_standardisation())
+    features, labels = next(_batches(1))
+    targets = loss.targets(torch.full_like(labels, 255), CLASSES)
+    losses, (weight, bias) = bank.loss_and_gradients(features, loss, targets)
+    assert torch.equal(losses, torch.zeros(SOURCES, len(RATES)))
+    assert not weight.any()
+    assert not bias.any()
+
+
+def test_joined_layers_keep_the_order_of_their_channels_in_training_and_in_scoring():
+    blocks = torch.randn(4, BATCH, ROWS, COLS, DIM)
+    joint = joined(blocks, 2)
+    assert torch.equal(joint[1], torch.cat([blocks[2], blocks[3]], -1))
+    by_layer: dict[int, torch.Tensor] = dict(zip([5, 7, 1, 3], blocks, strict=True))
+    assert torch.equal(joint[1], source_features(by_layer, (1, 3)))
+
+
+def test_every_entry_is_seen_once_an_epoch_in_an_order_that_the_seed_draws():
+    def batches(seed):
+        training = HeadTraining(
+            rates=RATES,
+            epochs=2,
+            batch_size=4,
+            loss=HistogramLoss(SIDE),
+            optimizer=AdamW(),
+            schedule=Schedule(),
+            standardise=True,
+            classes=CLASSES,
+            seed=seed,
+            device=torch.device("cpu"),
+        )
+        return training._batches(torch.arange(20, 30))
+
+    sizes, entries = [len(b) for b in batches(0)], torch.cat(batches(0)).view(2, 10)
+    assert sizes == [4, 4, 2] * 2
+    assert entries.sort(1).values.tolist() == [list(range(20, 30))] * 2
+    assert not torch.equal(entries[0], entries[1])
+    assert torch.equal(torch.cat(batches(0)), torch.cat(batches(0)))
+    assert not torch.equal(torch.cat(batches(0)), torch.cat(batches(1)))
+
+
+def test_heads_do_not_depend_on_the_rates_trained_beside_them():
+    loss = HistogramLoss(SIDE)
+    together, alone = _bank(_standardisation()), _bank(_standardisation(), RATES[1:2])
+    for features, labels in _batches(4):
+        targets = loss.targets(labels, CLASSES)
+        for bank in (together, alone):
+            bank.step(features, loss, targets, rate_factor=1.0)
+    torch.testing.assert_close(together.weight[:, 1:2], alone.weight, rtol=1e-6, atol=1e-7)
+
+
+def test_statistics_are_those_of_all_patches_of_the_chosen_entries():
+    blocks = torch.randn(2, 5, 3, 4, 6, generator=torch.Generator().manual_seed(0)) * 3 + 7
+    blocks[:, :, :, :, 2] = 11.0
+    blocks[:, 4] = 1000.0
+    found = standardisation(blocks.half(), torch.arange(4), batch_size=3)
+    chosen = blocks.half().double()[:, :4].flatten(1, 3)
+    torch.testing.assert_close(found.mean.double(), chosen.mean(1), rtol=1e-6, atol=1e-6)
+    expected = 1 / chosen.std(1, correction=0)
+    expected[:, 2] = 0
+    torch.testing.assert_close(found.scale.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_the_rate_rises_linearly_and_falls_as_its_shape_says():
+    factors = [Schedule().factor(step, 200) for step in range(200)]
+    assert factors[:10] == pytest.approx([(step + 1) / 11 for step in range(10)])
+    assert factors[10] == 1
+    assert factors[105] == pytest.approx(0.5)
+    assert 0 < factors[-1] < 1e-3
+    assert Schedule().factor(0, 1) > 0
+    assert Schedule("linear", 0.0).factor(50, 200) == pytest.approx(0.75)
+    assert Schedule("constant", 0.0).factor(199, 200) == 1
+
+
+@pytest.mark.parametrize(
+    ("epochs", "milestone", "per_epoch"), [(25, 20, 7), (5, 4, 1), (10, 8, 13)]
+)
+def test_a_rate_that_drops_is_that_of_multi_step_lr_stepped_every_epoch(
+    epochs, milestone, per_epoch
+):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [milestone], gamma=0.1)
+    schedule = Schedule("drop", warmup=0.0)
+    for epoch in range(epochs):
+        for step in range(epoch * per_epoch, (epoch + 1) * per_epoch):
+            optimizer.step()
+            found = schedule.factor(step, epochs * per_epoch)
+            assert found == pytest.approx(optimizer.param_groups[0]["lr"])
+        scheduler.step()

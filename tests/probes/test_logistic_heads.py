@@ -1,0 +1,176 @@
+"""Logistic regressions side by side are those of scikit-learn one by one."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+
+from probes.features.training import FeaturesInMemory
+from probes.heads.lbfgs import minimise
+from probes.heads.logistic import LogisticTraining
+from probes.heads.losses import HistogramLoss
+
+C_VALUES = (1e-4, 1e-2, 1.0)
+NUM_IMAGES, SIDE, CLASSES = 12, 4, 10
+
+
+def _digits():
+    """Two layers of 64 channels: digits as patches, and the same with the channels mixed."""
+    images, labels = load_digits(return_X_y=True)
+    count = NUM_IMAGES * SIDE**2
+    mixing = np.random.default_rng(0).standard_normal((64, 64)) / 8
+    layers = np.stack([images[:count], images[:count] @ mixing]).astype(np.float16)
+    masks = labels[:count].astype(np.uint8).reshape(NUM_IMAGES, SIDE, SIDE)
+    masks[:, 0, 0] = 255
+    blocks = torch.from_numpy(layers).view(2, NUM_IMAGES, SIDE, SIDE, 64)
+    return FeaturesInMemory((0, 1), blocks, torch.from_numpy(masks))
+
+
+def _training(**changes):
+    values = {"rates": C_VALUES, "max_iterations": 1000, "standardise": True, "batch_size": 7}
+    return LogisticTraining(
+        **{"classes": CLASSES, **values, **changes},
+        loss=HistogramLoss(1),
+        seed=0,
+        device=torch.device("cpu"),
+    )
+
+
+def _train(training, entries, sources=((0,), (1,)), features=None):
+    progress = lambda items, description, total=None: items  # noqa: ARG005, E731
+    return training.train(features or _digits(), sources, entries, progress)
+
+
+def _scikit_learn(layer, c, entries):
+    """Probabilities of all patches, from a head on the standardised ones of the entries."""
+    features = _digits()
+    blocks, masks = features.blocks[layer].double().numpy(), features.labels.numpy()
+    x, y = blocks[entries].reshape(-1, 64), masks[entries].reshape(-1)
+    # As in the suite, a channel without variation says nothing.
+    deviation = x.std(0)
+    scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)
+    model = LogisticRegression(C=c, tol=1e-7, max_iter=1000)
+    model.fit(((x - x.mean(0)) * scale)[y < 255], y[y < 255])
+    return model.predict_proba((blocks.reshape(-1, 64) - x.mean(0)) * scale)
+
+
+def test_all_heads_equal_the_regressions_of_scikit_learn():
+    entries = torch.arange(2, NUM_IMAGES)
+    heads = _train(_training(), entries)
+    # None reached the limit: they went on until float32 has no more digits.
+    assert heads.unfinished == heads.stalled
+    for layer in (0, 1):
+        x = _digits().blocks[layer].double().flatten(0, 2)
+        for index, c in enumerate(C_VALUES):
+            weight, bias = heads.weight[layer, index].double(), heads.bias[layer, index].double()
+            shares = (x @ weight.T + bias).softmax(1).numpy()
+            expected = _scikit_learn(layer, c, entries.numpy())
+            assert np.abs(shares - expected).max() < 5e-3
+            assert (shares.argmax(1) == expected.argmax(1)).mean() > 0.97
+
+
+@pytest.mark.parametrize("c", [1e-4, 1e-2, 1.0])
+def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(c):
+    features, entries = _digits(), torch.arange(NUM_IMAGES)
+    kept = torch.isin(features.labels, torch.tensor([1, 7], dtype=torch.uint8))
+    labels = torch.where(kept, (features.labels == 7).byte(), 255).byte()
+    x, y = features.blocks[0].double().reshape(-1, 64).numpy(), labels.reshape(-1).numpy()
+    deviation = x.std(0)
+    scale = np.where(deviation > 0, 1 / np.maximum(deviation, 1e-12), 0)
+    model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
+    model.fit(((x - x.mean(0)) * scale)[y < 255], y[y < 255])
+    expected = model.decision_function((x - x.mean(0)) * scale)
+
+    training = _training(rates=(c,), classes=2, gradient_tolerance=1e-5)
+    heads = _train(training, entries, ((0,),), replace(features, labels=labels))
+
+    weight, bias = heads.weight[0, 0].double(), heads.bias[0, 0].double()
+    found = torch.from_numpy(x) @ (weight[1] - weight[0]) + bias[1] - bias[0]
+    assert np.abs(found.numpy() - expected).max() < 5e-3 * np.abs(expected).max()
+
+
+def test_a_head_depends_neither_on_those_beside_it_nor_on_the_size_of_the_batches():
+    entries = torch.arange(NUM_IMAGES)
+    together = _train(_training(), entries)
+    alone = _train(_training(rates=C_VALUES[1:2], batch_size=NUM_IMAGES), entries, ((1,),))
+    x = _digits().blocks[1].float().flatten(0, 2)
+    one = (x @ together.weight[1, 1].T + together.bias[1, 1]).softmax(1)
+    other = (x @ alone.weight[0, 0].T + alone.bias[0, 0]).softmax(1)
+    assert (one - other).abs().max() < 5e-3
+
+
+def test_heads_that_reach_the_limit_of_iterations_are_counted():
+    heads = _train(_training(max_iterations=2), torch.arange(NUM_IMAGES))
+    assert heads.unfinished == 2 * len(C_VALUES)
+    assert heads.stalled == 0
+
+
+def test_a_problem_that_gains_nothing_without_a_small_gradient_has_stalled_not_converged():
+    """The first is at its end; the second has a floor that its gradient does not know."""
+
+    def objective(values):
+        steep = 1000 + 1e-9 * values[1]
+        loss = torch.stack([values[0].square().sum(), steep.sum()])
+        return loss, torch.stack([2 * values[0], torch.full_like(values[1], 1e-9)])
+
+    start = torch.tensor([[3.0], [3.0]], dtype=torch.float64)
+    found = minimise(objective, start, max_iterations=50, gradient_tolerance=1e-10)
+    assert found.converged.tolist() == [True, False]
+    assert found.stalled.tolist() == [False, True]
+    assert found.iterations < 50
+
+
+def test_convex_problems_of_very_different_scale_all_reach_their_minima():
+    scales = torch.tensor([1e-3, 1.0, 1e4], dtype=torch.float64)
+    centres = torch.tensor([[3.0, -1.0], [0.0, 5.0], [1.0, 1.0]], dtype=torch.float64)
+    curvature = torch.tensor([1.0, 30.0], dtype=torch.float64)
+
+    def objective(values):
+        away = values - centres
+        loss = scales * (curvature * away**2).sum(1) / 2
+        return loss, scales[:, None] * curvature * away
+
+    found = minimise(
+        objective,
+        torch.zeros_like(centres),
+        max_iterations=60,
+        gradient_tolerance=1e-6,
+        loss_tolerance=0.0,
+    )
+    assert found.converged.all()
+    torch.testing.assert_close(found.values, centres, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("start", [0.0, 2.0])
+def test_a_problem_at_its_minimum_stays_there_while_others_move(start):
+    def objective(values):
+        away = values - torch.tensor([[start], [7.0]], dtype=torch.float64)
+        return away.square().sum(1), 2 * away
+
+    values = torch.full((2, 1), start, dtype=torch.float64)
+    found = minimise(objective, values, max_iterations=50)
+    assert found.values[0].item() == start
+    assert found.values[1].item() == pytest.approx(7, abs=1e-4)
+
+
+def test_a_problem_that_cannot_get_lower_costs_the_others_no_further_evaluations():
+    curvature = torch.tensor([1.0, 7.0, 50.0, 300.0], dtype=torch.float64)
+    evaluations = 0
+
+    def objective(values):
+        nonlocal evaluations
+        evaluations += 1
+        flat = torch.zeros_like(values[0]), torch.ones_like(values[0])
+        away = values[1] - 1
+        loss = torch.stack([flat[0].sum(), (curvature * away**2).sum() / 2])
+        return loss, torch.stack([flat[1], curvature * away])
+
+    found = minimise(objective, torch.zeros(2, 4, dtype=torch.float64), max_iterations=100)
+    torch.testing.assert_close(
+        found.values[1], torch.ones(4, dtype=torch.float64), atol=1e-4, rtol=0
+    )
+    assert found.iterations > 5
+    assert evaluations < 20 + 3 * found.iterations

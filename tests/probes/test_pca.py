@@ -1,0 +1,228 @@
+"""PCA maps: every protocol draws every block, and a map looks the same wherever it is drawn."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from probes.pca.alignment import FILE, MapReference, load_reference, reference_folder
+from probes.pca.probe import PCA, resize
+from probes.pictures import Picture, svg_sheet
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation import Evaluation
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from ssl_bench.results.store import ResultStore
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for name, size in (("a", (60, 40)), ("b", (40, 60)), ("c", (50, 50))):
+        small = generator.integers(0, 255, (5, 5, 3), dtype=np.uint8)
+        Image.fromarray(small).resize(size).save(folder / f"{name}.png")
+    return ImageFolder(folder)
+
+
+def vit(seed=0, **changes):
+    config = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2, **changes)
+    return build_vit(config, seed=seed)
+
+
+def encoder(name="tiny", model=None):
+    return encoder_from_model(model or vit(), name=name)
+
+
+def probe(photographs, store, said=None, *, encoder=encoder(), layers=(0, 1, 2), **options):  # noqa: B008
+    evaluation = Evaluation(
+        encoder=encoder,
+        dataset=photographs,
+        probe=PCA(num_images=2, image_size=48, **options),
+        layers=layers,
+        seed=0,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    say = (lambda _: None) if said is None else said.append
+    return evaluation.run(store, say=say, overwrite=True)
+
+
+def tile(path):
+    return np.asarray(Image.open(path)).astype(int)
+
+
+@pytest.mark.parametrize("protocol", ["image", "batch", "dataset"])
+def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, protocol):
+    store = ResultStore(tmp_path / "out")
+
+    records = probe(photographs, store, protocol=protocol, grid="both")
+
+    assert [record.layer for record in records] == [0, 1, 2]
+    assert all(0 < record.value <= 100 for record in records)
+    assert {record.num_images for record in records} == {3 if protocol == "dataset" else 2}
+    assert all((record.ci95 is None) == (protocol != "image") for record in records)
+    assert all(len(r.details["explained_by_component"]) == 3 for r in records)
+    assert all(sum(r.details["explained_by_component"]) == pytest.approx(r.value) for r in records)
+    (folder,) = (store.root / "pictures" / "pca" / "folder").glob(f"tiny-*/{protocol}")
+    drawn = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    images = {f"block{layer:02d}/{name}.png" for layer in range(3) for name in ("a.png", "b.png")}
+    assert drawn == images | {"blocks-0-2.png", "blocks-0-2.svg", FILE}
+
+
+def test_the_dataset_is_fitted_as_if_it_were_one_batch(photographs, tmp_path):
+    whole = probe(photographs, ResultStore(tmp_path / "one"), protocol="dataset")
+    everything = PCA(protocol="batch", num_images=3, image_size=48)
+    evaluation = Evaluation(
+        encoder(), photographs, everything, (0, 1, 2), 0, torch.device("cpu"), torch.float32
+    )
+
+    batch = evaluation.run(ResultStore(tmp_path / "other"), say=lambda _: None)
+
+    assert [r.value for r in whole] == pytest.approx([r.value for r in batch])
+
+
+def test_a_block_looks_the_same_alone_and_beside_later_runs(photographs, tmp_path):
+    store = ResultStore(tmp_path / "out")
+    probe(photographs, store, protocol="batch")
+    (folder,) = (store.root / "pictures" / "pca" / "folder").glob("tiny-*/batch")
+    kept = load_reference(folder)
+
+    probe(photographs, store, protocol="batch", layers=(1,))
+
+    # Drawn again with the colours of the panel; its stretch is now of this block alone.
+    again = load_reference(folder)
+    assert (again.layer, again.source) == (2, "tiny")
+    assert all(torch.equal(again.maps[image], kept.maps[image]) for image in kept.maps)
+
+
+def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
+    store, said = ResultStore(tmp_path / "out"), []
+    probe(photographs, store, protocol="batch")
+    other = encoder("other", vit(seed=1))
+    probe(photographs, store, protocol="batch", encoder=other)
+    pictures = store.root / "pictures" / "pca" / "folder"
+    (here,), (there,) = pictures.glob("tiny-*/batch"), pictures.glob("other-*/batch")
+    wanted = load_reference(here)
+
+    def distance():
+        maps = load_reference(there).maps
+        return sum(float((maps[image] - m).square().sum()) for image, m in wanted.maps.items())
+
+    alone = distance()
+    before = tile(there / "blocks-0-2.png")
+    probe(photographs, store, said, protocol="batch", encoder=other, align_to="tiny")
+
+    assert distance() < 0.7 * alone
+    assert (tile(there / "blocks-0-2.png") != before).any()
+    assert any("colours aligned with tiny" in line for line in said)
+
+
+def test_a_constant_block_is_said_and_does_not_become_the_reference(photographs, tmp_path):
+    model = vit(skip_mlp=False)
+    with torch.no_grad():
+        # The last block answers with its bias alone and forgets what came before it.
+        model.get_parameter("blocks.2.mlp.fc2.weight").zero_()
+        model.get_parameter("blocks.2.mlp.fc2.bias").fill_(1)
+    store, said, silent = ResultStore(tmp_path / "out"), [], encoder("silent", model)
+
+    records = probe(photographs, store, said, encoder=silent)
+
+    assert (records[2].value, records[2].details["num_constant"]) == (0.0, 2)
+    assert "pca: block 2: 2 of 2 maps are constant" in said
+    (folder,) = (store.root / "pictures" / "pca" / "folder").glob("silent-*/image")
+    assert all(m.abs().sum() > 0 for m in load_reference(folder).maps.values())
+
+
+def test_the_foreground_alone_is_fitted_and_shown(photographs, tmp_path):
+    store = ResultStore(tmp_path / "out")
+
+    records = probe(photographs, store, background="first_component", layers=(2,))
+
+    share = records[0].details["foreground_percent"]
+    assert 0 < share < 100
+    assert records[0].settings["background"] == "first_component"
+    assert probe(photographs, store, layers=(2,))[0].settings["background"] == "keep"
+    (path,) = (store.root / "pictures").rglob("image-foreground/block02/a.png.png")
+    black = (tile(path)[30:140, -100:] == 0).all(-1).mean()
+    assert 0 < black < 1
+
+
+def test_an_unknown_reference_names_the_known_ones(photographs, tmp_path):
+    store = ResultStore(tmp_path / "out")
+    probe(photographs, store)
+
+    with pytest.raises(ConfigurationError, match="there are: tiny-"):
+        probe(photographs, store, align_to="tinny")
+    with pytest.raises(ConfigurationError, match="there are: none"):
+        probe(photographs, store, align_to="tiny", protocol="batch")
+
+
+def test_a_reference_without_the_images_or_damaged_says_what_to_do(tmp_path):
+    reference = MapReference("skip", 2, {"a": torch.ones(2, 3, 3).double()})
+    reference.save(tmp_path)
+
+    assert load_reference(tmp_path).of(["a"])[0].shape == (2, 3, 3)
+    assert reference_folder(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
+    with pytest.raises(DataError, match=r"lack the images b, c; probe that checkpoint"):
+        load_reference(tmp_path).of(["b", "c"])
+    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:50])
+    with pytest.raises(DataError, match=r"cannot read .*reference\.npz"):
+        load_reference(tmp_path)
+
+
+def test_an_svg_holds_real_text_and_every_picture_at_its_place(tmp_path):
+    small = np.full((3, 4, 3), 200, np.uint8)
+    large = np.full((300, 200, 3), 10, np.uint8)
+    rows = [[Picture(large, ("a<b",)), Picture(small, ("block 1",))], [Picture(small, ("c",))]]
+
+    svg_sheet(rows, tmp_path / "grid.svg", "the heading")
+
+    root = ElementTree.parse(tmp_path / "grid.svg").getroot()
+    name = "{http://www.w3.org/2000/svg}"
+    assert [text.text for text in root.iter(f"{name}text")] == [
+        "the heading",
+        "a<b",
+        "block 1",
+        "c",
+    ]
+    images = [dict(image.attrib) for image in root.iter(f"{name}image")]
+    sizes = [(i["width"], i["height"]) for i in images]
+    assert sizes == [("96", "144"), ("192", "144"), ("192", "144")]
+    assert int(images[1]["x"]) >= int(images[0]["x"]) + 96
+    assert int(images[2]["y"]) >= int(images[0]["y"]) + 144
+    kinds = [re.findall(r"^data:image/(\w+);base64,", i["href"]) for i in images]
+    assert kinds == [["jpeg"], ["png"], ["png"]]
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    assert all(float(i["x"]) + float(i["width"]) <= width for i in images)
+    assert all(float(i["y"]) + float(i["height"]) <= height for i in images)
+
+
+def test_the_longer_side_is_as_asked_and_the_patch_divides_both():
+    image = np.zeros((100, 150, 3), np.uint8)
+    image[..., 0] = 255
+
+    resized = resize(image, 96, 8)
+
+    assert resized.shape == (3, 64, 96)
+    assert resized[0].min() == 1
+    assert resized[1:].max() == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"protocol": "video"},
+        {"num_images": 0},
+        {"grid": "pdf"},
+        {"background": "black"},
+        {"background": "first_component", "protocol": "dataset"},
+    ],
+)
+def test_a_wrong_hyperparameter_is_named(wrong):
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        PCA(**wrong)

@@ -1,0 +1,249 @@
+"""Principal components: against an SVD, and colours that survive what is arbitrary in them."""
+
+import numpy as np
+import pytest
+import sklearn.decomposition
+import torch
+from torch.nn.functional import interpolate
+
+from probes.pca.components import (
+    Moments,
+    aligned,
+    as_colours,
+    fit_projection,
+    foreground,
+    oriented,
+    two_means,
+)
+
+ROWS, COLS = 5, 7
+
+
+def anisotropic(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * torch.tensor([5.0, 3.0, 2.0, 1.0, 0.5])
+
+
+def maps_of(features: torch.Tensor) -> torch.Tensor:
+    """One map of unit variance, as `PCA` makes it before the alignment."""
+    projected = fit_projection(features.flatten(0, 1)).apply(features)
+    return oriented([projected], [everywhere(projected)])[0]
+
+
+def everywhere(some_map):
+    return torch.ones(some_map.shape[:2], dtype=torch.bool)
+
+
+def colours_of(some_map):
+    return as_colours({0: [some_map]}, {0: [everywhere(some_map)]})[0][0]
+
+
+def rotation(dim, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(dim, dim, generator=generator).double())[0]
+
+
+def test_components_and_variances_equal_those_of_an_svd_in_float64():
+    tokens = anisotropic(200, 5) + 3
+    centred = tokens.double().numpy() - tokens.double().numpy().mean(0)
+    _, singular, right = np.linalg.svd(centred, full_matrices=False)
+
+    projection = fit_projection(tokens)
+
+    cosines = (projection.components.numpy() * right[:3]).sum(1)
+    np.testing.assert_allclose(np.abs(cosines), 1.0, atol=1e-9)
+    shares = 100 * singular**2 / (singular**2).sum()
+    np.testing.assert_allclose(projection.explained.numpy(), shares[:3], atol=1e-9)
+    np.testing.assert_allclose(projection.deviations.numpy(), singular[:3] / np.sqrt(200))
+    reference = sklearn.decomposition.PCA(3).fit(tokens.double().numpy())
+    np.testing.assert_allclose(
+        projection.explained.numpy(), 100 * reference.explained_variance_ratio_
+    )
+
+
+def test_sums_in_pieces_give_the_components_of_the_whole():
+    tokens = anisotropic(90, 5) + 1000
+
+    sums = Moments()
+    for piece in tokens.split(31):
+        sums.add(piece)
+    pieces, whole = sums.projection(), fit_projection(tokens)
+
+    np.testing.assert_allclose(pieces.components, whole.components, atol=1e-9)
+    np.testing.assert_allclose(pieces.explained, whole.explained, rtol=1e-9, atol=0)
+    np.testing.assert_allclose(pieces.mean, tokens.double().mean(0), atol=1e-9)
+
+
+def test_projections_have_unit_variance_and_no_mean():
+    features = anisotropic(ROWS, COLS, 5) + 2
+
+    projected = fit_projection(features.flatten(0, 1)).apply(features).flatten(0, 1)
+
+    np.testing.assert_allclose(
+        projected.T @ projected / len(projected), torch.eye(3).double(), atol=1e-9
+    )
+    np.testing.assert_allclose(projected.mean(0), torch.zeros(3).double(), atol=1e-9)
+
+
+def test_the_spread_is_the_variance_in_percent_of_the_mean_square():
+    tokens = torch.tensor([[3.0, 1.0], [3.0, -1.0]])
+
+    assert fit_projection(tokens).spread == pytest.approx(100 * 1 / (9 + 1))
+
+
+def test_features_of_one_dimension_have_one_channel_and_no_noise_in_the_others():
+    line = torch.randn(ROWS, COLS, 1, generator=torch.Generator().manual_seed(0))
+    features = line * torch.tensor([1.0, 2.0, -1.0, 0.5])
+
+    projection = fit_projection(features.flatten(0, 1))
+
+    assert projection.explained.tolist() == pytest.approx([100, 0, 0])
+    assert (projection.apply(features)[..., 1:] == 0).all()
+    assert (colours_of(projection.apply(features))[..., 1:] == 128).all()
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_fewer_channels_than_colours_leave_channels_grey(dim):
+    features = torch.randn(ROWS, COLS, dim, generator=torch.Generator().manual_seed(0))
+
+    projection = fit_projection(features.flatten(0, 1))
+
+    assert projection.components.shape == (3, dim)
+    assert float(projection.explained.sum()) == pytest.approx(100)
+    assert (projection.apply(features)[..., dim:] == 0).all()
+
+
+def test_constant_features_explain_nothing_and_are_grey():
+    features = torch.full((2, 3, 5), 0.7)
+    features[0, 0] += 1e-8
+    projection = fit_projection(features.flatten(0, 1))
+
+    assert projection.is_constant
+    assert (projection.explained.sum(), projection.spread) == (0, 0)
+    assert (colours_of(projection.apply(features)) == 128).all()
+
+
+def test_a_sign_is_that_of_the_longer_tail_whatever_the_basis_of_the_features():
+    features = anisotropic(ROWS, COLS, 5).pow(2)
+    one = maps_of(features)
+
+    np.testing.assert_allclose(maps_of(-features), one, atol=1e-9)
+    np.testing.assert_allclose(maps_of(features.double() @ rotation(5)), one, rtol=1e-4, atol=1e-4)
+    assert (one.pow(3).sum((0, 1)) > 0).all()
+
+
+ARBITRARY = {
+    "signs": torch.diag(torch.tensor([-1.0, 1.0, -1.0])).double(),
+    "order": torch.eye(3).double()[[2, 0, 1]],
+    "mixture": rotation(3, seed=4),
+}
+
+
+@pytest.mark.parametrize("name", ARBITRARY)
+def test_signs_order_and_mixtures_of_components_change_no_colour(name):
+    reference = maps_of(anisotropic(ROWS, COLS, 5))
+    block = maps_of(anisotropic(ROWS, COLS, 5) + 0.5 * anisotropic(ROWS, COLS, 5, seed=1))
+
+    first = aligned([block], [reference])[0]
+    again = aligned([block @ ARBITRARY[name]], [reference])[0]
+
+    np.testing.assert_allclose(again, first, atol=1e-9)
+    assert (colours_of(again) == colours_of(first)).all()
+    assert not torch.allclose(block @ ARBITRARY[name], block)
+
+
+def test_rotated_and_scaled_features_have_the_same_colours():
+    features = anisotropic(ROWS, COLS, 5)
+    reference = maps_of(features)
+
+    turned = aligned([maps_of(7 * features.double() @ rotation(5))], [reference])[0]
+
+    np.testing.assert_allclose(turned, reference, rtol=1e-4, atol=1e-4)
+
+
+def test_an_alignment_is_a_turn_and_the_one_nearest_to_the_reference():
+    reference = maps_of(anisotropic(ROWS, COLS, 5))
+    block = maps_of(anisotropic(ROWS, COLS, 5) + anisotropic(ROWS, COLS, 5, seed=1))
+
+    turned = aligned([block], [reference])[0]
+
+    np.testing.assert_allclose(turned.norm(dim=-1), block.norm(dim=-1), atol=1e-9)
+    best = (turned - reference).square().sum()
+    for seed in range(200):
+        other = turned @ rotation(3, seed)
+        assert (other - reference).square().sum() >= best - 1e-9
+
+
+def test_maps_of_several_images_are_turned_together():
+    references = [maps_of(anisotropic(ROWS, COLS, 5, seed=s)) for s in range(2)]
+    mixture = ARBITRARY["mixture"]
+
+    turned = aligned([r @ mixture for r in references], references)
+    alone = aligned([references[0] @ mixture, references[1]], references)
+
+    np.testing.assert_allclose(turned[0], references[0], atol=1e-9)
+    np.testing.assert_allclose(turned[1], references[1], atol=1e-9)
+    assert not torch.allclose(alone[0], references[0])
+
+
+def test_a_reference_of_another_resolution_is_resized():
+    coarse = maps_of(anisotropic(ROWS, COLS, 5))
+    fine = interpolate(coarse.permute(2, 0, 1)[None], size=(7, 12), mode="bilinear")[0]
+    mixed = fine.permute(1, 2, 0) @ ARBITRARY["order"]
+
+    turned = aligned([mixed], [coarse])[0]
+
+    np.testing.assert_allclose(turned, fine.permute(1, 2, 0), atol=1e-9)
+
+
+def test_colours_stretch_each_channel_over_all_blocks_from_the_first_to_the_99th_percentile():
+    values = torch.arange(101, dtype=torch.float64)[:, None, None].expand(101, 1, 3)
+    maps = {0: [values[:50]], 1: [values[50:]]}
+    masks = {0: [everywhere(values[:50])], 1: [everywhere(values[50:])]}
+
+    colours = as_colours(maps, masks)
+
+    low, high = colours[0][0][..., 0].flatten(), colours[1][0][..., 0].flatten()
+    assert low[:3].tolist() == [0, 0, round(255 / 98)]
+    assert high[-2:].tolist() == [255, 255]
+    assert high[0] == round(255 * 49 / 98)
+
+
+def test_one_extreme_patch_takes_no_contrast_from_the_others():
+    values = torch.linspace(0, 1, 400, dtype=torch.float64).reshape(20, 20, 1).expand(20, 20, 3)
+    spoiled = values.clone()
+    spoiled[0, 0] = 1e6
+
+    difference = colours_of(spoiled).astype(int) - colours_of(values)
+
+    assert np.abs(difference).max(initial=0, where=np.arange(400).reshape(20, 20, 1) > 0) <= 2
+
+
+def test_two_groups_on_a_line_are_parted_between_them():
+    assert two_means(torch.tensor([0.0, 0.1, 0.2, 5.0, 5.4]).double()) == pytest.approx(2.6)
+    values = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
+    ordered = values.sort().values.numpy()
+    costs = [
+        ((ordered[:k] - ordered[:k].mean()) ** 2).sum()
+        + ((ordered[k:] - ordered[k:].mean()) ** 2).sum()
+        for k in range(1, 40)
+    ]
+    k = int(np.argmin(costs)) + 1
+    assert two_means(values) == pytest.approx((ordered[k - 1] + ordered[k]) / 2)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_of_two_clusters_the_one_away_from_the_border_is_the_foreground(sign):
+    features = 0.01 * torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(0))
+    features[2:4, 3:6] += sign * torch.tensor([4.0, 0.0, 1.0, 0.0])
+
+    (mask,) = foreground([features])
+
+    expected = torch.zeros(6, 8, dtype=torch.bool)
+    expected[2:4, 3:6] = True
+    assert (mask == expected).all()
+
+
+def test_constant_features_have_no_background():
+    (mask,) = foreground([torch.full((3, 4, 5), 2.0)])
+    assert mask.all()

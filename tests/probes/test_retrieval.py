@@ -1,0 +1,134 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+
+from probes.features.neighbours import NeighbourSearch
+from probes.retrieval import Retrieval, _label_shares
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation import Probe
+from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICK: dict[str, Any] = {"neighbours": 5, "image_size": 32, "batch_size": 4, "num_workers": 1}
+
+
+def _probe(**changes) -> Retrieval:
+    return Retrieval(**{**QUICK, **changes})
+
+
+def test_colours_are_retrieved_almost_without_error(tmp_path):
+    probe, context = _probe(), probe_context(tmp_path)
+    scores = list(probe.run(context))
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
+    assert isinstance(probe, Probe)
+    assert {s.metric: s.value for s in scores if s.layer == 3}["miou"] > 80
+    for score in scores:
+        # Where all images are perfect, they do not tell how others might be.
+        assert (score.ci95 is None) == (score.value == 100)
+        low, high = score.ci95 or (100, 100)
+        assert low <= score.value <= high
+        json.dumps(score.details, allow_nan=False)
+
+
+def test_every_image_passes_the_encoder_once_for_all_layers(tmp_path):
+    encoder = tiny_encoder()
+    counter = Counter(encoder)
+    list(_probe(crops="resized", views=2).run(probe_context(tmp_path, encoder)))
+    assert counter.images == 2 * 18 + 7
+    assert set(counter.passes.values()) == {1}
+
+
+def test_layers_whose_memories_do_not_fit_together_give_the_same_scores(tmp_path):
+    together = list(_probe().run(probe_context(tmp_path)))
+    apart = list(_probe(memory_gib=1e-5, cache=str(tmp_path)).run(probe_context(tmp_path)))
+    assert [s.value for s in apart] == pytest.approx([s.value for s in together], abs=0.05)
+
+
+def test_labelled_patches_are_remembered_as_the_seed_draws_them():
+    labels = torch.full((3, 16, 24), 255, dtype=torch.uint8)
+    labels[1:, 9, :17] = 0
+    labelled = {1 * 6 + 3, 1 * 6 + 4, 1 * 6 + 5, 2 * 6 + 3, 2 * 6 + 4, 2 * 6 + 5}
+    assert set(_probe()._chosen(labels, 8, seed=0).tolist()) == labelled
+    few = _probe(memory_patches=3, neighbours=1)
+    draws = [tuple(few._chosen(labels, 8, seed=seed).tolist()) for seed in (0, 0, 1, 2, 3)]
+    assert draws[0] == draws[1]
+    assert len(set(draws)) > 1
+    assert all(set(draw) < labelled and len(draw) == 3 for draw in draws)
+
+
+def test_a_vote_is_the_softmax_of_the_similarities_over_the_label_histograms():
+    memory = torch.eye(3)[:, :2]
+    labels = torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
+    features = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
+    probe = _probe(neighbours=2, temperature=0.5)
+    votes = probe._votes(features, NeighbourSearch.of(memory), labels)
+    near, far = np.exp(0.8 / 0.5), np.exp(0.6 / 0.5)
+    first = (far * 1.0 + near * 0.25) / (near + far)
+    assert votes.flatten().tolist() == pytest.approx([first, 1 - first])
+
+
+def test_the_nearest_neighbours_are_those_of_an_exact_search():
+    generator = torch.Generator().manual_seed(0)
+    memory, queries = (torch.randn(n, 16, generator=generator) for n in (3000, 64))
+    similarity, index = NeighbourSearch.of(memory).nearest(queries, 30)
+    unit = [torch.nn.functional.normalize(x.double(), dim=1) for x in (memory, queries)]
+    exact = (unit[1] @ unit[0].T).topk(30)
+    recall = (index[:, :, None] == exact.indices[:, None]).any(2).double().mean()
+    assert recall >= 0.999
+    torch.testing.assert_close(similarity.double(), exact.values, rtol=0, atol=1e-5)
+
+
+def test_pixels_without_a_label_are_neither_remembered_nor_counted(tmp_path):
+    dataset = ColourDataset(masks=dict.fromkeys(range(10), 255))
+    score = next(iter(_probe().run(probe_context(tmp_path, dataset=dataset))))
+    assert score.details["memory_patches"] <= 8 * 16
+    assert score.value > 60
+
+
+@pytest.mark.parametrize(
+    ("changes", "dataset", "error", "message"),
+    [
+        ({"neighbours": 500}, ColourDataset(), ConfigurationError, "at most the 288 patches"),
+        ({}, ColourDataset(masks=dict.fromkeys(range(18), 255)), DataError, "no training patch"),
+        ({"image_size": 36}, ColourDataset(), ConfigurationError, "32 and 40"),
+    ],
+)
+def test_what_cannot_be_retrieved_is_named(tmp_path, changes, dataset, error, message):
+    with pytest.raises(error, match=message):
+        list(_probe(**changes).run(probe_context(tmp_path, dataset=dataset)))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"norm": "l2"}, {"crops": "scaled"}, {"neighbours": 0}, {"temperature": 0.0}]
+)
+def test_a_wrong_hyperparameter_is_named(wrong):
+    with pytest.raises(ConfigurationError, match=f"probe.{next(iter(wrong))}"):
+        _probe(**wrong)
+
+
+@pytest.mark.parametrize("protocol", ["ssl_bench", "hbird"])
+def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(tmp_path, protocol):
+    for group in ("probe", "dataset"):
+        (tmp_path / group).symlink_to(CONFIGS / group)
+    (tmp_path / "root.yaml").write_text("defaults: [probe: retrieval, dataset: toy, _self_]")
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        config = compose("root", [f"probe/retrieval_protocol={protocol}", "probe.image_size=64"])
+    probe = instantiate(config.probe, _convert_="all")
+    assert (probe.protocol, probe.image_size) == (protocol, 64)
+    assert bool(probe.guesses) == (protocol != "ssl_bench")
+    assert json.loads(json.dumps(probe.settings())) == probe.settings()
+
+
+def test_remembered_labels_are_the_shares_of_the_labelled_pixels_of_their_patch():
+    labels = torch.full((20, 4, 4), 255, dtype=torch.uint8)
+    labels[0, 0, :3] = torch.tensor([0, 0, 2])
+    labels[17, 2:, 2:] = 1
+    labels[17, 3, 3] = 0
+    shares = _label_shares(labels, 2, 3, torch.tensor([0, 1, 17 * 4 + 3]))
+    assert shares.tolist() == [[1, 0, 0], [0, 0, 1], [0.25, 0.75, 0]]

@@ -1,0 +1,385 @@
+import json
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from PIL import Image
+
+from probes.features.split import TrainingSplit
+from probes.heads.scored_images import SquashedScoring
+from probes.segmentation.probe import Segmentation
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.evaluation import Probe
+from ssl_bench.intervals import few_images_warning
+from tests.support.colours import (
+    ColourDataset,
+    Colours,
+    Counter,
+    probe_context,
+    quick_probe,
+    score_values,
+    tiny_encoder,
+)
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PHOTOS = {
+    "voc2012": ["dataset=voc2012"],
+    "ade20k": ["dataset=ade20k"],
+    "coco_stuff": [
+        "dataset=coco_stuff",
+        "dataset.train_split=train2017:0-75%",
+        "dataset.val_split=train2017:75-100%",
+    ],
+}
+
+
+@pytest.mark.parametrize("loss", ["default", "fast", "full"])
+def test_colours_are_segmented_almost_without_error(tmp_path, loss):
+    scores = score_values(quick_probe(loss=loss, epochs=20).run(probe_context(tmp_path)))
+    assert scores[3, "miou_holdout"] > 80
+    assert scores[3, "pixel_accuracy"] > 85
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_every_image_passes_the_encoder_once_for_all_layers_rates_and_epochs(tmp_path, views):
+    encoder = tiny_encoder()
+    counter = Counter(encoder)
+    list(quick_probe(views=views).run(probe_context(tmp_path, encoder)))
+    assert counter.images == views * 18 + 7
+    assert set(counter.passes.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "facet"),
+    [
+        ({}, "token"),
+        ({"norm": "final"}, "token_normed"),
+        ({"norm": "none"}, "token"),
+        ({"layers_mode": "multi"}, "multi"),
+        ({"layers_mode": "last4"}, "last4"),
+        ({"holdout": 0.0}, "token"),
+    ],
+)
+def test_the_scores_are_those_that_were_announced(tmp_path, changes, facet):
+    probe, context = quick_probe(**changes, epochs=1), probe_context(tmp_path)
+    scores = list(probe.run(context))
+    cells = [(score.layer, score.facet, score.metric) for score in scores]
+    assert cells == probe.cells(context.layers)
+    assert {score.facet for score in scores} == {facet}
+    assert isinstance(probe, Probe)
+    for score in scores:
+        # Where all images are perfect, they do not tell how others might be.
+        assert (score.ci95 is None) == (score.value == 100)
+        low, high = score.ci95 or (100, 100)
+        assert low <= score.value <= high
+        assert score.num_images == 7
+        json.dumps(score.details, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("mode", "last", "joined"),
+    [
+        ("multi", 11, (2, 5, 8, 11)),
+        ("multi", 8, (1, 3, 5, 8)),
+        ("last4", 11, (8, 9, 10, 11)),
+        ("last4", 1, (0, 1)),
+    ],
+)
+def test_joined_layers_reach_up_to_the_last_asked_one(mode, last, joined):
+    assert quick_probe(layers_mode=mode).sources((0, last)) == [joined]
+
+
+def test_a_head_on_joined_layers_sees_the_channels_of_all_of_them(tmp_path):
+    probe, context = quick_probe(layers_mode="multi"), probe_context(tmp_path)
+    run = probe.prepared(context)
+    (heads,) = run.train(run.features())
+    assert heads.sources == ((0, 1, 2, 3),)
+    assert heads.weight.shape == (1, 3, 4, 4 * 24)
+    quarters = heads.weight.unflatten(-1, (4, 24)).abs().sum((0, 1, 2, 4))
+    assert (quarters > 0).all()
+
+
+def test_what_is_held_out_trains_nothing(tmp_path):
+    split = TrainingSplit.draw(Colours("train", 18), at_most=None, holdout=0.3, seed=0)
+    wrong = ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
+    one, other = (
+        list(quick_probe(holdout=0.3).run(probe_context(tmp_path, dataset=dataset)))
+        for dataset in (ColourDataset(), wrong)
+    )
+    for before, after in zip(one, other, strict=True):
+        assert before.details["miou_by_rate"] == after.details["miou_by_rate"]
+        assert after.details["miou_by_rate_held_out"] != before.details["miou_by_rate_held_out"]
+
+
+def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
+    scores = list(quick_probe(layers_mode="single").run(probe_context(tmp_path, layers=(3,))))
+    holdout, oracle, accuracy = scores
+    held_out, scored = (holdout.details[f"miou_by_rate{end}"] for end in ("_held_out", ""))
+    rates = holdout.details["learning_rates"]
+    assert holdout.details["learning_rate"] == rates[int(np.argmax(held_out))]
+    assert oracle.details["learning_rate"] == rates[int(np.argmax(scored))]
+    assert accuracy.details["learning_rate"] == holdout.details["learning_rate"]
+    assert holdout.value == scored[int(np.argmax(held_out))]
+    assert oracle.value == max(scored)
+
+
+def test_a_rate_at_the_edge_of_the_grid_is_warned_of(tmp_path):
+    context = probe_context(tmp_path, layers=(3,))
+    edge = next(iter(quick_probe(learning_rates=[1e-6, 1e-2]).run(context)))
+    alone = next(iter(quick_probe(learning_rates=[1e-2]).run(context)))
+    inner = next(iter(quick_probe(learning_rates=[1e-7, 1e-2, 1e3]).run(context)))
+    assert "0.01 is at the edge" in edge.details["warnings"][0]
+    assert alone.details["warnings"] == inner.details["warnings"] == few_images_warning(7)
+
+
+def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp_path):
+    probe, context = quick_probe(), probe_context(tmp_path)
+    run = probe.prepared(context)
+    features = run.features()
+    heads = run.train(features)
+    scores = run.score(heads, run.count_held_out(heads, features), {})[0][-1].scores()
+    confusion = np.zeros((4, 4), np.int64)
+    for sample in (context.dataset.val()[index] for index in range(7)):
+        assert sample.mask is not None
+        image = SquashedScoring(32).prepare(sample).windows
+        tokens = run.training_pass.extractor(image)[3]["token"][0]
+        rate = scores[-1].details["learning_rates"].index(scores[-1].details["learning_rate"])
+        logits = tokens @ heads[0].weight[2, rate].T + heads[0].bias[2, rate]
+        size = sample.mask.shape
+        upsampled = F.interpolate(logits.movedim(-1, 0)[None], size, mode="bilinear")
+        guesses = upsampled.argmax(1)[0].numpy()
+        counted = sample.mask != 255
+        np.add.at(confusion, (sample.mask[counted], guesses[counted]), 1)
+    right = np.diag(confusion)
+    union = confusion.sum(0) + confusion.sum(1) - right
+    assert scores[-1].value == pytest.approx(100 * right.sum() / confusion.sum())
+    iou = [100 * r / u if u else None for r, u in zip(right, union, strict=True)]
+    assert list(scores[-1].details["iou_by_class"].values()) == pytest.approx(iou)
+
+
+def test_two_runs_with_the_same_seed_agree_and_with_another_do_not(tmp_path):
+    one, same, other = (
+        score_values(quick_probe().run(probe_context(tmp_path, seed=seed))) for seed in (0, 0, 1)
+    )
+    assert one == same != other
+
+
+def test_layers_do_not_depend_on_the_layers_asked_for_beside_them(tmp_path):
+    together = score_values(quick_probe().run(probe_context(tmp_path)))
+    alone = score_values(quick_probe().run(probe_context(tmp_path, layers=(1,))))
+    for cell, value in alone.items():
+        assert together[cell] == pytest.approx(value, abs=1e-4)
+
+
+def test_the_norm_is_applied_before_the_heads(tmp_path):
+    found = {
+        norm: next(iter(quick_probe(norm=norm).run(probe_context(tmp_path)))).details[
+            "miou_by_rate"
+        ]
+        for norm in ("none", "final", "standardize")
+    }
+    assert found["none"] != found["standardize"]
+    assert found["none"] != found["final"]
+
+
+def test_logistic_heads_are_chosen_by_the_held_out_images_and_fitted_to_all(tmp_path):
+    changes = {"optimizer": "lbfgs", "c_values": [1e-5, 1e-1], "loss": "mode", "scoring": "patch"}
+    probe = quick_probe(**changes, refit=True, holdout=0.3, learning_rates=[])
+    run = probe.prepared(probe_context(tmp_path))
+    features, progress = run.features(), run.training_pass.progress
+    fitted = run.training.train(features, run.sources, torch.arange(18), progress)
+    expected = run.score([fitted], None, {})[0][-1].val.miou()
+    score = list(probe.run(probe_context(tmp_path)))[-3]
+    assert score.metric == "miou_holdout"
+    assert score.details["c_values"] == [1e-5, 1e-1]
+    assert score.details["miou_by_rate"] == pytest.approx(expected)
+    held_out = score.details["miou_by_rate_held_out"]
+    assert score.details["c_value"] == [1e-5, 1e-1][int(np.argmax(held_out))]
+    assert score.details["num_train_images"] == 18
+    # None reached the limit of iterations.
+    assert score.details["unconverged_heads"] == score.details["stalled_heads"]
+    assert score.value > 80
+    assert "learning_rates" not in probe.settings()
+
+
+def test_images_without_any_label_are_counted_and_the_scores_stay_finite(tmp_path):
+    dataset = ColourDataset(masks=dict.fromkeys(range(6), 255), val_masks={0: 255})
+    scores = list(quick_probe(batch_size=1).run(probe_context(tmp_path, dataset=dataset)))
+    assert all(np.isfinite(score.value) for score in scores)
+    assert scores[0].details["all_ignored_train_images"] == 6
+    assert scores[0].num_images == 7
+
+
+def test_features_that_are_the_same_everywhere_are_flagged_and_the_scores_stay_finite(tmp_path):
+    encoder = tiny_encoder()
+    with torch.no_grad():
+        for name, parameter in encoder.module.named_parameters():
+            if not name.startswith("blocks.3"):
+                parameter.zero_()
+    scores = list(quick_probe(epochs=1).run(probe_context(tmp_path, encoder)))
+    assert all(np.isfinite(score.value) for score in scores)
+    for score in scores:
+        assert score.details["constant_channels_percent"] == 100
+        assert score.details["constant_features"] is True
+        assert any("degenerate" in warning for warning in score.details["warnings"])
+    sound = next(iter(quick_probe(epochs=1).run(probe_context(tmp_path))))
+    assert sound.details["constant_channels_percent"] == 0
+    assert not any("degenerate" in warning for warning in sound.details["warnings"])
+
+
+def test_features_that_are_not_finite_stop_the_run_and_name_the_image(tmp_path):
+    encoder = tiny_encoder()
+    with torch.no_grad():
+        encoder.module.get_parameter("blocks.1.mlp.fc2.bias").fill_(float("nan"))
+    with pytest.raises(CheckpointError, match=r"layer 1 .*train/0"):
+        list(quick_probe().run(probe_context(tmp_path, encoder)))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        (ColourDataset(masks=dict.fromkeys(range(18), 1)), "hold .*green.*two classes"),
+        (ColourDataset(masks=dict.fromkeys(range(18), 255)), "hold no class"),
+        (ColourDataset(num_train=1), "gives 1 training images, expected at least 2"),
+        (ColourDataset(val_masks=dict.fromkeys(range(7), 255)), "val has no labelled pixel"),
+    ],
+)
+def test_data_that_cannot_be_scored_is_named(tmp_path, dataset, message):
+    with pytest.raises(DataError, match=message):
+        list(quick_probe(epochs=1).run(probe_context(tmp_path, dataset=dataset)))
+
+
+def test_a_size_that_the_patch_does_not_divide_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"multiple of the patch size 8.* 32 and 40"):
+        list(quick_probe(image_size=36).run(probe_context(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("loss", "fine"),
+        ("norm", "batch"),
+        ("layers_mode", "all"),
+        ("learning_rates", []),
+        ("learning_rates", [0.1, -0.1]),
+        ("epochs", 0),
+        ("views", 3),
+        ("holdout", 1.0),
+        ("crops", "some"),
+        ("optimizer", "adam"),
+        ("schedule", "poly"),
+        ("scoring", "whole"),
+        ("refit", True),
+        ("max_iterations", 0),
+    ],
+)
+def test_a_wrong_hyperparameter_is_named(field, value):
+    with pytest.raises(ConfigurationError, match=f"probe.{field}"):
+        quick_probe(**{field: value})
+
+
+def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
+    dataset = ColourDataset(val_masks={1: 3})
+    list(
+        quick_probe(panels=2, epochs=20).run(
+            probe_context(tmp_path, dataset=dataset, layers=(0, 3))
+        )
+    )
+    names = sorted(path.name for path in (tmp_path / "pictures").glob("*.png"))
+    assert names == ["ssl_bench-token-val_0.png", "ssl_bench-token-val_1.png"]
+    with Image.open(tmp_path / "pictures" / names[0]) as picture:
+        pixels = np.asarray(picture.convert("RGB")).astype(int)
+    # 24 x 32 pixels are shown 144 high and 192 wide, four beside each other and the legend.
+    truth, layers = pixels[30:160, 204:388], [pixels[30:160, x : x + 184] for x in (400, 596)]
+    assert pixels.shape[1] > 4 * 196
+    assert abs(truth - pixels[30:160, 8:192]).mean() > 20
+    assert abs(truth - layers[1]).mean() < 10
+
+
+def test_panels_have_the_size_of_the_photograph_whatever_size_was_scored(tmp_path):
+    list(quick_probe(panels=1, epochs=1, score_size=10).run(probe_context(tmp_path, layers=(3,))))
+    with Image.open(next((tmp_path / "pictures").glob("*.png"))) as picture:
+        assert picture.width >= 3 * 192
+
+
+@pytest.mark.parametrize("changes", [{"crops": "resized"}, {"scoring": "slide"}])
+def test_held_out_images_need_whole_squashed_images(changes):
+    with pytest.raises(ConfigurationError, match=r"probe.holdout must be 0 unless"):
+        quick_probe(**changes)
+
+
+def _composed(folder, *overrides) -> Segmentation:
+    for group in ("probe", "dataset"):
+        (folder / group).symlink_to(CONFIGS / group)
+    (folder / "root.yaml").write_text("defaults: [probe: segmentation, dataset: toy, _self_]")
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        config = compose("root", list(overrides))
+    return instantiate(config.probe, _convert_="all")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "values"),
+    [
+        ("ssl_bench", {"loss": "default", "holdout": 0.1}),
+        ("fast", {"loss": "fast", "holdout": 0.1}),
+        ("paper", {"loss": "full", "holdout": 0.0, "train_images": 3000}),
+        ("dinov2", {"loss": "full", "crops": "scaled", "scoring": "slide"}),
+        ("neco", {"loss": "100", "optimizer": "sgd", "score_size": 100, "norm": "final"}),
+        ("capi", {"loss": "mode", "optimizer": "lbfgs", "score_size": 224, "refit": True}),
+    ],
+)
+def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(tmp_path, protocol, values):
+    probe = _composed(tmp_path, f"probe/segmentation_protocol={protocol}", "probe.epochs=2")
+    assert probe.protocol == protocol
+    assert probe.epochs == 2
+    assert {name: getattr(probe, name) for name in values} == values
+    assert bool(probe.guesses) == (protocol not in ("ssl_bench", "fast"))
+    assert json.loads(json.dumps(probe.settings())) == probe.settings()
+
+
+@pytest.mark.parametrize("mode", ["single", "multi", "last4"])
+@pytest.mark.parametrize("protocol", ["ssl_bench", "fast", "paper", "dinov2", "neco", "capi"])
+def test_every_protocol_runs_with_joined_layers_and_records_name_the_guesses(
+    tmp_path, protocol, mode
+):
+    small = ["probe.epochs=1", "probe.image_size=32", "probe.panels=0", "probe.max_iterations=3"]
+    choice = [f"probe/segmentation_protocol={protocol}", f"probe.layers_mode={mode}"]
+    probe = _composed(tmp_path, *choice, *small, f"probe.cache={tmp_path}")
+    context = probe_context(tmp_path)
+    scores = list(probe.run(context))
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
+    layers = {"single": [0], "multi": [0, 1, 2, 3], "last4": [0, 1, 2, 3]}[mode]
+    assert scores[0].details["layers"] == layers
+    assert all(np.isfinite(score.value) for score in scores)
+    assert scores[0].details["guesses"] == probe.guesses
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("dataset", "classes"), [("voc2012", 21), ("ade20k", 150), ("coco_stuff", 171)]
+)
+def test_real_photographs_are_scored_on_all_their_images(tmp_path, photos, dataset, classes):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        root = photos / "COCO" if dataset == "coco_stuff" else photos
+        overrides = ["probe=segmentation", f"data.root={root}", *PHOTOS[dataset]]
+        config = compose("probing", overrides)
+    images = instantiate(config.dataset, _convert_="all")
+    context = replace(probe_context(tmp_path, layers=(3,)), dataset=images)
+    scores = list(quick_probe(loss="fast", epochs=3, image_size=64).run(context))
+    assert scores[0].num_images == len(images.val())
+    assert len(scores[0].details["iou_by_class"]) == classes
+    assert 0 < scores[0].value < 60
+
+
+def test_the_ids_of_the_training_images_lie_beside_the_pictures_with_their_digest(tmp_path):
+    scores = list(quick_probe(train_images=5, epochs=1).run(probe_context(tmp_path, seed=2)))
+    (path,) = (tmp_path / "pictures").glob("*-seed2-train.txt")
+    ids = path.read_text().split()
+    assert len(set(ids)) == 5
+    assert sha256(path.read_bytes()).hexdigest() == scores[0].details["train_ids_sha256"]

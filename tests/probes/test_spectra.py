@@ -1,0 +1,116 @@
+"""Condition numbers, effective ranks and CKA: counted by hand and against their definitions."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+import torch
+
+from probes.conditioning.cka import linear_cka, linear_cka_ci95
+from probes.conditioning.spectra import mean_cosine, median_with_ci95
+from tests.support.matrices import condition, normal, rank, rotation
+
+
+def test_condition_number_and_effective_rank_counted_by_hand():
+    # A^T A = [[25, 20], [20, 25]]: singular values sqrt(45) and sqrt(5).
+    assert condition(torch.tensor([[3.0, 0.0], [4.0, 5.0]])) == pytest.approx(3)
+    shear = torch.tensor([[3.0, 0.0], [4.0, 5.0]])
+    # Shares 3/4 and 1/4.
+    assert rank(shear) == pytest.approx(4 / 3**0.75)
+    assert rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(2**1.5)
+    assert (condition(torch.eye(4)), rank(torch.eye(4))) == (1, pytest.approx(4))
+
+
+def test_rectangular_matrices_count_their_shorter_side():
+    tall = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    assert (condition(tall), condition(tall.T)) == (2, 2)
+
+
+@pytest.mark.parametrize("rows", [3, 200])
+def test_a_singular_matrix_is_infinite_with_its_effective_rank(rows):
+    one = torch.outer(torch.arange(1.0, rows + 1), torch.tensor([1.0, -2.0, 0.5]))
+    assert (condition(one), rank(one)) == (math.inf, pytest.approx(1))
+    zero = torch.zeros(rows, 3)
+    assert (condition(zero), rank(zero)) == (math.inf, 0)
+    two = one.clone()
+    two[0] = torch.tensor([0.0, 1.0, 7.0])
+    assert condition(two) == math.inf
+    assert 1 < rank(two) < 2
+
+
+def test_a_condition_number_that_float32_could_not_hold_is_a_number():
+    assert condition(torch.diag(torch.tensor([1.0, 1e-12]).double())) == pytest.approx(1e12)
+
+
+def test_mean_cosine_counted_by_hand():
+    tokens = torch.tensor([[2.0, 0.0], [0.0, 5.0], [3.0, 3.0]])
+    assert mean_cosine(tokens) == pytest.approx(2 * 0.5**0.5 / 3)
+    assert mean_cosine(torch.full((4, 3), 2.0)) == pytest.approx(1)
+    assert mean_cosine(torch.tensor([[1.0, 0.0], [0.0, 0.0]])) == 0
+    assert math.isnan(mean_cosine(torch.ones(1, 3)))
+
+
+def test_the_median_is_over_images_and_heads_and_infinity_is_the_largest_number():
+    numbers = np.array([[1.0, 2.0], [3.0, np.inf], [4.0, 5.0]])
+    assert median_with_ci95(numbers) == (3.5, (1.5, math.inf))
+    assert median_with_ci95(np.full((2, 1), np.inf)) == (math.inf, (math.inf, math.inf))
+    assert median_with_ci95(np.array([[7.0]])) == (7, None)
+    assert math.isnan(median_with_ci95(np.array([[1.0], [np.nan]]))[0])
+
+
+def test_the_ends_of_a_median_are_those_of_the_test_of_signs():
+    # P(at most one of eight images lies below the median) = 9 / 256 > 0.025 > 1 / 256.
+    (_, eight), (_, nine) = (median_with_ci95(np.arange(float(n))[:, None]) for n in (8, 9))
+    assert (eight, nine) == ((0, 7), (1, 7))
+
+
+def test_the_interval_of_a_median_narrows_with_more_images():
+    numbers = np.abs(normal(400, 1).numpy())
+    (_, few), (_, many) = (median_with_ci95(numbers[:n]) for n in (10, 400))
+    assert few is not None
+    assert many is not None
+    assert many[1] - many[0] < 0.5 * (few[1] - few[0])
+
+
+def gram_cka(x, y):
+    """The definition: centred Gram matrices of all examples, in numpy."""
+    one, other = (a.reshape(-1, a.shape[-1]).double().numpy() for a in (x, y))
+    centring = np.eye(len(one)) - 1 / len(one)
+    k, m = (centring @ a @ a.T @ centring for a in (one, other))
+    return np.trace(k @ m) / np.sqrt(np.trace(k @ k) * np.trace(m @ m))
+
+
+def test_cka_is_that_of_centred_gram_matrices():
+    x, y = normal(3, 5, 4) + 7, normal(3, 5, 6, seed=1) - 2
+    y[..., :2] += 3 * x[..., :2]
+    assert linear_cka(x, y) == pytest.approx(gram_cka(x, y), rel=1e-12)
+    assert 0.1 < linear_cka(x, y) < 0.99
+
+
+def test_cka_ignores_rotation_scale_and_shift_but_no_other_map():
+    x, y = normal(2, 9, 4), normal(2, 9, 4, seed=1)
+    value = linear_cka(x, y)
+    assert linear_cka(5 * x @ rotation(4) + 1, y) == pytest.approx(value, rel=1e-12)
+    assert linear_cka(x, -0.1 * y @ rotation(4, seed=2)) == pytest.approx(value, rel=1e-12)
+    assert linear_cka(x, x) == pytest.approx(1)
+    stretched = x @ torch.diag(torch.tensor([9.0, 1.0, 1.0, 1.0]).double())
+    assert linear_cka(stretched, y) != pytest.approx(value, rel=1e-2)
+
+
+def test_cka_of_constant_tokens_is_undefined():
+    constant = torch.full((2, 5, 3), 0.1)
+    assert math.isnan(linear_cka(constant, normal(2, 5, 3)))
+    assert linear_cka_ci95(constant, normal(2, 5, 3)) is None
+
+
+def test_the_interval_of_cka_is_the_jackknife_of_its_logit():
+    x, y = normal(4, 6, 3) + normal(4, 1, 3, seed=5), normal(4, 6, 2, seed=1)
+    y[..., 0] += 2 * x[..., 0]
+    logit, images = scipy.special.logit, np.arange(4)
+    without = [logit(gram_cka(x[images != i], y[images != i])) for i in images]
+    pseudo = 4 * logit(gram_cka(x, y)) - 3 * np.array(without)
+    ends = scipy.stats.t.interval(0.95, 3, pseudo.mean(), pseudo.std(ddof=1) / 2)
+    assert linear_cka_ci95(x, y) == pytest.approx(scipy.special.expit(ends), rel=1e-9)
+    assert linear_cka_ci95(x, x) is None

@@ -1,0 +1,419 @@
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from PIL import Image
+
+from probes.tokencut.cuts import Cut, PatchGrid, discover
+from probes.tokencut.eigensolver import GraphPool
+from probes.tokencut.log import DiscoveryLog, ImageResult, unpack_mask
+from probes.tokencut.probe import TokenCut
+from probes.tokencut.scores import corloc_score
+from ssl_bench.data.roles import lacking
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, MachineError
+from ssl_bench.evaluation import ProbeContext
+from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from ssl_bench.system.progress import show_progress
+from tests.support.scenes import mosaic
+
+SIZES = {
+    "a": (40, 56),
+    "b": (33, 47),
+    "c": (40, 56),
+    "d": (24, 24),
+    "e": (1, 1),
+    "f": (3, 17),
+    "g": (40, 48),
+}
+
+
+def picture(image_id: str):
+    name = image_id.rpartition("/")[2]
+    if name == "flat":
+        return np.full((40, 56, 3), 90, np.uint8)
+    generator = np.random.default_rng(ord(name))
+    return generator.integers(256, size=(*SIZES[name], 3), dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Noise of different sizes, with boxes; counts what is read. An image may be damaged."""
+
+    boxes: Mapping[str, list[list[float]] | None]
+    damaged: str = ""
+    read: list[str] = field(default_factory=list)
+    name: str = "noise"
+    split: str = "all"
+    class_names: tuple[str, ...] = ()
+    supports: frozenset[str] = frozenset({"discovery"})
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self.boxes)
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    def __getitem__(self, index: int) -> Sample:
+        image_id = self.ids[index]
+        self.read.append(image_id)
+        if image_id == self.damaged:
+            raise DataError(f"{image_id} is empty")
+        known = self.boxes[image_id]
+        boxes = None if known is None else np.array(known, np.float64).reshape(-1, 4)
+        return Sample(image_id, picture(image_id), boxes=boxes)
+
+    def fingerprint(self) -> str:
+        return "f00d"
+
+    def discovery(self) -> "Pictures":
+        return self
+
+    def train(self) -> "Pictures":
+        raise lacking("pictures", "segmentation")
+
+    val = images = train
+
+
+def tiny_encoder(seed: int = 0):
+    config = ViTConfig(image_size=32, patch_size=8, dim=24, depth=3, num_heads=2)
+    return encoder_from_model(build_vit(config, seed=seed), name="tiny")
+
+
+def context(folder: Path, pictures: Pictures, layers: Sequence[int] = (0, 2), encoder=None):
+    return ProbeContext(
+        encoder=encoder or tiny_encoder(),
+        dataset=pictures,
+        layers=tuple(layers),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        seed=0,
+        artifacts=folder,
+        progress=show_progress,
+    )
+
+
+REFERENCE = Cut()
+
+
+def found_box(image_id: str, layer: int, facet: Facet = "key", cut: Cut = REFERENCE):
+    """What `discover` alone says of a picture."""
+    encoder = tiny_encoder()
+    sample = Pictures({image_id: []})[0]
+    extractor = FeatureExtractor(encoder, layers=[layer], facets=[facet], pad=True)
+    image = torch.from_numpy(sample.image).permute(2, 0, 1)[None] / 255
+    grid = PatchGrid(*SIZES[image_id], encoder.patch_size)
+    return discover(extractor(image)[layer][facet][0], grid, cut)
+
+
+FAR_AWAY = [0.0, 0.0, 1.0, 1.0]
+
+
+def test_corloc_counts_the_images_whose_box_meets_a_true_one(tmp_path):
+    box = found_box("a", 2).box.tolist()
+    pictures = Pictures({"a": [FAR_AWAY, box], "b": [FAR_AWAY], "c": [FAR_AWAY], "d": []})
+
+    (score,) = TokenCut().run(context(tmp_path, pictures, layers=[2]))
+
+    assert score.value == pytest.approx(100 / 3)
+    assert score.ci95 is not None
+    assert score.ci95[0] < score.value < score.ci95[1]
+    assert (score.layer, score.facet, score.metric, score.num_images) == (2, "key", "corloc", 3)
+    assert score.details["images_without_boxes"] == 1
+    assert score.details["by_num_objects"]["1"] == {"num_images": 2, "corloc": 0}
+    assert score.details["by_num_objects"]["2_to_3"] == {"num_images": 1, "corloc": 100}
+
+
+def test_all_blocks_and_facets_come_from_one_forward_pass_an_image(tmp_path):
+    encoder, calls = tiny_encoder(), []
+    encoder.module.register_forward_pre_hook(lambda *_: calls.append(1))
+    probe, pictures = TokenCut(facet=["key", "token"]), Pictures({"a": [FAR_AWAY], "b": [FAR_AWAY]})
+
+    scores = list(probe.run(context(tmp_path, pictures, (0, 2), encoder)))
+
+    cells = [(score.layer, score.facet, score.metric) for score in scores]
+    assert cells == probe.cells([0, 2])
+    assert len(cells) == 4
+    assert len(calls) == 2
+
+
+def test_what_is_kept_of_an_image_is_what_discover_says(tmp_path):
+    list(TokenCut(facet=["key", "value"]).run(context(tmp_path, Pictures({"b": [FAR_AWAY]}))))
+
+    (path,) = tmp_path.glob("reference/images_*.jsonl")
+    header, line = (json.loads(text) for text in path.read_text().splitlines())
+    assert header["key"]["settings"]["tau"] == 0.2
+    assert line["largest_box"] == pytest.approx(100 / (33 * 47))
+    expected = found_box("b", 2, "value")
+    kept = line["cells"]["2/value"]
+    assert kept["box"] == expected.box.tolist()
+    assert kept["eigenvalue"] == pytest.approx(expected.eigenvalue)
+    assert kept["gap"] == pytest.approx(expected.gap)
+    assert (kept["hit"], kept["degenerate"]) == (False, expected.degenerate)
+
+
+def test_a_second_run_reads_only_what_the_first_did_not_finish(tmp_path):
+    boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
+    first = list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes))))
+    (path,) = tmp_path.glob("reference/images_*.jsonl")
+    last = json.loads(path.read_text().splitlines()[-1])["image"]
+    path.write_bytes(path.read_bytes()[:-20])
+
+    again = Pictures(boxes)
+    second = list(TokenCut(panels=0).run(context(tmp_path, again)))
+    third = Pictures(boxes)
+    list(TokenCut(panels=0).run(context(tmp_path, third)))
+
+    assert again.read == [last]
+    assert third.read == []
+    assert second == first
+
+
+def test_further_blocks_are_added_and_other_settings_and_weights_kept_apart(tmp_path):
+    boxes = {"a": [FAR_AWAY]}
+    list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes), [0])))
+
+    more, both, other, another = (Pictures(boxes) for _ in range(4))
+    list(TokenCut(panels=0).run(context(tmp_path, more, [1])))
+    list(TokenCut(panels=0).run(context(tmp_path, both, [0, 1])))
+    list(TokenCut(tau=0.1, panels=0).run(context(tmp_path, other, [0])))
+    list(TokenCut(panels=0).run(context(tmp_path, another, [0], tiny_encoder(seed=1))))
+
+    assert more.read == other.read == another.read == ["a"]
+    assert both.read == []
+    assert len(list(tmp_path.glob("*/images_*.jsonl"))) == 3
+
+
+def test_ground_truth_without_any_box_ends_the_run_and_says_where_the_found_ones_are(tmp_path):
+    with pytest.raises(DataError, match=r"none of the 2 images of noise .*images_"):
+        list(TokenCut().run(context(tmp_path, Pictures({"a": [], "b": []}))))
+
+    (path,) = tmp_path.glob("reference/images_*.jsonl")
+    assert len(path.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("method", ["tokencut", "maskcut"])
+def test_images_without_ground_truth_give_masks_and_pictures_but_no_score(tmp_path, method):
+    said, probe = [], TokenCut(method=method, max_objects=2)
+    pictures = Pictures({"a": None, "sub/b": None})
+
+    scores = list(probe.run(replace(context(tmp_path, pictures, [2]), say=said.append)))
+
+    assert scores == []
+    assert len(said) == 1
+    assert re.match(
+        "noise has no boxes to compare with: CorLoc was not scored; masks.* in ", said[0]
+    )
+    (folder,) = tmp_path.iterdir()
+    (path,) = folder.glob("images_*.jsonl")
+    for line in map(json.loads, path.read_text().splitlines()[1:]):
+        cell, grid = line["cells"]["2/key"], tuple(line["grid"])
+        assert line["num_boxes"] is cell["hit"] is None
+        with Image.open(folder / f"masks/block02_key/{line['image']}.png") as file:
+            saved = np.array(file)
+        assert saved.shape == picture(line["image"]).shape[:2]
+        packed = [cell["mask"], *cell.get("further_masks", [])]
+        for number, word in enumerate(packed, start=1):
+            assert np.array_equal(saved[::8, ::8] == number, unpack_mask(word, grid))
+        assert len(packed) == saved.max() <= 2
+    assert (folder / "block02_key.png").exists()
+
+
+def test_a_file_that_cannot_be_read_stops_the_run_and_what_was_done_is_kept(tmp_path):
+    boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
+    with pytest.raises(DataError, match="b is empty"):
+        list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes, damaged="b"))))
+
+    mended = Pictures(boxes)
+    list(TokenCut(panels=0).run(context(tmp_path, mended)))
+
+    assert mended.read == ["b", "c"]
+
+
+def test_a_pixel_a_strip_and_one_colour_are_flagged_and_do_not_stop_a_run(tmp_path):
+    pictures = Pictures({name: [[0.0, 0.0, 1.0, 1.0]] for name in ("e", "f", "flat", "d")})
+
+    (score,) = TokenCut().run(context(tmp_path, pictures, [2]))
+
+    (path,) = tmp_path.glob("reference/images_*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    flags = {line["image"]: line["cells"]["2/key"]["degenerate"] for line in lines}
+    assert flags["e"]
+    assert flags["f"]
+    assert score.details["degenerate_percent"] == 25 * sum(flags.values())
+    assert lines[0]["cells"]["2/key"]["box"] == [0, 0, 1, 1]
+    assert lines[0]["cells"]["2/key"]["hit"]
+    assert np.isfinite(score.value)
+
+
+def test_maskcut_keeps_as_many_objects_as_asked(tmp_path):
+    pictures = Pictures({"a": [FAR_AWAY]})
+
+    for asked in (1, 2, 4):
+        probe = TokenCut(method="maskcut", max_objects=asked, panels=0)
+        list(probe.run(context(tmp_path / str(asked), pictures, [2])))
+
+    kept = [
+        json.loads(path.read_text().splitlines()[1])["cells"]["2/key"].get("further_boxes", [])
+        for path in sorted(tmp_path.glob("*/*/images_*.jsonl"))
+    ]
+    assert [len(boxes) for boxes in kept] == [0, 1, 3]
+    assert kept[2][:1] == kept[1]
+    assert TokenCut(method="maskcut", max_objects=4).settings()["max_objects"] == 4
+    assert "max_objects" not in TokenCut().settings()
+
+
+def test_ties_for_the_last_place_of_lost_are_counted_apart_from_degenerate_images(tmp_path):
+    boxes = {name: [FAR_AWAY] for name in "abcdg"}
+    probe = TokenCut(method="lost", panels=0)
+
+    (score,) = probe.run(context(tmp_path, Pictures(boxes), [2]))
+
+    (path,) = tmp_path.glob("*/images_*.jsonl")
+    lines = [json.loads(text)["cells"]["2/key"] for text in path.read_text().splitlines()[1:]]
+    share = 20 * sum(line["tied_cutoff"] for line in lines)
+    assert score.details["tied_cutoff_percent"] == share
+
+
+@pytest.mark.parametrize("method", ["tokencut", "maskcut"])
+def test_graphs_that_are_solved_together_give_what_each_gives_alone(method):
+    probe, grid = TokenCut(method=method, tau=0.15), PatchGrid(90, 90, 10)
+    graphs = [mosaic(seed) for seed in range(6)]
+
+    with GraphPool(2) as pool:
+        together = probe._find_together(graphs, [grid] * 6, pool)
+
+    for found, graph in zip(together, graphs, strict=True):
+        alone = probe.find(graph, grid)
+        assert [one.box.tolist() for one in found] == [one.box.tolist() for one in alone]
+        assert [one.mask.sum() for one in found] == [one.mask.sum() for one in alone]
+
+
+def test_a_diverged_encoder_is_reported_with_layer_and_image(tmp_path):
+    encoder = tiny_encoder()
+    encoder.module.get_parameter("blocks.1.attn.qkv.weight").data.fill_(torch.nan)
+
+    with pytest.raises(CheckpointError, match=r"layer 1 of tiny.* not finite for a;"):
+        list(TokenCut().run(context(tmp_path, Pictures({"a": [FAR_AWAY]}), [0, 1], encoder)))
+
+
+def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
+    sizes, counts = [5.0, 20.0, 60.0, 30.0, 0.0], [1, 2, 7, 3, 0]
+    hits, degenerate = [True, False, True, True, False], [True, False, False, False, True]
+    results = [
+        ImageResult(c, s, (1, 1), {"1/key": {"hit": h, "degenerate": d}})
+        for c, s, h, d in zip(counts, sizes, hits, degenerate, strict=True)
+    ]
+
+    score = corloc_score(1, "key", results)
+
+    assert score.value == 75
+    assert score.details["degenerate_percent"] == 40
+    assert score.details["by_object_size"] == {
+        "below_10_percent": {"num_images": 1, "corloc": 100},
+        "10_to_40_percent": {"num_images": 2, "corloc": 50},
+        "from_40_percent": {"num_images": 1, "corloc": 100},
+    }
+    assert score.details["by_num_objects"]["from_4"] == {"num_images": 1, "corloc": 100}
+    assert "tied_cutoff_percent" not in score.details
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"facet": "keys"}, "facet must be among key, .* got keys"),
+        ({"facet": []}, "got none"),
+        ({"facet": ["key", "cls"]}, "got cls"),
+        ({"tau": 1.0}, "tau expects a number in"),
+        ({"tau": -0.1, "method": "maskcut"}, r"tau must lie in \[0, 1\) for maskcut, got -0.1"),
+        ({"eps": 0.0}, "eps expects a number in"),
+        ({"panels": -1}, "panels expects"),
+        ({"max_objects": 0}, "max_objects expects"),
+        ({"protocol": "mine"}, "protocol must be reference"),
+    ],
+)
+def test_wrong_options_are_refused(options, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        TokenCut(**options)
+
+
+def test_a_changed_option_does_not_pass_for_the_reference():
+    assert TokenCut().protocol == "reference"
+    assert TokenCut(facet="token", panels=0).protocol == "reference"
+    assert TokenCut(tau=0.3, method="lost").protocol == "reference, tau=0.3, method=lost"
+    assert replace(TokenCut(tau=0.3), tau=0.1).protocol == "reference, tau=0.1"
+    assert TokenCut(tau=0.3).settings()["tau"] == 0.3
+
+
+def test_the_configuration_file_is_the_reference():
+    config = Path(__file__).parents[2] / "configs" / "probe" / "tokencut.yaml"
+
+    assert instantiate(OmegaConf.load(config), _convert_="all") == TokenCut()
+
+
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(MachineError, match="cannot write"):
+        DiscoveryLog(tmp_path / "file", {})
+
+
+@pytest.mark.parametrize(
+    ("mask_padding", "shapes"),
+    [
+        # a and c fill 5 x 7 patches; g 5 x 6, and so does b with its padding; d 3 x 3.
+        (False, [(1, 3, 24, 24), (2, 3, 40, 48), (2, 3, 40, 56)]),
+        # Without its padding b is a graph of 4 x 5 patches.
+        (True, [(1, 3, 24, 24), (1, 3, 40, 48), (1, 3, 40, 48), (2, 3, 40, 56)]),
+    ],
+)
+def test_images_of_one_shape_pass_the_encoder_together_and_keep_their_own_boxes(
+    tmp_path, mask_padding, shapes
+):
+    encoder, seen = tiny_encoder(), []
+    encoder.module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    boxes = {name: [FAR_AWAY] for name in "abcdg"}
+    probe = TokenCut(panels=0, mask_padding=mask_padding)
+
+    list(probe.run(context(tmp_path, Pictures(boxes), (2,), encoder)))
+
+    assert sorted(seen) == shapes
+    (path,) = tmp_path.glob("*/images_*.jsonl")
+    lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
+    kept = {line["image"]: line["cells"]["2/key"]["box"] for line in lines}
+    assert kept == {name: found_box(name, 2, cut=probe).box.tolist() for name in boxes}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_finds_the_boxes_of_the_cpu(tmp_path):
+    boxes = {name: [FAR_AWAY] for name in "abcdg"}
+    scores = {
+        device: list(
+            TokenCut(facet=["key", "token"], panels=0).run(
+                replace(context(tmp_path / device, Pictures(boxes)), device=torch.device(device))
+            )
+        )
+        for device in ("cpu", "cuda")
+    }
+
+    assert scores["cuda"] == scores["cpu"]
+    lines = [
+        sorted((tmp_path / device).glob("*/images_*.jsonl"))[0].read_text().splitlines()[1:]
+        for device in scores
+    ]
+    on_cpu, on_gpu = (
+        {json.loads(line)["image"]: json.loads(line) for line in part} for part in lines
+    )
+    for name in boxes:
+        for cell, kept in on_cpu[name]["cells"].items():
+            assert kept["box"] == on_gpu[name]["cells"][cell]["box"] or kept["degenerate"]

@@ -1,0 +1,128 @@
+"""Pictures of what discovery found: panels of an image, contact sheets of a block."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from probes.pictures import LONGEST_TILE, TILE_HEIGHT, shortened, titled
+from probes.tokencut.gallery import Gallery, kinds_of
+from probes.tokencut.log import ImageResult, pack_mask
+from probes.tokencut.panels import FOUND, FURTHER, GROUND_TRUTH, draw_boxes, highlight
+from probes.tokencut.probe import TokenCut
+from tests.probes.test_tokencut import FAR_AWAY, Pictures, context, found_box, tiny_encoder
+
+
+@pytest.mark.parametrize("method", ["tokencut", "lost", "maskcut"])
+def test_panels_are_drawn_for_the_first_images(tmp_path, method):
+    pictures = Pictures({"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]})
+
+    list(TokenCut(method=method, panels=2).run(context(tmp_path, pictures)))
+
+    drawn = {str(path.relative_to(path.parents[1])) for path in tmp_path.glob("*/*/*.png")}
+    blocks = "block00_key", "block02_key"
+    assert drawn == {f"{block}/{name}.png" for block in blocks for name in "ab"}
+
+
+def test_a_contact_sheet_is_drawn_from_the_log_alone(tmp_path):
+    encoder, calls = tiny_encoder(), []
+    boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [found_box("c", 2).box.tolist()]}
+    list(TokenCut().run(context(tmp_path, Pictures(boxes), [2], encoder)))
+    path = tmp_path / "reference/block02_key.png"
+    first = path.read_bytes()
+    path.unlink()
+    encoder.module.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    list(TokenCut().run(context(tmp_path, Pictures(boxes), [2], encoder)))
+
+    assert path.read_bytes() == first
+    assert calls == []
+
+
+def cell(box, mask, *, hit, degenerate=False, **more):
+    return {"box": box, "mask": pack_mask(mask), "hit": hit, "degenerate": degenerate, **more}
+
+
+def one_patch(row, col):
+    mask = np.zeros((5, 7), bool)
+    mask[row, col] = True
+    return mask
+
+
+def test_degenerate_images_are_a_kind_of_their_own_and_every_image_is_in_one_kind():
+    flags = {"a": (True, False), "b": (False, False), "c": (True, True), "d": (None, False)}
+    results = {
+        name: ImageResult(
+            None if hit is None else 1,
+            1.0,
+            (5, 7),
+            {"0/key": cell([0] * 4, one_patch(0, 0), hit=hit, degenerate=degenerate)},
+        )
+        for name, (hit, degenerate) in flags.items()
+    }
+    results["e"] = replace(results["b"], num_boxes=0)
+
+    assert kinds_of(results, "0/key") == {
+        "hits": ["a"],
+        "misses": ["b"],
+        "not scored": ["d", "e"],
+        "degenerate": ["c"],
+    }
+
+
+def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
+    pictures = Pictures({"a": [[8.0, 8.0, 24.0, 24.0]], "c": [FAR_AWAY]})
+    shown = cell(
+        [0, 0, 56, 40],
+        one_patch(2, 5),
+        hit=False,
+        further_boxes=[[32, 8, 56, 32]],
+        further_masks=[pack_mask(one_patch(4, 0))],
+    )
+    results = {name: ImageResult(1, 1.0, (5, 7), {"0/key": shown}) for name in "ac"}
+
+    Gallery(pictures, results, patch_size=8, per_kind=1).draw("0/key", "title", tmp_path / "x.png")
+
+    assert pictures.read == ["a"], "only what is shown is read"
+    with Image.open(tmp_path / "x.png") as file:
+        sheet = np.array(file)
+    # Two headings of 18 pixels, two lines of titles, margins of 4; 144 pixels for 40 of the image.
+    tile = sheet[4 + 18 + 4 + 18 + 4 + 36 :][:144, 4 : 4 + round(56 * 3.6)]
+    assert sheet.shape[0] == 4 + 18 + 4 + 18 + 4 + 36 + 144 + 4
+    assert tuple(tile[0, 50]) == tuple(tile[143, 50]) == tuple(tile[70, 0]) == FOUND
+    assert tuple(tile[29, 50]) == tuple(tile[60, 29]) == tuple(tile[60, 85]) == GROUND_TRUTH
+    assert tuple(tile[29, 150]) == FURTHER
+    bright = tile.astype(int).sum(2)
+    inner = [bright[r + 4 : r + 25, c + 4 : c + 25].mean() for r, c in ((58, 144), (116, 2))]
+    assert min(inner) > 250 > 150 > bright[62:84, 95:112].mean()
+
+
+def test_long_titles_are_shortened_in_the_middle_and_wide_images_fit():
+    wide = titled(np.zeros((10, 4000, 3), np.uint8), "first" + 100 * "x" + "last")
+    tall = titled(np.zeros((4000, 10, 3), np.uint8), "block 3")
+
+    assert wide.width == LONGEST_TILE
+    assert tall.height == TILE_HEIGHT + 18
+    assert tall.width > 40, "the title is readable"
+    short = shortened("first" + 100 * "x" + "last", 200)
+    assert short.startswith("first")
+    assert short.endswith("last")
+    assert shortened("short", 200) == "short"
+
+
+def test_boxes_are_outlined_inside_their_edges():
+    image = np.zeros((20, 30, 3), np.uint8)
+
+    drawn = draw_boxes(image, np.array([[2.0, 3, 12, 13]]), np.array([15.0, 5, 30, 20]))
+
+    assert tuple(drawn[3, 2]) == tuple(drawn[12, 11]) == GROUND_TRUTH
+    assert tuple(drawn[5, 15]) == tuple(drawn[19, 29]) == FOUND
+    assert not drawn[13, 12].any()
+    assert not drawn[4, 15].any()
+
+
+def test_what_lies_outside_of_a_mask_is_darkened():
+    image, mask = np.full((1, 2, 3), 200, np.uint8), np.array([[True, False]])
+
+    assert highlight(image, mask)[0, :, 0].tolist() == [200, 50]

@@ -1,0 +1,39 @@
+import pytest
+
+from probes.features.split import TrainingSplit
+from ssl_bench.errors import ConfigurationError
+
+
+class Names:
+    name, split, class_names = "names", "train", ("one", "other")
+
+    def __init__(self, count):
+        self.ids = tuple(map(str, range(count)))
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        raise AssertionError(f"image {index} was read, though a draw needs only the ids")
+
+    def fingerprint(self):
+        return ""
+
+
+def test_a_sample_of_the_training_images_is_drawn_with_the_seed():
+    images = Names(40)
+    one, same, other = (
+        TrainingSplit.draw(images, at_most=10, holdout=0.2, seed=seed) for seed in (0, 0, 1)
+    )
+    assert one == same
+    assert one.indices != other.indices
+    assert len(set(one.indices)) == 10
+    assert len(one.held_out) == 2
+    entries = one.entries(2).tolist()
+    assert len(entries) == 16
+    assert {entry // 2 for entry in entries} == set(range(10)) - one.held_out
+
+
+def test_a_sample_of_no_image_is_refused():
+    with pytest.raises(ConfigurationError, match=r"train_images must be 1 or more.*got -1"):
+        TrainingSplit.draw(Names(40), at_most=-1, holdout=0.0, seed=0)

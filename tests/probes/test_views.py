@@ -1,0 +1,87 @@
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels, resized
+from ssl_bench.data.samples import Sample
+
+
+def _scene(height=24, width=36):
+    """A sample whose red is its column, green its row, and whose mask is left or right."""
+    rows, cols = np.mgrid[:height, :width]
+    image = np.stack([cols * 255 // width, rows * 255 // height, 0 * rows], -1).astype(np.uint8)
+    return Sample("scene", image, (cols >= width // 2).astype(np.uint8))
+
+
+def test_labels_are_taken_from_the_centre_of_each_cell():
+    mask = torch.tensor([[0, 1, 2, 3, 4, 5]], dtype=torch.uint8)
+    assert nearest_labels(mask, 1, 2).tolist() == [[1, 4]]
+    assert nearest_labels(mask, 2, 12)[1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+def test_squashing_averages_over_the_pixels_it_drops_and_mirrors_nothing():
+    image = np.zeros((8, 32, 3), np.uint8)
+    image[:, 16:, 0] = 200
+    image[:, ::4, 1] = 100
+    view, mask = WholeImage().view(Sample("x", image, np.zeros((8, 32), np.uint8)), 0, 8)
+    assert view.shape == (3, 8, 8)
+    assert mask.shape == (8, 32)
+    assert view[0, 0, 0] < 0.1 < 0.7 < view[0, 0, 7]
+    # Every fourth column is lit, and plain bilinear resizing would look between them.
+    torch.testing.assert_close(view[1, :, 1:7], torch.full((8, 6), 25 / 255), atol=0.02, rtol=0)
+
+
+def test_the_second_view_of_a_whole_image_is_its_mirror_image_with_its_mask():
+    plain, mirror = (WholeImage(2).view(_scene(), number, 16) for number in (0, 1))
+    torch.testing.assert_close(mirror[0], plain[0].flip(-1))
+    assert torch.equal(mirror[1], plain[1].flip(-1))
+
+
+@pytest.mark.parametrize("views", [ResizedCrops(8, seed=0), ScaledCrops(8, 0, (0.0, 0.0, 1.0))])
+def test_image_and_mask_of_a_crop_show_the_same_part(views):
+    # Pixels say by their red which side of the scene they are from; blue is beyond it.
+    for number in range(views.count):
+        image, mask = views.view(_scene(), number, 32)
+        red = resized(image, *mask.shape)
+        sure = ((red[0] - 0.5).abs() > 0.1) & (red[2] == 0) & (mask != 255)
+        assert sure.float().mean() > 0.1
+        assert torch.equal((red[0] > 0.5)[sure], (mask == 1)[sure])
+        assert ((mask == 255) == (red[2] > 0.5)).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("kind", [ResizedCrops, partial(ScaledCrops, mean=(0.5, 0.5, 0.5))])
+def test_crops_differ_by_number_seed_and_image_and_come_again(kind):
+    one, other_seed = (kind(3, seed) for seed in (0, 1))
+    named = replace(_scene(), image_id="other")
+    draws = [
+        one.view(_scene(), 0, 16),
+        one.view(_scene(), 1, 16),
+        other_seed.view(_scene(), 0, 16),
+        one.view(named, 0, 16),
+    ]
+    assert torch.equal(one.view(_scene(), 0, 16)[0], draws[0][0])
+    assert not any(torch.equal(draws[0][0], draw[0]) for draw in draws[1:])
+
+
+def test_resized_crops_keep_to_their_area_and_scaled_ones_to_their_factor():
+    scene, square = _scene(60, 90), _scene(60, 60)
+    masks = [ResizedCrops(40, seed=0).view(square, number, 16)[1] for number in range(40)]
+    shares = [mask.numel() / 60**2 for mask in masks]
+    assert 0.75 < min(shares) < 0.85 < 0.9 < max(shares) <= 1.0
+    shown = [ScaledCrops(40, 0, (0.0, 0.0, 0.0)).view(scene, n, 16)[1] for n in range(40)]
+    inside = [float((mask != 255).float().mean()) for mask in shown]
+    # At half the size an image of 2 : 3 covers 8 x 12 of 16 x 16 pixels, at twice it covers all.
+    assert min(inside) < 0.5
+    assert max(inside) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scene", "shape"), [(_scene(40, 160), (40, 53)), (_scene(160, 40), (53, 40))]
+)
+def test_of_a_long_image_the_middle_is_cropped(scene, shape):
+    image, mask = ResizedCrops(1, seed=0).view(scene, 0, 16)
+    assert tuple(mask.shape) == shape
+    assert float(image[:2].mean((1, 2)).sum()) == pytest.approx(1.0, abs=0.04)

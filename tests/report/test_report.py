@@ -1,0 +1,239 @@
+"""What a report says, counted by hand from a handful of records."""
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.folder import MARKER
+from ssl_bench.report.picture_files import PictureFiles
+from ssl_bench.report.pictures import galleries_of
+from ssl_bench.results.store import ResultStore
+from tests.core.test_results import RECORD
+from tests.support.report_cells import (
+    EVIL,
+    HALF,
+    MOST_BYTES,
+    PERFECT,
+    SKIP,
+    SKIPLESS,
+    WRONG,
+    Elements,
+    cell,
+    counts,
+    folder_of,
+    plain,
+    save,
+    save_pictures,
+    skipless,
+)
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        ([cell()], "Values are percent; bands, ± and [ ] are"),
+        ([plain()], "Values are plain numbers; bands, ± and [ ] are"),
+        (
+            [cell(), plain()],
+            "Values are percent, except plain numbers: condition_number; bands, ± and [ ] are",
+        ),
+    ],
+    ids=["percent", "plain numbers", "both"],
+)
+def test_pages_say_percent_of_percent_alone(tmp_path, records, said):
+    store = ResultStore(tmp_path)
+    for record in records:
+        store.save(record)
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    page = (tmp_path / "report" / "index.html").read_text()
+    assert said in Elements(page).text
+    charts = re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)
+    assert ['text x="6" y="236">%<' in chart for chart in charts] == [
+        record.unit == "%" for record in sorted(records, key=lambda record: record.task)
+    ]
+    assert ("Highest value over blocks" in page) == any(record.unit for record in records)
+    script = (tmp_path / "report" / "records.js").read_text()
+    assert ("plain number" in script) == any(not record.unit for record in records)
+
+
+def test_means_over_seeds_say_what_is_of_one_seed_alone(tmp_path):
+    store = ResultStore(tmp_path)
+    for seed in (1, 0):
+        record = cell(seed=seed, task="segmentation", metric="miou_oracle")
+        save(store, replace(record, details={"iou_by_class": {"dog": 3.0}}), counts(PERFECT, HALF))
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    (page,) = (tmp_path / "report").glob("checkpoint-*.html")
+    assert "are of the lowest seed alone" in page.read_text()
+    shutil.rmtree(store.root / "records")
+    save(store, record, counts(PERFECT, HALF))
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    assert "are of the lowest seed alone" not in page.read_text()
+
+
+def test_pictures_are_found_by_block_by_sheet_and_by_protocol(tmp_path):
+    records = [cell(protocol="lr=1e-3", facet="key"), cell(protocol="reference")]
+    skip, other = (folder_of(cell(model=model)) for model in ("skip", "other"))
+    save_pictures(
+        tmp_path,
+        f"tokencut/toy/{skip}/reference/block00_key/one",
+        f"tokencut/toy/{skip}/reference/block00_key/two",
+        f"tokencut/toy/{skip}/reference/block01_key/one",
+        f"tokencut/toy/{skip}/reference/block01_key",
+        f"tokencut/toy/{skip}/reference/masks/block01_key/one",
+        f"tokencut/toy/{skip}/lr=1e-3-key-dog-7",
+        f"tokencut/toy/{other}/reference/block00_key/one",
+        f"tokencut/toy/{skip}/reference/grid",
+    )
+    drawing = tmp_path / f"pictures/tokencut/toy/{skip}/reference/block01_key.svg"
+    drawing.write_text("<svg/>")
+    (checkpoint,) = checkpoints_of(records)
+
+    blocks, sheet, *panels = galleries_of(PictureFiles(tmp_path), records, checkpoint)
+
+    start = f"pictures/tokencut/toy/{skip}/"
+    # The second image lacks a block.
+    assert (blocks.variant, blocks.layers, list(blocks.files)) == ("reference key", (0, 1), ["one"])
+    assert blocks.path(1, "one") == f"{start}reference/block01_key/one.png"
+    assert sheet.paths() == [f"{start}reference/block01_key.png"]
+    assert {panel.variant: panel.files for panel in panels} == {
+        "lr=1e-3 key": {"dog-7": "lr=1e-3-key-dog-7.png"},
+        "reference": {"grid": "reference/grid.png"},
+    }
+
+
+@pytest.fixture(scope="module")
+def evil_report(tmp_path_factory) -> Path:
+    """A report of records in which every name is markup."""
+    root = tmp_path_factory.mktemp("evil")
+    store = ResultStore(root)
+    attribute = '" onmouseover="alert(1)'
+    for make, sha in ((cell, SKIP), (skipless, SKIPLESS)):
+        record = replace(
+            make(task="segmentation", metric="miou_oracle"),
+            model=EVIL,
+            checkpoint_sha256=sha,
+            dataset="<img src=x onerror=alert(1)>",
+            facet=attribute,
+            settings={EVIL: EVIL},
+            device=EVIL,
+            details={"iou_by_class": {EVIL: 3.0, "dog": None}, "note": EVIL},
+        )
+        save(store, record, counts(PERFECT, HALF, WRONG))
+        folder = folder_of(record).replace("/", "_")
+        save_pictures(root, f"segmentation/{record.dataset}/{folder}/reference/block00/a#b?<50%20")
+    store.save_image_ids(RECORD.dataset_fingerprint, (EVIL, attribute, "c"))
+    assert main(["report", "--out", str(root)]) == 0
+    return root / "report"
+
+
+def test_names_are_text_wherever_they_stand(evil_report):
+    pages = {path.name: Elements(path.read_text()) for path in evil_report.glob("*.html")}
+
+    assert len(pages) == 4
+    for page in pages.values():
+        attributes = {name for _, given in page.elements for name in given}
+        assert not {name for name in attributes if name.startswith("on")}
+        scripts = [given for tag, given in page.elements if tag == "script"]
+        assert all(
+            given.get("src") in ("records.js", "report.js")
+            or given.get("type") == "application/json"
+            for given in scripts
+        )
+        assert all(given["src"] != "x" for tag, given in page.elements if tag == "img")
+        assert "{{ 7 * 7 }}" in page.text
+        assert EVIL in page.text
+
+
+def test_the_pictures_of_evil_names_are_where_the_pages_look_for_them(evil_report):
+    sources = [
+        given["src"] or ""
+        for path in evil_report.glob("*.html")
+        for tag, given in Elements(path.read_text()).elements
+        if tag == "img"
+    ]
+
+    assert sources
+    assert all((evil_report / unquote(source)).is_file() for source in sources)
+
+
+def test_the_provenance_of_a_number_names_its_record(evil_report):
+    script = (evil_report / "records.js").read_text()
+    text = script.removeprefix("const RECORDS = JSON.parse(").rstrip().removesuffix(");")
+    content = json.loads(json.loads(text))
+
+    first = {
+        name: content["words"][word]
+        for name, word in zip(content["names"], content["rows"][0], strict=True)
+    }
+    index = Elements((evil_report / "index.html").read_text())
+    pressed = [given["data-r"] for tag, given in index.elements if "data-r" in given]
+
+    assert (evil_report.parent / first["record"]).is_file()
+    assert first["settings"] == {EVIL: EVIL}
+    # 6 of 12 pixels in the union of the first class, 4 of 10 in that of the second.
+    assert (first["value"], first["unit"], first["95 % interval"]) == (45, "%", [35, 45.5])
+    assert set(pressed) == {"0", "1"}
+
+
+def test_published_values_are_marked_and_say_what_differs(tmp_path):
+    store = ResultStore(tmp_path)
+    store.save(cell(task="segmentation", dataset="voc2012", metric="miou_oracle", facet="token"))
+
+    main(["report", "--out", str(tmp_path)])
+
+    text = Elements((tmp_path / "report" / "index.html").read_text()).text
+    assert "62.3 published" in text
+    assert "table 2" in text
+    assert "Not the same experiment; published: ViT-Small" in text
+
+
+def test_unreadable_records_are_counted_and_said(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    store.save(cell())
+    store.save(skipless()).write_text("{")
+
+    main(["report", "--out", str(tmp_path)])
+
+    assert "1 of 2 records cannot be shown" in capsys.readouterr().err
+    text = Elements((tmp_path / "report" / "index.html").read_text()).text
+    assert "1 record of 1 checkpoint in 1 panel." in text
+    assert "1 unreadable record left out." in text
+
+
+def test_only_what_was_asked_for_is_in_the_report(tmp_path):
+    store = ResultStore(tmp_path)
+    store.save(cell())
+    store.save(cell(task="knn", metric="top1_k20"))
+
+    main(["report", "--out", str(tmp_path), "--task", "knn", "--into", str(tmp_path / "knn")])
+
+    text = (tmp_path / "knn" / "index.html").read_text()
+    assert "top1_k20" in text
+    assert "corloc" not in text
+    assert (tmp_path / "knn" / MARKER).is_file()
+
+
+@pytest.mark.slow
+def test_four_checkpoints_with_all_records_stay_small(tmp_path):
+    source = ResultStore(Path(__file__).parents[2] / "results" / "dino_photographs")
+    store = ResultStore(tmp_path)
+    for record in source.records():
+        if not record.model.startswith("random"):
+            store.save(record, source.per_image(record))
+
+    main(["report", "--out", str(tmp_path)])
+
+    sizes = [path.stat().st_size for path in (tmp_path / "report").rglob("*") if path.is_file()]
+    assert len(list((tmp_path / "report").glob("compare-*.html"))) == 6
+    assert sum(sizes) < MOST_BYTES

@@ -1,0 +1,289 @@
+"""A report in a browser: opened from disk, sorted, filtered, in the dark and on a phone."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results.store import Record, ResultStore
+from tests.support.report_cells import SKIP, SKIPLESS, cell, counts, folder_of, save, skipless
+
+pytest.importorskip("selenium", reason="selenium is not installed")
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+pytestmark = pytest.mark.browser
+NAME = "skipless <script>alert(1)</script>"
+PAGES = ("index.html", "checkpoint-*.html", "compare-*.html")
+# Of WCAG 2.2, level AA, for text of usual size.
+LEAST_CONTRAST = 4.5
+
+# Ratio of the luminances of a text and of what lies behind it.
+CONTRAST = """
+const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
+const luminance = ([r, g, b]) => {
+  const linear = [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+};
+const behind = (element) => {
+  for (let e = element; e; e = e.parentElement) {
+    const colour = parse(getComputedStyle(e).backgroundColor);
+    if (colour.length < 4 || colour[3] === 1) return colour;
+  }
+  return [255, 255, 255];
+};
+const ratios = {};
+for (const element of document.querySelectorAll("body *")) {
+  const own = [...element.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+  if (!own || element.closest("svg, script, dialog, option")) continue;
+  const [one, other] = [parse(getComputedStyle(element).color), behind(element)].map(luminance);
+  const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+  const name = `${element.tagName} ${element.className}`;
+  ratios[name] = Math.min(ratios[name] ?? 99, ratio);
+}
+return ratios;
+"""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Path:
+    """Two checkpoints of three blocks, scored and drawn on two images."""
+    root = tmp_path_factory.mktemp("report # 100%")
+    store, random = ResultStore(root), np.random.default_rng(0)
+    for layer, num_hits in enumerate((9, 0, 10)):
+        for record, hits in (
+            (cell(layer=layer), num_hits),
+            (skipless(layer=layer, model=NAME), 10 - num_hits),
+        ):
+            save(store, record, np.arange(12) < hits)
+            right = random.integers(0, 9, (4, 1, 2))
+            pixels = counts(*np.concatenate([right, right + 2, right + 1], 1))
+            names = {"task": "segmentation", "dataset": "scenes", "metric": "miou_oracle"}
+            save(store, replace(record, **names, details={"iou_by_class": {NAME: 50.0}}), pixels)
+            draw(root, record)
+            value = (3.0, math.inf, 2e4)[layer]
+            store.save(plain(record, value=value, ci95=(value / 2, math.inf)))
+    assert main(["report", "--out", str(root)]) == 0
+    return root / "report"
+
+
+def plain(record: Record, **changes) -> Record:
+    names = {"task": "conditioning", "metric": "condition_number", "unit": ""}
+    return replace(record, **{**names, **changes})
+
+
+def draw(root: Path, record: Record) -> None:
+    folder = folder_of(record).replace("/", "_")
+    path = root / f"pictures/tokencut/toy/{folder}/reference/block0{record.layer}_key"
+    path.mkdir(parents=True)
+    for number, image in enumerate(("dog", "cat")):
+        colour = (80 * record.layer, 200 * number, 99)
+        Image.new("RGB", (60, 20), colour).save(path / f"{image}.png")
+
+
+def open_page(browser, report: Path, pattern: str, *, width: int = 1280, dark: bool = False):
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(next(iter(sorted(report.glob(pattern)))).as_uri())
+
+
+def find(browser, selector: str):
+    return browser.find_element(By.CSS_SELECTOR, selector)
+
+
+def column(browser, table: str, number: int) -> list[str]:
+    script = (
+        "return [...document.querySelector(arguments[0]).tBodies[0].rows]"
+        ".map(row => row.cells[arguments[1]].textContent.trim())"
+    )
+    return browser.execute_script(script, table, number)
+
+
+@pytest.mark.parametrize("pattern", PAGES)
+def test_pages_open_from_disk_without_complaints_and_with_their_pictures(browser, report, pattern):
+    open_page(browser, report, pattern)
+
+    assert browser.get_log("browser") == []
+    assert find(browser, "h1").text
+    # Lazy pictures load when they are seen.
+    browser.execute_script("document.querySelectorAll('img').forEach(i => { i.loading = 'eager' })")
+    loaded = (
+        "return Promise.all([...document.images].map(i => i.decode().then(() => i.naturalWidth)))"
+    )
+    widths = browser.execute_script(loaded)
+    assert set(widths) <= {60}
+    assert bool(widths) == (pattern != "index.html")
+
+
+def test_nothing_is_fetched_from_elsewhere_and_scripts_in_the_page_do_not_run(browser, report):
+    open_page(browser, report, "index.html")
+
+    fetched = browser.execute_script(
+        "return performance.getEntriesByType('resource').map(e => e.name)"
+    )
+    assert all(name.startswith("file:") for name in fetched)
+    browser.execute_script(
+        "const s = document.createElement('script'); s.textContent = 'window.ran = 1';"
+        "document.body.append(s)"
+    )
+    assert browser.execute_script("return window.ran") is None
+    assert "Content Security Policy" in browser.get_log("browser")[0]["message"]
+
+
+def test_a_head_sorts_by_number_and_back(browser, report):
+    open_page(browser, report, "index.html")
+    table = "article[data-task=tokencut] table"
+    browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
+    head = find(browser, f"{table} th:nth-child(2)")
+    before = column(browser, table, 1)
+
+    head.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    rising, sort = column(browser, table, 1), head.get_attribute("aria-sort")
+    head.find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+
+    assert [value.split(" ")[0] for value in before] == ["75.0", "0.0", "83.3"]
+    assert [value.split(" ")[0] for value in rising] == ["0.0", "75.0", "83.3"]
+    assert column(browser, table, 1) == rising[::-1]
+    assert (sort, head.get_attribute("aria-sort")) == ("ascending", "descending")
+    find(browser, f"{table} th:first-child button").send_keys(Keys.ENTER)
+    assert column(browser, table, 1) == before
+    assert head.get_attribute("aria-sort") is None
+
+
+def test_infinity_is_above_every_number(browser, report):
+    open_page(browser, report, "index.html")
+    table = "article[data-task=conditioning] table"
+    browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
+
+    find(browser, f"{table} th:nth-child(2) button").send_keys(Keys.ENTER)
+
+    assert column(browser, table, 1) == ["3 [1.5, ∞]", "2e+04 [1e+04, ∞]", "∞"]
+    assert (
+        browser.execute_script(
+            "return document.querySelectorAll('article[data-task=conditioning] .endless').length"
+        )
+        == 2
+    )
+
+
+def test_a_choice_hides_what_does_not_match_and_show_all_brings_it_back(browser, report):
+    open_page(browser, report, "index.html")
+
+    def shown(selector):
+        return [e for e in browser.find_elements(By.CSS_SELECTOR, selector) if e.is_displayed()]
+
+    find(browser, "select[data-field=task] option[value=tokencut]").click()
+    assert len(shown("#best tbody tr")) == len(shown("article")) == 1
+    assert len(shown("main section h2")) == 2
+    assert find(browser, "#shown").text == "1 of 3 panels shown"
+    find(browser, "input[data-model='1']").click()
+    assert len(shown("#best thead th")) == 2
+    assert len(shown("article g[data-m='1']")) == 0
+    find(browser, "button[type=reset]").click()
+    assert browser.execute_async_script("setTimeout(arguments[0], 0)") is None
+    assert (len(shown("#best tbody tr")), len(shown("#best thead th"))) == (2, 3)
+
+
+def test_a_number_tells_its_provenance_to_the_keyboard(browser, report):
+    open_page(browser, report, "index.html")
+    number, dialog = find(browser, "#best button.from"), find(browser, "#provenance")
+
+    number.send_keys(Keys.ENTER)
+    opened = dialog.text
+    browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+
+    assert SKIP in opened or SKIPLESS in opened
+    for words in ("torch", "2.15.0", "settings: ", "records/", "2026-01-02", "95 % interval"):
+        assert words in opened
+    assert not dialog.is_displayed()
+    assert browser.switch_to.active_element == number
+
+
+def test_the_slider_and_the_choice_of_an_image_change_both_sides(browser, report):
+    open_page(browser, report, "compare-*.html")
+    slider, image = find(browser, ".viewer input"), find(browser, ".viewer select")
+
+    def files():
+        pictures = browser.find_elements(By.CSS_SELECTOR, ".viewer img")
+        return ["/".join(p.get_attribute("src").split("/")[-2:]) for p in pictures]
+
+    assert files() == ["block02_key/cat.png"] * 2
+    slider.send_keys(Keys.ARROW_LEFT)
+    assert files() == ["block01_key/cat.png"] * 2
+    assert slider.get_attribute("aria-valuetext") == "block 1"
+    image.send_keys("dog")
+    assert files() == ["block01_key/dog.png"] * 2
+    find(browser, "button[data-step='1']").send_keys(Keys.ENTER)
+    assert files() == ["block01_key/cat.png"] * 2
+    assert "block 1, image cat" in find(browser, ".viewer img").get_attribute("alt")
+
+
+@pytest.mark.parametrize("pattern", PAGES)
+def test_a_name_with_markup_is_text(browser, report, pattern):
+    open_page(browser, report, pattern)
+
+    assert NAME in find(browser, "body").text
+    scripts = browser.find_elements(By.CSS_SELECTOR, "script:not([src]):not([type])")
+    assert scripts == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_all_words_can_be_read_by_day_and_by_night(browser, report, dark):
+    for pattern in PAGES:
+        open_page(browser, report, pattern, dark=dark)
+        browser.execute_script(
+            "document.querySelectorAll('details').forEach(d => { d.open = true })"
+        )
+
+        ratios = browser.execute_script(CONTRAST)
+
+        assert len(ratios) > 10
+        assert {name: ratio for name, ratio in ratios.items() if ratio < LEAST_CONTRAST} == {}
+    page = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert page == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
+
+
+@pytest.mark.parametrize("pattern", PAGES)
+def test_a_phone_shows_every_page_without_scrolling_sideways(browser, report, pattern):
+    open_page(browser, report, pattern, width=400)
+    browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
+
+    wide = browser.execute_script(
+        "return [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, .skip')"
+        " && e.getBoundingClientRect().right > 400.5).map(e => e.outerHTML.slice(0, 99))"
+    )
+    assert wide == []
+    root = "document.documentElement"
+    assert browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth") == 0
+
+
+@pytest.mark.parametrize("pattern", PAGES)
+def test_everything_has_a_name_for_those_who_listen(browser, report, pattern):
+    open_page(browser, report, pattern)
+
+    unnamed = """
+      const names = (e) => e.getAttribute('alt') || e.getAttribute('aria-label')
+        || e.getAttribute('aria-hidden') || e.closest('label') || e.textContent.trim();
+      return [...document.querySelectorAll('img, svg, button, select, input, table')]
+        .filter(e => !names(e)).map(e => e.outerHTML.slice(0, 99));
+    """
+    assert browser.execute_script(unnamed) == []
+    assert find(browser, "html").get_attribute("lang") == "en"
+    browser.switch_to.active_element.send_keys(Keys.TAB)
+    first = browser.switch_to.active_element
+    assert first.text == "Skip to the content"
+    assert first.is_displayed()
+    ids = browser.execute_script("return [...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(set(ids)) == len(ids)
+    links = browser.execute_script("return [...document.links].map(l => l.getAttribute('href'))")
+    for link in links:
+        name, _, place = link.partition("#")
+        assert not place or name or place in ids
+        assert not name.endswith(".html") or (report / name).is_file()

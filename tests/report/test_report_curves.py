@@ -1,0 +1,182 @@
+import hashlib
+import math
+
+import numpy as np
+import pytest
+
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.curves import Reference, draw, nice_ticks
+from ssl_bench.report.model import panels_of
+from ssl_bench.tables.sheets import NO_VALUE
+from tests.support.report_cells import (
+    cell,
+    curve,
+    plain,
+    skipless,
+)
+
+
+def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
+    records = [
+        cell(value=40.0, ci95=(35.0, 45.0)),
+        cell(value=50.0, ci95=(46.0, 56.0), seed=1),
+        cell(value=math.nan, ci95=None, layer=4),
+        cell(value=9.0, ci95=None, layer=5),
+    ]
+
+    (line,) = panels_of(records, checkpoints_of(records))[0].lines
+
+    assert [point.text for point in line.points] == ["45.0 [40.5, 50.5]", NO_VALUE, "9.0"]
+    assert (line.points[0].entry.low, line.points[0].entry.high) == (40.5, 50.5)
+    assert line.points[0].records == (0, 1)
+    assert line.best == line.points[0]
+
+
+def test_of_a_plain_number_no_block_is_best_and_its_interval_is_shown_by_its_ends():
+    records = [
+        plain(value=12345.0, ci95=(9e3, math.inf), layer=0),
+        plain(value=math.inf, ci95=None, layer=1),
+        cell(task="pca", metric="explained_variance", layer=0),
+        cell(layer=0),
+    ]
+
+    panels = panels_of(records, checkpoints_of(records))
+
+    lines = {panel.metric: panel.lines[0] for panel in panels}
+    texts = [point.text for point in lines["condition_number"].points]
+    assert texts == ["1.23e+04 [9e+03, ∞]", "∞"]
+    assert [point.sort_key for point in lines["condition_number"].points] == ["12345.0", "Infinity"]
+    best = {metric: line.best is not None for metric, line in lines.items()}
+    assert best == {"condition_number": False, "explained_variance": False, "corloc": True}
+
+
+def test_the_records_of_a_point_stand_in_the_order_of_their_seeds():
+    records = [cell(seed=2), cell(seed=0), cell(seed=1)]
+
+    (line,) = panels_of(records, checkpoints_of(records))[0].lines
+
+    assert line.points[0].records == (1, 2, 0)
+
+
+def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
+    same, other = {"tau": 0.2, "eps": 1}, {"tau": 0.3, "eps": 1}
+    records = [cell(settings=same), skipless(settings=same), cell(settings=other)]
+    records.append(cell(settings=same, dataset_fingerprint="d" * 64))
+
+    panels = panels_of(records, checkpoints_of(records))
+
+    assert [panel.difference for panel in panels] == [
+        ", eps=1 [tau=0.2, data bbbbbb]",
+        ", eps=1, tau=0.3 [data bbbbbb]",
+        ", eps=1 [tau=0.2, data dddddd]",
+    ]
+    assert [line.checkpoint.name for line in panels[0].lines] == ["skip", "skipless"]
+
+
+def test_a_checkpoint_without_skips_is_drawn_dashed_in_the_colour_of_its_counterpart():
+    names = ["skip_soap", "vit", "skipless_soap", "skip_adamw"]
+    records = [cell(model=m, checkpoint_sha256=f"{i}" * 64) for i, m in enumerate(names)]
+
+    styles = {checkpoint.name: checkpoint.style for checkpoint in checkpoints_of(records)}
+
+    assert styles == {
+        "skip_adamw": "c0 d0",
+        "skip_soap": "c1 d0",
+        "skipless_soap": "c1 d0s",
+        "vit": "c2 d0",
+    }
+
+
+def test_no_two_of_many_checkpoints_look_the_same():
+    shas = [hashlib.sha256(bytes([i])).hexdigest() for i in range(22)]
+    records = [cell(checkpoint_sha256=s, model=f"vit{i % 11}") for i, s in enumerate(shas)]
+
+    checkpoints = checkpoints_of(records)
+
+    assert len({checkpoint.name for checkpoint in checkpoints}) == 22
+    assert len({checkpoint.style for checkpoint in checkpoints}) == 22
+    assert len({checkpoint.page for checkpoint in checkpoints}) == 22
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.0, 10.0, (0, 2, 4, 6, 8, 10)),
+        (21.4, 33.0, (20, 25, 30, 35)),
+        (-3.1, 0.9, (-4, -3, -2, -1, 0, 1)),
+        (97.0, 97.0, (96.5, 97.0, 97.5)),
+        (100 / 3, 100 / 3 + 1e-14, (32.5, 33.0, 33.5, 34.0)),
+        (1e18, 1e18, (0.999e18, 0.9995e18, 1e18, 1.0005e18, 1.001e18)),
+        (0.001, 0.0042, (0.001, 0.002, 0.003, 0.004, 0.005)),
+    ],
+)
+def test_ticks_are_round_and_hold_all_values(low, high, ticks):
+    found = nice_ticks(low, high)
+
+    assert found[0] <= low
+    assert found[-1] >= high
+    assert len(found) <= 6
+    assert found == pytest.approx(ticks)
+
+
+def test_a_curve_spans_the_drawing_and_a_missing_value_breaks_it():
+    chart = draw([curve(0.0, 10.0, math.nan, 5.0)])
+
+    (drawn,) = chart.curves
+    assert [mark.x for mark in drawn.marks] == pytest.approx([52, 161.3, 380], abs=0.1)
+    assert [mark.y for mark in drawn.marks] == [chart.bottom, chart.top, 108.0]
+    assert drawn.line.count("M") == 2
+    assert drawn.band == ""
+
+
+def test_a_band_goes_up_the_upper_ends_and_back_along_the_lower_ones():
+    chart = draw([curve(5.0, 5.0, low=0.0, high=10.0)])
+
+    left, right = chart.left + 10, chart.right - 10
+    assert chart.curves[0].band == f"M{left} 10L{right} 10L{right} 206L{left} 206Z"
+
+
+def test_plain_numbers_that_span_magnitudes_lie_on_powers_of_ten():
+    chart = draw([curve(1.0, 10.0, math.inf, 1000.0)], unit="")
+
+    (drawn,) = chart.curves
+    assert [tick.label for tick in chart.y_ticks] == ["1", "10", "100", "1000"]
+    assert [tick.label for tick in draw([curve(0.0, 3e5)], unit="").y_ticks][-1] == "3e5"
+    heights = [chart.bottom, chart.bottom - 196 / 3, chart.top, chart.top]
+    assert [mark.y for mark in drawn.marks] == pytest.approx(heights, abs=0.1)
+    assert [mark.is_infinite for mark in drawn.marks] == [False, False, True, False]
+    assert drawn.line.count("M") == 1
+
+
+def test_the_band_of_a_plain_number_ends_where_its_interval_does():
+    chart = draw([curve(10.0, 10.0, low=1.0, high=math.inf), curve(1000.0)], unit="")
+
+    left, right = chart.left + 10, chart.right - 10
+    assert chart.curves[0].band == f"M{left} 10L{right} 10L{right} 206L{left} 206Z"
+
+
+@pytest.mark.parametrize(
+    ("values", "unit"), [((1.0, 100.0), ""), ((0.0, 1000.0), ""), ((0.1, 99.0), "%")]
+)
+def test_other_numbers_lie_on_even_steps(values, unit):
+    steps = [float(tick.label) for tick in draw([curve(*values)], unit=unit).y_ticks]
+
+    assert np.diff(steps, 2) == pytest.approx(0)
+
+
+def test_powers_of_ten_are_few_however_many_there_are():
+    chart = draw([curve(3e-7, 5e11)], unit="")
+
+    powers = [math.log10(float(tick.label)) for tick in chart.y_ticks]
+    assert len(powers) <= 6
+    assert max(len(tick.label) for tick in chart.y_ticks) <= 5
+    assert (powers[0] <= -7, powers[-1] >= 12) == (True, True)
+
+
+def test_a_published_value_far_away_does_not_flatten_the_curves():
+    near, far = Reference("near", 7.0), Reference("far", 70.0)
+
+    chart = draw([curve(0.0, 10.0)], [near, far])
+
+    assert [level.label for level in chart.levels] == ["near"]
+    assert chart.y_ticks[-1].label == "10"

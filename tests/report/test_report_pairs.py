@@ -1,0 +1,203 @@
+import numpy as np
+import pytest
+import torch
+
+from probes.pca.probe import PCA
+from ssl_bench.cli.__main__ import main
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.evaluation import Evaluation
+from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.comparing import gallery_pairs, pairs_of
+from ssl_bench.report.model import panels_of
+from ssl_bench.report.outcomes import extremes_of, outcomes_of
+from ssl_bench.report.picture_files import PictureFiles
+from ssl_bench.report.pictures import galleries_of
+from ssl_bench.results.store import ResultStore
+from ssl_bench.tables.comparison import comparisons
+from tests.support.faults import encoder_file, photo_folder
+from tests.support.report_cells import (
+    EMPTY,
+    HALF,
+    PERFECT,
+    WRONG,
+    cell,
+    compared_pair,
+    counts,
+    discovery_log,
+    folder_of,
+    known_as,
+    save,
+    save_pictures,
+    skipless,
+)
+
+
+def test_a_pair_shows_every_kind_of_picture_that_both_have(tmp_path):
+    records = [cell(task="pca"), skipless(task="pca")]
+    for folder in map(folder_of, records):
+        names = ("block00/one", "block01/one", "block01/two", "block01", "blocks-0-1")
+        save_pictures(tmp_path, *(f"pca/toy/{folder}/image/{name}" for name in names))
+    save_pictures(tmp_path, f"pca/toy/{folder_of(records[0])}/image/block02/one")
+    files = PictureFiles(tmp_path)
+    first, second = (galleries_of(files, records, c) for c in checkpoints_of(records))
+
+    pairs = gallery_pairs(first, second)
+
+    shown = [(list(p.first.prefixes), list(p.first.files)) for p in pairs]
+    assert shown == [([0, 1], ["one"]), ([1], [""]), ([None], ["blocks-0-1"])]
+    assert all(folder_of(records[1]) in path for pair in pairs for path in pair.second.paths())
+
+
+def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_settings(tmp_path):
+    records = [cell(settings={"tau": 0.2, "dtype": "float32"})]
+    folder = tmp_path / f"pictures/tokencut/toy/{folder_of(records[0])}/reference"
+    folder.mkdir(parents=True)
+    (folder / "images_0.jsonl").write_text(discovery_log({"tau": 0.3}, x=(True, False, 1)))
+    others = ({"dtype": "torch.float16"}, {"version": "0.0"})
+    for number, other in enumerate(others):
+        log = discovery_log({"tau": 0.2}, **other, y=(True, False, 1))
+        (folder / f"images_0{number}.jsonl").write_text(log)
+    (folder / "images_1.jsonl").write_text(
+        discovery_log(
+            {"tau": 0.2}, a=(True, False, 1), b=(False, False, 2), c=(True, True, 1), d=(True, 0, 0)
+        )
+    )
+    (checkpoint,) = checkpoints_of(records)
+    (panel,) = panels_of(records, (checkpoint,))
+
+    found = outcomes_of(tmp_path, records, panel, checkpoint)
+
+    assert found is not None
+    (kinds,) = found.by_point.values()
+    assert kinds == {"hits": ("a",), "misses": ("b",), "degenerate": ("c",)}
+
+
+@pytest.mark.parametrize("ids", [("dog", "cat", "cow", "sky"), None])
+def test_the_worst_and_best_images_are_named_where_ids_were_kept(tmp_path, ids):
+    store = ResultStore(tmp_path)
+    record = cell(task="segmentation", metric="miou_holdout")
+    save(store, record, counts(PERFECT, WRONG, EMPTY, HALF))
+    if ids:
+        store.save_image_ids(record.dataset_fingerprint, ids)
+    records = store.records()
+    checkpoints = checkpoints_of(records)
+    (panel,) = panels_of(records, checkpoints)
+
+    found = extremes_of(store, records, panel, panel.lines[0])
+
+    assert found is not None
+    names = ids or [f"image {i} of 4" for i in (1, 2, 3, 4)]
+    # Of the half-right image: IoU 2 / 4 of the first class, 0 / 2 of the second.
+    assert found.num_scored == 3
+    assert [(s.image, s.value) for s in found.worst] == [(names[1], 0)]
+    assert [(s.image, s.value) for s in found.best] == [(names[0], 100)]
+
+
+def test_images_are_listed_from_the_worst_from_the_best_and_from_the_largest_loss(tmp_path):
+    store, names = ResultStore(tmp_path), {"task": "segmentation", "metric": "miou_holdout"}
+    good = [[3, 3], [4, 4], [4, 4]]
+    save(store, cell(**names), counts(HALF, PERFECT, WRONG, good))
+    save(store, skipless(**names), counts(PERFECT, WRONG, HALF, good))
+    records = store.records()
+    checkpoints = checkpoints_of(records)
+    (panel,) = panels_of(records, checkpoints)
+
+    found = extremes_of(store, records, panel, panel.lines[0])
+    compared = compared_pair(store, records)
+
+    assert found is not None
+    assert [round(score.value) for score in found.worst] == [0, 25]
+    assert [round(score.value) for score in found.best] == [100, 60]
+    assert [round(image.difference) for image in compared.images] == [-100, 25, 75]
+
+
+@pytest.mark.parametrize("metric", ["corloc", "miou", "pixel_accuracy"])
+def test_differences_are_those_of_the_command_compare(tmp_path, metric):
+    store, random = ResultStore(tmp_path), np.random.default_rng(0)
+    made = [make(layer=n, metric=metric) for make in (cell, skipless) for n in (0, 1, 2)]
+    for record in made:
+        if metric == "corloc":
+            save(store, record, random.random(11) < 0.5)
+        else:
+            right = random.integers(0, 9, (11, 1, 2))
+            save(store, record, np.concatenate([right, right + 2, right + 1], 1).astype(np.int32))
+    records = store.records()
+
+    compared = compared_pair(store, records)
+
+    ((_, rows),) = comparisons(store, records, [known_as("a"), known_as("c")])
+    found = [row.difference for row in (*compared.rows, *compared.summary)]
+    fields = ("first", "second", "low", "high")
+    assert [[getattr(one, f) for f in fields] for one in found] == [
+        [getattr(row, f) for f in fields] for row in rows
+    ]
+    blocks = [tuple(records[i].layer for i in (*r.first, *r.second)) for r in compared.rows]
+    assert blocks == [(0, 0), (1, 1), (2, 2)]
+
+
+def test_of_several_seeds_the_lowest_is_compared(tmp_path):
+    store = ResultStore(tmp_path)
+    for seed in (2, 1):
+        save(store, cell(seed=seed), np.arange(10) < 2 * seed)
+        save(store, skipless(seed=seed), np.arange(10) < 5 * seed)
+
+    (row,) = compared_pair(store, store.records()).rows
+
+    assert (row.difference.first, row.difference.second) == (20, 50)
+
+
+def test_a_probe_leaves_the_ids_that_name_its_images(tmp_path):
+    encoder = load_encoder(str(encoder_file(tmp_path / "encoder.safetensors")))
+    dataset = ImageFolder(photo_folder(tmp_path / "photos", 2))
+    store, cpu = ResultStore(tmp_path / "results"), torch.device("cpu")
+    probe = PCA(num_images=1, image_size=32)
+
+    evaluation = Evaluation(encoder, dataset, probe, (0,), 0, cpu, torch.float32)
+    (record,) = evaluation.run(store, say=print)
+
+    assert store.image_ids(record.dataset_fingerprint) == dataset.images().ids
+    assert store.image_ids("0" * 64) is None
+
+
+def test_images_right_on_one_side_only_are_counted(tmp_path):
+    store = ResultStore(tmp_path)
+    save(store, cell(), np.array([1, 1, 1, 0, 0, 0, 0], bool))
+    save(store, skipless(), np.array([1, 0, 0, 1, 1, 1, 0], bool))
+
+    assert compared_pair(store, store.records()).tally == (1, 2, 3, 1)
+
+
+def test_pairs_of_many_checkpoints_must_be_asked_for():
+    few = checkpoints_of([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(4)])
+    many = checkpoints_of([cell(checkpoint_sha256=f"{i}" * 64, model=f"m{i}") for i in range(7)])
+
+    assert len(pairs_of(few, [])) == 6
+    assert pairs_of(many, []) == []
+    assert [
+        (p.first.name, p.second.name) for p in pairs_of(many, [(known_as("6"), known_as("0"))])
+    ] == [("m6", "m0")]
+
+
+def test_one_checkpoint_is_no_pair():
+    checkpoints = checkpoints_of([cell(), skipless()])
+
+    with pytest.raises(ConfigurationError, match="two different"):
+        pairs_of(checkpoints, [(known_as("a"), known_as("a"))])
+
+
+def test_a_pair_is_named_as_everywhere_by_path_name_or_sha256(tmp_path, capsys):
+    config = ViTConfig(image_size=16, patch_size=8, dim=12, depth=1, num_heads=2)
+    weights = tmp_path / "runs" / "vit" / "last.safetensors"
+    weights.parent.mkdir(parents=True)
+    save_encoder(weights, build_vit(config, seed=0), {})
+    store = ResultStore(tmp_path)
+    store.save(cell(model="vit", **identify_encoder(str(weights)).identity()))
+    store.save(skipless())
+    report = ["report", "--out", str(tmp_path)]
+
+    assert main([*report, "--pair", str(weights.parent), "skipless"]) == 0
+    assert len(list((tmp_path / "report").glob("compare-*.html"))) == 1
+    assert main([*report, "--pair", "vit", "other"]) == 3
+    assert "no record is of 'other'" in capsys.readouterr().err

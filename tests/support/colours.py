@@ -1,0 +1,131 @@
+"""A dataset of coloured halves, a tiny encoder, and a quick segmentation probe for both."""
+
+import collections
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from probes.segmentation.probe import Segmentation
+from ssl_bench.data.roles import lacking
+from ssl_bench.data.samples import Sample
+from ssl_bench.evaluation import ProbeContext
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
+
+CLASS_NAMES = ("red", "green", "blue", "never")
+SIZES = ((24, 32), (32, 24), (40, 28))
+QUICK: dict[str, Any] = {
+    "learning_rates": [1e-3, 1e-2, 3e-2],
+    "epochs": 8,
+    "batch_size": 4,
+    "image_size": 32,
+    "panels": 0,
+    "num_workers": 1,
+}
+
+
+@dataclass
+class Colours:
+    """Pictures whose left and right halves are of the colour of their class."""
+
+    split: str
+    count: int
+    first: int = 0
+    name: str = "colours"
+    class_names: tuple[str, ...] = CLASS_NAMES
+    masks: dict[int, int] = field(default_factory=dict)
+    stamp: str = ""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(f"{self.split}/{index}" for index in range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        height, width = SIZES[index % len(SIZES)]
+        classes = ((index + self.first) % 3, (index // 3) % 3)
+        mask = np.full((height, width), classes[0], np.uint8)
+        mask[:, width // 2 :] = classes[1]
+        noise = np.random.default_rng(index).integers(0, 40, (height, width, 3))
+        image = (noise + 200 * np.eye(3)[mask]).astype(np.uint8)
+        mask[:2] = 255
+        if index in self.masks:
+            mask[:] = self.masks[index]
+        return Sample(self.ids[index], image, mask)
+
+    def fingerprint(self) -> str:
+        return f"{self.split} {self.count} {self.stamp}"
+
+
+@dataclass
+class ColourDataset:
+    name: str = "colours"
+    supports: frozenset[str] = frozenset({"segmentation"})
+    num_train: int = 18
+    num_val: int = 7
+    masks: dict[int, int] = field(default_factory=dict)
+    val_masks: dict[int, int] = field(default_factory=dict)
+    stamp: str = ""
+
+    def train(self) -> Colours:
+        return Colours("train", self.num_train, masks=self.masks, stamp=self.stamp)
+
+    def val(self) -> Colours:
+        return Colours("val", self.num_val, first=1, masks=self.val_masks)
+
+    def discovery(self) -> Colours:
+        raise lacking(self.name, "discovery")
+
+    def images(self) -> Colours:
+        raise lacking(self.name, "images")
+
+
+def tiny_encoder(seed: int = 0) -> Encoder:
+    config = ViTConfig(image_size=32, patch_size=8, dim=24, depth=4, num_heads=2)
+    return encoder_from_model(build_vit(config, seed=seed), name="tiny")
+
+
+def probe_context(
+    folder: Path,
+    encoder: Encoder | None = None,
+    dataset: ColourDataset | None = None,
+    layers: tuple[int, ...] = (0, 1, 3),
+    seed: int = 0,
+) -> ProbeContext:
+    return ProbeContext(
+        encoder=encoder or tiny_encoder(),
+        dataset=dataset or ColourDataset(),
+        layers=layers,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        seed=seed,
+        artifacts=folder / "pictures",
+        progress=lambda items, description, total=None: items,  # noqa: ARG005
+    )
+
+
+class Counter:
+    """Counts how often each image passes an encoder, told apart by its pixels."""
+
+    def __init__(self, encoder):
+        self.passes = collections.Counter()
+        encoder.module.register_forward_pre_hook(self._count)
+
+    @property
+    def images(self) -> int:
+        return self.passes.total()
+
+    def _count(self, _module, inputs):
+        self.passes.update(image.numpy().tobytes() for image in inputs[0])
+
+
+def quick_probe(**changes: Any) -> Segmentation:
+    return Segmentation(**{**QUICK, **changes})
+
+
+def score_values(scores):
+    return {(score.layer, score.metric): score.value for score in scores}

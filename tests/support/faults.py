@@ -1,0 +1,237 @@
+"""Small places in which the real commands meet real faults."""
+
+import io
+import json
+import os
+import resource
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jaxtyping
+import numpy as np
+import torch
+from PIL import Image
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.models import ViTConfig, build_vit, save_encoder
+from ssl_bench.results.store import Record, ResultStore
+
+TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
+DINO_LIKE = ViTConfig(image_size=32, patch_size=8, dim=64, depth=2, num_heads=1)
+TRAIN, VAL = ("t0", "t1", "t2", "t3"), ("v0", "v1", "v2")
+OBJECT = """<annotation><object><name>cat</name><bndbox>
+<xmin>9</xmin><ymin>9</ymin><xmax>24</xmax><ymax>24</ymax></bndbox></object></annotation>"""
+
+SMALL = {
+    "pca": ["probe.image_size=32"],
+    "tokencut": [],
+    "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.epochs=2"],
+    "retrieval": ["probe.image_size=32", "probe.neighbours=5"],
+    "knn": ["probe.neighbours=[1,2]"],
+    "classification": ["probe.c_values=[0.01,1.0]"],
+}
+PRETRAIN = (
+    "model=vit_tiny_skip", "model.image_size=16", "model.patch_size=8", "model.dim=24",
+    "model.depth=2", "model.num_heads=2", "objective.out_dim=32", "objective.hidden_dim=16",
+    "objective.bottleneck_dim=8", "objective.crops.num_locals=2", "train.batch_size=2",
+    "train.max_steps=6", "train.num_workers=0",
+)  # fmt: skip
+
+
+def encoder_file(path: Path, *, seed: int = 0, config: ViTConfig = TINY) -> Path:
+    save_encoder(path, build_vit(config, seed=seed), {})
+    return path
+
+
+def picture(seed: int, height: int = 32, width: int = 40) -> Image.Image:
+    """Noise with a bright square at 8..24, which is what masks and boxes speak of."""
+    noise = np.random.default_rng(seed).integers(0, 120, (height, width, 3), dtype=np.uint8)
+    noise[8:24, 8:24] += 120
+    return Image.fromarray(noise)
+
+
+def photo_folder(root: Path, count: int = 4) -> Path:
+    root.mkdir()
+    for number in range(count):
+        picture(number).save(root / f"{number}.jpg", quality=95)
+    return root
+
+
+def class_folders(root: Path, count: int = 3) -> Path:
+    for split, first in (("train", 0), ("val", 50)):
+        for kind in ("cat", "dog"):
+            (root / split / kind).mkdir(parents=True)
+            for number in range(count):
+                path = root / split / kind / f"{number}.jpg"
+                picture(first + number + 7 * (kind == "dog")).save(path, quality=95)
+    return root
+
+
+def voc(root: Path) -> Path:
+    """VOC2012 with four training and three validation images of background, cat and rim."""
+    base = root / "VOCdevkit/VOC2012"
+    for folder in ("JPEGImages", "SegmentationClass", "Annotations", "ImageSets/Main"):
+        (base / folder).mkdir(parents=True)
+    (base / "ImageSets/Segmentation").mkdir()
+    for number, image_id in enumerate((*TRAIN, *VAL)):
+        picture(number).save(base / f"JPEGImages/{image_id}.jpg", quality=95)
+        save_mask(base / f"SegmentationClass/{image_id}.png", mask())
+        (base / f"Annotations/{image_id}.xml").write_text(OBJECT)
+    for name, ids in (("train", TRAIN), ("val", VAL)):
+        (base / f"ImageSets/Segmentation/{name}.txt").write_text("\n".join(ids))
+    (base / "ImageSets/Main/trainval.txt").write_text("\n".join((*TRAIN, *VAL)))
+    return base
+
+
+def mask(height: int = 32, width: int = 40) -> np.ndarray:
+    indices = np.zeros((height, width), np.uint8)
+    indices[8:24, 8:24] = 8
+    indices[7] = 255
+    return indices
+
+
+def save_mask(path: Path, indices: np.ndarray) -> None:
+    image = Image.fromarray(indices)
+    # Colours that have nothing to do with the indices.
+    image.putpalette([value for index in range(256) for value in (255 - index, 3, 9)])
+    image.save(path)
+
+
+def spoil(path: Path, how: str) -> None:
+    """Empty a file, cut it, or put a web page in its place."""
+    content = path.read_bytes()
+    kept = {"empty": 0, "half": len(content) // 2, "99": len(content) * 99 // 100, "last2": -2}
+    page = b"<html><body>404 Not Found</body></html>"
+    path.write_bytes(page if how == "html" else content[: kept[how]])
+
+
+def probing(task: str, dataset: str, root: Path, *more: str) -> list[str]:
+    """Arguments for one layer of the encoder in the current folder."""
+    words = ["probe", "--task", task, "--dataset", dataset, "--data-root", str(root)]
+    return [*words, "--checkpoint", "encoder.safetensors", "--layer", "1", *SMALL[task], *more]
+
+
+def pretraining(root: Path, out: str, *more: str) -> list[str]:
+    return ["pretrain", "--data-root", str(root), "--out", out, *PRETRAIN, *more]
+
+
+def records(out: str = "results") -> list[Record]:
+    return ResultStore(Path(out)).records()
+
+
+def fails(capsys, arguments: Sequence[str], code: int) -> str:
+    """Run a command that must fail; its last line, once it is known to be one line and no more."""
+    capsys.readouterr()
+    came = main(list(arguments))
+    out, err = capsys.readouterr()
+    assert came == code, err
+    assert out == ""
+    assert "Traceback" not in err
+    last = err.splitlines()[-1]
+    assert last.startswith("ssl-bench: ")
+    return last
+
+
+class Mark:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def pickled_mark(path: Path, mark_path: Path, *, zipped: bool) -> None:
+    content = {"teacher": {"weight": torch.zeros(3)}, "payload": Mark(mark_path)}
+    torch.save(content, path, _use_new_zipfile_serialization=zipped)
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file may grow beyond so many bytes, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@contextmanager
+def peak_memory_mib() -> Iterator[Callable[[], float]]:
+    """How far the memory of this process rose above where it was."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmRSS")
+    yield lambda: (_status("VmHWM") - before) / 1024
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+
+
+def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
+    """Start a process that has imported everything already; gives its id."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    code = 70
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
+        if stderr is not None:
+            sys.stderr = sys.stdout = stderr.open("w", buffering=1)
+        code = work() or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def exit_code(child: int) -> int:
+    """Wait for a process; a negative number is the signal that ended it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def encoded(kind: str, image: Image.Image) -> bytes:
+    memory = io.BytesIO()
+    image.save(memory, kind)
+    return memory.getvalue()
+
+
+def log_rows(run: str, *, timed: bool = False) -> list[dict]:
+    rows = [json.loads(line) for line in Path(run, "log.jsonl").read_text().splitlines()]
+    clock = () if timed else ("images_per_second", "data_wait", "mfu")
+    return [{k: v for k, v in row.items() if k not in clock} for row in rows]
+
+
+def end_after_parts(monkeypatch: Any, crops: type, number: int) -> None:
+    """Let a scheduler end this process when so many parts of batches have come to the device."""
+    finish, calls = crops.finish, []
+
+    def interrupted(self, groups, device):
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return finish(self, groups, device)
+
+    monkeypatch.setattr(crops, "finish", interrupted)
+
+
+@contextmanager
+def unchecked_types() -> Iterator[None]:
+    """What users meet: they have no type checks but our own."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,0 +1,79 @@
+"""Weights in other people's layouts, made of random models of timm, and their comparison."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD
+from ssl_bench.models.loading.timm_encoder import timm_encoder
+
+Weights = dict[str, Tensor]
+
+
+def timm_model(*, patch: int = 8, dim: int = 128, heads: int = 2, **kwargs: Any) -> Any:
+    """A Vision Transformer of timm with two blocks and random values everywhere."""
+    torch.manual_seed(0)
+    model: Any = timm.models.VisionTransformer(
+        img_size=4 * patch, patch_size=patch, embed_dim=dim, depth=2, num_heads=heads,
+        num_classes=0, dynamic_img_size=True, **kwargs,
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    model.pretrained_cfg = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+    return model.eval()
+
+
+def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) -> Encoder:
+    """Load the file; its tokens, [CLS] and keys of both blocks must be the model's to 1e-5."""
+    expected = timm_encoder(model, uri="memory", name="original", sha256="")
+    encoder = load_encoder(str(path))
+    assert encoder.mean == expected.mean
+    images = torch.rand(2, 3, *expected.native_size)
+    facets: list[Facet] = ["token", "cls", "key", "query", "value", *extra]
+    one = FeatureExtractor(encoder, layers=[0, 1], facets=facets)(images)
+    other = FeatureExtractor(expected, layers=[0, 1], facets=facets)(images)
+    for layer in one:
+        for facet in facets:
+            torch.testing.assert_close(
+                one[layer][facet], other[layer][facet], rtol=0, atol=1e-5, msg=f"{layer} {facet}"
+            )
+    return encoder
+
+
+def saved(path: Path, content: Mapping[str, Any]) -> Path:
+    torch.save(dict(content), path)
+    return path
+
+
+def message_of(uri: str | Path) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        load_encoder(str(uri))
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+# DINOv2: https://github.com/facebookresearch/dinov2/blob/e1277af2, dinov2/models/
+# vision_transformer.py and dinov2/layers/layer_scale.py: `ls1.gamma`, `mask_token` (1, dim), and
+# `register_tokens` (1, R, dim), which get no position.
+def dinov2_weights(registers: int) -> tuple[Any, Weights]:
+    model = timm_model(
+        patch=14, init_values=0.5, reg_tokens=registers, no_embed_class=registers > 0
+    )
+    weights = dict(model.state_dict())
+    if registers:
+        # timm gives [CLS] no position here; DINOv2 stores one more.
+        cls_position = 0.1 * torch.randn(1, 1, 128)
+        weights["pos_embed"] = torch.cat([cls_position, weights["pos_embed"]], dim=1)
+        weights["cls_token"] = weights["cls_token"] - cls_position
+        weights["register_tokens"] = weights.pop("reg_token")
+    return model, {**weights, "mask_token": torch.randn(1, 128)}

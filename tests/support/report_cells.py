@@ -1,0 +1,135 @@
+"""Records and pictures of which the tests of the report make their reports."""
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
+from ssl_bench.report.curves import Curve, Spot
+from ssl_bench.report.model import panels_of
+from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.tables.image_scores import Curve as Scores
+from tests.core.test_results import RECORD
+
+SKIP, SKIPLESS = "a" * 64, "c" * 64
+
+
+EVIL = "<script>alert(1)</script>\"'&{{ 7 * 7 }}"
+
+
+MOST_BYTES = 3_000_000
+
+
+def cell(**changes) -> Record:
+    return replace(RECORD, details={}, **changes)
+
+
+def skipless(**changes) -> Record:
+    return cell(**{"model": "skipless", "checkpoint_sha256": SKIPLESS, **changes})
+
+
+def known_as(letter: str) -> str:
+    """The id of the encoder whose weights have a sha256 of one letter."""
+    return cell(checkpoint_sha256=letter * 64).encoder_id
+
+
+def folder_of(record: Record) -> str:
+    """Where the pictures of its encoder are."""
+    return f"{record.model}-{record.encoder_id[:8]}"
+
+
+def curve(*values, low=None, high=None):
+    spots = tuple(Spot(layer, value, low, high, "") for layer, value in enumerate(values))
+    return Curve("skip", "c0 d0", 0, spots)
+
+
+def save(store: ResultStore, record: Record, per_image) -> None:
+    """With the value that the images add up to."""
+    value = Scores(record.metric, {}).value(per_image)
+    store.save(replace(record, value=value, num_images=len(per_image)), per_image)
+
+
+def save_pictures(root: Path, *names: str) -> None:
+    for name in names:
+        path = root / "pictures" / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 3)).save(path)
+
+
+class Elements(HTMLParser):
+    """Elements with their attributes, and the text outside of scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self._open = tag
+
+    def handle_endtag(self, tag):
+        self._open = "" if tag == self._open else self._open
+
+    def handle_data(self, data):
+        self.text += "" if self._open == "script" else data
+
+
+def plain(**changes) -> Record:
+    return cell(**{"task": "conditioning", "metric": "condition_number", "unit": "", **changes})
+
+
+def discovery_log(settings, dtype="torch.float32", version=RECORD.version, **outcomes) -> str:
+    key = {"encoder": known_as("a"), "dataset_fingerprint": "b" * 64, "settings": settings}
+    key |= {"dtype": dtype, "version": version}
+    lines = [{"key": key, "format": 2}]
+    for image, (hit, degenerate, boxes) in outcomes.items():
+        found = {"3/key": {"hit": hit, "degenerate": degenerate}}
+        lines.append({"image": image, "num_boxes": boxes, "cells": found})
+    return "\n".join(map(json.dumps, lines)) + '\n{"image": "cut sh'
+
+
+def counts(*images):
+    """Right, predicted and true pixels of two classes for each image."""
+    return np.array(images, np.int32)
+
+
+PERFECT = [[4, 4], [4, 4], [4, 4]]
+
+
+HALF = [[2, 0], [4, 0], [2, 2]]
+
+
+WRONG = [[0, 0], [4, 0], [0, 4]]
+
+
+EMPTY = [[0, 0], [0, 0], [0, 0]]
+
+
+def compared_pair(store: ResultStore, records: list[Record]) -> PanelPair:
+    """The only two checkpoints in the only panel."""
+    one, other = checkpoints_of(records)
+    (panel,) = panels_of(records, (one, other))
+    first, second = (side_of(store, records, panel, checkpoint) for checkpoint in (one, other))
+    assert first is not None
+    assert second is not None
+    compared = panel_pair(panel, first, second)
+    assert compared is not None
+    return compared
+
+
+def files_of(report: Path) -> set[str]:
+    return {path.relative_to(report).as_posix() for path in report.rglob("*") if path.is_file()}
+
+
+def said_by(capsys, arguments: list[str]) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().err

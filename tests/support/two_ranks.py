@@ -1,0 +1,174 @@
+"""Runs of two processes, one of which meets a fault; prints how both ended, as JSON.
+
+`python -m tests.two_ranks PHOTOS OUT FAULT:RANK...` imports once and forks two processes for each
+fault. In a process of its own, since what has computed gradients must not be forked.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+
+import pretrain.train  # noqa: F401 - likewise
+from pretrain.logging.jsonl import Journal
+from pretrain.objectives.dino import DinoLearner
+from pretrain.runtime.batches import Batches
+from ssl_bench.cli import __main__ as cli
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.errors import DataError, MachineError
+
+AT = 3  # the step, from 0, in which it happens
+SECONDS = 60
+OPTIONS = (
+    *("model.dim=24", "model.depth=1", "model.image_size=16", "model.patch_size=8"),
+    *("model.num_heads=2", "objective.out_dim=16", "objective.hidden_dim=8"),
+    *("objective.crops.num_locals=1", "objective.crops.local_size=8", "train.batch_size=2"),
+    *("train.max_steps=8", "train.num_workers=0", "train.non_finite_patience=2"),
+)
+
+
+def break_image() -> None:
+    """The part of this process cannot be read at that step."""
+    whole = Batches.__getitem__
+
+    def broken(self: Batches, part: int) -> Any:
+        return DataError("photos/3.png is cut short") if part == AT else whole(self, part)
+
+    Batches.__getitem__ = broken
+
+
+def diverge() -> None:
+    whole = DinoLearner.loss
+
+    def poisoned(self: DinoLearner, network: Any, views: Any, step: int) -> Any:
+        value, report = whole(self, network, views, step)
+        return (value * torch.nan if step >= AT else value), report
+
+    DinoLearner.loss = poisoned
+
+
+def signalled(number: signal.Signals) -> Callable[[], None]:
+    def arrange() -> None:
+        whole = Batches.__getitem__
+
+        def told(self: Batches, part: int) -> Any:
+            if part == AT:
+                os.kill(os.getpid(), number)
+            return whole(self, part)
+
+        Batches.__getitem__ = told
+
+    return arrange
+
+
+def fill_disk() -> None:
+    whole = Journal.write
+
+    def full(self: Journal, row: Any) -> None:
+        if row["step"] > AT:
+            raise MachineError("cannot write log.jsonl: No space left on device; free space")
+        whole(self, row)
+
+    Journal.write = full
+
+
+def lose_worker() -> None:
+    whole = Batches.__getitem__
+
+    def killed(self: Batches, part: int) -> Any:
+        if part == AT:
+            raise RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed.")
+        return whole(self, part)
+
+    Batches.__getitem__ = killed
+
+
+def hide_images() -> None:
+    def nothing(self: ImageFolder) -> Any:
+        raise DataError(f"{self.root} holds no images")
+
+    ImageFolder.images = nothing
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "image": break_image,
+    "loss": diverge,
+    "SIGTERM": signalled(signal.SIGTERM),
+    "SIGUSR1": signalled(signal.SIGUSR1),
+    "SIGINT": signalled(signal.SIGINT),
+    "disk": fill_disk,
+    "worker": lose_worker,
+    "images": hide_images,
+    "taken": lambda: None,
+}
+
+
+def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
+    """One process of a run, to its end; what it said goes into a file."""
+    os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    name, _, where = fault.partition(":")
+    if int(where) == number:
+        FAULTS[name]()
+    said, code = io.StringIO(), 1
+    try:
+        with contextlib.redirect_stderr(said):
+            code = cli.main(["pretrain", "--out", str(out), f"data.root={photos}", *OPTIONS])
+    finally:
+        Path(f"{out}.{number}").write_text(said.getvalue())
+        # Not through the interpreter, which is that of the parent.
+        os._exit(code)
+
+
+def ended(fault: str, photos: Path, out: Path) -> dict[str, Any]:
+    """Exit codes and lines of both processes."""
+    if fault.startswith("taken"):
+        out.mkdir()
+        (out / "config.yaml").write_text("{}")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    pids = []
+    for number in range(2):
+        if not (pid := os.fork()):
+            rank(number, port, fault, photos, out)
+        pids.append(pid)
+    end = time.monotonic() + SECONDS
+    codes = [exit_code(pid, end) for pid in pids]
+    return {"codes": codes, "said": [Path(f"{out}.{n}").read_text() for n in range(2)]}
+
+
+def exit_code(pid: int, end: float) -> int | None:
+    """Of a child; None for one that had to be ended."""
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    photos, out = map(Path, sys.argv[1:3])
+    found = {}
+    for fault in sys.argv[3:]:
+        folder = out / fault.replace(":", "-")
+        found[fault] = ended(fault, photos, folder)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

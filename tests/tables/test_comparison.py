@@ -1,0 +1,212 @@
+"""Paired differences, by hand where a resample leaves no choice, else by an independent loop."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import DataError
+from ssl_bench.intervals import Share
+from ssl_bench.metrics import iou_per_class
+from ssl_bench.results.store import ResultStore
+from ssl_bench.tables.comparison import (
+    Comparison,
+    Difference,
+    between_blocks,
+    between_checkpoints,
+    comparisons,
+    difference,
+)
+from ssl_bench.tables.image_scores import Curve, Scored
+from ssl_bench.tables.sheets import NO_VALUE
+from tests.core.test_results import RECORD
+from tests.support.report_cells import known_as
+
+GENERATOR = np.random.default_rng(0)
+
+
+def hits(*values):
+    return np.array(values, bool)
+
+
+def curve(**layers):
+    return Curve("corloc", {int(name[1:]): values for name, values in layers.items()})
+
+
+def between(first, second, metric="corloc"):
+    """The row that compares two arrays of contributions."""
+    curve = Curve(metric, {})
+    return difference("0", curve.estimate(first), curve.estimate(second), ((0,), (0,)))
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_difference_of_what_has_no_value_is_a_dash():
+    nothing = np.zeros((4, 3, 2), np.int64)
+
+    row = between(nothing, nothing, "miou_oracle")
+
+    assert (row.first_text, row.second_text, row.text, row.is_clear) == (*[NO_VALUE] * 3, False)
+    sheet = Comparison(replace(RECORD, metric="miou_oracle"), (row,), ("a", "b"), (RECORD,)).sheet(
+        ""
+    )
+    assert [word.text for word in sheet.rows[0]] == ["0", *[NO_VALUE] * 3]
+
+
+def test_a_difference_shows_its_sign_and_interval():
+    assert Difference("0", 10.0, 12.5, -1.0, 6.0, ((0,), (0,))).text == "+2.5 [-1.0, +6.0]"
+
+
+def test_four_images_that_all_change_do_not_prove_that_every_image_does():
+    same = between(hits(1, 0, 1, 0), hits(1, 0, 1, 0))
+    every = between(hits(0, 0, 0, 0), hits(1, 1, 1, 1))
+
+    assert (same.value, same.low, same.is_clear) == (0, -same.high, False)
+    assert 40 < same.high < 50
+    # As if of six images five had gained and one had lost: 66.7 minus 1.96 times 30.4.
+    assert (every.value, every.low, every.high) == pytest.approx((100, 7.02, 100), abs=0.01)
+    assert every.is_clear
+
+
+def test_pairs_make_the_interval_narrower_than_two_separate_ones():
+    first = GENERATOR.random(200) < 0.5
+    second = first.copy()
+    second[:20] = True
+
+    paired = between(first, second)
+
+    low, high = Share(first).ci95()
+    assert paired.high - paired.low < 0.5 * 2**0.5 * (high - low)
+
+
+def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
+    counts = GENERATOR.integers(1, 9, size=(2, 30, 3, 4))
+    counts[:, :, 1:] += counts[:, :, :1]
+
+    found = between(counts[0], counts[1], "miou_holdout")
+
+    def miou(of):
+        right, predicted, true = of.sum(0).astype(float)
+        return 100 * np.mean(right / (predicted + true - right))
+
+    gap = miou(counts[1]) - miou(counts[0])
+    without = [np.delete(counts, i, axis=1) for i in range(30)]
+    pseudo = [30 * gap - 29 * (miou(two) - miou(one)) for one, two in without]
+    assert found.value == pytest.approx(gap)
+    ends = scipy.stats.t.interval(0.95, 29, gap, np.std(pseudo, ddof=1) / 30**0.5)
+    assert (found.low, found.high) == pytest.approx(ends)
+    assert iou_per_class(torch.from_numpy(counts[0].sum(0))).mean() == pytest.approx(found.first)
+
+
+def test_the_held_out_choice_never_sees_the_images_it_is_scored_on():
+    # Ten images; block 1 wins by one image only: the fold that holds it must choose block 0.
+    one = hits(1, 1, 1, 1, 0, 0, 0, 0, 0, 0)
+    two = hits(0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
+    both = curve(b0=one, b1=two)
+
+    mixed, layers = both.held_out()
+
+    order = np.random.default_rng(0).permutation(10)
+    for fold, layer in zip(np.array_split(order, 5), layers, strict=True):
+        others = np.setdiff1d(order, fold)
+        assert layer == int(two[others].sum() > one[others].sum())
+        assert (mixed[fold] == (one, two)[layer][fold]).all()
+    assert set(layers) == {0, 1}
+    assert both.best_layer() == 1
+
+
+def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
+    first = curve(b0=hits(1, 0, 0, 0), b1=hits(1, 1, 0, 0), b2=hits(1, 1, 1, 1))
+    second = curve(b0=hits(1, 1, 1, 0), b1=hits(0, 0, 0, 0))
+
+    rows = between_checkpoints(Scored.of(first), Scored.of(second))
+
+    assert [row.name for row in rows][:3] == ["0", "1", "best (2, 0)"]
+    assert [(row.first, row.second) for row in rows[:3]] == [(25, 75), (50, 0), (100, 75)]
+    assert rows[3].name.startswith("held-out choice (2; 0")
+
+
+def test_blocks_are_compared_with_the_best_one():
+    rows = between_blocks(Scored.of(curve(b0=hits(1, 0, 0, 0), b3=hits(1, 1, 1, 0))))
+    assert [(row.name, row.value) for row in rows[:2]] == [("0", -50), ("3", 0)]
+    assert rows[1].text == "+0.0"
+
+
+def save(store, sha, layers, **changes):
+    for layer, values in layers.items():
+        name = {"a": "skip", "d": "skipless"}[sha]
+        record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
+        if values is not None:
+            record = replace(record, num_images=len(values), value=100 * values.mean())
+        store.save(record, values)
+
+
+def test_only_scores_of_the_same_images_and_settings_are_compared(tmp_path):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0), 1: hits(1, 1)})
+    save(store, "d", {0: hits(0, 0), 1: hits(1, 0)})
+    save(store, "d", {0: hits(1, 1)}, settings={"tau": 0.3})
+
+    ((record, rows),) = comparisons(store, store.records(), [known_as("a"), known_as("d")])
+
+    assert record.settings == {"tau": 0.2}
+    assert [(row.first, row.second) for row in rows[:2]] == [(50, 0), (100, 50)]
+    ((alone, _),) = comparisons(store, store.records(), [known_as("a")])
+    assert alone.settings == {"tau": 0.2}
+    with pytest.raises(DataError, match="scored image by image"):
+        comparisons(store, store.records(), [known_as("a"), known_as("e")])
+
+
+def test_a_record_whose_images_were_not_kept_or_half_kept_is_left_out(tmp_path):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0), 1: hits(1, 1), 2: None})
+    half = store.path(replace(RECORD, layer=1).key()).with_suffix(".npz")
+    half.write_bytes(half.read_bytes()[:40])
+
+    ((_, rows),) = comparisons(store, store.records(), [known_as("a")])
+
+    assert [row.name for row in rows][:-1] == ["0"]
+
+
+def test_the_command_takes_names_and_digests(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0, 0)})
+    save(store, "d", {0: hits(1, 1, 1)})
+
+    assert main(["compare", "skip", "dddd", "--out", str(tmp_path), "--format", "markdown"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "| block | skip | skipless | difference [95 %] |" in printed
+    assert "| 0 | 33.3 | 100.0 | " in printed
+    assert main(["compare", "skip", "dddd", "--out", str(tmp_path), "--format", "json"]) == 0
+    (table,) = json.loads(capsys.readouterr().out)
+    assert table["checkpoint_sha256"] == ["a" * 64, "d" * 64]
+    assert (table["names"], table["num_images"], table["metric"]) == (
+        ["skip", "skipless"],
+        3,
+        "corloc",
+    )
+    first = table["rows"][0]
+    assert (first["block"], first["second"]) == ("0", 100.0)
+    assert first["difference"] == pytest.approx(200 / 3)
+    assert main(["compare", "skipp", "skip", "--out", str(tmp_path)]) == 3
+    assert f"skip {known_as('a')[:8]}" in capsys.readouterr().err
+
+
+def test_tables_and_comparisons_are_chosen_by_every_field_that_tells_them_apart(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0, 0)})
+    save(store, "a", {0: hits(1, 1, 0)}, facet="token", protocol="reference, tau=0.3")
+    chosen = ["--out", str(tmp_path), "--facet", "token", "--protocol", "reference, tau=0.3"]
+
+    assert main(["table", *chosen]) == 0
+    assert main(["compare", "skip", *chosen]) == 0
+
+    printed = capsys.readouterr().out
+    assert printed.count("token, protocol reference, tau=0.3") == 2
+    assert "key, protocol" not in printed
+    assert main(["table", "--out", str(tmp_path), "--facet", "keys"]) == 2
+    assert "did you mean key?" in capsys.readouterr().err

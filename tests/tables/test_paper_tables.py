@@ -1,0 +1,178 @@
+"""Ours beside published values: never as equals, and with everything that differs."""
+
+import csv
+import io
+import json
+from typing import Any
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results.store import ResultStore
+from ssl_bench.tables.paper import paper_table
+from ssl_bench.tables.published import published_table
+from ssl_bench.tables.sheets import set_tables
+from tests.support.report_cells import known_as
+from tests.tables.test_pivot import hits, save
+
+VOC: dict[str, Any] = {"dataset": "voc2012", "split": "trainval"}
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ResultStore(tmp_path)
+
+
+def laid(store, name="figure3", choice="holdout", **encoders):
+    rows = {"skip": "skip, soap", "skipless": "skipless, soap"}
+    known = {rows[row]: known_as(sha) for row, sha in encoders.items()}
+    return paper_table(published_table(name), store.records(), store, encoders=known, choice=choice)
+
+
+def test_rows_and_columns_are_the_published_ones_and_ours_stands_where_it_fits(store):
+    save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
+    save(store, "d", 11, hits(1, 1, 0, 0), dataset="toy")
+
+    lines = set_tables([laid(store, skip="a", skipless="d")], "text").splitlines()
+
+    assert lines[0].startswith("published | ours with 95 % interval (images): TokenCut with DINO")
+    assert lines[2].split() == ["encoder", "VOC2012", "COCO20k"]
+    assert [line.strip() for line in lines[4:6]] == [
+        "skip, adamw                             32.3 | -  21.2 | -",
+        "skipless, adamw                         53.5 | -  36.5 | -",
+    ]
+    assert lines[7].split("  ")[0] == "skip, soap"
+    assert "49.4 | 25.0 @11 (4)" in lines[7]
+    assert "63.2 | -" in lines[8]
+    assert "27.5 | -" in lines[7]
+
+
+def test_the_notes_name_every_known_difference_and_what_is_missing(store):
+    save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
+    save(store, "d", 11, hits(1, 0, 0, 0), **VOC)
+
+    notes = laid(store, skip="a").notes()
+
+    assert notes[0].startswith("ours is not the same experiment in any cell")
+    assert "DINO on ImageNet-1k for 300 epochs" in notes[1]
+    assert "not stated: patch size" in notes[1]
+    assert notes[2] == (
+        "VOC2012: published on 11,540 images if all were used; here: 4 images of voc2012 trainval, "
+        "protocol reference, key features"
+    )
+    assert notes[3] == "'skip, soap' here: skip, 12 blocks, sha256 aaaaaaaa"
+    assert "no encoder for 'skip, adamw'" in notes[-2]
+    assert notes[-2].endswith("recorded here: skip, skipless")
+    assert notes[-1].startswith("no record of these encoders for: COCO20k (--task tokencut")
+
+
+def test_what_this_suite_cannot_measure_is_said(store):
+    save(store, "a", 0, hits(1, 0))
+
+    notes = paper_table(
+        published_table("training_time"), store.records(), store, encoders={}, choice="holdout"
+    ).notes()
+
+    assert notes[-1] == "this suite has no probe for: days"
+    assert "'ViT-B, SVD token graying'" in notes[-2]
+
+
+def test_an_accuracy_of_training_comes_from_the_run_itself(store):
+    save(store, "a", 0, hits(1, 0), dataset="mnist", task="classification", metric="top1")
+
+    def notes(sha):
+        return laid_mnist(store, sha).notes()
+
+    assert notes("a")[0].endswith(
+        "no record of a probe knows how an encoder was pretrained; what differs besides:"
+    )
+    assert notes("a")[-1] == (
+        "no record of these encoders for: accuracy (the head of a supervised run itself: "
+        "`ssl-bench pretrain ... monitor.results=DIR`, images in a folder named mnist)"
+    )
+
+    fields: dict[str, Any] = {"task": "supervised", "metric": "top1", "facet": "head"}
+    save(store, "d", 5, hits(1, 1, 1, 0), dataset="mnist", protocol="central_square", **fields)
+    chosen = laid_mnist(store, "d").ours["ViT", "accuracy"]
+    assert chosen is not None
+    assert chosen.entry.value == 75.0
+    assert notes("d")[0] == ("ours is not the same experiment in any cell; what differs besides:")
+
+
+def laid_mnist(store, sha):
+    table, known = published_table("mnist"), {"ViT": known_as(sha)}
+    return paper_table(table, store.records(), store, encoders=known, choice="holdout")
+
+
+def test_of_several_series_the_nearest_to_the_paper_is_shown_and_the_others_are_named(store):
+    fields: dict[str, Any] = {"task": "segmentation", "dataset": "voc2012", "facet": "token"}
+    save(store, "a", 5, hits(1, 0, 0, 0), metric="miou_oracle", protocol="fast", **fields)
+    save(store, "a", 5, hits(1, 1, 1, 0), metric="miou_oracle", protocol="paper", **fields)
+    save(store, "a", 5, hits(1, 1, 1, 1), metric="miou_holdout", protocol="ssl_bench", **fields)
+
+    table = laid(store, "table2", skip="a")
+
+    (chosen,) = [one for one in table.ours.values() if one is not None]
+    assert (chosen.entry.value, chosen.entry.records[0].protocol) == (75.0, "paper")
+    assert table.unused["VOC2012, single"] == (
+        "miou_oracle, token, protocol fast",
+        "miou_holdout, token, protocol ssl_bench",
+    )
+    assert "also recorded: miou_oracle, token, protocol fast" in " ".join(table.notes())
+
+
+def test_multi_scale_heads_stand_in_the_multi_scale_columns_alone(store):
+    fields: dict[str, Any] = {"task": "segmentation", "dataset": "voc2012", "metric": "miou_oracle"}
+    save(store, "a", 11, hits(1, 0), facet="multi", **fields)
+
+    table = laid(store, "table2", skip="a")
+
+    assert list(table.ours) == [("skip, soap", "VOC2012, multi-scale")]
+
+
+def test_the_choice_of_the_block_is_named_as_what_it_is(store):
+    for layer in (0, 1):
+        save(store, "a", layer, hits(1, 0, layer), **VOC)
+        save(store, "d", layer, hits(1, 0, layer), keep=False, **VOC)
+
+    held_out = laid(store, skip="a", skipless="d")
+    oracle = laid(store, choice="oracle", skip="a")
+
+    assert held_out.ours["skipless, soap", "VOC2012"] is None
+    text = set_tables([held_out], "text")
+    assert "63.2 | ‡" in text
+    assert "‡: no block was chosen" in text
+    assert "held-out choice" in text
+    assert "ORACLE" in " ".join(oracle.notes())
+
+
+def test_csv_and_json_hold_every_published_cell(store):
+    save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
+    table = laid(store, skip="a")
+
+    rows = list(csv.DictReader(io.StringIO(set_tables([table], "csv"))))
+    (whole,) = json.loads(set_tables([table], "json"))
+
+    assert len(rows) == len(whole["cells"]) == 12
+    (ours,) = [row for row in rows if row["value"]]
+    assert (ours["row"], ours["column"]) == ("skip, soap", "VOC2012")
+    assert (ours["published"], ours["value"]) == ("49.4", "25.0")
+    (cell,) = [cell for cell in whole["cells"] if cell["ours"]]
+    assert cell["published"] == 49.4
+    assert cell["ours"]["records"][0]["num_images"] == 4
+    assert whole["notes"] == table.notes()
+
+
+def test_the_command_maps_rows_to_checkpoints(store, capsys):
+    save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
+    command = ["table", "--out", str(store.root), "--paper", "cutting_the_skip:figure3"]
+
+    assert main([*command, "--as", "skip, soap=aaaa", "--format", "markdown"]) == 0
+    assert r"| skip, soap | 49.4 \| 25.0 @11 (4) | 27.5 \| - |" in capsys.readouterr().out
+    assert main([*command, "--as", "skp, soap=skip"]) == 2
+    assert "did you mean skip, soap" in capsys.readouterr().err
+    assert main([*command, "--as", "skip, soap"]) == 2
+    assert "expected --as 'ROW'=CHECKPOINT" in capsys.readouterr().err
+    assert main([*command, "--as", "skip, soap=skip", "--as", "skip, soap=aaaa"]) == 2
+    assert "got several" in capsys.readouterr().err
+    assert main([*command, "--as", "skip, soap=nobody"]) == 3

@@ -1,0 +1,272 @@
+"""Encoders against datasets; choices of the block counted by hand."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results.store import ResultStore
+from ssl_bench.tables.block_choice import Chosen, choose_block
+from ssl_bench.tables.pivot import column_names, pivot_table
+from ssl_bench.tables.sheets import set_tables
+from tests.core.test_results import RECORD
+
+NAMES = {"a": "skip", "d": "skipless", "e": "other"}
+
+
+def hits(*values):
+    return np.array(values, bool)
+
+
+def chosen_block(records, store, choice) -> Chosen:
+    found = choose_block(records, store, choice)
+    assert found is not None
+    return found
+
+
+def save(store, sha, layer, values, *, keep: bool = True, **changes: Any):
+    """A record whose value is the share of the hits, and the hits beside it."""
+    record = replace(
+        RECORD,
+        checkpoint_sha256=sha * 64,
+        model=NAMES[sha],
+        layer=layer,
+        value=100 * values.mean(),
+        num_images=len(values),
+        ci95=None,
+        **changes,
+    )
+    store.save(record, values if keep else None)
+    return record
+
+
+def cells(table, style="markdown"):
+    lines = [line for line in set_tables([table], style).splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ResultStore(tmp_path)
+
+
+def test_the_oracle_takes_the_best_block_and_the_held_out_choice_one_that_others_choose(store):
+    # Ten images: block 1 wins by one image, and the fold that holds this image chooses block 0.
+    one, two = hits(1, 1, 1, 1, 0, 0, 0, 0, 0, 0), hits(0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
+    records = [save(store, "a", 0, one), save(store, "a", 1, two)]
+
+    oracle = chosen_block(records, store, "oracle")
+    held_out = chosen_block(records, store, "holdout")
+
+    assert (oracle.entry.value, oracle.layers, oracle.offered) == (50.0, (1,), (0, 1))
+    folds = np.array_split(np.random.default_rng(0).permutation(10), 5)
+    expected = 0
+    for fold in folds:
+        others = np.setdiff1d(np.arange(10), fold)
+        chosen = two if two[others].sum() > one[others].sum() else one
+        expected += chosen[fold].sum()
+    assert held_out.entry.value == 10.0 * expected
+    assert held_out.layers == (0, 1)
+    assert held_out.entry.value < oracle.entry.value
+    exact = binomtest(expected, 10).proportion_ci()
+    assert held_out.entry.low == pytest.approx(100 * exact.low)
+    assert held_out.entry.high == pytest.approx(100 * exact.high)
+    assert len(held_out.entry.records) == 2
+
+
+def test_one_block_needs_no_values_of_images_and_several_do(store):
+    alone = [save(store, "a", 3, hits(1, 0), keep=False)]
+    several = [*alone, save(store, "a", 4, hits(1, 1))]
+
+    assert chosen_block(alone, store, "holdout").entry.value == 50.0
+    assert choose_block(several, store, "holdout") is None
+    assert chosen_block(several, store, "oracle").layers == (4,)
+
+
+def test_a_block_that_all_folds_choose_keeps_the_interval_of_its_record(store):
+    records = [
+        save(store, "a", 0, hits(0, 0, 0, 0, 0, 0)),
+        save(store, "a", 1, hits(1, 1, 1, 1, 1, 1)),
+    ]
+    records[1] = replace(records[1], ci95=(90.0, 100.0), details={"degenerate_percent": 4.0})
+
+    chosen = chosen_block(records, store, "holdout")
+
+    assert (chosen.entry.low, chosen.entry.high, chosen.entry.arbitrary) == (90.0, 100.0, 4.0)
+    assert chosen.layers == (1,)
+
+
+def test_seeds_choose_for_themselves_and_are_averaged(store):
+    good, bad = hits(1, 1, 1, 1, 1, 0), hits(0, 0, 0, 0, 0, 0)
+    records = [
+        save(store, "a", 0, good, seed=0),
+        save(store, "a", 1, bad, seed=0),
+        save(store, "a", 0, bad, seed=1),
+        save(store, "a", 1, hits(1, 1, 1, 1, 1, 1), seed=1),
+    ]
+
+    chosen = chosen_block(records, store, "holdout")
+    oracle = chosen_block(records, store, "oracle")
+
+    assert chosen.entry.value == pytest.approx((500 / 6 + 100) / 2)
+    assert chosen.layers == (0, 1)
+    # One block for all seeds: of their means, 41.7 and 50.
+    assert (oracle.entry.value, oracle.layers) == (50.0, (1,))
+
+
+def test_rows_are_encoders_columns_datasets_and_ties_as_printed_share_their_rank(store):
+    records = [
+        save(store, "a", 5, hits(1, 1, 0, 0)),
+        save(store, "d", 5, hits(1, 0, 0, 0)),
+        save(store, "e", 5, hits(1, 1, 0, 0)),
+        save(store, "a", 5, hits(0, 0, 0, 1), dataset="voc2012"),
+        save(store, "d", 5, hits(0, 1, 1, 1), dataset="voc2012"),
+    ]
+
+    table = pivot_table(records, store, "holdout")
+
+    assert cells(table) == [
+        ["encoder", "toy", "voc2012"],
+        ["other", "**50.0**", ""],
+        ["skip", "**50.0**", "<ins>25.0</ins>"],
+        ["skipless", "<ins>25.0</ins>", "**75.0**"],
+    ]
+    text = set_tables([table], "text")
+    assert text.startswith("encoders (%): tokencut, corloc, block 5\n")
+    assert "voc2012: tokencut, corloc, val, key, protocol reference, 4 images" in text
+    assert "no test of the difference" in text
+
+
+def test_a_cell_without_values_of_images_says_so_and_the_oracle_is_called_one(store):
+    for layer in (0, 1):
+        save(store, "a", layer, hits(1, 0, layer), keep=False)
+        save(store, "d", layer, hits(1, 0, 0))
+    held_out = pivot_table(store.records(), store, "holdout")
+    oracle = pivot_table(store.records(), store, "oracle")
+
+    assert [row[1] for row in cells(held_out)] == ["toy", "‡", "**33.3 @0**"]
+    assert "‡: no block was chosen: no values of single images were kept" in set_tables(
+        [held_out], "text"
+    )
+    assert [row[1] for row in cells(oracle)] == ["toy", "**66.7 @1**", "<ins>33.3 @0</ins>"]
+    text = set_tables([oracle], "text")
+    assert "oracle choice of the block" in text.splitlines()[0]
+    assert "ORACLE, the best one on the scored images" in text
+    assert "ORACLE" not in set_tables([held_out], "text")
+
+
+def test_of_a_plain_number_no_block_and_no_encoder_is_best(store):
+    fields: dict[str, Any] = {"metric": "condition_number", "unit": ""}
+    for layer in (0, 1):
+        save(store, "a", layer, hits(1, 0, layer), **fields)
+        save(store, "d", layer, hits(1, 0, 0), **fields)
+    records = store.records()
+
+    assert [row[1] for row in cells(pivot_table(records, store, "oracle"))][1:] == ["‡", "‡"]
+    alone = pivot_table([record for record in records if record.layer == 1], store, "oracle")
+    assert [row[1] for row in cells(alone)][1:] == ["66.7", "33.3"]
+    assert set_tables([alone], "text").startswith("encoders: tokencut, condition_number, block 1")
+
+
+def test_of_explained_variance_no_block_and_no_encoder_is_best(store):
+    for layer in (0, 1):
+        save(store, "a", layer, hits(1, 0, layer), metric="explained_variance")
+        save(store, "d", layer, hits(1, 0, 0), metric="explained_variance")
+    records = store.records()
+
+    several = pivot_table(records, store, "oracle")
+    alone = pivot_table([record for record in records if record.layer == 1], store, "oracle")
+
+    assert [row[1] for row in cells(several)][1:] == ["‡", "‡"]
+    assert "--best-layer oracle" not in set_tables([several], "text")
+    assert "more of it is not better" in set_tables([several], "text")
+    assert [row[1] for row in cells(alone)][1:] == ["66.7", "33.3"]
+
+
+def test_other_blocks_for_another_encoder_are_said(store):
+    for sha, layers in (("a", (0, 1)), ("d", (1,))):
+        for layer in layers:
+            save(store, sha, layer, hits(1, 0, 0))
+
+    assert "not every encoder was probed at the same blocks" in set_tables(
+        [pivot_table(store.records(), store, "holdout")], "text"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([{}], ["toy"]),
+        ([{}, {"facet": "token"}], ["toy, key", "toy, token"]),
+        ([{}, {"protocol": "lost"}, {"dataset": "voc"}], ["toy, reference", "toy, lost", "voc"]),
+        (
+            [
+                {},
+                {"task": "segmentation", "metric": "miou"},
+                {"task": "retrieval", "metric": "miou"},
+            ],
+            ["toy, corloc", "toy, miou, segmentation", "toy, miou, retrieval"],
+        ),
+        ([{}, {"settings": {"tau": 0.3}}], ["toy, reference", "toy, reference, tau=0.3"]),
+        ([{}, {"split": "train"}], ["toy, val", "toy, train"]),
+    ],
+)
+def test_columns_are_named_by_what_tells_them_apart(changes, names):
+    assert column_names([replace(RECORD, **change) for change in changes]) == names
+
+
+def test_csv_and_json_carry_the_blocks_that_were_chosen_from(store):
+    for layer in (2, 3):
+        save(store, "a", layer, hits(0, 0, layer == 3))
+
+    (row,) = csv.DictReader(
+        io.StringIO(set_tables([pivot_table(store.records(), store, "oracle")], "csv"))
+    )
+    (table,) = json.loads(set_tables([pivot_table(store.records(), store, "oracle")], "json"))
+
+    assert (row["encoder"], row["column"], row["blocks"]) == ("skip", "toy", "3")
+    assert float(row["value"]) == pytest.approx(100 / 3)
+    (cell,) = table["cells"]
+    assert (cell["blocks"], cell["blocks_offered"]) == ([3], [2, 3])
+    assert table["block_choice"] == "oracle"
+    assert cell["checkpoint_sha256"] == "a" * 64
+
+
+def test_the_command_chooses_among_the_asked_blocks(store, capsys):
+    for layer in (0, 1, 11):
+        save(store, "a", layer, hits(layer == 0, 0, layer == 11))
+    command = ["table", "--out", str(store.root), "--pivot", "--format", "csv"]
+
+    def blocks(*flags):
+        assert main([*command, *flags]) == 0
+        (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+        return row["blocks"], row["block_choice"]
+
+    assert blocks("--layer", "-1") == ("11", "block")
+    assert blocks("--layer", "1,-1", "--best-layer", "oracle") == ("11", "oracle")
+    assert blocks("--best-layer", "oracle") == ("0", "oracle")
+    assert main([*command, "--layer", "7"]) == 3
+    assert "recorded are 0, 1, 11" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--best-layer", "oracle"], "--best-layer needs --pivot or --paper"),
+        (["--pivot", "--best-layer", "best"], "unknown --best-layer 'best'"),
+        (["--pivot", "--paper", "table2"], "got --pivot and --paper"),
+        (["--as", "skip, soap=skip"], "needs --paper"),
+        (["--layer", "last"], "expected --layer 11, -1, 0,5,11 or all, got 'last'"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_named(store, capsys, flags, message):
+    save(store, "a", 0, hits(1, 0))
+
+    assert main(["table", "--out", str(store.root), *flags]) == 2
+    assert message in capsys.readouterr().err

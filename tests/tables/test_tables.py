@@ -1,0 +1,270 @@
+import csv
+import io
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from matplotlib import pyplot
+
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.tables.depth import (
+    MARKERS,
+    depth_tables,
+    insert_between_markers,
+    provenance,
+    render,
+    settings_digest,
+)
+from ssl_bench.tables.drawing import draw_curves
+from ssl_bench.tables.sheets import NO_VALUE, set_tables
+from tests.core.test_results import RECORD
+
+SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
+NAMES = tuple(sorted(f"skip {record.encoder_id[:6]}" for record in (RECORD, SKIPLESS)))
+RECORDS = [
+    replace(RECORD, layer=0, value=10.0, ci95=(8.0, 12.0)),
+    replace(RECORD, layer=1, value=30.0, ci95=(29.0, 31.0)),
+    replace(SKIPLESS, layer=0, value=25.04, ci95=None),
+    replace(SKIPLESS, layer=1, value=20.0, ci95=None),
+]
+
+
+def test_rows_are_blocks_columns_are_models_and_the_best_block_is_bold():
+    (table,) = depth_tables(RECORDS)
+
+    rows = [line for line in render(table, "markdown").splitlines() if line.startswith("|")]
+
+    assert rows == [
+        "| block | skip | skip_less |",
+        "|---|---:|---:|",
+        "| 0 | 10.0 ± 2.0 | **25.0** |",
+        "| 1 | **30.0 ± 1.0** | 20.0 |",
+    ]
+
+
+def test_a_name_that_two_checkpoints_share_is_told_apart_in_every_table():
+    one, other = RECORDS[0], replace(SKIPLESS, model="skip")
+    alone = replace(one, metric="detection_rate")
+
+    tables = depth_tables([one, other, alone])
+
+    both = NAMES
+
+    assert [table.models for table in tables] == [both, both[:1]]
+
+
+def test_blocks_that_were_not_probed_are_empty():
+    (table,) = depth_tables(RECORDS[:3])
+
+    assert "| 1 | **30.0 ± 1.0** |  |" in render(table, "markdown")
+
+
+def test_the_share_of_arbitrary_images_stands_beside_the_number():
+    shares = [0.0, 0.4, 98.6, 100.0]
+    records = [
+        replace(RECORD, layer=i, ci95=None, details={"degenerate_percent": share})
+        for i, share in enumerate(shares)
+    ]
+    records[3] = replace(records[3], ci95=(RECORD.value - 2, RECORD.value + 2))
+    same = [replace(records[0], seed=s, details={"degenerate_percent": 2.0 * s}) for s in (0, 1)]
+
+    text = render(depth_tables(records)[0], "markdown")
+    latex = render(depth_tables(records)[0], "latex")
+    (averaged,) = depth_tables(same)
+
+    value = f"{RECORD.value:.1f}"
+    assert [line.split(" | ")[1].strip("* |") for line in text.splitlines()[4:8]] == [
+        value,
+        f"{value} †0.4",
+        f"{value} †99",
+        f"{value} ± 2.0 †100",
+    ]
+    assert "; †: percent of the images that are degenerate" in text
+    assert rf"{value} $\dagger$99 \\" in latex
+    assert averaged.entries[0, "skip"].arbitrary == 1.0
+    assert "†" not in render(depth_tables(RECORDS)[0], "text")
+
+
+def test_latex_escapes_names_and_csv_reads_back():
+    (table,) = depth_tables(RECORDS)
+
+    latex = render(table, "latex")
+    rows = list(csv.DictReader(io.StringIO(render(table, "csv"))))
+
+    assert r"block & skip & skip\_less \\" in latex
+    assert r"1 & \textbf{30.0 $\pm$ 1.0} & \underline{20.0} \\" in latex
+    assert [(r["block"], r["model"], float(r["value"])) for r in rows][1] == (
+        "0",
+        "skip_less",
+        25.04,
+    )
+
+
+def test_the_second_best_block_is_underlined_in_latex_alone():
+    records = [replace(RECORD, layer=i, value=v, ci95=None) for i, v in enumerate([3.0, 1.0, 2.0])]
+
+    (table,) = depth_tables(records)
+
+    latex = [line.split(" & ")[1] for line in render(table, "latex").splitlines() if " & " in line]
+    assert latex[1:] == [r"\textbf{3.0} \\", r"1.0 \\", r"\underline{2.0} \\"]
+    assert "<ins>" not in render(table, "markdown")
+    assert "_2.0_" not in render(table, "text")
+
+
+def test_json_carries_what_is_needed_to_trust_a_number():
+    seeds = [
+        replace(RECORD, seed=s, value=v, git_commit="c" * 40) for s, v in ((0, 10.0), (1, 20.0))
+    ]
+    lost = replace(RECORD, layer=4, value=math.nan, ci95=(math.nan, math.nan))
+
+    (table,) = json.loads(render(depth_tables([*seeds, lost])[0], "json"))
+
+    assert (table["task"], table["metric"], table["settings"]) == (
+        "tokencut",
+        "corloc",
+        {"tau": 0.2},
+    )
+    assert table["dataset_fingerprint"] == "b" * 64
+    mean, unknown = table["cells"]
+    assert (mean["layer"], mean["model"], mean["checkpoint_sha256"]) == (3, "skip", "a" * 64)
+    assert (mean["value"], mean["ci95"]) == (15.0, [35.0, 45.5])
+    first, second = mean["records"]
+    assert (first["value"], second["value"], second["seed"]) == (10.0, 20.0, 1)
+    assert (first["ci95"], first["num_images"]) == ([35.0, 45.5], 60)
+    assert (first["git_commit"], first["device"]) == ("c" * 40, RECORD.device)
+    assert first["file"] == seeds[0].key().filename()
+    assert (unknown["value"], unknown["records"][0]["ci95"]) == (None, [None, None])
+
+
+def test_the_digest_of_the_settings_depends_on_every_one_but_not_on_their_order():
+    one = settings_digest(replace(RECORD, settings={"tau": 0.2, "eps": 1}))
+
+    assert one == settings_digest(replace(RECORD, settings={"eps": 1, "tau": 0.2}))
+    assert one != settings_digest(replace(RECORD, settings={"tau": 0.2, "eps": 2}))
+
+
+def test_tables_of_several_tasks_are_one_csv_and_one_json():
+    tables = depth_tables([RECORD, replace(RECORD, task="pca")])
+
+    rows = list(csv.DictReader(io.StringIO(set_tables(tables, "csv"))))
+
+    assert [row["task"] for row in rows] == ["pca", "tokencut"]
+    assert [table["task"] for table in json.loads(set_tables(tables, "json"))] == [
+        "pca",
+        "tokencut",
+    ]
+
+
+def test_seeds_are_averaged():
+    seeds = [replace(RECORDS[0], seed=s, value=v) for s, v in enumerate([10.0, 20.0])]
+
+    (table,) = depth_tables(seeds)
+
+    assert table.entries[0, "skip"].value == 15.0
+    assert "seeds 0, 1" in table.provenance
+
+
+def test_numbers_that_cannot_be_compared_stand_in_tables_of_their_own():
+    other = replace(RECORDS[0], settings={"tau": 0.3})
+
+    titles = [table.title for table in depth_tables([*RECORDS, other])]
+
+    assert len(titles) == 2
+    assert titles[0].endswith("protocol reference")
+    assert titles[1].endswith("protocol reference, tau=0.3")
+
+
+def test_two_checkpoints_of_one_name_are_told_apart():
+    (table,) = depth_tables([RECORD, replace(SKIPLESS, model="skip")])
+
+    assert table.models == NAMES
+
+
+def test_an_unknown_format_names_the_known_ones():
+    with pytest.raises(ConfigurationError, match=r"markdown\|latex\|csv\|json.*'xml'"):
+        render(depth_tables(RECORDS)[0], "xml")
+
+
+def test_curves_are_drawn_with_one_line_a_model(tmp_path):
+    draw_curves(depth_tables(RECORDS), tmp_path / "curves.svg")
+
+    drawing = (tmp_path / "curves.svg").read_text()
+    assert drawing.count('id="FillBetweenPolyCollection') == 2
+
+
+def drawn_axes(monkeypatch, tmp_path, records):
+    """The first panel as matplotlib has it."""
+    found = []
+    monkeypatch.setattr(pyplot, "close", found.append)
+    draw_curves(depth_tables(records), tmp_path / "curves.svg")
+    monkeypatch.undo()
+    pyplot.close(found[0])
+    return found[0].axes[0]
+
+
+@pytest.mark.parametrize(("unit", "scale"), [("", "log"), ("%", "linear")])
+def test_the_unit_chooses_the_axis_and_the_band_is_the_interval(tmp_path, monkeypatch, unit, scale):
+    record = replace(RECORD, metric="spread", unit=unit, value=2.0, ci95=(1.0, 9.0))
+
+    axis = drawn_axes(monkeypatch, tmp_path, [record, replace(record, layer=4)])
+
+    assert axis.get_yscale() == scale
+    (band,) = axis.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (1.0, 9.0)
+
+
+def test_an_endless_interval_reaches_the_top_of_the_drawing(tmp_path, monkeypatch):
+    record = replace(RECORD, metric="spread", unit="", value=2e6, ci95=(1e6, math.inf))
+
+    axis = drawn_axes(monkeypatch, tmp_path, [record, replace(record, layer=4, value=math.inf)])
+
+    heights = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert heights.max() == axis.lines[0].get_ydata()[1] == axis.get_ylim()[1]
+    assert 1e5 < axis.get_ylim()[0] < 1e6
+    assert [text.get_text() for text in axis.texts] == ["∞"]
+
+
+def test_more_explained_variance_is_not_better():
+    records = [replace(record, metric="explained_variance") for record in RECORDS]
+
+    (table,) = depth_tables(records)
+
+    assert table.best_layer("skip") is None
+    assert not any("**" in row for row in render(table, "markdown").splitlines() if "|" in row)
+
+
+def test_what_is_no_number_is_a_dash():
+    (table,) = depth_tables([replace(RECORD, value=math.nan, ci95=(math.nan, math.nan))])
+
+    assert table.entries[3, "skip"].text() == NO_VALUE
+
+
+def test_a_model_has_its_colour_in_every_panel(tmp_path):
+    other = replace(SKIPLESS, dataset="voc2012")
+
+    draw_curves(depth_tables([RECORD, other]), tmp_path / "curves.svg")
+
+    drawing = (tmp_path / "curves.svg").read_text()
+    bands = re.findall(r'id="FillBetweenPolyCollection.*?fill: (#\w+)', drawing, re.DOTALL)
+    assert len(bands) == len(set(bands)) == 2
+
+
+def test_a_table_replaces_only_what_stands_between_the_markers(tmp_path):
+    document = tmp_path / "README.md"
+    document.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
+
+    insert_between_markers(document, "new\n")
+
+    assert document.read_text() == f"before\n{MARKERS[0]}\nnew\n{MARKERS[1]}\nafter\n"
+    document.write_text("no markers")
+    with pytest.raises(DataError, match="to put the table between"):
+        insert_between_markers(document, "new")
+
+
+def test_the_date_of_a_table_is_that_of_its_latest_record():
+    records = [replace(RECORD, created=f"2026-0{n}-01T00:00:00+00:00") for n in (1, 3, 2)]
+
+    assert provenance(records).endswith("; 2026-03-01")
