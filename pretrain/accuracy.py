@@ -4,30 +4,20 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool
 from torch import nn
 
 from pretrain.monitor import Observer
 from pretrain.runtime.fine_tuning import SHA256
 from pretrain.schedules import Timeline
-from ssl_bench import __version__
-from ssl_bench.evaluation import device_name
 from ssl_bench.intervals import Share
 from ssl_bench.models import identify_encoder
-from ssl_bench.results.store import (
-    SUPERVISED,
-    TRAINED_ON,
-    Record,
-    ResultStore,
-    TrainingImages,
-    source_commit,
-)
+from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, Record, ResultStore, TrainingImages
+from ssl_bench.results.provenance import provenance
 from ssl_bench.system.paths import real
 
 _PLACES = frozenset({"data", "monitor", "start_from"})
@@ -86,19 +76,14 @@ def _record(
     description = trained.description
     assert isinstance(observer.learner, nn.Module)
     encoder = identify_encoder(str(weights))
-    return Record(
+    key = CellKey(
         task=SUPERVISED,
         dataset=re.sub(r"\W+", "_", real(observer.root).name).lower() or "images",
         split=observer.val.images.split,
         layer=encoder.depth - 1,
-        depth=encoder.depth,
         facet="head",
         protocol="central_square",
         metric="top1",
-        value=Share(hits).value,
-        ci95=Share(hits).ci95(),
-        num_images=len(hits),
-        model=encoder.name,
         **encoder.identity(),
         dataset_fingerprint=observer.val.fingerprint(),
         seed=description["train"]["seed"],
@@ -107,16 +92,18 @@ def _record(
             "crop_share": observer.options.crop_share,
             TRAINED_ON: asdict(trained.images),
         },
-        version=__version__,
-        git_commit=source_commit(),
-        torch=torch.__version__,
-        device=device_name(next(observer.learner.parameters()).device),
-        seconds=round(seconds, 3),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    return key.record(
+        depth=encoder.depth,
+        value=Share(hits).value,
+        ci95=Share(hits).ci95(),
+        num_images=len(hits),
+        model=encoder.name,
         details={
             "training": recipe_of(description, observer.timeline),
             "configuration": _public(description),
         },
+        **provenance(next(observer.learner.parameters()).device, seconds),
     )
 
 

@@ -12,7 +12,7 @@ from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.addresses import kept_epoch
 from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.system.files import remove_orphans_below
 from ssl_bench.system.progress import say
 

@@ -25,7 +25,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder, load_encoder
-from ssl_bench.results.store import encoder_id
+from ssl_bench.results import encoder_id
 from ssl_bench.system.files import write_atomically
 
 _SHOWN_VALUES = 16

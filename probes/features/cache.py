@@ -13,10 +13,10 @@ from jaxtyping import Float, Float16, Int64, UInt8
 from torch import Tensor
 
 from probes.features.file import DamagedFeatures, FeatureFile
+from probes.features.standardization import Standardisation
 from probes.features.stream import batches, read_ahead
 from probes.features.training import FeaturesInMemory, FeaturesOnDisk, TrainingFeatures
 from probes.features.views import Views, nearest_labels
-from probes.heads.linear import Standardisation
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import Progress

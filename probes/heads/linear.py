@@ -1,23 +1,15 @@
 """Linear heads for every (source of features, learning rate), trained side by side."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from probes.features.standardization import Standardisation
 from probes.heads.losses import PixelLoss, PixelTargets
 from probes.heads.optimizers import HeadOptimizer
 from probes.heads.upsampled_logsumexp import PIECE_BYTES
-
-
-@dataclass(frozen=True)
-class Standardisation:
-    """Shift and scale of each channel that come before a head; zero and one do nothing."""
-
-    mean: Float[Tensor, "sources dim"]
-    scale: Float[Tensor, "sources dim"]
 
 
 class LinearHeads:
@@ -65,17 +57,14 @@ class LinearHeads:
         self,
     ) -> tuple[Float[Tensor, "sources rates classes dim"], Float[Tensor, "sources rates classes"]]:
         """Weight and bias of the heads for features that were not standardised."""
-        mean, scale = (part[:, None, None] for part in self._standardisation_parts())
+        mean, scale = (part[:, None, None] for part in self.standardisation.parts())
         weight = self.weight * scale
         return weight, self.bias - (weight * mean).sum(-1)
-
-    def _standardisation_parts(self) -> tuple[Tensor, Tensor]:
-        return self.standardisation.mean, self.standardisation.scale
 
     def _standardise(
         self, features: Float[Tensor, "some batch rows cols dim"], sources: slice
     ) -> Float[Tensor, "some batch rows cols dim"]:
-        mean, scale = (part[sources, None, None, None] for part in self._standardisation_parts())
+        mean, scale = (part[sources, None, None, None] for part in self.standardisation.parts())
         return (features.to(mean.dtype) - mean).mul_(scale)
 
     def _pieces(

@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from probes.features.standardization import Standardisation
 from probes.features.training import TrainingFeatures
 from probes.heads.lbfgs import minimise
-from probes.heads.linear import LinearHeads, Standardisation
+from probes.heads.linear import LinearHeads
 from probes.heads.losses import PixelLoss, PixelTargets
 from probes.heads.sgd import (
     Source,

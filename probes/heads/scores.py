@@ -14,7 +14,7 @@ from probes.heads.sgd import Source, TrainedHeads
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
 from ssl_bench.metrics import class_counts, iou_per_class, mean_iou, pixel_accuracy
-from ssl_bench.results.store import PerImage
+from ssl_bench.results import PerImage
 
 
 @dataclass(frozen=True)

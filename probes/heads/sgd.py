@@ -10,8 +10,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from probes.features.cache import standardisation
+from probes.features.standardization import Standardisation
 from probes.features.training import TrainingFeatures
-from probes.heads.linear import HeadBank, Standardisation
+from probes.heads.linear import HeadBank
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress

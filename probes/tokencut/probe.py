@@ -29,7 +29,7 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
-from ssl_bench.results.store import encoder_id
+from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
 METHODS = ("tokencut", "lost", "maskcut")

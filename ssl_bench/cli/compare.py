@@ -14,7 +14,7 @@ from ssl_bench.cli.records import (
     say_ignored,
 )
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import Comparison, comparisons
 
 

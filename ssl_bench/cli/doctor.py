@@ -18,7 +18,7 @@ from ssl_bench import __version__
 from ssl_bench.composition.compose import build, choices, compose_config, config_folder
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
-from ssl_bench.results.store import source_commit
+from ssl_bench.results.provenance import source_commit
 from ssl_bench.system.escaping import json_text, one_line, printable_lines
 from ssl_bench.system.paths import real
 

@@ -17,7 +17,7 @@ from ssl_bench.composition.compose import choices, key_lines
 from ssl_bench.features import resolve_layers
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import probing_config
-from ssl_bench.results.store import Record
+from ssl_bench.results import Record
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
 from ssl_bench.system.progress import say

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_bench.cli.parser import run
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.system.escaping import shell_words
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables

@@ -8,7 +8,7 @@ from ssl_bench.asked import asked_names
 from ssl_bench.composition.compose import choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import identify_encoder
-from ssl_bench.results.store import SUPERVISED, Record, ResultStore, encoder_id
+from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import model_names
 from ssl_bench.tables.sheets import FORMATS, Printable, default_format, set_tables

@@ -8,7 +8,7 @@ from ssl_bench.cli.records import asked_records, first_few, recorded_checkpoint,
 from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.folder import require_replaceable
 from ssl_bench.report.writing import build_report, write_report
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
 

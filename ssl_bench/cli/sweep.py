@@ -9,8 +9,8 @@ from typing import Any
 
 from ssl_bench.asked import opened_store
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.evaluation import device_name
-from ssl_bench.results.store import encoder_id
+from ssl_bench.results import encoder_id
+from ssl_bench.results.provenance import device_name
 from ssl_bench.sweep.plan import Job, plan_sweep
 from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes
 from ssl_bench.sweep.slurm import SlurmOptions, submit_array

@@ -13,7 +13,7 @@ from ssl_bench.cli.records import (
 )
 from ssl_bench.composition.compose import require_choice
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.block_choice import CHOICES
 from ssl_bench.tables.depth import depth_tables, insert_between_markers

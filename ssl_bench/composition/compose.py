@@ -27,6 +27,7 @@ from ssl_bench.composition.components import (
 from ssl_bench.composition.fields import shown
 from ssl_bench.composition.papers import Experiment, experiments
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.system.paths import PACKAGE
 
 _LONG = 200
 _SHOWN = 24
@@ -34,8 +35,8 @@ _SHOWN = 24
 
 def config_folder() -> Path:
     """The YAML files: beside the packages in a checkout, inside `ssl_bench` in a wheel."""
-    inside = Path(__file__).parent / "configs"
-    return inside if inside.is_dir() else Path(__file__).parents[1] / "configs"
+    inside = PACKAGE / "configs"
+    return inside if inside.is_dir() else PACKAGE.parent / "configs"
 
 
 def choices(group: str) -> list[str]:

@@ -25,8 +25,8 @@ def lacking(dataset: str, role: str) -> DataError:
 def datasets_with(role: str) -> list[str]:
     """Names of this package's datasets that have a role, found by looking at its files."""
     names = set()
-    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        for adapter in vars(import_module(f"ssl_bench.data.{module.name}")).values():
+    for module in pkgutil.iter_modules([str(Path(__file__).parent / "layouts")]):
+        for adapter in vars(import_module(f"ssl_bench.data.layouts.{module.name}")).values():
             if is_dataclass(adapter) and role in getattr(adapter, "supports", ()):
                 names.add(adapter().name)  # type: ignore[operator]
     return sorted(names)

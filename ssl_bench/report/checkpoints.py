@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssl_bench.results.store import Record
+from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.naming import encoder_folder
 from ssl_bench.tables.depth import model_names

@@ -12,7 +12,7 @@ from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Panel
 from ssl_bench.report.outcomes import image_names, image_scores
 from ssl_bench.report.pictures import Gallery
-from ssl_bench.results.store import PerImage, Record, ResultStore
+from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
 from ssl_bench.tables.image_scores import Curve, Scored, stored_curve
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ssl_bench.report.checkpoints import Checkpoint
-from ssl_bench.results.store import Record
+from ssl_bench.results import Record
 from ssl_bench.tables.depth import (
     Entry,
     comparable_groups,

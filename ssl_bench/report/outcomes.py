@@ -13,7 +13,7 @@ import torch
 from ssl_bench.metrics import mean_iou
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Line, Panel, Point
-from ssl_bench.results.store import PerImage, Record, ResultStore
+from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name
 from ssl_bench.tables.image_scores import stored_curve

@@ -17,7 +17,7 @@ from ssl_bench.report.model import (
 )
 from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
 from ssl_bench.report.viewers import GallerySection
-from ssl_bench.results.store import Record
+from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.tables.depth import provenance
 from ssl_bench.tables.deviations import named_protocol

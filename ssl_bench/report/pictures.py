@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.picture_files import PictureFiles
-from ssl_bench.results.store import Record
+from ssl_bench.results import Record
 from ssl_bench.system.naming import file_name
 
 _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import json_text, printable
 
 _SHOWN = {

@@ -36,7 +36,7 @@ from ssl_bench.report.picture_files import PictureFiles
 from ssl_bench.report.pictures import Gallery, galleries_of
 from ssl_bench.report.provenance import as_script
 from ssl_bench.report.viewers import address_of, sections_of
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import in_page
 from ssl_bench.system.paths import real
 from ssl_bench.system.progress import show_progress

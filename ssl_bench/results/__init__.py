@@ -1,0 +1,28 @@
+"""Records: what they are and where they lie. Where they are from, in `provenance`, needs torch."""
+
+from ssl_bench.results.record import (
+    ENCODER,
+    SUPERVISED,
+    TRAINED_ON,
+    UNRANKED_METRICS,
+    CellKey,
+    PerImage,
+    Record,
+    TrainingImages,
+    encoder_id,
+)
+from ssl_bench.results.store import OUTDATED, ResultStore
+
+__all__ = [
+    "ENCODER",
+    "OUTDATED",
+    "SUPERVISED",
+    "TRAINED_ON",
+    "UNRANKED_METRICS",
+    "CellKey",
+    "PerImage",
+    "Record",
+    "ResultStore",
+    "TrainingImages",
+    "encoder_id",
+]

@@ -1,43 +1,21 @@
 """Records of finished cells: one JSON file each, written whole or not at all."""
 
-import glob
-import hashlib
 import io
 import json
-import math
-import subprocess
 import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache, cached_property
+from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jaxtyping import Shaped
 
 from ssl_bench.errors import DataError
-from ssl_bench.results.ranges import INFINITE, colour_of, parsed, require_possible, shortened
+from ssl_bench.results.ranges import colour_of, parsed, require_possible, shortened
+from ssl_bench.results.record import ENCODER, TRAINED_ON, CellKey, PerImage, Record
 from ssl_bench.system.escaping import is_file_name
 from ssl_bench.system.files import read_within, write_atomically, write_text_atomically
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.naming import file_name
-
-PerImage = Shaped[np.ndarray, "images *values"]
-"""What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
-predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy."""
-
-UNRANKED_METRICS = frozenset({"explained_variance"})
-"""In percent, and yet more is not better."""
-
-SUPERVISED = "supervised"
-"""Task of the record that a supervised run leaves of itself; no probe asks for it."""
-
-ENCODER = ("checkpoint_sha256", "architecture", "mean", "std")
-"""Fields that say which encoder was scored."""
-
-TRAINED_ON = "trained_on"
-"""Name among the settings of what a probe was fitted to."""
 
 OUTDATED = "of an earlier kind, which says too little of encoder and training images to count"
 
@@ -45,139 +23,6 @@ OUTDATED = "of an earlier kind, which says too little of encoder and training im
 _MOST_BYTES, _MOST_OF_IMAGES = 16 * 2**20, 2**30
 # Of what an image contributes: three counts of eight bytes for each of 2,700 classes.
 _IMAGE_BYTES = 2**16
-
-
-@dataclass(frozen=True)
-class TrainingImages:
-    """The images that a probe was fitted to before it scored others."""
-
-    split: str
-    fingerprint: str
-    num_images: int
-
-    def __str__(self) -> str:
-        kind, dash, digits = self.fingerprint.rpartition("-")
-        return f"{self.split} ({self.num_images} images, {kind}{dash}{digits[:6]})"
-
-
-@dataclass(frozen=True)
-class CellKey:
-    """The fields that change the number; device, workers and batch size are not among them.
-
-    Attributes:
-        checkpoint_sha256: Of the weights; with `architecture`, `mean` and `std` it is the encoder.
-        settings: Those of the probe; under `TRAINED_ON` the images that it was fitted to.
-    """
-
-    task: str
-    dataset: str
-    split: str
-    layer: int
-    facet: str
-    protocol: str
-    metric: str
-    checkpoint_sha256: str
-    architecture: Mapping[str, Any]
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    dataset_fingerprint: str
-    seed: int
-    settings: Mapping[str, Any]
-
-    def digest(self) -> str:
-        """Sixteen hexadecimal digits that are the same for the same cell on every machine."""
-        return _digest(asdict(self))[:16]
-
-    def __hash__(self) -> int:
-        return hash(self.digest())
-
-    def filename(self) -> str:
-        return f"{self._place}-{self.digest()}.json"
-
-    def of_any_kind(self) -> str:
-        """Pattern of the file names of this block, facet and metric, whoever was asked and how."""
-        return f"{glob.escape(self._place)}-*.json"
-
-    @property
-    def _place(self) -> str:
-        return f"layer{self.layer:02d}-{self.facet}-{self.metric}"
-
-
-@dataclass(frozen=True)
-class Record:
-    """One cell of a table with everything needed to trust or repeat it.
-
-    Attributes:
-        value: In `unit`; infinite where that is the answer, as for a singular matrix.
-        ci95: 95 % interval over images, None where the metric has none.
-        seconds: Wall-clock time of the pass that gave this cell, shared by the cells of that pass.
-        created: ISO 8601, UTC.
-        architecture: What the forward pass is, apart from the weights.
-        mean: Subtracted from the images, RGB in [0, 1]; `std` divides them.
-        details: What the probe adds, such as per-class IoU; does not identify the cell.
-        unit: "%", or nothing for a plain number.
-    """
-
-    task: str
-    dataset: str
-    split: str
-    layer: int
-    depth: int
-    facet: str
-    protocol: str
-    metric: str
-    value: float
-    ci95: tuple[float, float] | None
-    num_images: int
-    model: str
-    checkpoint_sha256: str
-    architecture: Mapping[str, Any]
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    dataset_fingerprint: str
-    seed: int
-    settings: Mapping[str, Any]
-    version: str
-    git_commit: str | None
-    torch: str
-    device: str
-    seconds: float
-    created: str
-    details: Mapping[str, Any] = field(default_factory=dict)
-    unit: str = "%"
-
-    @property
-    def is_ranked(self) -> bool:
-        """Whether more is better; of a plain number nobody knows."""
-        return self.unit == "%" and self.metric not in UNRANKED_METRICS
-
-    @cached_property
-    def encoder_id(self) -> str:
-        """Tells encoders apart; equal weights that are used in another way are another encoder."""
-        return encoder_id({name: getattr(self, name) for name in ENCODER})
-
-    @property
-    def trained_on(self) -> TrainingImages | None:
-        """The images that something was fitted to, None where nothing was."""
-        told = self.settings.get(TRAINED_ON)
-        return None if told is None else TrainingImages(**told)
-
-    def key(self) -> CellKey:
-        return CellKey(**{f.name: getattr(self, f.name) for f in fields(CellKey)})
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields as JSON has them; infinity is "inf", what is no number null."""
-        return _finite(asdict(self))
-
-
-def encoder_id(identity: Mapping[str, Any]) -> str:
-    """Hexadecimal digest of weights, architecture, mean and deviation: the fields of `ENCODER`."""
-    return _digest(identity)
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True, default=list)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class ResultStore:
@@ -334,17 +179,6 @@ def _read_array(content: io.BytesIO, most_bytes: int) -> np.ndarray:
         return np.load(io.BytesIO(file.read(size)), allow_pickle=False)
 
 
-def _finite(value: Any) -> Any:
-    # JSON has neither; null and a text keep the files readable everywhere.
-    if isinstance(value, float) and not math.isfinite(value):
-        return INFINITE if value == math.inf else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
-
-
 def _checked(record: Record) -> Record:
     """The record, once its fields are known to be of their kinds: a file may hold anything."""
     for item in fields(record):
@@ -360,24 +194,3 @@ def _checked(record: Record) -> Record:
     if told and [type(value) for value in asdict(told).values()] != [str, str, int]:
         raise TypeError(f"{TRAINED_ON} is {told!r}")
     return record
-
-
-@cache
-def source_commit() -> str | None:
-    """Commit of the checkout that runs, with "-dirty" for uncommitted changes; None for a wheel."""
-    source = Path(__file__).parents[1]
-    if not (source / ".git").exists():
-        return None
-    try:
-        commit = _git(source, "rev-parse", "HEAD")
-        changed = _git(source, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return commit + ("-dirty" if changed else "")
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), *arguments]
-    return subprocess.run(
-        command, capture_output=True, check=True, text=True, timeout=10
-    ).stdout.strip()

@@ -13,12 +13,12 @@ from typing import Any
 from ssl_bench.asked import asked_probes, newest_checkpoint
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import cell_keys, cell_settings
+from ssl_bench.evaluation.pending import find_pending, pictures_folder
 from ssl_bench.features import resolve_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import PlannedProbe
-from ssl_bench.results.pending import find_pending, pictures_folder
-from ssl_bench.results.store import CellKey, Record, ResultStore, encoder_id
+from ssl_bench.results import CellKey, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say
 
 _SAME_PASS_SECONDS = 2.0

@@ -14,7 +14,7 @@ import torch
 
 from ssl_bench.asked import announced_encoder
 from ssl_bench.errors import MachineError, SslBenchError
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
 from ssl_bench.system.escaping import one_line
 from ssl_bench.system.memory import is_out_of_memory, memory_error

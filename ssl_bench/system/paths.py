@@ -9,6 +9,9 @@ LEGAL = "a path of names up to 255 bytes, of which ~ or ~USER may be the first"
 _LONGEST_NAME = 255
 _LONGEST = 4095
 
+PACKAGE = Path(__file__).parents[1]
+"""Where `ssl_bench` is installed; beside it lies the rest of a checkout."""
+
 
 def expanded(text: str | Path) -> Path:
     """A path with the home folder in place of `~`.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import Entry, arbitrary_percent, mean_entry
 from ssl_bench.tables.image_scores import FOLDS, stored_curve
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Estimate
-from ssl_bench.results.store import ENCODER, TRAINED_ON, Record, ResultStore
+from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
 from ssl_bench.tables.depth import said_training, settings_text, trusted_note
 from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.image_scores import Scored, stored_curve

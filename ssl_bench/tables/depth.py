@@ -11,7 +11,7 @@ from typing import Any
 
 from ssl_bench.data.files.fingerprints import kind_of, shortened
 from ssl_bench.errors import DataError
-from ssl_bench.results.store import ENCODER, TRAINED_ON, Record
+from ssl_bench.results import ENCODER, TRAINED_ON, Record
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.tables.deviations import changed_settings, named_protocol
 from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word, set_tables

@@ -7,7 +7,7 @@ from typing import Any
 
 from ssl_bench.composition.compose import as_plain, choices, compose_config
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.results.store import Record
+from ssl_bench.results import Record
 
 # The facet of a record says it already.
 _SAID = frozenset({"layers_mode"})

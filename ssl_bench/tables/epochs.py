@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ssl_bench.errors import DataError
-from ssl_bench.results.store import Record
+from ssl_bench.results import Record
 from ssl_bench.tables.depth import (
     DepthTable,
     Row,

@@ -15,7 +15,7 @@ from ssl_bench.intervals import (
     pixel_accuracy_estimate,
 )
 from ssl_bench.metrics import mean_iou, pixel_accuracy
-from ssl_bench.results.store import PerImage, Record, ResultStore
+from ssl_bench.results import PerImage, Record, ResultStore
 
 FOLDS = 5
 

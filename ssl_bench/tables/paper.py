@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_bench.results.store import SUPERVISED, Record, ResultStore
+from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.tables.block_choice import CHOICE_NOTES, NO_IMAGES_NOTE, Chosen, choose_block
 from ssl_bench.tables.depth import comparable_groups, dagger_note, provenance
 from ssl_bench.tables.deviations import named_protocol

@@ -10,7 +10,7 @@ from typing import Any
 from ssl_bench.composition.compose import config_folder
 from ssl_bench.composition.papers import Paper, papers
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.results.store import SUPERVISED, Record
+from ssl_bench.results import SUPERVISED, Record
 
 _CHOSEN_BY = {
     "miou_holdout": "learning rate chosen on held-out training images",

@@ -16,7 +16,7 @@ from ssl_bench.evaluation import Evaluation
 from ssl_bench.features import resolve_layers
 from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
 from ssl_bench.planning import plan_probes
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.sheets import set_tables

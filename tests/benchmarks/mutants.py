@@ -41,11 +41,11 @@ ROOMS = {
         8,
         "files faults_files regular_files digests faults_strangers_pictures",
     ),
-    "ssl_bench/evaluation.py": (
+    "ssl_bench/evaluation/evaluate.py": (
         5,
         "cell_identity cli faults_data faults_pictures",
     ),
-    "ssl_bench/results/pending.py": (4, "cli faults_pictures"),
+    "ssl_bench/evaluation/pending.py": (4, "cli faults_pictures"),
     "probes/features/file.py": (5, "feature_cache faults_cache"),
     "probes/features/training.py": (4, "feature_cache faults_cache"),
     "ssl_bench/models/loading/checkpoint.py": (

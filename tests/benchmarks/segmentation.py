@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from probes.features.neighbours import NeighbourSearch
-from probes.heads.linear import HeadBank, Standardisation
+from probes.features.standardization import Standardisation
+from probes.heads.linear import HeadBank
 from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
 from probes.heads.optimizers import AdamW
 from probes.segmentation.probe import HALF_DECADES, Segmentation

@@ -14,7 +14,7 @@ from PIL import Image
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import compose_config, keys
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2)
 

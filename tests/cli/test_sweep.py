@@ -18,7 +18,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import dataset_roots
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import RecordedTimes
 from tests.core.test_results import RECORD
 from tests.support.faults import (

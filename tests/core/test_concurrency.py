@@ -18,7 +18,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.manifests import check_manifest, write_manifest
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models import build_vit, load_encoder
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.system.files import sha256_of
 from tests.core.test_results import RECORD
 from tests.support.faults import TINY, encoder_file, exit_code, fork, photo_folder, probing

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from ssl_bench.composition.compose import as_plain, compose_config
-from ssl_bench.results.store import Record
+from ssl_bench.results import Record
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.deviations import changed_settings, named_protocol
 from tests.core.test_results import RECORD

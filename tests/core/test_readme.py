@@ -12,7 +12,7 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.evaluation import Evaluation, Probe, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

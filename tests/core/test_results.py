@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from ssl_bench.errors import DataError
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 
 RECORD = Record(
     task="tokencut",

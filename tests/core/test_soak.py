@@ -10,7 +10,7 @@ from pretrain.runtime.state import save_state
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import build_vit, load_encoder, save_encoder
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from tests.support.faults import TINY, encoder_file, photo_folder
 
 CELLS, SAVES = 2000, 500

@@ -24,7 +24,7 @@ from ssl_bench.data.files.images import read_image
 from ssl_bench.data.layouts.archives import open_archives, open_labelled_archives
 from ssl_bench.data.sources import SOURCES, Download
 from ssl_bench.errors import DataError
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
 from tests.support.faults import (
     encoded,

@@ -11,7 +11,7 @@ import pytest
 
 from probes.conditioning import probe as conditioning
 from ssl_bench.cli.__main__ import main
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
 from tests.support.faults import class_folders, encoder_file, exit_code, fork, probing, records, voc
 
@@ -19,7 +19,7 @@ CONDITIONING = ["probe.image_size=32", "probe.num_images=2"]
 KILLED = """
 import os, signal, sys
 from ssl_bench.cli.__main__ import main
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 save = ResultStore.save
 def save_and_die(*arguments):
     save(*arguments)

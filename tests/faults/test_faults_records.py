@@ -11,7 +11,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
-from ssl_bench.results.store import CellKey, ResultStore
+from ssl_bench.results import CellKey, ResultStore
 from ssl_bench.tables.depth import depth_tables, model_names
 from tests.support.faults import Mark, fails, peak_memory_mib
 from tests.support.hostile import CHECKS

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 from tests.support.faults import encoder_file, fails, probing, records, voc
 
 REPOSITORY = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from pretrain.runtime.state import load_state, save_state
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from ssl_bench.models import build_vit, load_encoder, save_encoder
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.system.files import sha256_of
 from tests.support.faults import (
     PRETRAIN,

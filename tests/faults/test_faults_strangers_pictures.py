@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.system.files import open_within
 from tests.core.test_results import RECORD
 from tests.support.report_cells import (

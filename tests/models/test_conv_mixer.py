@@ -30,7 +30,7 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.models.loading.checkpoint import read_metadata
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 
 CPU = torch.device("cpu")
 TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)

@@ -19,7 +19,7 @@ from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, load_encoder
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import ConvMixerConfig, build_encoder, load_encoder
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders, end_after_parts, log_rows
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, ConfigurationError, Preempted
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.system.files import read_digests, sha256_of
 from tests.pretrain.test_train import assert_same_run, make_album, rows_of, tiny
 from tests.support.faults import end_after_parts

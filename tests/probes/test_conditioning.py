@@ -27,7 +27,7 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.planning import plan_probes
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from tests.support.matrices import condition, normal, rank
 

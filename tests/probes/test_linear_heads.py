@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from probes.features.cache import standardisation
-from probes.heads.linear import HeadBank, Standardisation
+from probes.features.standardization import Standardisation
+from probes.heads.linear import HeadBank
 from probes.heads.losses import HistogramLoss, UpsampledLoss
 from probes.heads.optimizers import SGD, AdamW, Schedule
 from probes.heads.scores import source_features

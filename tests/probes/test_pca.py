@@ -15,7 +15,7 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 
 
 @pytest.fixture

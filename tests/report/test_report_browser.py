@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import SKIP, SKIPLESS, cell, counts, folder_of, save, skipless
 
 pytest.importorskip("selenium", reason="selenium is not installed")

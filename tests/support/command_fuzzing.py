@@ -25,7 +25,7 @@ import torch
 
 from ssl_bench.cli import __main__ as cli
 from ssl_bench.composition.compose import choices, compose_config, keys
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
 from tests.support.faults import class_folders, encoder_file, photo_folder, voc
 

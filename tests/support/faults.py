@@ -19,7 +19,7 @@ from PIL import Image
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 DINO_LIKE = ViTConfig(image_size=32, patch_size=8, dim=64, depth=2, num_heads=1)

@@ -41,7 +41,7 @@ from ssl_bench.data.splits import read_list
 from ssl_bench.errors import SslBenchError
 from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.planning import plan_probes
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.system.files import sha256_of
 from ssl_bench.tables.depth import depth_tables, insert_between_markers, render
 from tests.core.test_results import RECORD

@@ -11,7 +11,7 @@ import markdown as site_markdown
 import numpy as np
 from markdown_it import MarkdownIt
 
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import SKIP, SKIPLESS, Elements, cell, save
 
 # A terminal, TeX, a spreadsheet, Markdown, HTML, and marks that turn the direction of writing.

@@ -13,7 +13,7 @@ from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
 from ssl_bench.report.curves import Curve, Spot
 from ssl_bench.report.model import panels_of
-from ssl_bench.results.store import Record, ResultStore
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.image_scores import Curve as Scores
 from tests.core.test_results import RECORD
 

@@ -12,7 +12,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Share
 from ssl_bench.metrics import iou_per_class
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.tables.comparison import (
     Comparison,
     Difference,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.published import published_table
 from ssl_bench.tables.sheets import set_tables

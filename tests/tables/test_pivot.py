@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import binomtest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.tables.block_choice import Chosen, choose_block
 from ssl_bench.tables.pivot import column_names, pivot_table
 from ssl_bench.tables.sheets import set_tables

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.results.store import CellKey, ResultStore
+from ssl_bench.results import CellKey, Record, ResultStore
 from ssl_bench.system.naming import encoder_folder, file_name
 
 
@@ -47,14 +47,16 @@ class Pending:
     Attributes:
         cells: Whose records are to be written.
         layers: That are to be run for them and for pictures, in the order asked for.
+        finished: Records of the other cells.
     """
 
     cells: frozenset[CellKey]
     layers: tuple[int, ...]
+    finished: Mapping[CellKey, Record]
 
     @classmethod
     def everything(cls, keys: Sequence[CellKey]) -> "Pending":
-        return cls(frozenset(keys), _layers(keys))
+        return cls(frozenset(keys), _layers(keys), {})
 
 
 def find_pending(
@@ -65,9 +67,9 @@ def find_pending(
     A picture of several layers is drawn by a run of all of them, so that none ever shows a part.
     """
     keeps_images = isinstance(probe, ImageKeepingProbe) and probe.keeps_images
-    cells = frozenset(
-        key for key in keys if not _is_finished(key, store, keeps_images=keeps_images)
-    )
+    found = {key: _finished(key, store, keeps_images=keeps_images) for key in keys}
+    finished = {key: record for key, record in found.items() if record is not None}
+    cells = frozenset(key for key in keys if key not in finished)
     asked, layers = _layers(keys), {key.layer for key in cells}
     drawn = {}
     if keys and isinstance(probe, DrawingProbe):
@@ -78,13 +80,14 @@ def find_pending(
     for shown in drawn.values():
         if not layers.isdisjoint(shown):
             layers.update(shown)
-    return Pending(cells, tuple(layer for layer in asked if layer in layers))
+    return Pending(cells, tuple(layer for layer in asked if layer in layers), finished)
 
 
-def _is_finished(key: CellKey, store: ResultStore, *, keeps_images: bool) -> bool:
-    """Whether its record is there, and what each image contributed to it."""
-    has_images = not keeps_images or store.path(key).with_suffix(".npz").is_file()
-    return has_images and store.has(key)
+def _finished(key: CellKey, store: ResultStore, *, keeps_images: bool) -> Record | None:
+    """Its record, if it is there, and what each image contributed to it."""
+    if keeps_images and not store.path(key).with_suffix(".npz").is_file():
+        return None
+    return store.load(key)
 
 
 def _layers(keys: Sequence[CellKey]) -> tuple[int, ...]:

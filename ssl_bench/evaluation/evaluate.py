@@ -1,0 +1,145 @@
+"""Checkpoint x probe x dataset x layers -> records."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, summary
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import UnreadableImage
+from ssl_bench.evaluation.cells import cell_keys, cell_settings, left_out
+from ssl_bench.evaluation.pending import Pending, find_pending, pictures_folder
+from ssl_bench.evaluation.probe import Probe, ProbeContext, Score
+from ssl_bench.models import Encoder
+from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
+from ssl_bench.results.provenance import provenance
+from ssl_bench.system.progress import show_progress
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One probe on one dataset for the asked layers of one encoder."""
+
+    encoder: Encoder
+    dataset: Dataset
+    probe: Probe
+    layers: tuple[int, ...]
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def run(
+        self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool = False
+    ) -> list[Record]:
+        """Compute the cells that the store lacks, each saved as soon as it is known.
+
+        Where `dataset` is a `ReadableDataset`, images that cannot be read are left out of all
+        splits, and the probe begins again.
+
+        Args:
+            store: Where finished cells are looked up and new ones go.
+            say: Gets one line on what was skipped and what runs.
+            overwrite: Compute finished cells again.
+
+        Returns:
+            The records of all asked cells, old and new.
+
+        Raises:
+            UnreadableImage: an image cannot be read, and is not to be left out.
+        """
+        while True:
+            try:
+                return self._run(store, say=say, overwrite=overwrite)
+            except UnreadableImage as error:
+                sieve = self.dataset
+                if not isinstance(sieve, ReadableDataset):
+                    way = "or leave such images out with --on-bad-image skip"
+                    raise UnreadableImage(f"{error}, {way}") from error
+                if not sieve.leave_out_unreadable(show_progress):
+                    raise
+                gone = summary(sieve.left_out())
+                say(f"{error}; left out as unreadable: {gone}; beginning again")
+
+    def _run(
+        self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool
+    ) -> list[Record]:
+        images = self.probe.split(self.dataset)
+        # Once, before anything is computed: images may change before the last score is known.
+        settings = cell_settings(self)
+        keys = cell_keys(
+            self, images, self.layers, identity=self.encoder.identity(), settings=settings
+        )
+        artifacts = self.artifacts(store, images)
+        pending = find_pending(self.probe, keys, images, store, artifacts)
+        if overwrite:
+            pending = Pending.everything(keys)
+        self._tell(pending, keys, images, store, say)
+        if store.image_ids(images.fingerprint()) is None:
+            store.save_image_ids(images.fingerprint(), images.ids)
+        records = dict(pending.finished)
+        if pending.layers:
+            context = ProbeContext(
+                encoder=self.encoder,
+                dataset=self.dataset,
+                layers=pending.layers,
+                device=self.device,
+                dtype=self.dtype,
+                seed=self.seed,
+                artifacts=artifacts,
+                progress=show_progress,
+                overwrite=overwrite,
+                say=say,
+                known=list(pending.finished.values()),
+            )
+            asked = {(key.layer, key.facet, key.metric): key for key in keys}
+            start = time.monotonic()
+            for score in self.probe.run(context):
+                key = asked[score.layer, score.facet, score.metric]
+                # Those of finished cells stay as they are.
+                if key not in pending.finished:
+                    records[key] = self._record(key, score, time.monotonic() - start)
+                    store.save(records[key], score.per_image)
+        return [records[key] for key in keys if key in records]
+
+    def _tell(
+        self,
+        pending: Pending,
+        keys: Sequence[CellKey],
+        images: ImageSet,
+        store: ResultStore,
+        say: Callable[[str], None],
+    ) -> None:
+        where = f"{self.probe.task} on {images.name} {images.split}, {self.encoder.name}"
+        if done := len(keys) - len(pending.cells):
+            say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
+        if pending.cells and (old := store.outdated(next(k for k in keys if k in pending.cells))):
+            say(f"{where}: ignored {old} and its like: {OUTDATED}")
+        if pending.layers:
+            again = "" if pending.cells else "pictures are missing and drawn again, "
+            say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")
+
+    def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
+        """Folder for the pictures and per-image results of this encoder."""
+        encoder = self.encoder
+        known_as = encoder_id(encoder.identity())
+        return pictures_folder(store, self.probe.task, images.name, encoder.name, known_as)
+
+    def _record(self, key: CellKey, score: Score, seconds: float) -> Record:
+        gone, epoch = left_out(self.dataset), self.encoder.contents.epoch
+        return key.record(
+            depth=self.encoder.depth,
+            value=score.value,
+            ci95=score.ci95,
+            num_images=score.num_images,
+            model=self.encoder.name,
+            details={
+                **score.details,
+                **({"left_out": counts_and_first(gone)} if gone else {}),
+                **({"epoch": epoch} if epoch is not None else {}),
+            },
+            unit=score.unit,
+            **provenance(self.device, seconds),
+        )
