@@ -23,9 +23,9 @@ class Experiment:
     Attributes:
         name: Unique among all papers and all files of `configs/experiment`.
         recipe: Name of a file of `configs/experiment`.
-        changes: Values by full key, such as "model.depth"; of "model" and "optimizer" a file's name.
+        changes: Values by full key, such as "model.depth"; of "model" or "optimizer" a file's name.
         images: Name of the images that it trains on, such as "imagenet1k".
-        gpu_hours: On one H200 at 27 % of its bfloat16 rate, by arithmetic; None where nobody knows.
+        gpu_hours: On one H200 at 27 % of its bfloat16 rate, by arithmetic; None where a core does.
         after: Name of the run whose weights it begins with.
     """
 

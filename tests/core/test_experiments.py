@@ -18,12 +18,18 @@ from ssl_bench.composition.compose import (
 from ssl_bench.composition.papers import experiments
 from ssl_bench.models import ConvMixerConfig, ViTConfig
 from ssl_bench.models.initialisers.blocks import MimeticInit, initialiser_of
+from ssl_bench.reproduce.papers import is_run
 from ssl_bench.tables.published import published_tables
 
 EXPERIMENTS = choices("experiment")
 RUNS = experiments(config_folder())
 RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
-ROWS = [(table, row) for table in published_tables() for row in table.runs]
+ROWS = [
+    (table, row)
+    for table in published_tables()
+    for row, address in table.runs.items()
+    if is_run(address)
+]
 # Stems of experiments, and what the arms under them may differ in.
 COMPARISONS = {
     "convmixer_cifar10": {"model", "train"},
@@ -129,34 +135,39 @@ def rows_of(name) -> dict[str, Pretraining]:
     return {row: experiment(run.partition("@")[0]) for row, run in table.runs.items()}
 
 
+def vit(plan) -> ViTConfig:
+    assert isinstance(plan.model, ViTConfig)
+    return plan.model
+
+
 def test_rows_that_name_their_sizes_have_them():
     for row, plan in rows_of("cifar10").items():
         width, depth, heads, init = re.findall(r"\d+|default|mimetic", row)
-        sizes = [plan.model.dim, plan.model.depth, plan.model.num_heads, plan.model.init]
+        sizes = [vit(plan).dim, vit(plan).depth, vit(plan).num_heads, vit(plan).init]
         assert sizes == [int(width), int(depth), int(heads), init]
     for row, plan in rows_of("convmixer_cifar10").items():
         assert row == f"{plan.model.init} init, {plan.train.epochs} epochs"
     for name in ("table3", "table4"):
         for row, plan in rows_of(name).items():
-            kind = "skip" if plan.model.skip_mlp else "skipless"
-            assert row == f"{kind}, {plan.model.depth} blocks"
+            kind = "skip" if vit(plan).skip_mlp else "skipless"
+            assert row == f"{kind}, {vit(plan).depth} blocks"
 
 
 def test_rows_of_graying_have_its_kind_and_exponent():
     for row, plan in rows_of("graying_exponent").items():
-        kind, exponent = plan.model.graying, plan.model.graying_exponent
+        kind, exponent = vit(plan).graying, vit(plan).graying_exponent
         wanted = f"{kind.upper()}, exponent {exponent}"
         assert row == ("no token graying" if kind == "none" else wanted)
     for row, plan in rows_of("tiny_imagenet").items():
-        kind = "" if plan.model.graying == "none" else f", {plan.model.graying.upper()} token graying"
-        assert row == f"{plan.model.attention} attention{kind}"
+        kind = "" if vit(plan).graying == "none" else f", {vit(plan).graying.upper()} token graying"
+        assert row == f"{vit(plan).attention} attention{kind}"
 
 
 def test_rows_of_the_supervised_table_have_its_skips_initialisation_and_optimizer():
     for row, plan in rows_of("table1").items():
         optimizer = type(plan.optimizer).__name__.lower()
-        init = {"skipless": "proposed", "default": "default"}[plan.model.init]
-        kind = "skip" if plan.model.skip_mlp else f"skipless, {init} init"
+        init = {"skipless": "proposed", "default": "default"}[vit(plan).init]
+        kind = "skip" if vit(plan).skip_mlp else f"skipless, {init} init"
         assert row == f"{kind}, {optimizer}"
 
 
