@@ -24,7 +24,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         The exit code of the first step that failed, else 0.
     """
     acts = [name for name in ("run", "slurm", "print", "table") if getattr(options, name)]
-    tables = published_tables() if options.name is None else tables_of(options.name)
+    tables = list(published_tables()) if options.name is None else tables_of(options.name)
     if options.name is None or len(tables) > 1:
         if acts or overrides:
             raise ConfigurationError(

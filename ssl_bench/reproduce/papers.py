@@ -94,7 +94,7 @@ def listing(tables: Sequence[PublishedTable]) -> str:
 
 def _extent(table: PublishedTable) -> str:
     if not table.runs:
-        return f"{len(table.rows)} rows, no run of this suite"
+        return f"{len(table.rows)} rows, no run is set down"
     runs = runs_of(table)
     if not runs:
         return f"{len(table.rows)} rows, published weights"

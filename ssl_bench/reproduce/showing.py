@@ -58,7 +58,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         rows = ", ".join(map(repr, plan.unreached))
         yield f"left out, because the runs end before their epoch: {rows}"
     if plan.without:
-        yield f"no run of this suite for: {', '.join(map(repr, plan.without))}"
+        yield f"no run is set down for: {', '.join(map(repr, plan.without))}"
     strange = [column.name for column in plan.table.columns if not column.task]
     if strange:
         yield f"no probe of this suite for: {', '.join(strange)}"

@@ -60,6 +60,8 @@ class PublishedTable:
         values: By row and column, in percent unless the metric says otherwise; none for a cell that
             is empty there.
         runs: Which experiment stands for a row here, by row, as NAME or NAME@EPOCH.
+        in_reports: Whether its values stand beside records that nobody laid there; not where
+            hundreds of variants would hide the records.
     """
 
     paper: str
@@ -73,6 +75,7 @@ class PublishedTable:
     values: dict[tuple[str, str], float]
     where: str = ""
     runs: Mapping[str, str] = field(default_factory=dict)
+    in_reports: bool = True
 
     def word(self, row: str, column: str) -> str:
         """A cell as text; empty where nothing is published."""
@@ -166,7 +169,7 @@ def published_beside(record: Record) -> tuple[Beside, ...]:
         Beside(_value(table, row, column), difference_of_settings(table, column, record))
         for table in published_tables()
         for column in table.columns
-        if column.is_measured_by(record)
+        if table.in_reports and column.is_measured_by(record)
         for row in table.rows
         if (row, column.name) in table.values
     )
@@ -241,6 +244,7 @@ def _table(paper: Paper, table: Mapping[str, Any]) -> PublishedTable:
         values={cell: float(value) for cell, value in cells.items() if value is not None},
         where=table["where"],
         runs={row["name"]: row["run"] for row in table["rows"] if "run" in row},
+        in_reports=table.get("in_reports", True),
     )
 
 

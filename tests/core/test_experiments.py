@@ -33,7 +33,7 @@ ROWS = [
 # Stems of experiments, and what the arms under them may differ in.
 COMPARISONS = {
     "convmixer_cifar10": {"model", "train"},
-    "convmixer_imagenet": {"model"},
+    "convmixer_imagenet": {"model", "train"},
     "deit_imagenet": {"model"},
     "dino_100_imagenet": {"model"},
     "dino_300_imagenet": {"model"},
@@ -65,7 +65,15 @@ def experiment(name, *overrides) -> Pretraining:
     return plan
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def is_one_of_many(name) -> bool:
+    """Whether it is of the two tables with a hundred rows."""
+    return RUNS[name].recipe.startswith("convmixer") and len(RUNS[name].changes) > 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * is_one_of_many(n)) for n in EXPERIMENTS],
+)
 def test_every_experiment_builds(name):
     plan = experiment(name)
 
@@ -140,17 +148,38 @@ def vit(plan) -> ViTConfig:
     return plan.model
 
 
+def mixer(plan) -> ConvMixerConfig:
+    assert isinstance(plan.encoder, ConvMixerConfig)
+    return plan.encoder
+
+
+@pytest.mark.slow
 def test_rows_that_name_their_sizes_have_them():
     for row, plan in rows_of("cifar10").items():
         width, depth, heads, init = re.findall(r"\d+|default|mimetic", row)
         sizes = [vit(plan).dim, vit(plan).depth, vit(plan).num_heads, vit(plan).init]
         assert sizes == [int(width), int(depth), int(heads), init]
     for row, plan in rows_of("convmixer_cifar10").items():
-        assert row == f"{plan.model.init} init, {plan.train.epochs} epochs"
+        size, ending = mixer(plan).kernel_size, ", frozen" if mixer(plan).frozen_filters else ""
+        wanted = f"{size} x {size}, {plan.train.epochs} epochs, {mixer(plan).init} init{ending}"
+        assert row == wanted
     for name in ("table3", "table4"):
         for row, plan in rows_of(name).items():
             kind = "skip" if vit(plan).skip_mlp else "skipless"
             assert row == f"{kind}, {vit(plan).depth} blocks"
+
+
+@pytest.mark.slow
+def test_rows_of_the_convmixers_of_imagenet_have_their_sizes_and_their_covariance():
+    for row, plan in rows_of("convmixer").items():
+        one = mixer(plan)
+        options = [one.init_options.get(name) for name in ("sigma_0", "v_sigma", "a_sigma")]
+        shares = " ".join(f"{value:g}".lstrip("0") for value in options if value is not None)
+        init = f"{one.init} init {shares}".rstrip()
+        sizes = f"ConvMixer-{one.dim}/{one.depth}, patch {one.patch_size}"
+        ending = ", frozen" if one.frozen_filters else ""
+        assert row == f"{sizes}, {plan.train.epochs} epochs, {init}{ending}"
+        assert one.kernel_size == 9
 
 
 def test_rows_of_graying_have_its_kind_and_exponent():
