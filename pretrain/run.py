@@ -18,7 +18,7 @@ from pretrain.accuracy import Trained, record_accuracy
 from pretrain.logging.clock import Clock
 from pretrain.logging.divergence import Watch
 from pretrain.logging.jsonl import Journal
-from pretrain.logging.report import Report
+from pretrain.logging.report import StepLog
 from pretrain.logging.tensorboard import Board
 from pretrain.monitor import described
 from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
@@ -144,12 +144,14 @@ class Run:
         """Train from the current step to the last, or until something asks to stop."""
         total, options = self.timeline.total_steps, self.plan.train
         watch = Watch(
-            self.trainer.learner.symptom,
+            self.trainer.learner.diagnose,
             non_finite_patience=options.non_finite_patience,
-            symptom_patience=options.collapse_patience,
+            diagnosis_patience=options.collapse_patience,
             first_step=options.warmup_steps(self.timeline),
         )
-        report = Report(self._journal(), done=self.step, total=total, ranks=self.ranks, watch=watch)
+        report = StepLog(
+            self._journal(), done=self.step, total=total, ranks=self.ranks, watch=watch
+        )
         with closing(report):
             if self._news:
                 report.say(self._news)
@@ -175,7 +177,7 @@ class Run:
             board = Board(self.out / BOARD, last_step=self.step)
         return Journal(self.out / LOG, last_step=self.step, board=board)
 
-    def save(self, report: Report) -> None:
+    def save(self, report: StepLog) -> None:
         """Write training state and encoder, once all steps so far are known to be sound."""
         report.settle(everything=True)
         if self.hold is not None:
@@ -196,7 +198,7 @@ class Run:
         metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
         save_encoder(path, self.trainer.learner.encoder, metadata)
 
-    def _loop(self, report: Report) -> None:
+    def _loop(self, report: StepLog) -> None:
         """Take steps until the last, or until a process wants to stop or cannot go on."""
         with closing(self._groups()) as groups:
             while self.step < self.timeline.total_steps and not report.stop:
@@ -207,7 +209,7 @@ class Run:
         """End all processes with what one of them could not do since the last time."""
         self.ranks.agree(error or self._fault)
 
-    def _take_step(self, groups: Iterator[Any], report: Report) -> None:
+    def _take_step(self, groups: Iterator[Any], report: StepLog) -> None:
         crops, device = self.plan.objective.crops, self.ranks.device
         cut = islice(groups, self.plan.train.accumulation)
         parts = (crops.finish(group, device) for group in cut)
@@ -225,14 +227,14 @@ class Run:
         except Exception as error:
             self._fault = self._fault or error
 
-    def _settle(self, report: Report) -> None:
+    def _settle(self, report: StepLog) -> None:
         """Write what is due after a step."""
         report.settle()
         self._keep(report)
         if report.save and not report.stop and self.step < self.timeline.total_steps:
             self.save(report)
 
-    def _keep(self, report: Report) -> None:
+    def _keep(self, report: StepLog) -> None:
         """Leave the encoder of an epoch that is to be kept, when the epoch is over."""
         epoch, steps_more = divmod(self.step, self.timeline.steps_per_epoch)
         if steps_more or not self.plan.train.keeps(epoch) or self.hold is None:
@@ -243,7 +245,7 @@ class Run:
         self._save_encoder(path)
         report.say(f"epoch {epoch}: kept {path.name}")
 
-    def _measures(self, report: Report) -> dict[str, float]:
+    def _measures(self, report: StepLog) -> dict[str, float]:
         """What the monitor finds after this step, if it is its turn; one process measures."""
         if self.observer is None or not self.ranks.is_first:
             return {}
@@ -292,7 +294,7 @@ class Run:
             "mfu": self.trainer.utilisation(seconds),
         }
 
-    def _record_accuracy(self, report: Report) -> None:
+    def _record_accuracy(self, report: StepLog) -> None:
         results = self.plan.monitor.results
         if results is None or self.observer is None or not self.ranks.is_first:
             return
@@ -314,7 +316,7 @@ class Run:
             return True
         return self.clock.minutes_since_save >= self.plan.train.checkpoint_minutes
 
-    def _leave(self, report: Report) -> None:
+    def _leave(self, report: StepLog) -> None:
         where = f"after step {self.step} of {self.timeline.total_steps}, saved in {self.out}"
         if self.request.is_interrupt:
             report.say(f"interrupted {where}; go on with --resume")

@@ -69,12 +69,12 @@ class Trainer:
         report["gradient_norm"] = self._clip()
         lost = ~report["gradient_norm"].isfinite()
         self._restore(statistics, lost)
-        self.learner.hold_gradients(step)
+        self.learner.freeze_gradients(step)
         # As a scaler of gradients tells an optimizer to leave everything as it was.
         vars(self.optimizer).update(found_inf=lost.float(), grad_scale=None)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.learner.follow(step, lost)
+        self.learner.update_teacher(step, lost)
         return report
 
     def utilisation(self, seconds: float) -> float:

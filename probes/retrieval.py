@@ -13,10 +13,10 @@ from probes.features.neighbours import NeighbourSearch
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches, read_ahead
 from probes.features.training import TrainingFeatures
-from probes.features.views import ResizedCrops, Views, WholeImage
+from probes.features.views import ResizedCrops, TrainingViews, WholeImage
 from probes.heads.losses import label_histograms
 from probes.heads.scored_images import SquashedScoring
-from probes.heads.scores import RateScores
+from probes.heads.scores import HeadScores
 from ssl_bench.composition.fields import (
     Count,
     FilePath,
@@ -122,7 +122,7 @@ class Retrieval:
             memory = {layer: _search(features, layer, chosen, context.device) for layer in layers}
             per_image = self._count(memory, labels.to(context.device), training_pass, val_images)
             for index, layer in enumerate(layers):
-                scores = RateScores(per_image[:, index, None])
+                scores = HeadScores(per_image[:, index, None])
                 yield from self._scores(layer, scores, val_images, memory[layer])
 
     def _training_pass(self, context: ProbeContext) -> TrainingPass:
@@ -130,7 +130,7 @@ class Retrieval:
         split = TrainingSplit.draw(
             images, at_most=self.train_images, holdout=0.0, seed=context.seed
         )
-        views: Views = WholeImage(self.views)
+        views: TrainingViews = WholeImage(self.views)
         if self.crops == "resized":
             views = ResizedCrops(self.views, context.seed)
         return TrainingPass(
@@ -210,7 +210,7 @@ class Retrieval:
         return torch.cat(votes).view(*features.shape[:3], -1)
 
     def _scores(
-        self, layer: int, scores: RateScores, images: ImageSet, search: NeighbourSearch
+        self, layer: int, scores: HeadScores, images: ImageSet, search: NeighbourSearch
     ) -> Iterator[Score]:
         values = (scores.miou()[0], scores.accuracy(0))
         intervals = (scores.miou_ci95(0), scores.accuracy_ci95(0))

@@ -25,7 +25,7 @@ _GREY_WEIGHTS = (0.2989, 0.587, 0.114)
 
 
 @dataclass(frozen=True)
-class Looks:
+class AugmentationParams:
     """What happens to each view after cropping.
 
     Attributes:
@@ -42,13 +42,16 @@ class Looks:
     blur_sigma: Float32[Tensor, " views"]
     solarize: Bool[Tensor, " views"]
 
-    def __getitem__(self, views: slice | Tensor) -> "Looks":
+    def __getitem__(self, views: slice | Tensor) -> "AugmentationParams":
         return type(self)(**{f.name: getattr(self, f.name)[views] for f in fields(self)})
 
 
 @torch.no_grad()
 def apply_looks(
-    pixels: UInt8[Tensor, "views 3 height width"], looks: Looks, *, solarize_threshold: float
+    pixels: UInt8[Tensor, "views 3 height width"],
+    looks: AugmentationParams,
+    *,
+    solarize_threshold: float,
 ) -> Images:
     """Change 8-bit RGB views as `looks` says, and normalise them with ImageNet's statistics.
 
@@ -92,7 +95,8 @@ def jitter(
 ) -> None:
     """Apply all jitters to the views that want them, in place, each view in its own order.
 
-    The sequence of kinds and their strengths are those of `Looks`; without HUE there are three.
+    The sequence of kinds and their strengths are those of `AugmentationParams`; without HUE there
+    are three.
     """
     for kind in order.unbind(1):
         factor = factors.gather(1, kind[:, None])[:, 0]

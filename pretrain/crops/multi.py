@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float64, Int64, Shaped, UInt8
 from torch import Tensor
 
-from pretrain.crops.augmentation import Images, Looks, apply_looks
+from pretrain.crops.augmentation import AugmentationParams, Images, apply_looks
 from ssl_bench.composition.fields import (
     Items,
     Pixels,
@@ -36,7 +36,7 @@ class CropGroup:
     """Views of one size, 8-bit: first the first view of every image, then the second, ..."""
 
     pixels: UInt8[Tensor, "views 3 size size"]
-    looks: Looks
+    looks: AugmentationParams
 
     def pin_memory(self) -> "CropGroup":
         return type(self)(self.pixels.pin_memory(), self.looks)
@@ -127,7 +127,7 @@ class MultiCrop:
         self,
         generators: Iterable[np.random.Generator],
         image_sizes: Int64[np.ndarray, "images 2"],
-    ) -> tuple[Int64[np.ndarray, "views images 4"], Looks]:
+    ) -> tuple[Int64[np.ndarray, "views images 4"], AugmentationParams]:
         """Boxes as in `place_boxes`, and looks: those of all first views, of all second, ..."""
         # One call a generator, and arithmetic for the whole batch: a call costs more than its work.
         shape = (2 + self.num_locals, _BOX_NUMBERS + _LOOK_NUMBERS)
@@ -148,7 +148,7 @@ class MultiCrop:
             for group in groups
         )
 
-    def choose_looks(self, numbers: Float64[np.ndarray, "views images 14"]) -> Looks:
+    def choose_looks(self, numbers: Float64[np.ndarray, "views images 14"]) -> AugmentationParams:
         """Turn numbers in [0, 1) into looks, view by view."""
         strengths = np.array([self.brightness, self.contrast, self.saturation])
         lowest = np.array([*np.maximum(1 - strengths, 0), -self.hue])
@@ -157,7 +157,7 @@ class MultiCrop:
         flip, jitter, grey, blurred, solarize = (_rows(chosen) for chosen in happens)
         least, largest = self.blur_sigma
         sigma = _rows(least + (largest - least) * numbers[..., 5]).float()
-        return Looks(
+        return AugmentationParams(
             flip=flip,
             jitter=jitter,
             order=_rows(numbers[..., 6:10].argsort(axis=-1)),

@@ -13,7 +13,7 @@ class Watch:
     Args:
         symptom: Gives, for a row of the log, what is wrong and the remedy, or nothing.
         non_finite_patience: Steps without a finite loss and gradient that are tolerated.
-        symptom_patience: Likewise with a symptom.
+        diagnosis_patience: Likewise with a symptom.
         first_step: Symptoms before it are those of every beginning.
     """
 
@@ -22,12 +22,12 @@ class Watch:
         symptom: Callable[[Mapping[str, Any]], str | None],
         *,
         non_finite_patience: int,
-        symptom_patience: int,
+        diagnosis_patience: int,
         first_step: int,
     ) -> None:
-        self._symptom = symptom
+        self._diagnose = symptom
         self._non_finite_patience = non_finite_patience
-        self._symptom_patience = symptom_patience
+        self._symptom_patience = diagnosis_patience
         self._first_step = first_step
         self._non_finite = self._sick = 0
 
@@ -47,7 +47,7 @@ class Watch:
                 )
             return
         self._non_finite = 0
-        hint = self._symptom(row) if row["step"] > self._first_step else None
+        hint = self._diagnose(row) if row["step"] > self._first_step else None
         self._sick = self._sick + 1 if hint else 0
         if hint and self._sick >= self._symptom_patience:
             raise ConfigurationError(f"stopped at step {row['step']}: {hint}")

@@ -16,7 +16,7 @@ _FIRST = ("step", "epoch", "loss")
 _WISHES = ("stop", "save")
 
 
-class Report:
+class StepLog:
     """Rows of the log, averaged over the processes.
 
     On a GPU a row is read one step late, so that the host never waits for the step it has just

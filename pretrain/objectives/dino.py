@@ -194,14 +194,14 @@ class DinoLearner(nn.Module):
         }
         return loss, report
 
-    def hold_gradients(self, step: int) -> None:
+    def freeze_gradients(self, step: int) -> None:
         """Leave the last layer alone in the opening steps."""
         if step < self.frozen_steps:
             for parameter in self.student.head.last_layer.parameters():
                 parameter.grad = None
 
     @torch.no_grad()
-    def follow(self, step: int, lost: Bool[Tensor, ""]) -> None:
+    def update_teacher(self, step: int, lost: Bool[Tensor, ""]) -> None:
         """Move the centre towards the teacher's mean output, and the teacher towards the student.
 
         The centre changes after all parts of a batch, so that accumulation changes nothing. A lost
@@ -225,7 +225,7 @@ class DinoLearner(nn.Module):
             "teacher_temperature": self.teacher_temperature(step),
         }
 
-    def symptom(self, row: Mapping[str, Any]) -> str | None:
+    def diagnose(self, row: Mapping[str, Any]) -> str | None:
         """Collapse: the teacher names all prototypes, or always the same one, for every image."""
         ceiling = math.log(self.options.out_dim)
         loss, entropy = row["loss"] / ceiling, row["teacher_entropy"] / ceiling

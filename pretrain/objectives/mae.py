@@ -206,7 +206,7 @@ class MaeLearner(Independent):
         variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
         return (patches - mean) / (variance + _EPS).sqrt()
 
-    def symptom(self, row: Mapping[str, Any]) -> str | None:
+    def diagnose(self, row: Mapping[str, Any]) -> str | None:
         """A decoder that paints every hidden patch in its mean, or worse."""
         if row["loss"] < _LEARNT * row["mean_loss"]:
             return None

@@ -49,11 +49,11 @@ class Learner(Protocol):
         """
         ...
 
-    def hold_gradients(self, step: int) -> None:
+    def freeze_gradients(self, step: int) -> None:
         """Drop the gradients of what must not change in this step."""
         ...
 
-    def follow(self, step: int, lost: Bool[Tensor, ""]) -> None:
+    def update_teacher(self, step: int, lost: Bool[Tensor, ""]) -> None:
         """Change what follows the student, after the optimizer has changed the student.
 
         Where the step was `lost`, for a gradient that is not finite, nothing is learned from it.
@@ -64,7 +64,7 @@ class Learner(Protocol):
         """Scheduled values of the step, for the log."""
         ...
 
-    def symptom(self, row: Mapping[str, Any]) -> str | None:
+    def diagnose(self, row: Mapping[str, Any]) -> str | None:
         """What is wrong if steps with such a row of the log do not end, and the remedy."""
         ...
 
@@ -72,10 +72,10 @@ class Learner(Protocol):
 class Independent(nn.Module):
     """What a step of a learner does beside its loss where nothing is held and nothing follows."""
 
-    def hold_gradients(self, step: int) -> None:
+    def freeze_gradients(self, step: int) -> None:
         """Everything is trained from the first step on."""
 
-    def follow(self, step: int, lost: Bool[Tensor, ""]) -> None:
+    def update_teacher(self, step: int, lost: Bool[Tensor, ""]) -> None:
         """Nothing follows the student."""
 
     def values(self, step: int) -> dict[str, float]:

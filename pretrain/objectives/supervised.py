@@ -130,6 +130,6 @@ class SupervisedLearner(Independent):
         """Logits of normalised images; not compiled, so that any batch will do."""
         return self.student.head(self.student.backbone.forward(images))
 
-    def symptom(self, row: Mapping[str, Any]) -> str | None:
+    def diagnose(self, row: Mapping[str, Any]) -> str | None:
         """Nothing that the loss itself would not show."""
         del row

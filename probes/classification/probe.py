@@ -13,7 +13,7 @@ from probes.heads.losses import LabelLoss
 from probes.heads.optimizers import SGD, Schedule
 from probes.heads.sgd import (
     HeadTraining,
-    Source,
+    LayerGroup,
     Training,
     settings_without,
     sources_of,
@@ -121,7 +121,7 @@ class LinearClassification:
         suffix = "" if self.layers_mode == "single" else f"_{self.layers_mode}"
         return {facet: f"{facet}{suffix}" for facet in self.facets}
 
-    def sources(self, layers: Sequence[int]) -> list[Source]:
+    def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
         return sources_of(layers, self.layers_mode)
 
@@ -181,7 +181,7 @@ class LinearClassification:
     def _training(self, context: ProbeContext, classes: int) -> Training:
         if self.optimizer == "sgd":
             return HeadTraining(
-                rates=tuple(float(rate) for rate in self.learning_rates),
+                values=tuple(float(rate) for rate in self.learning_rates),
                 epochs=self.epochs,
                 batch_size=self.batch_size,
                 loss=LabelLoss(),
@@ -193,7 +193,7 @@ class LinearClassification:
                 device=context.device,
             )
         return LogisticTraining(
-            rates=tuple(float(c) for c in self.c_values),
+            values=tuple(float(c) for c in self.c_values),
             max_iterations=self.max_iterations,
             batch_size=self.batch_size,
             loss=LabelLoss(),

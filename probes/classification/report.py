@@ -25,7 +25,7 @@ class ClassificationReport:
     """All that is known of the heads of one source.
 
     Attributes:
-        knob: What the rates are: learning rates, or another hyperparameter that is chosen.
+        hyperparameter: What the values are of: the learning rate, or another one that is chosen.
         ranks: How many classes each head puts before the true one, over the scored images; all
             where it diverged.
         held_out: Likewise over the images held out of training; None where all were used.
@@ -36,11 +36,11 @@ class ClassificationReport:
 
     layer: int
     facet: str
-    knob: str
-    rates: Sequence[float]
+    hyperparameter: str
+    values: Sequence[float]
     num_classes: int
-    ranks: Int64[Tensor, "rates images"]
-    held_out: Int64[Tensor, "rates held_out_images"] | None
+    ranks: Int64[Tensor, "values images"]
+    held_out: Int64[Tensor, "values held_out_images"] | None
     constant: float
     missing: int
     shared: Mapping[str, Any]
@@ -73,8 +73,8 @@ class ClassificationReport:
 
     def _details(self, rate: int) -> dict[str, Any]:
         return {
-            self.knob: self.rates[rate],
-            f"{self.knob}s": list(self.rates),
+            self.hyperparameter: self.values[rate],
+            f"{self.hyperparameter}s": list(self.values),
             "top1_by_rate": _top1(self.ranks),
             "top1_by_rate_held_out": None if self.held_out is None else _top1(self.held_out),
             "num_classes": self.num_classes,
@@ -84,12 +84,12 @@ class ClassificationReport:
         }
 
     def _warnings(self, rate: int) -> list[str]:
-        warnings, name = [], self.knob.replace("_", " ")
-        if len(self.rates) > 1 and rate in (0, len(self.rates) - 1):
-            warnings.append(f"the chosen {name} {self.rates[rate]:g} is at the edge of its grid")
+        warnings, name = [], self.hyperparameter.replace("_", " ")
+        if len(self.values) > 1 and rate in (0, len(self.values) - 1):
+            warnings.append(f"the chosen {name} {self.values[rate]:g} is at the edge of its grid")
         diverged = (self.ranks == self.num_classes).any(1).tolist()
         if any(diverged):
-            names = (f"{r:g}" for r, gone in zip(self.rates, diverged, strict=True) if gone)
+            names = (f"{r:g}" for r, gone in zip(self.values, diverged, strict=True) if gone)
             warnings.append(f"heads diverged: {name} {', '.join(names)}")
         if self.missing:
             warnings.append(f"{self.missing} of {self.num_classes} classes have no training image")
@@ -98,10 +98,10 @@ class ClassificationReport:
         return warnings
 
 
-def _best(ranks: Int64[Tensor, "rates images"]) -> int:
+def _best(ranks: Int64[Tensor, "values images"]) -> int:
     right = (ranks == 0).sum(1).tolist()
     return right.index(max(right))
 
 
-def _top1(ranks: Int64[Tensor, "rates images"]) -> list[float]:
+def _top1(ranks: Int64[Tensor, "values images"]) -> list[float]:
     return (100 * (ranks == 0).double().mean(1)).tolist()

@@ -13,7 +13,7 @@ from probes.features.image import ImageFeatures, ImagePass
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches
 from probes.features.training import FeaturesInMemory
-from probes.heads.sgd import Source, TrainedHeads, Training
+from probes.heads.sgd import LayerGroup, TrainedHeads, Training
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
@@ -38,7 +38,7 @@ class ClassificationRun:
     split: TrainingSplit
     train_images: ImageSet
     val_images: ImageSet
-    sources: Sequence[Source]
+    sources: Sequence[LayerGroup]
     facet_names: Mapping[str, str]
     memory_gib: float
     guesses: Sequence[str]
@@ -71,7 +71,7 @@ class ClassificationRun:
             )
 
     def _reports(
-        self, facet: str, sources: Sequence[Source], train: ImageFeatures, val: ImageFeatures
+        self, facet: str, sources: Sequence[LayerGroup], train: ImageFeatures, val: ImageFeatures
     ) -> Iterator[ClassificationReport]:
         cached = FeaturesInMemory(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
@@ -84,8 +84,8 @@ class ClassificationRun:
             yield ClassificationReport(
                 layer=source[-1],
                 facet=self.facet_names[facet],
-                knob=self.training.knob,
-                rates=self.training.rates,
+                hyperparameter=self.training.hyperparameter,
+                values=self.training.values,
                 num_classes=classes,
                 ranks=self._ranks(heads, index, features),
                 held_out=None if held_out is None else held_out[index],
@@ -97,10 +97,10 @@ class ClassificationRun:
     def _held_out_ranks(
         self,
         facet: str,
-        sources: Sequence[Source],
+        sources: Sequence[LayerGroup],
         train: ImageFeatures,
         cached: FeaturesInMemory,
-    ) -> list[Int64[Tensor, "rates held_out_images"]] | None:
+    ) -> list[Int64[Tensor, "values held_out_images"]] | None:
         """Of heads that are fitted to the other training images; None where all are."""
         if not self.split.held_out:
             return None
@@ -113,14 +113,14 @@ class ClassificationRun:
     def _fit(
         self,
         cached: FeaturesInMemory,
-        sources: Sequence[Source],
+        sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
     ) -> TrainedHeads:
         return self.training.train(cached, sources, entries, self.image_pass.context.progress)
 
     def _ranks(
         self, heads: TrainedHeads, index: int, images: LabelledFeatures
-    ) -> Int64[Tensor, "rates images"]:
+    ) -> Int64[Tensor, "values images"]:
         """How many classes the heads of one source put before the true one."""
         device, found = self.training.device, []
         at_once = max(1, _LOGITS // heads.bias[index].numel())

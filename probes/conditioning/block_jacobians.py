@@ -8,7 +8,13 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from probes.conditioning.jacobians import Extremes, Function, exact_jacobian, extremes, jacobian_map
+from probes.conditioning.jacobians import (
+    Function,
+    SingularExtremes,
+    exact_jacobian,
+    extremes,
+    jacobian_map,
+)
 from probes.conditioning.passes import BlockPass
 from probes.conditioning.spectra import condition_number, effective_rank, singular_values
 from ssl_bench.errors import ConfigurationError
@@ -106,7 +112,7 @@ def exact_spectra(one: BlockPass) -> dict[str, ExactSpectrum]:
     }
 
 
-def lanczos_extremes(one: BlockPass, *, steps: int, seed: int) -> dict[str, Extremes]:
+def lanczos_extremes(one: BlockPass, *, steps: int, seed: int) -> dict[str, SingularExtremes]:
     """Bounds of the extreme singular values of every Jacobian of a block."""
     return {
         facet: extremes(

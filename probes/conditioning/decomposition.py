@@ -65,7 +65,9 @@ class Parts:
         return middle + update if self.skip_mlp else update
 
 
-def take_apart(block: nn.Module, entered: Tokens, left: Tokens, num_heads: int) -> Parts | None:
+def decompose_block(
+    block: nn.Module, entered: Tokens, left: Tokens, num_heads: int
+) -> Parts | None:
     """The parts of a block that made `left` of `entered`, for one image.
 
     None where they do not: parallel or post-norm blocks, or blocks that are told more than tokens,

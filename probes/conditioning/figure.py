@@ -14,7 +14,7 @@ from ssl_bench.system.files import write_atomically
 
 
 @dataclass(frozen=True)
-class Likeness:
+class CkaMatrix:
     """CKA of every block with every block.
 
     Attributes:
@@ -27,7 +27,7 @@ class Likeness:
     other: str
 
 
-def draw(scores: Sequence[Score], likeness: Likeness | None, title: str, path: Path) -> None:
+def draw(scores: Sequence[Score], likeness: CkaMatrix | None, title: str, path: Path) -> None:
     """One panel a metric, one line a facet with its 95 % band; infinite values at the top."""
     import matplotlib as mpl
 
@@ -93,7 +93,7 @@ def _draw_line(axis: Any, scores: Sequence[Score], facet: str, number: int) -> N
         )  # fmt: skip
 
 
-def _draw_likeness(figure: Any, axis: Any, likeness: Likeness) -> None:
+def _draw_likeness(figure: Any, axis: Any, likeness: CkaMatrix) -> None:
     image = axis.imshow(likeness.values, vmin=0, vmax=1, cmap="magma", origin="lower")
     figure.colorbar(image, ax=axis)
     axis.set_xticks(range(len(likeness.column_names)), likeness.column_names, fontsize=7)

@@ -126,7 +126,7 @@ def _vector(values: list[float], like: Tensor) -> Float64[Tensor, " steps"]:
 
 
 @dataclass(frozen=True)
-class Extremes:
+class SingularExtremes:
     """What Lanczos knows of the singular values of a matrix.
 
     Attributes:
@@ -162,7 +162,7 @@ class Extremes:
 
 def extremes(
     linear: LinearMap, *, steps: int, seed: int, witness: Float64[Tensor, " size"]
-) -> Extremes:
+) -> SingularExtremes:
     """Bounds of the largest and smallest singular value, from a random start.
 
     The k singular values of B lie between those of the matrix, whatever the steps: their quotient
@@ -189,7 +189,7 @@ def extremes(
     largest, smallest = float(values[0]), float(values[-1])
     is_witness = through_witness < smallest
     above, below = _random_start_bounds(largest, smallest, found)
-    return Extremes(
+    return SingularExtremes(
         size=linear.size,
         steps=len(values),
         largest=largest,

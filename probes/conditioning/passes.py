@@ -11,7 +11,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 from torch import Tensor, nn
 
-from probes.conditioning.decomposition import Parts, take_apart
+from probes.conditioning.decomposition import Parts, decompose_block
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext
@@ -73,7 +73,7 @@ def block_passes(
             for layer, block in asked.items():
                 entered, left = seen[layer]
                 with torch.no_grad():
-                    parts = take_apart(block, entered, left, encoder.num_heads)
+                    parts = decompose_block(block, entered, left, encoder.num_heads)
                 found[layer].append(BlockPass(block, entered, left, parts))
     finally:
         for handle in handles:

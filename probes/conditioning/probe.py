@@ -7,17 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from jaxtyping import Float64
 
-from probes.conditioning import block_jacobians
-from probes.conditioning.block_jacobians import exact_spectra, lanczos_extremes
-from probes.conditioning.cka import linear_cka, linear_cka_ci95
-from probes.conditioning.figure import Likeness, draw
-from probes.conditioning.jacobians import Extremes
-from probes.conditioning.matrices import FACETS, MATRIX, OUTPUTS, Spectrum, block_spectra
-from probes.conditioning.passes import BlockPass, Passes, block_passes, initialised_again
-from probes.conditioning.spectra import median_with_ci95
+from probes.conditioning.cka import linear_cka_ci95
+from probes.conditioning.figure import CkaMatrix, draw
+from probes.conditioning.matrices import FACETS, OUTPUTS, Spectrum, block_spectra
+from probes.conditioning.passes import Passes, block_passes, initialised_again
+from probes.conditioning.scores import (
+    BLOCK_JACOBIANS,
+    ESTIMATE,
+    cka_matrix,
+    cka_with_input,
+    entered,
+    exact_scores,
+    lanczos_scores,
+    left,
+    plain,
+    require_same_tokens,
+    save_spectra,
+    spectra_scores,
+)
 from probes.pictures import blocks_name
 from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
@@ -28,30 +36,25 @@ from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder, load_en
 from ssl_bench.results import encoder_id
 from ssl_bench.system.files import write_atomically
 
-_SHOWN_VALUES = 16
 _MATRIX_CELLS = [(facet, m) for facet in FACETS for m in ("condition_number", "effective_rank")]
 _COSINE_CELLS = [(facet, "mean_cosine") for facet in OUTPUTS]
-_BLOCK_JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant")
 _TERMS = [("dominant", "norm"), ("perturbation", "norm"), ("perturbation", "norm_over_dominant")]
-_ESTIMATE = "_estimate"
 CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
     "spectra": [*_MATRIX_CELLS, *_COSINE_CELLS, ("token", "cka_with_input")],
     "jacobian_exact": [
-        *((f, m) for f in _BLOCK_JACOBIANS for m in ("condition_number", "effective_rank")),
+        *((f, m) for f in BLOCK_JACOBIANS for m in ("condition_number", "effective_rank")),
         *_TERMS,
     ],
     # Other names, so that no bound stands in a table as if it were the number.
     "jacobian_lanczos": [
-        *((f, "condition_number_at_least") for f in _BLOCK_JACOBIANS),
-        *((f, "effective_rank" + _ESTIMATE) for f in _BLOCK_JACOBIANS),
-        *((f, m + _ESTIMATE) for f, m in _TERMS),
+        *((f, "condition_number_at_least") for f in BLOCK_JACOBIANS),
+        *((f, "effective_rank" + ESTIMATE) for f in BLOCK_JACOBIANS),
+        *((f, m + ESTIMATE) for f, m in _TERMS),
     ],
     "checkpoints": [("token", "cka_with_checkpoint")],
 }
 PROTOCOLS = tuple(CELLS)
 _SPECTRA, _CKA = "spectra.npz", "cka.npy"
-
-Numbers = Float64[np.ndarray, "images values"]
 
 
 @dataclass(frozen=True)
@@ -153,23 +156,23 @@ class Conditioning:
         for layer in context.progress(passes, "blocks", len(passes)):
             if self.protocol == "spectra":
                 spectra[layer] = block_spectra(passes[layer])
-                found = _spectra_scores(layer, spectra[layer])
-                found.append(_cka_with_input(layer, passes[layer]))
+                found = spectra_scores(layer, spectra[layer])
+                found.append(cka_with_input(layer, passes[layer]))
             elif known := self._known(layer, context):
                 found = known
             elif self.protocol == "jacobian_exact":
-                found = _exact_scores(layer, passes[layer])
+                found = exact_scores(layer, passes[layer])
             else:
-                found = _lanczos_scores(layer, passes[layer], self.num_steps, context.seed)
+                found = lanczos_scores(layer, passes[layer], self.num_steps, context.seed)
             self._say_what_is_missing(layer, found, context)
             scores += found
             yield from found
         likeness, path = None, self._path(context)
         if self.protocol == "spectra":
-            _save_spectra(spectra, path.with_name(f"{path.name}-{_SPECTRA}"))
+            save_spectra(spectra, path.with_name(f"{path.name}-{_SPECTRA}"))
             names = ["input", *map(str, passes)]
-            states = [_entered(next(iter(passes.values()))), *map(_left, passes.values())]
-            likeness = Likeness(_cka_matrix(states, states), names, names, "")
+            states = [entered(next(iter(passes.values()))), *map(left, passes.values())]
+            likeness = CkaMatrix(cka_matrix(states, states), names, names, "")
             values = likeness.values
             write_atomically(
                 path.with_name(f"{path.name}-{_CKA}"), lambda file: np.save(file, values)
@@ -179,7 +182,7 @@ class Conditioning:
     def _known(self, layer: int, context: ProbeContext) -> list[Score]:
         """Scores of a block that an earlier run finished; nothing if it lacks any."""
         known = [
-            _plain(r.layer, r.facet, r.metric, r.value, r.ci95, r.num_images, r.details)
+            plain(r.layer, r.facet, r.metric, r.value, r.ci95, r.num_images, r.details)
             for r in context.known
             if r.layer == layer
         ]
@@ -197,10 +200,10 @@ class Conditioning:
         theirs = block_passes(
             other, samples, self.image_size, replace(context, encoder=other, layers=layers)
         )
-        ours = {layer: _left(some) for layer, some in passes.items()}
-        states = {layer: _left(some) for layer, some in theirs.items()}
-        _require_same_tokens(context.encoder, ours, other, states)
-        matrix = _cka_matrix(list(ours.values()), list(states.values()))
+        ours = {layer: left(some) for layer, some in passes.items()}
+        states = {layer: left(some) for layer, some in theirs.items()}
+        require_same_tokens(context.encoder, ours, other, states)
+        matrix = cka_matrix(list(ours.values()), list(states.values()))
         details = {"other": other.name, "other_sha256": other.sha256}
         scores = []
         for row, (layer, state) in zip(matrix, ours.items(), strict=True):
@@ -211,10 +214,10 @@ class Conditioning:
             more = {**details, "with_every_block": row.tolist()}
             value = float(row[layer])
             scores.append(
-                _plain(layer, "token", "cka_with_checkpoint", value, ci95, len(samples), more)
+                plain(layer, "token", "cka_with_checkpoint", value, ci95, len(samples), more)
             )
             yield scores[-1]
-        likeness = Likeness(matrix, list(map(str, ours)), list(map(str, states)), other.name)
+        likeness = CkaMatrix(matrix, list(map(str, ours)), list(map(str, states)), other.name)
         path = self._path(context)
         draw(scores, likeness, self._title(context), path.with_name(f"{path.name}.png"))
 
@@ -254,162 +257,3 @@ class Conditioning:
 def _title_of(encoder: Encoder | EncoderIdentity) -> str:
     """Not the address alone, where another encoder may lie tomorrow."""
     return f"{encoder.name} {encoder_id(encoder.identity())[:16]}"
-
-
-def _plain(
-    layer: int,
-    facet: str,
-    metric: str,
-    value: float,
-    ci95: tuple[float, float] | None,
-    num_images: int,
-    details: Mapping[str, Any],
-) -> Score:
-    return Score(layer, facet, metric, value, ci95, num_images, details, unit="")
-
-
-def _median(layer: int, facet: str, metric: str, numbers: Numbers, **details: Any) -> Score:
-    """The median over images (and heads), with what each of them gave."""
-    value, ci95 = median_with_ci95(numbers)
-    more = {"per_image": numbers.tolist(), **details}
-    if np.isinf(numbers).any():
-        more["infinite_percent"] = 100 * float(np.isinf(numbers).mean())
-    return _plain(layer, facet, metric, value, ci95, len(numbers), more)
-
-
-def _spectra_scores(layer: int, spectra: Mapping[str, Spectrum]) -> list[Score]:
-    scores = []
-    for facet, spectrum in spectra.items():
-        relative = spectrum.relative()
-        places = np.linspace(0, len(relative) - 1, min(_SHOWN_VALUES, len(relative))).round()
-        shown = {
-            "spectrum": relative[places.astype(int)].tolist(),
-            "spectrum_of_places": places.astype(int).tolist(),
-        }
-        conditions, ranks = spectrum.condition_numbers(), spectrum.effective_ranks()
-        scores.append(_median(layer, facet, "condition_number", conditions, **shown))
-        centred = {}
-        if spectrum.centred_ranks is not None:
-            centred["centred_effective_rank"] = float(np.median(spectrum.centred_ranks))
-        scores.append(_median(layer, facet, "effective_rank", ranks, **centred))
-        if facet != MATRIX:
-            assert spectrum.cosines is not None
-            scores.append(_median(layer, facet, "mean_cosine", spectrum.cosines))
-    return scores
-
-
-def _exact_scores(layer: int, passes: Sequence[BlockPass]) -> list[Score]:
-    by_image = [exact_spectra(one) for one in passes]
-    scores = []
-    for facet in _present(by_image):
-        spectra = [found[facet] for found in by_image]
-        if facet in _BLOCK_JACOBIANS:
-            more = {"spectra": [spectrum.details() for spectrum in spectra]}
-            numbers = _column([spectrum.condition_number for spectrum in spectra])
-            scores.append(_median(layer, facet, "condition_number", numbers, **more))
-            ranks = _column([spectrum.effective_rank for spectrum in spectra])
-            scores.append(_median(layer, facet, "effective_rank", ranks))
-    norms = {f: _column([found[f].norm for found in by_image]) for f in _present(by_image)}
-    return scores + _term_scores(layer, norms, "", {})
-
-
-def _lanczos_scores(layer: int, passes: Sequence[BlockPass], steps: int, seed: int) -> list[Score]:
-    by_image = [lanczos_extremes(one, steps=steps, seed=seed) for one in passes]
-    scores = []
-    for facet in _present(by_image):
-        found = [one[facet] for one in by_image]
-        if facet in _BLOCK_JACOBIANS:
-            more = {"bounds": [_bounds(one) for one in found]}
-            numbers = _column([one.condition_number_at_least for one in found])
-            scores.append(_median(layer, facet, "condition_number_at_least", numbers, **more))
-            ranks = _column([one.effective_rank for one in found])
-            scores.append(_median(layer, facet, "effective_rank" + _ESTIMATE, ranks))
-    norms = {f: _column([one[f].largest for one in by_image]) for f in _present(by_image)}
-    above = {
-        f"{f}_at_most": [one[f].largest_at_most for one in by_image]
-        for f in ("dominant", "perturbation")
-        if f in norms
-    }
-    return scores + _term_scores(layer, norms, _ESTIMATE, above)
-
-
-def _bounds(found: Extremes) -> dict[str, Any]:
-    return {
-        "at_most_with_95_percent": found.condition_number_at_most,
-        "steps": found.steps,
-        "largest": found.largest,
-        "largest_residual": found.largest_residual,
-        "largest_at_most": found.largest_at_most,
-        "smallest": found.smallest,
-        "smallest_residual": found.smallest_residual,
-        "smallest_at_least": found.smallest_at_least,
-    }
-
-
-def _term_scores(
-    layer: int, norms: Mapping[str, Numbers], kind: str, more: Mapping[str, Any]
-) -> list[Score]:
-    """The spectral norms of B and E, and how small E is beside B."""
-    if "perturbation" not in norms:
-        return []
-    dominant, perturbation = norms["dominant"], norms["perturbation"]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = perturbation / dominant
-    return [
-        _median(layer, "dominant", "norm" + kind, dominant, **more),
-        _median(layer, "perturbation", "norm" + kind, perturbation, **more),
-        _median(layer, "perturbation", "norm_over_dominant" + kind, share, **more),
-    ]
-
-
-def _present(by_image: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Facets that every image has."""
-    return [f for f in block_jacobians.FACETS if all(f in found for found in by_image)]
-
-
-def _column(values: Sequence[float]) -> Numbers:
-    return np.array(values, dtype=np.float64)[:, None]
-
-
-def _cka_with_input(layer: int, passes: Sequence[BlockPass]) -> Score:
-    x, y = _entered(passes), _left(passes)
-    ci95 = linear_cka_ci95(x, y)
-    return _plain(layer, "token", "cka_with_input", linear_cka(x, y), ci95, len(passes), {})
-
-
-def _entered(passes: Sequence[BlockPass]) -> Float64[torch.Tensor, "images tokens dim"]:
-    return torch.stack([one.entered for one in passes])
-
-
-def _left(passes: Sequence[BlockPass]) -> Float64[torch.Tensor, "images tokens dim"]:
-    return torch.stack([one.left for one in passes])
-
-
-def _cka_matrix(
-    rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor]
-) -> Float64[np.ndarray, "rows columns"]:
-    return np.array([[linear_cka(x, y) for y in columns] for x in rows])
-
-
-def _require_same_tokens(
-    encoder: Encoder,
-    ours: Mapping[int, torch.Tensor],
-    other: Encoder,
-    theirs: Mapping[int, torch.Tensor],
-) -> None:
-    counts = [next(iter(states.values())).shape[1] for states in (ours, theirs)]
-    if counts[0] != counts[1]:
-        raise ConfigurationError(
-            f"CKA needs the same tokens: {encoder.name} has {counts[0]}, {other.name} {counts[1]}; "
-            "compare encoders of the same patch size and registers"
-        )
-
-
-def _save_spectra(spectra: Mapping[int, Mapping[str, Spectrum]], path: Path) -> None:
-    """All singular values, images x heads x values, as blockNN_FACET."""
-    arrays: dict[str, Any] = {
-        f"block{layer:02d}_{facet}": spectrum.values.numpy()
-        for layer, facets in spectra.items()
-        for facet, spectrum in facets.items()
-    }
-    write_atomically(path, lambda file: np.savez_compressed(file, **arrays))

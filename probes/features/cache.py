@@ -16,7 +16,7 @@ from probes.features.file import DamagedFeatures, FeatureFile
 from probes.features.standardization import Standardisation
 from probes.features.stream import batches, read_ahead
 from probes.features.training import FeaturesInMemory, FeaturesOnDisk, TrainingFeatures
-from probes.features.views import Views, nearest_labels
+from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import Progress
@@ -55,7 +55,7 @@ class TrainingPass:
     images: ImageSet
     indices: Sequence[int]
     image_size: int
-    views: Views
+    views: TrainingViews
     label_size: int
     batch_size: int
     workers: int

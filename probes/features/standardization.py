@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,3 +16,11 @@ class Standardisation:
 
     def parts(self) -> tuple[Tensor, Tensor]:
         return self.mean, self.scale
+
+    def identity(self) -> "Standardisation":
+        """One that leaves the features as they are."""
+        return Standardisation(torch.zeros_like(self.scale), torch.ones_like(self.scale))
+
+    def constant_channels(self) -> tuple[int, ...]:
+        """How many channels of each source do not vary."""
+        return tuple((self.scale == 0).sum(1).tolist())

@@ -19,7 +19,7 @@ View = tuple[Float[Tensor, "3 size size"], UInt8[Tensor, "height width"]]
 
 
 @runtime_checkable
-class Views(Protocol):
+class TrainingViews(Protocol):
     """Gives a fixed number of views of every image, so that their features can be kept."""
 
     @property

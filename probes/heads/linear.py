@@ -22,8 +22,8 @@ class LinearHeads:
     def __init__(
         self,
         standardisation: Standardisation,
-        weight: Float[Tensor, "sources rates classes dim"],
-        bias: Float[Tensor, "sources rates classes"],
+        weight: Float[Tensor, "sources values classes dim"],
+        bias: Float[Tensor, "sources values classes"],
     ):
         self.standardisation = standardisation
         self.weight = weight
@@ -34,7 +34,7 @@ class LinearHeads:
         features: Float[Tensor, "sources batch rows cols dim"],
         loss: PixelLoss,
         targets: PixelTargets,
-    ) -> tuple[Float[Tensor, "sources rates"], tuple[Tensor, Tensor]]:
+    ) -> tuple[Float[Tensor, "sources values"], tuple[Tensor, Tensor]]:
         """Mean loss over the pixels of a batch that count; its gradients by weight and by bias."""
         # A batch whose pixels are all ignored has loss and gradient zero, not 0 / 0.
         share = 1 / targets.counted.sum().clamp(min=1)
@@ -55,7 +55,9 @@ class LinearHeads:
 
     def folded(
         self,
-    ) -> tuple[Float[Tensor, "sources rates classes dim"], Float[Tensor, "sources rates classes"]]:
+    ) -> tuple[
+        Float[Tensor, "sources values classes dim"], Float[Tensor, "sources values classes"]
+    ]:
         """Weight and bias of the heads for features that were not standardised."""
         mean, scale = (part[:, None, None] for part in self.standardisation.parts())
         weight = self.weight * scale
@@ -80,7 +82,7 @@ class LinearHeads:
                 yield slice(source, source + some), slice(image, image + images)
 
 
-class HeadBank(LinearHeads):
+class ParallelHeads(LinearHeads):
     """Heads that one optimizer moves together, each at its own rate."""
 
     def __init__(
@@ -110,7 +112,7 @@ class HeadBank(LinearHeads):
         targets: PixelTargets,
         *,
         rate_factor: float,
-    ) -> Float[Tensor, "sources rates"]:
+    ) -> Float[Tensor, "sources values"]:
         """One optimizer step of every head on one batch; gives their losses before it."""
         losses, gradients = self.loss_and_gradients(features, loss, targets)
         self._steps += 1

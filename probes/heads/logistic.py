@@ -14,7 +14,7 @@ from probes.heads.lbfgs import minimise
 from probes.heads.linear import LinearHeads
 from probes.heads.losses import PixelLoss, PixelTargets
 from probes.heads.sgd import (
-    Source,
+    LayerGroup,
     TrainedHeads,
     joined,
     near_blocks,
@@ -29,14 +29,14 @@ class LogisticTraining:
     """Hyperparameters of the heads.
 
     Attributes:
-        rates: C, which multiplies the sum of the loss beside half the squared weights, of two
+        values: C, which multiplies the sum of the loss beside half the squared weights, of two
             classes half the squared difference of theirs; the bias is free, as in scikit-learn.
         batch_size: Images that are looked at together; the result does not depend on it.
         gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
             it.
     """
 
-    rates: tuple[float, ...]
+    values: tuple[float, ...]
     max_iterations: int
     batch_size: int
     loss: PixelLoss
@@ -46,12 +46,12 @@ class LogisticTraining:
     device: torch.device
     gradient_tolerance: float = 1e-6
 
-    knob = "c_value"
+    hyperparameter = "c_value"
 
     def train(
         self,
         features: TrainingFeatures,
-        sources: Sequence[Source],
+        sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
     ) -> TrainedHeads:
@@ -59,7 +59,7 @@ class LogisticTraining:
         start = time.monotonic()
         blocks = near_blocks(features, sources, self.device)
         statistics = source_statistics(blocks, sources, entries, self.device)
-        standardisation = statistics.standardisation if self.standardise else statistics.identity()
+        standardisation = statistics if self.standardise else statistics.identity()
         objective = self._objective(features, blocks, standardisation, entries)
         name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
         # One item a fit: how many steps it takes is not known before.
@@ -90,13 +90,13 @@ class LogisticTraining:
         entries: Int64[Tensor, " chosen"],
     ) -> "_Objective":
         sources, dim = standardisation.mean.shape
-        weight = standardisation.mean.new_zeros(sources, len(self.rates), self.classes, dim)
+        weight = standardisation.mean.new_zeros(sources, len(self.values), self.classes, dim)
         batches = entries.split(self.batch_size)
         labels = (features.labels[some].to(self.device) for some in batches)
         targets = [self.loss.targets(some, self.classes) for some in labels]
         counted = torch.stack([some.counted.sum() for some in targets]).double()
         total = counted.sum().clamp(min=1)
-        c_values = torch.tensor(self.rates, dtype=torch.float64, device=self.device)
+        c_values = torch.tensor(self.values, dtype=torch.float64, device=self.device)
         # At the minimum the weights of two classes are opposite, so that the sum of their squares
         # is half the square of the difference, which is all that scikit-learn has there.
         weights = 2 if self.classes == 2 else 1

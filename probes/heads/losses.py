@@ -15,7 +15,7 @@ from torch import Tensor
 
 from probes.heads.upsampled_logsumexp import (
     corner_weights,
-    log_normaliser,
+    logsumexp,
     sum_of_log_normalisers,
 )
 from ssl_bench.metrics import IGNORED
@@ -128,7 +128,7 @@ def _patch_cross_entropy(
 ) -> tuple[Float[Tensor, " heads"], Logits]:
     label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
     shares = logits.softmax(1)
-    loss = (log_normaliser(logits, shares, 1) * counted).flatten(1).sum(1)
+    loss = (logsumexp(logits, shares, 1) * counted).flatten(1).sum(1)
     loss -= (logits * label_weights).flatten(1).sum(1)
     return loss, shares.mul_(counted).sub_(label_weights)
 
@@ -216,7 +216,7 @@ class ResampledLoss:
                 values = down @ logits[head, :, image] @ across.T
                 counted = targets.counted[0, image].to(logits)
                 shares = values.softmax(0)
-                loss[head] += (log_normaliser(values, shares, 0) * counted).sum()
+                loss[head] += (logsumexp(values, shares, 0) * counted).sum()
                 gradient[head, :, image] = down.T @ shares.mul_(counted) @ across
         return loss, gradient.sub_(label_weights)
 

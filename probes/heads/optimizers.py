@@ -27,11 +27,11 @@ class HeadOptimizer(Protocol):
 
 
 @dataclass(frozen=True)
-class AdamW:
+class HeadAdamW:
     """Adam with decoupled weight decay.
 
     Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101, in the order of operations of
-    `torch.optim.AdamW`.
+    `torch.optim.HeadAdamW`.
     """
 
     weight_decay: float = 1e-4

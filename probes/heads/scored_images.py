@@ -41,8 +41,8 @@ class Scoring(Protocol):
     def prepare(self, sample: Sample) -> ScoredImage: ...
 
     def predict(
-        self, logits: Float[Tensor, "windows rates rows cols classes"], image: ScoredImage
-    ) -> UInt8[Tensor, "rates height width"]:
+        self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
+    ) -> UInt8[Tensor, "values height width"]:
         """Class of each pixel of the mask."""
         ...
 
@@ -66,8 +66,8 @@ class SquashedScoring:
         return ScoredImage(sample.image_id, squashed[None], ((0, 0),), (self.size, self.size), mask)
 
     def predict(
-        self, logits: Float[Tensor, "windows rates rows cols classes"], image: ScoredImage
-    ) -> UInt8[Tensor, "rates height width"]:
+        self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
+    ) -> UInt8[Tensor, "values height width"]:
         return predict_pixels(logits[0], *image.mask.shape)
 
 
@@ -76,8 +76,8 @@ class PatchScoring(SquashedScoring):
     """Likewise, but each pixel takes the class of the patch over it."""
 
     def predict(
-        self, logits: Float[Tensor, "windows rates rows cols classes"], image: ScoredImage
-    ) -> UInt8[Tensor, "rates height width"]:
+        self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
+    ) -> UInt8[Tensor, "values height width"]:
         winners = logits[0].argmax(-1).to(torch.uint8)
         return F.interpolate(winners[None], size=image.mask.shape, mode="nearest-exact")[0]
 
@@ -113,8 +113,8 @@ class SlidingScoring:
         return ScoredImage(sample.image_id, torch.stack(windows), corners, (height, width), mask)
 
     def predict(
-        self, logits: Float[Tensor, "windows rates rows cols classes"], image: ScoredImage
-    ) -> UInt8[Tensor, "rates height width"]:
+        self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
+    ) -> UInt8[Tensor, "values height width"]:
         # One rate at a time: the upsampled logits of one image already take 100 MB.
         predicted = [self._predict(logits[:, rate], image) for rate in range(logits.shape[1])]
         return torch.stack(predicted)

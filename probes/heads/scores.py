@@ -10,7 +10,7 @@ from torch import Tensor
 from probes.features.cache import extract
 from probes.features.stream import batches
 from probes.heads.scored_images import ScoredImage, Scoring
-from probes.heads.sgd import Source, TrainedHeads
+from probes.heads.sgd import LayerGroup, TrainedHeads
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
 from ssl_bench.metrics import class_counts, iou_per_class, mean_iou, pixel_accuracy
@@ -34,7 +34,7 @@ class ScoredStream:
 
     def count(
         self, extractor: FeatureExtractor, facet: Facet, items: Iterable[ScoredImage], total: int
-    ) -> tuple[Int[Tensor, "images sources rates 3 classes"], list[Tensor]]:
+    ) -> tuple[Int[Tensor, "images sources values 3 classes"], list[Tensor]]:
         """Counts of every image, and what all heads predict for the first few.
 
         The images pass the encoder once; nothing of them is kept.
@@ -59,7 +59,7 @@ class ScoredStream:
 
     def predict(
         self, features: Mapping[int, Float[Tensor, "windows rows cols dim"]], image: ScoredImage
-    ) -> UInt8[Tensor, "sources rates height width"]:
+    ) -> UInt8[Tensor, "sources values height width"]:
         """Classes of every pixel of one image by the heads of all sources."""
         predicted = []
         for heads in self.heads:
@@ -70,9 +70,9 @@ class ScoredStream:
 
     def count_one(
         self,
-        predicted: UInt8[Tensor, "sources rates height width"],
+        predicted: UInt8[Tensor, "sources values height width"],
         mask: UInt8[Tensor, "height width"],
-    ) -> Int64[Tensor, "sources rates 3 classes"]:
+    ) -> Int64[Tensor, "sources values 3 classes"]:
         """Right, predicted and true pixels by class, for the heads of all sources."""
         target = mask.to(predicted.device)
         counts = class_counts(predicted.flatten(0, 1), target, self.classes)
@@ -84,14 +84,14 @@ class ScoredStream:
 
 
 def source_features(
-    features: Mapping[int, Float[Tensor, "windows rows cols dim"]], source: Source
+    features: Mapping[int, Float[Tensor, "windows rows cols dim"]], source: LayerGroup
 ) -> Float[Tensor, "windows rows cols joined_dim"]:
     """The layers of a source, concatenated."""
     return torch.cat([features[layer].float() for layer in source], -1)
 
 
 @dataclass(frozen=True)
-class RateScores:
+class HeadScores:
     """Scores of the heads of one source by learning rate, over a whole dataset.
 
     Attributes:
@@ -99,9 +99,9 @@ class RateScores:
             has 2^31 pixels; whatever is summed is summed in int64.
     """
 
-    per_image: Int[Tensor, "images rates 3 classes"]
+    per_image: Int[Tensor, "images values 3 classes"]
 
-    def total(self) -> Int64[Tensor, "rates 3 classes"]:
+    def total(self) -> Int64[Tensor, "values 3 classes"]:
         return self.per_image.sum(0, dtype=torch.int64)
 
     def miou(self) -> list[float]:
@@ -129,6 +129,6 @@ class RateScores:
         return iou_per_class(self.total()[rate]).tolist()
 
 
-def best_rate(counts: Int64[Tensor, "rates 3 classes"]) -> int:
+def best_rate(counts: Int64[Tensor, "values 3 classes"]) -> int:
     """Index of the rate with the largest mean IoU."""
     return int(mean_iou(counts).nan_to_num(-1.0).argmax())

@@ -12,16 +12,16 @@ from torch import Tensor
 from probes.features.cache import standardisation
 from probes.features.standardization import Standardisation
 from probes.features.training import TrainingFeatures
-from probes.heads.linear import HeadBank
+from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress
 
 # The layers whose features, concatenated, one head sees.
-Source = tuple[int, ...]
+LayerGroup = tuple[int, ...]
 
 
-def sources_of(layers: Sequence[int], layers_mode: str) -> list[Source]:
+def sources_of(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
     """What each head sees: every layer alone ("single"), or several up to the last asked one.
 
     "multi" are the layers at 1/4, 1/2, 3/4 and all of the depth up to it, "last4" the last four.
@@ -47,15 +47,15 @@ class Training(Protocol):
     """A way to fit heads.
 
     Attributes:
-        rates: What the heads of one source differ by; one of them is chosen afterwards.
-        knob: What these are.
+        values: What the heads of one source differ by; one of them is chosen afterwards.
+        hyperparameter: What these are.
     """
 
     @property
-    def rates(self) -> tuple[float, ...]: ...
+    def values(self) -> tuple[float, ...]: ...
 
     @property
-    def knob(self) -> str: ...
+    def hyperparameter(self) -> str: ...
 
     @property
     def classes(self) -> int: ...
@@ -69,7 +69,7 @@ class Training(Protocol):
     def train(
         self,
         features: TrainingFeatures,
-        sources: Sequence[Source],
+        sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
     ) -> "TrainedHeads":
@@ -79,9 +79,9 @@ class Training(Protocol):
 
 @dataclass(frozen=True)
 class HeadTraining:
-    """Hyperparameters of heads that are trained step by step; rates are learning rates."""
+    """Hyperparameters of heads that are trained step by step; values are learning rates."""
 
-    rates: tuple[float, ...]
+    values: tuple[float, ...]
     epochs: int
     batch_size: int
     loss: PixelLoss
@@ -92,12 +92,12 @@ class HeadTraining:
     seed: int
     device: torch.device
 
-    knob = "learning_rate"
+    hyperparameter = "learning_rate"
 
     def train(
         self,
         features: TrainingFeatures,
-        sources: Sequence[Source],
+        sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
     ) -> "TrainedHeads":
@@ -105,10 +105,10 @@ class HeadTraining:
         start = time.monotonic()
         blocks = near_blocks(features, sources, self.device)
         statistics = source_statistics(blocks, sources, entries, self.device)
-        bank = HeadBank(
-            statistics.standardisation if self.standardise else statistics.identity(),
+        bank = ParallelHeads(
+            statistics if self.standardise else statistics.identity(),
             classes=self.classes,
-            rates=self.rates,
+            rates=self.values,
             optimizer=self.optimizer,
             seed=self.seed,
         )
@@ -151,9 +151,9 @@ class TrainedHeads:
         stalled: Those of them that gained next to nothing any more.
     """
 
-    sources: tuple[Source, ...]
-    weight: Float[Tensor, "sources rates classes dim"]
-    bias: Float[Tensor, "sources rates classes"]
+    sources: tuple[LayerGroup, ...]
+    weight: Float[Tensor, "sources values classes dim"]
+    bias: Float[Tensor, "sources values classes"]
     constant_channels: tuple[int, ...]
     seconds: float
     unfinished: int | None = None
@@ -161,39 +161,24 @@ class TrainedHeads:
 
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]
-    ) -> Float[Tensor, "rates rows cols classes"]:
+    ) -> Float[Tensor, "values rows cols classes"]:
         """Logits of all rates of one source."""
         weight, bias = self.weight[index], self.bias[index]
         values = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
         return values.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
 
 
-@dataclass(frozen=True)
-class SourceStatistics:
-    """Mean and deviation of every channel of every source over the training patches."""
-
-    standardisation: Standardisation
-
-    def identity(self) -> Standardisation:
-        """One that leaves the features as they are."""
-        scale = self.standardisation.scale
-        return Standardisation(torch.zeros_like(scale), torch.ones_like(scale))
-
-    def constant_channels(self) -> tuple[int, ...]:
-        return tuple((self.standardisation.scale == 0).sum(1).tolist())
-
-
 def source_statistics(
     blocks: Float[Tensor, "layers entries rows cols dim"],
-    sources: Sequence[Source],
+    sources: Sequence[LayerGroup],
     entries: Int64[Tensor, " chosen"],
     device: torch.device,
-) -> SourceStatistics:
+) -> Standardisation:
     by_layer = standardisation(blocks, entries)
     mean, scale = (
         part.to(device).reshape(len(sources), -1) for part in (by_layer.mean, by_layer.scale)
     )
-    return SourceStatistics(Standardisation(mean, scale))
+    return Standardisation(mean, scale)
 
 
 def joined(
@@ -214,7 +199,7 @@ def take(
 
 
 def near_blocks(
-    features: TrainingFeatures, sources: Sequence[Source], device: torch.device
+    features: TrainingFeatures, sources: Sequence[LayerGroup], device: torch.device
 ) -> Float[Tensor, "layers entries rows cols dim"]:
     """The layers of all sources, in device memory if they take half of what is free or less."""
     blocks = features.of_layers([layer for source in sources for layer in source])

@@ -56,7 +56,7 @@ def by_exponentials(corners: Corners, counted: Counted) -> Sums:
         logits = (weights[pixels] @ part.reshape(4, -1)).view(-1, *shape)
         shares = logits.softmax(2)
         times = counted[pixels, None, cells]
-        total[heads] += (log_normaliser(logits, shares, 2) * times).sum((0, 2))
+        total[heads] += (logsumexp(logits, shares, 2) * times).sum((0, 2))
         shares.mul_(times.unsqueeze(2))
         back = weights[pixels].T @ shares.flatten(1)
         gradient[:, heads, :, cells] += back.view(4, *shape)
@@ -133,7 +133,7 @@ def _positions(side: int) -> Float[Tensor, " side"]:
     return (torch.arange(side, dtype=torch.float64) + first) / side
 
 
-def log_normaliser(logits: Tensor, shares: Tensor, axis: int) -> Tensor:
+def logsumexp(logits: Tensor, shares: Tensor, axis: int) -> Tensor:
     """Logarithm of the sum of exponentials, from the softmax that is already known."""
     # The largest share is at least 1 / classes, so that its logarithm is exact.
     return logits.amax(axis) - shares.amax(axis).log_()

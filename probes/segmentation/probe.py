@@ -6,12 +6,12 @@ from typing import Any
 
 from probes.features.cache import TrainingPass
 from probes.features.split import TrainingSplit
-from probes.features.views import ResizedCrops, ScaledCrops, Views, WholeImage
+from probes.features.views import ResizedCrops, ScaledCrops, TrainingViews, WholeImage
 from probes.heads.logistic import LogisticTraining
 from probes.heads.losses import HistogramLoss, ModeLoss, PixelLoss, ResampledLoss, UpsampledLoss
-from probes.heads.optimizers import SGD, AdamW, Schedule
+from probes.heads.optimizers import SGD, HeadAdamW, Schedule
 from probes.heads.scored_images import PatchScoring, Scoring, SlidingScoring, SquashedScoring
-from probes.heads.sgd import HeadTraining, Source, Training, settings_without, sources_of
+from probes.heads.sgd import HeadTraining, LayerGroup, Training, settings_without, sources_of
 from probes.segmentation.run import FileNames, SegmentationRun
 from ssl_bench.composition.fields import (
     Count,
@@ -214,7 +214,7 @@ class Segmentation:
         """Under which the scores are recorded."""
         return self._token if self.layers_mode == "single" else self.layers_mode
 
-    def sources(self, layers: Sequence[int]) -> list[Source]:
+    def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
         return sources_of(layers, self.layers_mode)
 
@@ -250,9 +250,9 @@ class Segmentation:
     def _training(self, context: ProbeContext, classes: int) -> Training:
         if self.optimizer == "lbfgs":
             return self._logistic_training(context, classes)
-        optimizers = {"adamw": AdamW, "sgd": SGD}
+        optimizers = {"adamw": HeadAdamW, "sgd": SGD}
         return HeadTraining(
-            rates=tuple(float(rate) for rate in self.learning_rates),
+            values=tuple(float(rate) for rate in self.learning_rates),
             epochs=self.epochs,
             batch_size=self.batch_size,
             loss=self._loss(context.encoder.patch_size),
@@ -266,7 +266,7 @@ class Segmentation:
 
     def _logistic_training(self, context: ProbeContext, classes: int) -> LogisticTraining:
         return LogisticTraining(
-            rates=tuple(float(c) for c in self.c_values),
+            values=tuple(float(c) for c in self.c_values),
             max_iterations=self.max_iterations,
             batch_size=self.batch_size,
             loss=self._loss(context.encoder.patch_size),
@@ -286,7 +286,7 @@ class Segmentation:
         }
         return losses.get(self.loss, HistogramLoss(patch))
 
-    def _views(self, context: ProbeContext) -> Views:
+    def _views(self, context: ProbeContext) -> TrainingViews:
         if self.crops == "resized":
             return ResizedCrops(self.views, context.seed)
         if self.crops == "scaled":

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
-from probes.heads.scores import RateScores, best_rate
+from probes.heads.scores import HeadScores, best_rate
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Interval, few_images_warning
 from ssl_bench.metrics import ABSENT_CLASS_POLICY, mean_iou
@@ -19,7 +19,7 @@ class SourceReport:
     """All that is known of the heads of one source.
 
     Attributes:
-        knob: What the rates are: learning rates, or another hyperparameter that is chosen.
+        hyperparameter: What the values are of: the learning rate, or another one that is chosen.
         constant: Share of the channels, from 0 to 1, that are the same in all training patches.
         held_out: Summed counts over the images held out of training; None where all were used.
         shared: Details that are the same for all sources.
@@ -27,11 +27,11 @@ class SourceReport:
 
     layer: int
     facet: str
-    knob: str
-    rates: Sequence[float]
+    hyperparameter: str
+    values: Sequence[float]
     class_names: Sequence[str]
-    val: RateScores
-    held_out: Int64[Tensor, "rates 3 classes"] | None
+    val: HeadScores
+    held_out: Int64[Tensor, "values 3 classes"] | None
     constant: float
     shared: Mapping[str, Any]
 
@@ -61,8 +61,8 @@ class SourceReport:
         iou = dict(zip(self.class_names, _plain(self.val.iou(rate)), strict=True))
         held_out = None if self.held_out is None else _plain(mean_iou(self.held_out).tolist())
         return {
-            self.knob: self.rates[rate],
-            f"{self.knob}s": list(self.rates),
+            self.hyperparameter: self.values[rate],
+            f"{self.hyperparameter}s": list(self.values),
             "miou_by_rate": _plain(self.val.miou()),
             "miou_by_rate_held_out": held_out,
             "constant_features": self.constant == 1,
@@ -74,9 +74,9 @@ class SourceReport:
 
     def _warnings(self, rate: int) -> list[str]:
         warnings = []
-        if len(self.rates) > 1 and rate in (0, len(self.rates) - 1):
-            name = self.knob.replace("_", " ")
-            warnings.append(f"the chosen {name} {self.rates[rate]:g} is at the edge of its grid")
+        if len(self.values) > 1 and rate in (0, len(self.values) - 1):
+            name = self.hyperparameter.replace("_", " ")
+            warnings.append(f"the chosen {name} {self.values[rate]:g} is at the edge of its grid")
         if self.constant == 1:
             warnings.append("degenerate: all training patches have the same features")
         return [*warnings, *few_images_warning(len(self.val.per_image))]

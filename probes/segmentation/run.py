@@ -14,8 +14,8 @@ from probes.features.stream import batches, read_ahead
 from probes.features.training import TrainingFeatures
 from probes.features.views import nearest_labels
 from probes.heads.scored_images import Scoring
-from probes.heads.scores import RateScores, ScoredStream
-from probes.heads.sgd import Source, TrainedHeads, Training
+from probes.heads.scores import HeadScores, ScoredStream
+from probes.heads.sgd import LayerGroup, TrainedHeads, Training
 from probes.pictures import image_name
 from probes.segmentation.panels import draw_panel
 from probes.segmentation.report import SourceReport
@@ -62,7 +62,7 @@ class SegmentationRun:
     scoring: Scoring
     split: TrainingSplit
     val_images: ImageSet
-    sources: Sequence[Source]
+    sources: Sequence[LayerGroup]
     refit: bool
     memory_gib: float
     cache: Path
@@ -106,7 +106,7 @@ class SegmentationRun:
 
     def count_held_out(
         self, heads: Sequence[TrainedHeads], features: TrainingFeatures
-    ) -> Int64[Tensor, "sources rates 3 classes"] | None:
+    ) -> Int64[Tensor, "sources values 3 classes"] | None:
         """Counts summed over the held-out images, from their cached features."""
         stream, total = self._stream(heads), None
         positions = sorted(self.split.held_out)
@@ -123,7 +123,7 @@ class SegmentationRun:
     def score(
         self,
         heads: Sequence[TrainedHeads],
-        held_out: Int64[Tensor, "sources rates 3 classes"] | None,
+        held_out: Int64[Tensor, "sources values 3 classes"] | None,
         details: dict[str, Any],
     ) -> tuple[list[SourceReport], list[Tensor]]:
         """Stream the scored images once through encoder and heads."""
@@ -144,11 +144,11 @@ class SegmentationRun:
             SourceReport(
                 layer=source[-1],
                 facet=self.facet,
-                knob=self.training.knob,
-                rates=self.training.rates,
+                hyperparameter=self.training.hyperparameter,
+                values=self.training.values,
                 constant=constant[index] / training_pass.extractor.dim / len(source),
                 class_names=images.class_names,
-                val=RateScores(per_image[:, index]),
+                val=HeadScores(per_image[:, index]),
                 held_out=None if held_out is None else held_out[index],
                 shared={**details, "layers": list(source)},
             )

@@ -8,7 +8,7 @@ import scipy.ndimage
 from jaxtyping import Bool, Float, Float32, Float64, Shaped
 from torch import Tensor
 
-from probes.tokencut.eigensolver import SecondEigenvector, second_eigenvector
+from probes.tokencut.eigensolver import FiedlerVector, second_eigenvector
 from ssl_bench.composition.fields import InnerShare, Within
 
 TIE = 1e-6
@@ -119,7 +119,7 @@ class Discovery:
 
 
 @dataclass(frozen=True)
-class Split:
+class Bipartition:
     """Both sides of a cut.
 
     Attributes:
@@ -153,7 +153,7 @@ def as_array(tokens: Float[Tensor, "tokens dim"]) -> Float32[np.ndarray, "tokens
     return tokens.detach().float().cpu().numpy()
 
 
-def cut_out(found: SecondEigenvector, grid: PatchGrid, cut: Cut) -> Discovery:
+def cut_out(found: FiedlerVector, grid: PatchGrid, cut: Cut) -> Discovery:
     """The connected component around the peak of a second eigenvector."""
     vector = found.vector.reshape(cut.graph_shape(grid))
     split = split_at_mean(vector, stable_seed=cut.stable_seed)
@@ -171,14 +171,16 @@ def cut_out(found: SecondEigenvector, grid: PatchGrid, cut: Cut) -> Discovery:
     )
 
 
-def split_at_mean(vector: Float64[np.ndarray, "rows cols"], *, stable_seed: bool = False) -> Split:
+def split_at_mean(
+    vector: Float64[np.ndarray, "rows cols"], *, stable_seed: bool = False
+) -> Bipartition:
     """Cut at the mean; the seed is the entry of largest magnitude, the first if several are."""
     magnitude = abs(vector)
     tied = magnitude >= (1 - TIE) * magnitude.max()
     flat = int(np.argmax(tied if stable_seed else magnitude))
     seed = divmod(flat, vector.shape[1])
     above = vector > vector.mean()
-    return Split(above if above[seed] else ~above, seed, tied)
+    return Bipartition(above if above[seed] else ~above, seed, tied)
 
 
 def component_of(

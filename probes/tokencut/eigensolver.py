@@ -27,7 +27,7 @@ _MAX_REFINEMENTS = 4
 
 
 @dataclass(frozen=True)
-class SecondEigenvector:
+class FiedlerVector:
     """Smallest non-trivial solution of (D - A) y = lambda D y.
 
     Attributes:
@@ -48,7 +48,7 @@ class SecondEigenvector:
 
 def second_eigenvector(
     features: Float32[np.ndarray, "tokens dim"], *, tau: float, eps: float, weighted: bool = False
-) -> SecondEigenvector:
+) -> FiedlerVector:
     """Second eigenvector of the normalised cut of one image's similarity graph.
 
     See `similarity_graph` for the arguments and the error, `solve` for the method. Memory beyond
@@ -57,7 +57,7 @@ def second_eigenvector(
     return solve(similarity_graph(features, tau=tau, eps=eps, weighted=weighted))
 
 
-def solve(graph: Graph) -> SecondEigenvector:
+def solve(graph: Graph) -> FiedlerVector:
     """Smallest non-trivial eigenpair of the normalised cut of a graph.
 
     Deflated Lanczos with full reorthogonalisation. It is started with two vectors, so that a
@@ -78,7 +78,7 @@ def solve(graph: Graph) -> SecondEigenvector:
     return found if found.certificate < ACCEPTED_ANGLE else solve_dense(graph)
 
 
-def solve_dense(graph: Graph) -> SecondEigenvector:
+def solve_dense(graph: Graph) -> FiedlerVector:
     """As `solve`, by LAPACK: cubic in tokens, 24 tokens^2 bytes of memory."""
     roots = np.sqrt(graph.degrees)
     matrix = (graph.scale * graph.links.astype(np.float64) + graph.eps) / np.outer(roots, roots)
@@ -170,7 +170,7 @@ class _KrylovBasis:
         return length
 
 
-def _solve_lanczos(graph: Graph) -> SecondEigenvector:
+def _solve_lanczos(graph: Graph) -> FiedlerVector:
     basis = _KrylovBasis(graph)
     limit = min(_MAX_PRODUCTS, len(graph.degrees) - 4)
     for count in range(1, limit + 1):
@@ -182,7 +182,7 @@ def _solve_lanczos(graph: Graph) -> SecondEigenvector:
     return _refine(graph, basis)
 
 
-def _refine(graph: Graph, basis: _KrylovBasis) -> SecondEigenvector:
+def _refine(graph: Graph, basis: _KrylovBasis) -> FiedlerVector:
     """Remove what the float32 products left in the last Ritz vector."""
     values, vectors, _ = basis.ritz()
     vector = vectors[:, -1] @ basis.rows
@@ -213,14 +213,14 @@ def _gap(values: Float64[np.ndarray, " products"]) -> float:
     return float(values[-1] - values[-2])
 
 
-def _solve_pair(graph: Graph) -> SecondEigenvector:
+def _solve_pair(graph: Graph) -> FiedlerVector:
     """One or two tokens: no third eigenvalue, so no gap."""
     vector = graph.trivial_eigenvector()[::-1] * [1, -1][: len(graph.degrees)]
     value = float(vector @ graph.normalised_product(vector, exact=True))
     return _result(graph, vector, value, gap=0.0, residual=0.0)
 
 
-def _solve_uniform(graph: Graph) -> SecondEigenvector:
+def _solve_uniform(graph: Graph) -> FiedlerVector:
     """Every vector is right: take one that is the same in every run."""
     trivial = graph.trivial_eigenvector()
     vector = np.random.default_rng(0).standard_normal(len(trivial))
@@ -236,9 +236,9 @@ def _result(
     value: float,
     gap: float,
     residual: float,
-) -> SecondEigenvector:
+) -> FiedlerVector:
     scaled = vector / np.linalg.norm(vector) / np.sqrt(graph.degrees)
-    return SecondEigenvector(
+    return FiedlerVector(
         vector=scaled * np.sign(scaled[np.argmax(abs(scaled))]),
         eigenvalue=1 - value,
         gap=gap,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Float64
 from torch import Tensor
 
-from probes.tokencut.eigensolver import ACCEPTED_ANGLE, SecondEigenvector, second_eigenvector
+from probes.tokencut.eigensolver import ACCEPTED_ANGLE, FiedlerVector, second_eigenvector
 from ssl_bench.errors import DataError
 
 BlockProduct = Callable[[Tensor], Tensor]
@@ -21,7 +21,7 @@ _ROUNDING = 2e-7
 
 @dataclass(frozen=True)
 class SecondEigenvectors:
-    """As `probes.tokencut.eigensolver.SecondEigenvector`, for graphs padded to one size.
+    """As `probes.tokencut.eigensolver.FiedlerVector`, for graphs padded to one size.
 
     Attributes:
         vectors: 0 at tokens that are not valid.
@@ -92,7 +92,7 @@ def certified_batch(
     tau: float,
     eps: float,
     links_at_once: int = 2**29,
-) -> list[SecondEigenvector | None]:
+) -> list[FiedlerVector | None]:
     """Graphs of one size on their device; None where their angle is not certified.
 
     Args:
@@ -108,13 +108,13 @@ def certified_batch(
 
 def _certified(
     tokens: Float[Tensor, "graphs tokens dim"], *, tau: float, eps: float
-) -> list[SecondEigenvector | None]:
+) -> list[FiedlerVector | None]:
     valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     found = second_eigenvectors(tokens, valid, tau=tau, eps=eps)
     eigenvalues, gaps = found.eigenvalues.tolist(), found.gaps.tolist()
     angles, vectors = found.certificates.tolist(), found.vectors.cpu().numpy()
     return [
-        SecondEigenvector(vectors[i], eigenvalues[i], gaps[i], angles[i], degenerate=False)
+        FiedlerVector(vectors[i], eigenvalues[i], gaps[i], angles[i], degenerate=False)
         if angles[i] < ACCEPTED_ANGLE
         else None
         for i in range(len(tokens))
@@ -126,8 +126,8 @@ def solve_batch(
     *,
     tau: float,
     eps: float,
-    each: Callable[..., Iterable[SecondEigenvector]] = map,
-) -> list[SecondEigenvector]:
+    each: Callable[..., Iterable[FiedlerVector]] = map,
+) -> list[FiedlerVector]:
     """Graphs of one size on their device; what that does not certify is solved on the host.
 
     Args:
@@ -137,7 +137,7 @@ def solve_batch(
         each: Maps over the graphs on the host, such as `GraphPool.map`.
     """
 
-    def finished(pair: tuple[Tensor, SecondEigenvector | None]) -> SecondEigenvector:
+    def finished(pair: tuple[Tensor, FiedlerVector | None]) -> FiedlerVector:
         graph, certified = pair
         return certified or second_eigenvector(graph.float().cpu().numpy(), tau=tau, eps=eps)
 

@@ -10,19 +10,19 @@ from torch import Tensor
 from probes.tokencut.cuts import (
     REFERENCE,
     TIE,
+    Bipartition,
     Cut,
     Discovery,
     PatchGrid,
-    Split,
     as_array,
     component_of,
     split_at_mean,
 )
-from probes.tokencut.eigensolver import SecondEigenvector, solve
+from probes.tokencut.eigensolver import FiedlerVector, solve
 from probes.tokencut.graph import similarity_graph
 
 Tokens = Float[Tensor, "tokens dim"]
-Solver = Callable[[Sequence[Tokens]], Sequence[SecondEigenvector]]
+Solver = Callable[[Sequence[Tokens]], Sequence[FiedlerVector]]
 
 
 def maskcut(
@@ -85,7 +85,7 @@ class MaskCutSearch:
         painted = torch.from_numpy(self.painted).to(self._all_tokens.device)
         return self._all_tokens.masked_fill(painted[:, None], 0)
 
-    def take(self, spectrum: SecondEigenvector) -> None:
+    def take(self, spectrum: FiedlerVector) -> None:
         """Cut the object out, and keep it unless it is too small or was found just before."""
         vector = spectrum.vector.reshape(self._painted.shape)
         split = split_off_the_corners(vector)
@@ -104,7 +104,7 @@ class MaskCutSearch:
         self._keep(spectrum, component, tied=bool((split.tied & ~component).any()))
 
     def _keep(
-        self, spectrum: SecondEigenvector, component: Bool[np.ndarray, "rows cols"], *, tied: bool
+        self, spectrum: FiedlerVector, component: Bool[np.ndarray, "rows cols"], *, tied: bool
     ) -> None:
         mask = component & ~self._painted
         self._painted, self._previous = self._painted | component, component
@@ -130,7 +130,7 @@ def search_together(searches: Sequence[MaskCutSearch], solver: Solver) -> None:
             search.take(spectrum)
 
 
-def split_off_the_corners(vector: Float64[np.ndarray, "rows cols"]) -> Split:
+def split_off_the_corners(vector: Float64[np.ndarray, "rows cols"]) -> Bipartition:
     """As TokenCut splits, unless that side has three corners of the image or more: then the other.
 
     The authors count the corners of the side above the mean, whichever sign the eigenvector has,
@@ -144,7 +144,7 @@ def split_off_the_corners(vector: Float64[np.ndarray, "rows cols"]) -> Split:
     if above[[0, 0, -1, -1], [0, -1, 0, -1]].sum() < 3:
         return split
     seed = divmod(int(np.argmin(signed)), vector.shape[1])
-    return Split(~above, seed, signed <= (1 - TIE) * signed[seed])
+    return Bipartition(~above, seed, signed <= (1 - TIE) * signed[seed])
 
 
 def _is_small(mask: Bool[np.ndarray, "rows cols"]) -> bool:

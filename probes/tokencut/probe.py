@@ -13,8 +13,9 @@ from torch import Tensor
 from probes.features.stream import read_ahead
 from probes.pictures import sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, cut_out, discover
-from probes.tokencut.eigensolver import GraphPool, SecondEigenvector
+from probes.tokencut.eigensolver import FiedlerVector, GraphPool
 from probes.tokencut.eigensolver_batched import solve_batch
+from probes.tokencut.extraction import BatchFeatures, extract, grid_of, require
 from probes.tokencut.files import DiscoveryFiles
 from probes.tokencut.gallery import Gallery
 from probes.tokencut.log import DiscoveryLog, ImageResult, image_result
@@ -22,19 +23,17 @@ from probes.tokencut.lost import lost
 from probes.tokencut.maskcut import MaskCutSearch, maskcut, search_together
 from probes.tokencut.panels import panel, save_masks
 from probes.tokencut.scores import cell_name, corloc_score
-from probes.tokencut.shape_batches import padded_batch, same_shape
+from probes.tokencut.shape_batches import same_shape
 from ssl_bench import __version__
 from ssl_bench.composition.fields import Count, CountOrZero, check_fields
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
 METHODS = ("tokencut", "lost", "maskcut")
-BatchFeatures = dict[str, Float[Tensor, "batch rows cols dim"]]
-
 _TOKENS_A_BATCH = 8192
 _DECODERS = 4
 
@@ -66,16 +65,16 @@ class TokenCut(Cut):
     def __post_init__(self) -> None:
         check_fields(self, "probe")
         named = self.protocol.split(",")[0]
-        _require(named == "reference", f"protocol must be reference, got {named}")
-        _require(self.method in METHODS, f"method must be one of {METHODS}, got {self.method}")
+        require(named == "reference", f"protocol must be reference, got {named}")
+        require(self.method in METHODS, f"method must be one of {METHODS}, got {self.method}")
         # MaskCut's painted patches have cosine 0 with all: a lower tau would link them to all.
-        _require(
+        require(
             self.method != "maskcut" or self.tau >= 0,
             f"tau must lie in [0, 1) for maskcut, got {self.tau}",
         )
         unknown = [facet for facet in self._asked_facets() if facet not in FACETS]
         wrong = f"facet must be among {', '.join(FACETS)}, got {', '.join(unknown) or 'none'}"
-        _require(bool(self._asked_facets()) and not unknown, wrong)
+        require(bool(self._asked_facets()) and not unknown, wrong)
         # Frozen for everybody else: a changed option must not pass for the reference in a table.
         object.__setattr__(self, "protocol", ", ".join([named, *self._changed_options()]))
 
@@ -166,7 +165,7 @@ class TokenCut(Cut):
         )
         found_in = self._each_image(images, pending, extractor)
         for sample, found in context.progress(found_in, self.method, len(pending)):
-            grid = _grid(sample, extractor.patch_size)
+            grid = grid_of(sample, extractor.patch_size)
             with_panel = sample.image_id in drawn
             self._draw(sample, found, grid, files, with_panel=with_panel)
             log.add(sample.image_id, image_result(sample, found, grid))
@@ -177,7 +176,7 @@ class TokenCut(Cut):
         """What is found in each pending image; images of one shape pass the encoder together."""
 
         def shape(sample: Sample) -> tuple[int, ...]:
-            grid = _grid(sample, extractor.patch_size)
+            grid = grid_of(sample, extractor.patch_size)
             return *grid.shape, *self.graph_shape(grid)
 
         def size(sample: Sample) -> int:
@@ -186,7 +185,7 @@ class TokenCut(Cut):
         samples = read_ahead(images, pending, lambda sample: sample, workers=_DECODERS)
         with GraphPool(torch.get_num_threads()) as pool:
             for batch in same_shape(samples, shape, size):
-                grids = [_grid(sample, extractor.patch_size) for sample in batch]
+                grids = [grid_of(sample, extractor.patch_size) for sample in batch]
                 found = self._find_all(extract(extractor, batch, grids[0]), grids, pool)
                 yield from zip(batch, found, strict=True)
 
@@ -260,7 +259,7 @@ class TokenCut(Cut):
 
         def solve(
             graphs: Sequence[Float[Tensor, "tokens dim"]],
-        ) -> Sequence[SecondEigenvector]:
+        ) -> Sequence[FiedlerVector]:
             return solve_batch(torch.stack([*graphs]), tau=self.tau, eps=self.eps, each=pool.map)
 
         pairs = list(zip(graphs, grids, strict=True))
@@ -286,33 +285,3 @@ class TokenCut(Cut):
             "settings": self.settings(),
             "version": __version__,
         }
-
-
-def extract(
-    extractor: FeatureExtractor, samples: Sequence[Sample], grid: PatchGrid
-) -> BatchFeatures:
-    """Features by cell of images whose patches fill the same grid, each at its native size.
-
-    Padding is right and below, zero after normalisation.
-
-    Raises:
-        CheckpointError: they are not finite.
-    """
-    height, width = (extractor.patch_size * side for side in grid.shape)
-    images = padded_batch(samples, (height, width), extractor.encoder.mean)
-    features = extractor(images, [sample.image_id for sample in samples])
-    return {
-        cell_name(layer, facet): values
-        for layer, facets in features.items()
-        for facet, values in facets.items()
-    }
-
-
-def _grid(sample: Sample, patch_size: int) -> PatchGrid:
-    height, width = sample.image.shape[:2]
-    return PatchGrid(height, width, patch_size)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigurationError(f"probe.{message}")

@@ -13,9 +13,12 @@ from ssl_bench.cli.records import (
     recorded_checkpoint,
     say_ignored,
 )
-from ssl_bench.errors import ConfigurationError
-from ssl_bench.results import ResultStore
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.comparison import Comparison, comparisons
+from ssl_bench.tables.epoch_comparison import EpochComparison, epoch_comparisons
+from ssl_bench.tables.epochs import by_run
+from ssl_bench.tables.sheets import Printable
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -28,6 +31,42 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     records = of_tasks(options.task, store.records())
     if not records:
         raise none_of(options.task, store)
+    if options.over_epochs:
+        tables: Sequence[Printable] = _over_epochs(options, records, store)
+    else:
+        tables = _compared(options, records, store)
+    print_tables(tables, style)
+    say_ignored(store)
+    return 0
+
+
+def _over_epochs(
+    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
+) -> list[EpochComparison]:
+    runs = [_recorded_run(name, records, store) for name in options.checkpoints]
+    if len(set(runs)) != 2:
+        raise ConfigurationError(
+            f"expected two runs to compare --over-epochs, got {' and '.join(runs)}"
+        )
+    return epoch_comparisons(store, filtered(options, records), (runs[0], runs[1]))
+
+
+def _recorded_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
+    """Name of a run: its own, or that of any of its encoders."""
+    runs = by_run(records)
+    if name in runs:
+        return name
+    encoder, model = recorded_checkpoint(name, records, store)
+    known = (run for run, those in runs.items() if encoder in {r.encoder_id for r in those})
+    run = next(known, None)
+    if run is None:
+        raise DataError(f"expected a run whose records say their epoch, got {model}")
+    return run
+
+
+def _compared(
+    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
+) -> list[Comparison]:
     chosen = [recorded_checkpoint(name, records, store) for name in options.checkpoints]
     by_id = {record.encoder_id: record for record in records}
     records = filtered(options, records)
@@ -36,10 +75,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         names = [f"{model} {encoder[:6]}" for encoder, model in chosen]
     heads = (names[0], names[1]) if len(names) == 2 else ("best block", names[0])
     encoders = tuple(by_id[encoder] for encoder, _ in chosen)
-    tables = [
+    return [
         Comparison(record, tuple(rows), heads, encoders)
         for record, rows in comparisons(store, records, [encoder for encoder, _ in chosen])
     ]
-    print_tables(tables, style)
-    say_ignored(store)
-    return 0

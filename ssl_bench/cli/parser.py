@@ -192,6 +192,7 @@ def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
         metavar="CHECKPOINT",
         help="name in tables, digits of its id or sha256, or URI",
     )
+    add("--over-epochs", action="store_true", help="two runs, at each epoch that both kept")
     add("--task", default="all", help="several with commas, or all (default all)")
     _add_filters(add)
     _add_format(add)

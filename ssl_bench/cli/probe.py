@@ -22,7 +22,7 @@ from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.sheets import default_format, set_tables
+from ssl_bench.tables.sheets import default_format, render_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.json:
         print(json_text([record.as_json() for record in records]))
     else:
-        print(set_tables(depth_tables(records), default_format()))
+        print(render_tables(depth_tables(records), default_format()))
     if records:
         say(f"records and pictures in {store.root}; `ssl-bench table --out {store.root}`")
     else:

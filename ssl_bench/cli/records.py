@@ -10,8 +10,8 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import identify_encoder
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import model_names
-from ssl_bench.tables.sheets import FORMATS, Printable, default_format, set_tables
+from ssl_bench.tables.series import model_names
+from ssl_bench.tables.sheets import FORMATS, Printable, default_format, render_tables
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which `table` and `compare` choose."""
@@ -21,7 +21,7 @@ _SHOWN = 5
 
 
 def print_tables(tables: Sequence[Printable], style: str) -> None:
-    print(set_tables(tables, style), end="" if style in ("csv", "json") else "\n")
+    print(render_tables(tables, style), end="" if style in ("csv", "json") else "\n")
 
 
 def asked_format(asked: str | None) -> str:
@@ -124,7 +124,8 @@ def recorded_checkpoint(
             for one, record in models.items()
             if one.startswith(name) or record.checkpoint_sha256.startswith(name)
         ]
-    if not found and name and (Path(name).exists() or ":" in name):
+    place = name.rpartition("@")[0] or name
+    if not found and name and (Path(name).exists() or Path(place).exists() or ":" in name):
         asked = encoder_id(identify_encoder(name).identity())
         found = [asked] if asked in models else []
     if len(found) != 1:

@@ -97,9 +97,9 @@ def _run(plan: Plan, *, debug: bool) -> int:
 
 def _print_table(plan: Plan) -> None:
     from ssl_bench.reproduce.beside import table_beside
-    from ssl_bench.tables.sheets import default_format, set_tables
+    from ssl_bench.tables.sheets import default_format, render_tables
 
-    print(set_tables([table_beside(plan)], default_format()))
+    print(render_tables([table_beside(plan)], default_format()))
 
 
 def _submit(plan: Plan, options: argparse.Namespace) -> None:

@@ -15,14 +15,15 @@ from ssl_bench.composition.compose import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
-from ssl_bench.tables.block_choice import CHOICES
-from ssl_bench.tables.depth import depth_tables, insert_between_markers
+from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.documents import insert_between_markers
 from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.epochs import epoch_tables
+from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
 from ssl_bench.tables.published import PublishedTable, published_table
-from ssl_bench.tables.sheets import Printable, set_tables
+from ssl_bench.tables.sheets import Printable, render_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -35,7 +36,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     tables = _tables(options, records, store)
     print_tables(tables, style)
     if options.into:
-        insert_between_markers(Path(options.into), set_tables(tables, "markdown"))
+        insert_between_markers(Path(options.into), render_tables(tables, "markdown"))
         say(f"written into {options.into}")
     if options.figure:
         curves = epoch_tables if options.over_epochs else depth_tables

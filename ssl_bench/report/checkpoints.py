@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.naming import encoder_folder
-from ssl_bench.tables.depth import model_names
+from ssl_bench.tables.series import model_names
 
 NUM_COLOURS = 8
 _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)

@@ -14,7 +14,7 @@ from ssl_bench.report.outcomes import image_names, image_scores
 from ssl_bench.report.pictures import Gallery
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
-from ssl_bench.tables.image_scores import Curve, Scored, stored_curve
+from ssl_bench.tables.image_scores import ImageCurve, Scored, stored_curve
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""
@@ -43,7 +43,7 @@ class Side:
         records: Numbers of the records by block.
     """
 
-    curve: Curve
+    curve: ImageCurve
     scored: Scored
     names: tuple[str, ...]
     records: Mapping[int, int]

@@ -1,4 +1,4 @@
-"""Curves over blocks as lengths in a drawing; a template turns them into SVG."""
+"""Curves over blocks or epochs as lengths in a drawing; a template turns them into SVG."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 WIDTH, HEIGHT = 400, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 42, 10, 10, 34
 _LONGEST_LABEL = 5
+_LABEL_GAP = 27
 
 
 @dataclass(frozen=True)
@@ -14,11 +15,12 @@ class Spot:
     """One value of a curve; NaN breaks the line, infinity lies at the upper edge.
 
     Attributes:
+        x: Block, or epoch.
         hint: Shown when it is pointed at.
         doubtful: Drawn as a cross.
     """
 
-    layer: int
+    x: int | float
     value: float
     low: float | None
     high: float | None
@@ -32,7 +34,7 @@ class Curve:
 
     Attributes:
         style: Classes of the style sheet.
-        number: Of the checkpoint, so that readers can hide it.
+        number: Of the checkpoint or block, so that readers can hide it.
     """
 
     name: str
@@ -43,7 +45,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Reference:
-    """A value without a block, drawn as a dash at the right edge."""
+    """A value without a place along the axis, drawn as a dash at the right edge."""
 
     name: str
     value: float
@@ -85,9 +87,10 @@ class Chart:
     """A drawing of `WIDTH` x `HEIGHT`.
 
     Attributes:
+        along: What the curves run over.
         unit: Of the heights; empty for plain numbers.
         zero: Height of the line at zero where values of both signs are shown, else None.
-        levels: Values without a block and what they stand for.
+        levels: Values of references and what they stand for.
     """
 
     x_ticks: tuple[Tick, ...]
@@ -96,6 +99,7 @@ class Chart:
     levels: tuple[Tick, ...]
     zero: float | None
     unit: str = "%"
+    along: str = "block"
     width: int = WIDTH
     height: int = HEIGHT
     left: int = _LEFT
@@ -106,17 +110,17 @@ class Chart:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where blocks and values lie in a drawing, the values by their logarithm if `is_log`."""
+    """Where curves lie in a drawing, their values by the logarithm if `is_log`."""
 
-    first_layer: int
-    last_layer: int
+    first: int | float
+    last: int | float
     low: float
     high: float
     is_log: bool = False
 
-    def x(self, layer: int) -> float:
-        step = (WIDTH - _LEFT - _RIGHT - 20) / max(1, self.last_layer - self.first_layer)
-        return round(_LEFT + 10 + step * (layer - self.first_layer), 1)
+    def x(self, value: int | float) -> float:
+        step = (WIDTH - _LEFT - _RIGHT - 20) / ((self.last - self.first) or 1)
+        return round(_LEFT + 10 + step * (value - self.first), 1)
 
     def y(self, value: float) -> float:
         if value == math.inf:
@@ -128,21 +132,28 @@ class Frame:
         return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
 
 
-def draw(curves: Sequence[Curve], references: Sequence[Reference] = (), unit: str = "%") -> Chart:
-    """Lay curves out over their blocks; the axes hold every value and interval.
+def draw(
+    curves: Sequence[Curve],
+    references: Sequence[Reference] = (),
+    unit: str = "%",
+    *,
+    along: str = "block",
+    beside: Sequence[Curve] = (),
+) -> Chart:
+    """Lay curves out over blocks or epochs; the axes hold every value and interval of `beside` too.
 
     References stay away where they would widen the axes. Plain numbers, without a unit, that are
     positive and span more than a factor of 100 lie on powers of ten.
     """
-    spots = [spot for curve in curves for spot in curve.spots]
-    layers = sorted({spot.layer for spot in spots}) or [0]
+    spots = [spot for curve in (*curves, *beside) for spot in curve.spots]
+    places = sorted({spot.x for spot in spots}) or [0]
     heights = _finite([v for s in spots for v in (s.value, s.low, s.high)])
     low, high = min(heights, default=0.0), max(heights, default=1.0)
     is_log = not unit and 0 < 100 * low < high
     ticks = powers_of_ten(low, high) if is_log else nice_ticks(low, high)
-    frame = Frame(layers[0], layers[-1], ticks[0], ticks[-1], is_log)
+    frame = Frame(places[0], places[-1], ticks[0], ticks[-1], is_log)
     return Chart(
-        x_ticks=tuple(Tick(frame.x(layer), str(layer)) for layer in _thinned(layers)),
+        x_ticks=_apart([Tick(frame.x(place), f"{place:g}") for place in places]),
         y_ticks=tuple(Tick(frame.y(value), _label(value)) for value in ticks),
         curves=tuple(_drawn(curve, frame) for curve in curves),
         levels=tuple(
@@ -152,6 +163,7 @@ def draw(curves: Sequence[Curve], references: Sequence[Reference] = (), unit: st
         ),
         zero=frame.y(0.0) if frame.low < 0 < frame.high else None,
         unit=unit,
+        along=along,
     )
 
 
@@ -191,10 +203,10 @@ def _drawn(curve: Curve, frame: Frame) -> DrawnCurve:
         name=curve.name,
         style=curve.style,
         number=curve.number,
-        line="".join(_path([(frame.x(s.layer), frame.y(s.value)) for s in run]) for run in runs),
+        line="".join(_path([(frame.x(s.x), frame.y(s.value)) for s in run]) for run in runs),
         band="".join(_band(run, frame) for run in runs),
         marks=tuple(
-            Mark(frame.x(s.layer), frame.y(s.value), s.hint, s.doubtful, s.value == math.inf)
+            Mark(frame.x(s.x), frame.y(s.value), s.hint, s.doubtful, s.value == math.inf)
             for run in runs
             for s in run
         ),
@@ -203,12 +215,12 @@ def _drawn(curve: Curve, frame: Frame) -> DrawnCurve:
 
 def _band(run: Sequence[Spot], frame: Frame) -> str:
     """Up the upper ends of the intervals and back along the lower ones."""
-    sure = [(s.layer, s.low, s.high) for s in run if s.low is not None and s.high is not None]
-    sure = [(layer, low, high) for layer, low, high in sure if not math.isnan(low + high)]
+    sure = [(s.x, s.low, s.high) for s in run if s.low is not None and s.high is not None]
+    sure = [(x, low, high) for x, low, high in sure if not math.isnan(low + high)]
     if not sure:
         return ""
-    upper = [(frame.x(layer), frame.y(high)) for layer, _, high in sure]
-    lower = [(frame.x(layer), frame.y(low)) for layer, low, _ in reversed(sure)]
+    upper = [(frame.x(x), frame.y(high)) for x, _, high in sure]
+    lower = [(frame.x(x), frame.y(low)) for x, low, _ in reversed(sure)]
     return _path([*upper, *lower]) + "Z"
 
 
@@ -229,5 +241,10 @@ def _finite(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
-def _thinned(layers: Sequence[int]) -> Sequence[int]:
-    return layers[:: -(-len(layers) // 13)] if layers else layers
+def _apart(ticks: Sequence[Tick]) -> tuple[Tick, ...]:
+    """Those whose labels have room beside the one before."""
+    kept = list(ticks[:1])
+    for tick in ticks[1:]:
+        if tick.place - kept[-1].place >= _LABEL_GAP:
+            kept.append(tick)
+    return tuple(kept)

@@ -2,20 +2,15 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.results import Record
-from ssl_bench.tables.depth import (
-    Entry,
-    comparable_groups,
-    differing_settings,
-    mean_entry,
-    provenance,
-    said_training,
-)
 from ssl_bench.tables.deviations import named_protocol
+from ssl_bench.tables.entry import Entry, mean_entry
+from ssl_bench.tables.notes import provenance
+from ssl_bench.tables.series import comparable_groups, differing_settings, said_training
 
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""
@@ -65,12 +60,7 @@ class Line:
     @property
     def best(self) -> Point | None:
         """The highest point; None when no block has a value or more is not better."""
-        finite = [
-            point
-            for point in self.points
-            if not math.isnan(point.value) and point.entry.records[0].is_ranked
-        ]
-        return max(finite, key=lambda point: point.value, default=None)
+        return best_of(self.points)
 
     @property
     def last(self) -> Point:
@@ -150,7 +140,7 @@ def _panel(
     for i, record in members.items():
         cells[record.encoder_id, record.layer][i] = record
     lines = (
-        Line(c, tuple(_point(cells[key]) for key in sorted(cells) if key[0] == c.encoder_id))
+        Line(c, tuple(point_of(cells[key]) for key in sorted(cells) if key[0] == c.encoder_id))
         for c in checkpoints
     )
     return Panel(
@@ -178,7 +168,14 @@ def _difference(record: Record, firsts: Sequence[Record]) -> str:
     return changed + training + (f" [{', '.join(differing)}]" if differing else "")
 
 
-def _point(seeds: Mapping[int, Record]) -> Point:
+def best_of(points: Iterable[Point]) -> Point | None:
+    """The highest point; None when none has a value or more is not better."""
+    finite = [p for p in points if not math.isnan(p.value) and p.entry.records[0].is_ranked]
+    return max(finite, key=lambda point: point.value, default=None)
+
+
+def point_of(seeds: Mapping[int, Record]) -> Point:
+    """The mean of records of one block of one encoder, by their numbers."""
     numbers = sorted(seeds, key=lambda number: seeds[number].seed)
     entry = mean_entry([seeds[number] for number in numbers])
     return Point(entry.records[0].layer, tuple(numbers), entry)

@@ -10,17 +10,13 @@ from ssl_bench.report.comparing import Pair, PanelPair
 from ssl_bench.report.curves import Chart, Curve, Reference, Spot, draw
 from ssl_bench.report.model import (
     PANEL_FIELDS,
-    Line,
     Panel,
     Point,
     said_units,
 )
-from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
 from ssl_bench.report.viewers import GallerySection
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
-from ssl_bench.tables.depth import provenance
-from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.published import PublishedValue, published_beside
 
 _DOUBTFUL_PERCENT = 50.0
@@ -80,13 +76,18 @@ class Filter:
 
 @dataclass(frozen=True)
 class IndexPage:
-    """The overview."""
+    """The overview.
+
+    Attributes:
+        followed: Numbers of the panels that the page on epochs follows runs in.
+    """
 
     num_records: int
     num_unreadable: int
     checkpoints: tuple[Checkpoint, ...]
     pairs: tuple[Pair, ...]
     views: tuple[PanelView, ...]
+    followed: frozenset[int]
 
     @property
     def num_panels(self) -> int:
@@ -111,10 +112,7 @@ class IndexPage:
 
     @property
     def filters(self) -> tuple[Filter, ...]:
-        return tuple(
-            Filter(name, tuple(sorted({getattr(view.panel, name) for view in self.views})))
-            for name in PANEL_FIELDS
-        )
+        return filters_of([view.panel for view in self.views])
 
     @property
     def sections(self) -> tuple[TaskSection, ...]:
@@ -129,74 +127,6 @@ class IndexPage:
             )
             for task, places in groups.items()
         )
-
-
-@dataclass(frozen=True)
-class ClassRow:
-    """IoU of one class by block in percent, None where it is absent."""
-
-    name: str
-    values: tuple[float | None, ...]
-
-
-@dataclass(frozen=True)
-class ClassTable:
-    """IoU by class; classes that are absent at every block are counted only."""
-
-    panel: Panel
-    points: tuple[Point, ...]
-    rows: tuple[ClassRow, ...]
-    num_absent: int
-
-
-@dataclass(frozen=True)
-class ShownExtremes:
-    """Extremes with the addresses of those images that are drawn."""
-
-    extremes: Extremes
-    sides: tuple[tuple[str, tuple[tuple[ImageScore, str], ...]], ...]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Records of a checkpoint that share their settings."""
-
-    title: str
-    footnote: str
-    fingerprint: str
-    settings: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class CheckpointPage:
-    """Everything about one checkpoint."""
-
-    checkpoint: Checkpoint
-    lines: tuple[tuple[Panel, Line], ...]
-    pairs: tuple[Pair, ...]
-    galleries: tuple[GallerySection, ...]
-    outcomes: tuple[Outcomes, ...]
-    extremes: tuple[ShownExtremes, ...]
-    classes: tuple[ClassTable, ...]
-    runs: tuple[Run, ...]
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(sorted({point.layer for _, line in self.lines for point in line.points}))
-
-    @property
-    def has_arbitrary(self) -> bool:
-        return any(point.arbitrary for _, line in self.lines for point in line.points)
-
-    @property
-    def units(self) -> str:
-        return said_units([panel for panel, _ in self.lines])
-
-    @property
-    def has_one_seed_of_several(self) -> bool:
-        """Whether something on the page is of one seed beside means over several."""
-        several = any(len(point.records) > 1 for _, line in self.lines for point in line.points)
-        return several and bool(self.outcomes or self.extremes or self.classes)
 
 
 @dataclass(frozen=True)
@@ -223,7 +153,10 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
             line.checkpoint.name,
             line.checkpoint.style,
             line.checkpoint.number,
-            tuple(_spot(line.checkpoint, point) for point in line.points),
+            tuple(
+                spot_of(point, point.layer, f"{line.checkpoint.name}, block {point.layer}")
+                for point in line.points
+            ),
         )
         for line in panel.lines
     ]
@@ -254,43 +187,19 @@ def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
     return PairView(compared, draw([Curve(second.name, second.style, second.number, spots)]))
 
 
-def class_tables(
-    lines: Sequence[tuple[Panel, Line]], records: Sequence[Record]
-) -> tuple[ClassTable, ...]:
-    """One table a dataset, protocol and facet: the first mean IoU of them, which is held out."""
-    tables: dict[tuple[str, ...], ClassTable] = {}
-    for panel, line in lines:
-        where = (panel.task, panel.where, panel.facet, panel.protocol, panel.difference)
-        found = _class_table(panel, line, records)
-        if found and panel.metric.startswith("miou"):
-            tables.setdefault(where, found)
-    return tuple(tables.values())
-
-
-def runs_of(records: Sequence[Record]) -> tuple[Run, ...]:
-    """Settings of some records, each once."""
-    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for record in records:
-        title = (
-            f"{record.task} on {record.dataset} {record.split}, protocol {named_protocol(record)}"
-        )
-        same = (record.dataset_fingerprint, sorted(record.settings.items()))
-        groups[title, repr(same)].append(record)
+def filters_of(panels: Sequence[Panel]) -> tuple[Filter, ...]:
+    """What readers choose some panels by."""
     return tuple(
-        Run(
-            title,
-            provenance(members),
-            members[0].dataset_fingerprint,
-            tuple((name, str(value)) for name, value in sorted(members[0].settings.items())),
-        )
-        for (title, _), members in sorted(groups.items())
+        Filter(name, tuple(sorted({getattr(panel, name) for panel in panels})))
+        for name in PANEL_FIELDS
     )
 
 
-def _spot(checkpoint: Checkpoint, point: Point) -> Spot:
+def spot_of(point: Point, x: int | float, where: str) -> Spot:
+    """A score in a drawing, a cross where most images have an arbitrary box."""
     doubtful = (point.arbitrary or 0.0) >= _DOUBTFUL_PERCENT
-    hint = f"{checkpoint.name}, block {point.layer}: {point.text}"
-    return Spot(point.layer, point.value, point.entry.low, point.entry.high, hint, doubtful)
+    hint = f"{where}: {point.text}"
+    return Spot(x, point.value, point.entry.low, point.entry.high, hint, doubtful)
 
 
 def _published(panel: Panel, records: Sequence[Record]) -> tuple[Published, ...]:
@@ -301,21 +210,5 @@ def _published(panel: Panel, records: Sequence[Record]) -> tuple[Published, ...]
     return tuple(Published(*where, tuple(values)) for where, values in groups.items())
 
 
-def _class_table(panel: Panel, line: Line, records: Sequence[Record]) -> ClassTable | None:
-    found = {
-        point: iou
-        for point in line.points
-        if isinstance(iou := records[point.records[0]].details.get("iou_by_class"), dict)
-    }
-    if not found:
-        return None
-    names = list(dict.fromkeys(name for iou in found.values() for name in iou))
-    rows = [
-        ClassRow(name, tuple(_number(iou.get(name)) for iou in found.values())) for name in names
-    ]
-    present = tuple(row for row in rows if any(value is not None for value in row.values))
-    return ClassTable(panel, tuple(found), present, len(rows) - len(present))
-
-
-def _number(value: Any) -> float | None:
+def number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None

@@ -10,6 +10,7 @@ from typing import TypeVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ssl_bench import __version__
+from ssl_bench.report.checkpoint_page import CheckpointPage, ShownExtremes, class_tables, runs_of
 from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
 from ssl_bench.report.comparing import (
     Pair,
@@ -18,20 +19,11 @@ from ssl_bench.report.comparing import (
     pairs_of,
     scored_by_panel,
 )
+from ssl_bench.report.epochs import EpochsPage, PanelCourses, followed_panels
 from ssl_bench.report.folder import replacing
 from ssl_bench.report.model import Panel, panels_of
 from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
-from ssl_bench.report.pages import (
-    CheckpointPage,
-    IndexPage,
-    PairPage,
-    ShownExtremes,
-    Site,
-    class_tables,
-    pair_view,
-    panel_view,
-    runs_of,
-)
+from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
 from ssl_bench.report.picture_files import PictureFiles
 from ssl_bench.report.pictures import Gallery, galleries_of
 from ssl_bench.report.provenance import as_script
@@ -51,6 +43,7 @@ class Report:
 
     Attributes:
         records: Others refer to them by their place here.
+        followed: Panels with runs of several epochs.
         galleries: By id of the encoder.
         pictures: Those of the folder of results.
         num_unreadable: Files that are no complete records.
@@ -61,6 +54,7 @@ class Report:
     checkpoints: tuple[Checkpoint, ...]
     panels: tuple[Panel, ...]
     pairs: tuple[Pair, ...]
+    followed: tuple[PanelCourses, ...]
     galleries: dict[str, list[Gallery]]
     pictures: PictureFiles
     num_unreadable: int
@@ -72,6 +66,7 @@ class Report:
             checkpoints=self.checkpoints,
             pairs=self.pairs,
             views=tuple(panel_view(panel, self.records) for panel in self.panels),
+            followed=frozenset(one.panel.number for one in self.followed),
         )
 
     def checkpoint_page(self, checkpoint: Checkpoint) -> CheckpointPage:
@@ -119,12 +114,14 @@ def build_report(
         ConfigurationError: a pair names a checkpoint that is not there.
     """
     checkpoints, pictures = checkpoints_of(records), PictureFiles(store.root)
+    panels = panels_of(records, checkpoints)
     return Report(
         store=store,
         records=tuple(records),
         checkpoints=checkpoints,
-        panels=panels_of(records, checkpoints),
+        panels=panels,
         pairs=tuple(pairs_of(checkpoints, asked_pairs)),
+        followed=followed_panels(panels, records),
         galleries={c.encoder_id: galleries_of(pictures, records, c) for c in checkpoints},
         pictures=pictures,
         num_unreadable=len(store.unreadable),
@@ -164,6 +161,8 @@ def write_report(report: Report, folder: Path) -> None:
         for pair in report.pairs:
             page = report.pair_page(pair, compared.get(pair, []))
             _write(new / pair.page, render("pair.html", page))
+        if report.followed:
+            _write(new / "epochs.html", render("epochs.html", EpochsPage(report.followed)))
         _write(new / "index.html", render("index.html", report.index_page()))
 
 

@@ -10,10 +10,11 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
-from ssl_bench.tables.depth import said_training, settings_text, trusted_note
 from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.image_scores import Scored, stored_curve
-from ssl_bench.tables.sheets import NO_VALUE, Sheet, Word
+from ssl_bench.tables.notes import trusted_note
+from ssl_bench.tables.series import said_training, settings_text
+from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -129,17 +130,11 @@ def comparisons(
     Raises:
         DataError: nothing can be compared.
     """
-    found = []
-    for group in _comparable_groups(records):
-        curves = [
-            stored_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders
-        ]
-        if not all(curve.per_image for curve in curves):
-            continue
-        sides = [Scored.of(curve) for curve in curves]
-        rows = between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
-        if rows:
-            found.append((group[0], rows))
+    found = [
+        (group[0], rows)
+        for group in paired_groups(records)
+        if (rows := rows_of(store, group, encoders))
+    ]
     if not found:
         raise DataError(
             f"nothing to compare in {store.root}: no task was scored image by image for "
@@ -148,6 +143,17 @@ def comparisons(
             "`ssl-bench probe --overwrite` for what is missing"
         )
     return found
+
+
+def rows_of(
+    store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
+) -> list[Difference]:
+    """What one or two checkpoints of a group of `paired_groups` can be compared in."""
+    curves = [stored_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
+    if not all(curve.per_image for curve in curves):
+        return []
+    sides = [Scored.of(curve) for curve in curves]
+    return between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
 
 
 def _apart(records: Sequence[Record], encoders: Sequence[str]) -> str:
@@ -193,10 +199,10 @@ class Comparison:
         del style
         cells = [
             (
-                Word(row.name),
-                Word(row.first_text),
-                Word(row.second_text),
-                Word(row.text, row.is_clear),
+                Cell(row.name),
+                Cell(row.first_text),
+                Cell(row.second_text),
+                Cell(row.text, row.is_clear),
             )
             for row in self.rows
         ]
@@ -258,7 +264,8 @@ def _numbers(row: Difference) -> dict[str, Any]:
     return {**finite, "interval_leaves_out_0": row.is_clear}
 
 
-def _comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
+def paired_groups(records: Sequence[Record]) -> list[list[Record]]:
+    """Records whose images may be paired, whatever the block and the model."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         where = (record.task, record.dataset, record.split, record.dataset_fingerprint)

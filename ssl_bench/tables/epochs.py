@@ -6,15 +6,10 @@ from collections.abc import Sequence
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record
-from ssl_bench.tables.depth import (
-    DepthTable,
-    Row,
-    comparable_groups,
-    difference,
-    mean_entry,
-    provenance,
-    title,
-)
+from ssl_bench.tables.depth import DepthTable, Row
+from ssl_bench.tables.entry import mean_entry
+from ssl_bench.tables.notes import provenance
+from ssl_bench.tables.series import comparable_groups, difference, title
 
 
 def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
@@ -26,11 +21,13 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
         DataError: no run has records of two epochs, or two runs have the same name.
     """
     groups = comparable_groups(records)
+    for group in groups:
+        for run, those in by_run(group).items():
+            require_one_encoder_an_epoch(run, those)
     tables = [
         _epoch_table(those, f"{title(those[0])}{difference(group[0], groups)}, {run}")
         for group in groups
-        for run, those in sorted(_by_run(group).items())
-        if len({_epoch(record) for record in those}) > 1
+        for run, those in followed_runs(group).items()
     ]
     if not tables:
         raise DataError(
@@ -40,37 +37,57 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
     return tables
 
 
-def _by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
+def followed_runs(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Those of `by_run` that have records of two epochs or more, ordered by name."""
+    return {
+        run: those
+        for run, those in sorted(by_run(records).items())
+        if len({epoch_of(record) for record in those}) > 1
+    }
+
+
+def by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """Records of encoders whose epoch is known, by the name of their run."""
     runs: dict[str, list[Record]] = defaultdict(list)
-    encoders: dict[tuple[str, float], str] = {}
     for record in records:
         if _is_number(record.details.get("epoch")):
-            run, epoch = record.model.partition("@")[0], _epoch(record)
-            if encoders.setdefault((run, epoch), record.encoder_id) != record.encoder_id:
-                raise DataError(
-                    f"two encoders of runs called {run} are of epoch {epoch:g}; choose one with "
-                    "--out, or rename a run folder and probe it again"
-                )
-            runs[run].append(record)
+            runs[record.model.partition("@")[0]].append(record)
     return runs
+
+
+def require_one_encoder_an_epoch(run: str, records: Sequence[Record]) -> None:
+    """Two runs of the same name are no course of one.
+
+    Raises:
+        DataError: two encoders are of the same epoch.
+    """
+    encoders: dict[float, str] = {}
+    for record in records:
+        epoch = epoch_of(record)
+        if encoders.setdefault(epoch, record.encoder_id) != record.encoder_id:
+            raise DataError(
+                f"two encoders of runs called {run} are of epoch {epoch:g}; choose one with "
+                "--out, or rename a run folder and probe it again"
+            )
+
+
+def epoch_of(record: Record) -> float:
+    """How long the encoder was trained; of a record of `by_run`."""
+    return float(record.details["epoch"])
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _epoch(record: Record) -> float:
-    return float(record.details["epoch"])
-
-
 def _epoch_table(records: Sequence[Record], heading: str) -> DepthTable:
     cells: dict[tuple[Row, str], list[Record]] = defaultdict(list)
     for record in records:
-        cells[_epoch(record), f"block {record.layer}"].append(record)
+        cells[epoch_of(record), f"block {record.layer}"].append(record)
     return DepthTable(
         title=heading,
         models=tuple(f"block {layer}" for layer in sorted({r.layer for r in records})),
-        layers=tuple(sorted({_epoch(record) for record in records})),
+        layers=tuple(sorted({epoch_of(record) for record in records})),
         entries={cell: mean_entry(seeds) for cell, seeds in cells.items()},
         provenance=provenance(records),
         rows="epoch",

@@ -21,7 +21,7 @@ FOLDS = 5
 
 
 @dataclass(frozen=True)
-class Curve:
+class ImageCurve:
     """One metric of one checkpoint over its blocks, image by image.
 
     Attributes:
@@ -88,7 +88,7 @@ class Scored:
     layers_held_out: tuple[int, ...]
 
     @classmethod
-    def of(cls, curve: Curve) -> "Scored":
+    def of(cls, curve: ImageCurve) -> "Scored":
         """Of at least one block, all of the same images."""
         mixed, layers = curve.held_out()
         return cls(
@@ -99,7 +99,7 @@ class Scored:
         )
 
 
-def stored_curve(store: ResultStore, records: Sequence[Record]) -> Curve:
+def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
     """Of records of one checkpoint and seed; without blocks whose images were not kept.
 
     Contributions that do not add up to the value of their record join `store.damaged`.
@@ -111,13 +111,13 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> Curve:
             kept[record.layer] = per_image
         elif per_image is not None:
             store.damaged.append(store.per_image_path(record))
-    return Curve(records[0].metric if records else "", kept)
+    return ImageCurve(records[0].metric if records else "", kept)
 
 
 def _adds_up(per_image: PerImage, record: Record) -> bool:
     """Whether the value of a record comes from these contributions."""
     try:
-        value = Curve(record.metric, {}).value(per_image)
+        value = ImageCurve(record.metric, {}).value(per_image)
     # Of another shape.
     except (ValueError, IndexError, RuntimeError):
         return False

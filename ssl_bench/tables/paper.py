@@ -5,11 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
-from ssl_bench.tables.block_choice import CHOICE_NOTES, NO_IMAGES_NOTE, Chosen, choose_block
-from ssl_bench.tables.depth import comparable_groups, dagger_note, provenance
 from ssl_bench.tables.deviations import named_protocol
+from ssl_bench.tables.layer_selection import (
+    CHOICE_NOTES,
+    NO_IMAGES_NOTE,
+    LayerSelection,
+    choose_block,
+)
+from ssl_bench.tables.notes import dagger_note, provenance
 from ssl_bench.tables.published import PublishedColumn, PublishedTable, settings_of
-from ssl_bench.tables.sheets import Sheet, Word
+from ssl_bench.tables.series import comparable_groups
+from ssl_bench.tables.sheets import Cell, Sheet
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class PaperTable:
     published: PublishedTable
     choice: str
     encoders: dict[str, Record]
-    ours: dict[tuple[str, str], Chosen | None]
+    ours: dict[tuple[str, str], LayerSelection | None]
     unused: dict[str, tuple[str, ...]]
     recorded: tuple[str, ...]
 
@@ -34,7 +40,7 @@ class PaperTable:
         """Published values with ours behind them; nothing is ranked."""
         del style
         rows = [
-            (Word(row), *(self._word(row, column.name) for column in self.published.columns))
+            (Cell(row), *(self._word(row, column.name) for column in self.published.columns))
             for row in self.published.rows
         ]
         return Sheet(
@@ -47,16 +53,16 @@ class PaperTable:
             notes=tuple(self.notes()),
         )
 
-    def _word(self, row: str, column: str) -> Word:
-        value = self.published.word(row, column)
+    def _word(self, row: str, column: str) -> Cell:
+        value = self.published.cell(row, column)
         if (row, column) not in self.ours:
-            return Word(f"{value} | -")
+            return Cell(f"{value} | -")
         chosen = self.ours[row, column]
         if chosen is None:
-            return Word(f"{value} | ‡")
+            return Cell(f"{value} | ‡")
         blocks = ",".join(map(str, chosen.layers))
         images = chosen.entry.records[0].num_images
-        return Word(f"{value} | {chosen.entry.text()} @{blocks} ({images:,})")
+        return Cell(f"{value} | {chosen.entry.text()} @{blocks} ({images:,})")
 
     def notes(self) -> list[str]:
         """How the experiments differ, and what is missing, a sentence each."""
@@ -88,10 +94,10 @@ class PaperTable:
             return ""
         return ", and no record of a probe knows how an encoder was pretrained"
 
-    def _chosen(self) -> list[Chosen]:
+    def _chosen(self) -> list[LayerSelection]:
         return [chosen for chosen in self.ours.values() if chosen is not None]
 
-    def _used(self, column: PublishedColumn) -> list[Chosen]:
+    def _used(self, column: PublishedColumn) -> list[LayerSelection]:
         found = [self.ours.get((row, column.name)) for row in self.published.rows]
         return [chosen for chosen in found if chosen is not None]
 
@@ -152,7 +158,7 @@ class PaperTable:
             "paper": self.published.paper,
             "table": self.published.name,
             "source": self.published.source,
-            "block_choice": self.choice,
+            "layer_selection": self.choice,
             "cells": cells,
             "notes": self.notes(),
         }
@@ -170,13 +176,13 @@ def _how_to_measure(column: PublishedColumn) -> str:
     )
 
 
-def _csv_fields(chosen: Chosen | None) -> dict[str, Any]:
+def _csv_fields(chosen: LayerSelection | None) -> dict[str, Any]:
     if chosen is None:
         return {}
     return {"blocks": " ".join(map(str, chosen.layers)), **chosen.entry.csv_fields()}
 
 
-def _json(chosen: Chosen | None) -> dict[str, Any] | None:
+def _json(chosen: LayerSelection | None) -> dict[str, Any] | None:
     if chosen is None:
         return None
     return {
@@ -206,7 +212,7 @@ def paper_table(
     """
     asked = {row: encoders[row] for row in published.rows if row in encoders}
     candidates = [record for record in records if record.encoder_id in asked.values()]
-    ours: dict[tuple[str, str], Chosen | None] = {}
+    ours: dict[tuple[str, str], LayerSelection | None] = {}
     unused = {}
     for column in published.columns:
         series = _series(column, candidates)

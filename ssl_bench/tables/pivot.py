@@ -6,23 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.block_choice import (
+from ssl_bench.tables.deviations import named_protocol
+from ssl_bench.tables.layer_selection import (
     CHOICE_NOTES,
     NO_IMAGES_NOTE,
     UNRANKED_NOTE,
-    Chosen,
+    LayerSelection,
     choose_block,
 )
-from ssl_bench.tables.depth import (
-    comparable_groups,
-    dagger_note,
-    differing_settings,
-    model_names,
-    provenance,
-    series_json,
-)
-from ssl_bench.tables.deviations import named_protocol
-from ssl_bench.tables.sheets import Sheet, Word
+from ssl_bench.tables.notes import dagger_note, provenance
+from ssl_bench.tables.series import comparable_groups, differing_settings, model_names, series_json
+from ssl_bench.tables.sheets import Cell, Sheet
 
 
 @dataclass(frozen=True)
@@ -38,14 +32,14 @@ class PivotTable:
     choice: str
     models: tuple[str, ...]
     columns: dict[str, Record]
-    cells: dict[tuple[str, str], Chosen | None]
+    cells: dict[tuple[str, str], LayerSelection | None]
 
     def sheet(self, style: str) -> Sheet:
         """The highest value of a column is marked, the next one second; as printed, ties share."""
         del style
         ranks = {column: self._ranks(column) for column in self.columns}
         rows = [
-            (Word(model), *(self._word(model, column, ranks[column]) for column in self.columns))
+            (Cell(model), *(self._word(model, column, ranks[column]) for column in self.columns))
             for model in self.models
         ]
         head = ("encoder", *self.columns)
@@ -59,13 +53,13 @@ class PivotTable:
         printed = dict.fromkeys(f"{v:.1f}" for v in sorted(values, reverse=True) if v == v)
         return list(printed)[:2]
 
-    def _word(self, model: str, column: str, ranks: Sequence[str]) -> Word:
+    def _word(self, model: str, column: str, ranks: Sequence[str]) -> Cell:
         chosen = self.cells.get((model, column))
         if chosen is None:
-            return Word("‡" if (model, column) in self.cells else "")
+            return Cell("‡" if (model, column) in self.cells else "")
         printed = f"{chosen.entry.value:.1f}"
         blocks = "" if self.choice == "block" else f" @{','.join(map(str, chosen.layers))}"
-        return Word(
+        return Cell(
             chosen.entry.text() + blocks,
             marked=ranks[:1] == [printed],
             second=ranks[1:] == [printed],
@@ -87,7 +81,7 @@ class PivotTable:
         layers = {layer for chosen in self._chosen() for layer in chosen.layers}
         return f"block {', '.join(map(str, sorted(layers)))}"
 
-    def _chosen(self) -> list[Chosen]:
+    def _chosen(self) -> list[LayerSelection]:
         return [chosen for chosen in self.cells.values() if chosen is not None]
 
     def _notes(self) -> list[str]:
@@ -114,7 +108,7 @@ class PivotTable:
             {
                 "encoder": model,
                 "column": column,
-                "block_choice": self.choice,
+                "layer_selection": self.choice,
                 "blocks": " ".join(map(str, chosen.layers)),
                 **chosen.entry.csv_fields(),
             }
@@ -127,7 +121,7 @@ class PivotTable:
         return {
             "kind": "encoders",
             "title": self._title(),
-            "block_choice": self.choice,
+            "layer_selection": self.choice,
             "columns": [
                 {"name": name, **series_json(record)} for name, record in self.columns.items()
             ],
@@ -146,7 +140,7 @@ def _described(record: Record) -> str:
     )
 
 
-def _chosen_json(chosen: Chosen | None) -> dict[str, Any]:
+def _chosen_json(chosen: LayerSelection | None) -> dict[str, Any]:
     if chosen is None:
         return {"value": None}
     return {

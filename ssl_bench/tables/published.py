@@ -77,7 +77,7 @@ class PublishedTable:
     runs: Mapping[str, str] = field(default_factory=dict)
     in_reports: bool = True
 
-    def word(self, row: str, column: str) -> str:
+    def cell(self, row: str, column: str) -> str:
         """A cell as text; empty where nothing is published."""
         return str(self.values.get((row, column), ""))
 

@@ -19,7 +19,7 @@ _BOLD, _UNDERLINED, _PLAIN = "\033[1m", "\033[4m", "\033[0m"
 
 
 @dataclass(frozen=True)
-class Word:
+class Cell:
     """One cell of a sheet; the marked ones are set in bold, the second ones are underlined."""
 
     text: str
@@ -38,7 +38,7 @@ class Sheet:
 
     title: str
     head: tuple[str, ...]
-    rows: tuple[tuple[Word, ...], ...]
+    rows: tuple[tuple[Cell, ...], ...]
     notes: tuple[str, ...]
 
 
@@ -67,7 +67,7 @@ def default_format() -> str:
     return "terminal" if capable else "text"
 
 
-def set_tables(tables: Sequence[Printable], style: str) -> str:
+def render_tables(tables: Sequence[Printable], style: str) -> str:
     """Tables one after another; as CSV under one head, as JSON in one array.
 
     Raises:
@@ -171,7 +171,7 @@ def _as_latex(sheet: Sheet) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _emphasised(word: Word, bold: str, underlined: str, escape: Callable[[str], str]) -> str:
+def _emphasised(word: Cell, bold: str, underlined: str, escape: Callable[[str], str]) -> str:
     text = escape(word.text)
     if not text:
         return ""

@@ -19,7 +19,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.sheets import set_tables
+from ssl_bench.tables.sheets import render_tables
 from tests.benchmarks.provenance import provenance
 
 SKIP = ViTConfig()
@@ -67,7 +67,7 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     records = measure(options, overrides)
     print(provenance(), "\n")
-    print(set_tables(depth_tables(records), "markdown"))
+    print(render_tables(depth_tables(records), "markdown"))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ from torch import nn
 
 from probes.features.neighbours import NeighbourSearch
 from probes.features.standardization import Standardisation
-from probes.heads.linear import HeadBank
+from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
-from probes.heads.optimizers import AdamW
+from probes.heads.optimizers import HeadAdamW
 from probes.segmentation.probe import HALF_DECADES, Segmentation
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
@@ -199,11 +199,11 @@ def loss_seconds(options: Options, loss: str) -> float:
     shape = (sources, images, grid, grid, options.dim)
     features = torch.randn(shape, device=options.device).half()
     zeros = torch.zeros(sources, options.dim, device=options.device)
-    bank = HeadBank(
+    bank = ParallelHeads(
         Standardisation(zeros, zeros + 1),
         classes=options.classes,
         rates=HALF_DECADES,
-        optimizer=AdamW(),
+        optimizer=HeadAdamW(),
         seed=0,
     )
 

@@ -2,6 +2,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 import pytest
+import yaml
 from omegaconf import DictConfig
 
 from pretrain.objectives.dino import Dino
@@ -144,6 +145,26 @@ def test_what_files_leave_out_is_the_default_of_the_class():
     assert build(config.optimizer) == replace(Soap(betas=[0.95, 0.95]), max_precond_dim=7)
     with pytest.raises(ConfigurationError, match=r"optimizer\.eps expects a number"):
         build(compose_config("pretraining", ["optimizer.eps=x"]).optimizer)
+
+
+def _calls(said: object) -> Iterator[dict[str, object]]:
+    """Every mapping with a `_target_` in a file, those inside others included."""
+    if isinstance(said, dict):
+        yield from [said] if "_target_" in said else []
+        for item in said.values():
+            yield from _calls(item)
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(config_folder().rglob("*.yaml")),
+    ids=lambda path: str(path.relative_to(config_folder())),
+)
+def test_a_file_says_only_what_differs_from_the_defaults(path):
+    for call in _calls(yaml.safe_load(path.read_text())):
+        defaults = completed({"_target_": call["_target_"]}, "")
+        repeated = [name for name in call if name in defaults and call[name] == defaults[name]]
+        assert repeated == ["_target_"]
 
 
 def test_a_class_alone_is_completed_by_its_defaults_those_inside_it_too():

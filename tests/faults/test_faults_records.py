@@ -12,7 +12,8 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import CellKey, ResultStore
-from ssl_bench.tables.depth import depth_tables, model_names
+from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.series import model_names
 from tests.support.faults import Mark, fails, peak_memory_mib
 from tests.support.hostile import CHECKS
 from tests.support.report_cells import (

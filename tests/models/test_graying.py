@@ -16,7 +16,7 @@ from pretrain.objectives.supervised import Supervised
 from pretrain.options import describe, differences
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
-from probes.conditioning.decomposition import take_apart
+from probes.conditioning.decomposition import decompose_block
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.features import FeatureExtractor
@@ -221,7 +221,7 @@ def test_a_grayed_block_can_be_taken_apart_for_the_conditioning_probe(kind, atte
     block, x = build_vit(config, seed=0).blocks[0].double(), drawn(9, DIM)
     assert isinstance(block, Block)
     with torch.no_grad():
-        parts = take_apart(block, x, block(x[None])[0], TINY.num_heads)
+        parts = decompose_block(block, x, block(x[None])[0], TINY.num_heads)
         assert parts is not None
         gray = GRAYING[kind](x[None], 0.5)
         after = (gray + block.attn(block.norm1(gray)))[0]

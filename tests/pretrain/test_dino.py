@@ -141,7 +141,7 @@ def test_the_teacher_starts_as_the_student_and_follows_it_by_the_momentum():
     learner.loss(learner.student, views_of(), step=0)
     for parameter in learner.student.parameters():
         parameter.data.add_(1.0)
-    learner.follow(step=0, lost=torch.tensor(False))
+    learner.update_teacher(step=0, lost=torch.tensor(False))
 
     for old, new in zip(start, learner.teacher.parameters(), strict=True):
         torch.testing.assert_close(new, old + 0.1)
@@ -157,7 +157,7 @@ def test_the_center_moves_after_the_loss_to_the_mean_over_all_parts():
     before, weights = learner.center.clone(), prototypes(learner.teacher)
     outputs = torch.cat([views[0] for views in parts])
     mean = (learner.teacher.head(learner.teacher.backbone(outputs)) @ weights.T).mean(0)
-    learner.follow(step=0, lost=torch.tensor(False))
+    learner.update_teacher(step=0, lost=torch.tensor(False))
 
     assert not before.any()
     torch.testing.assert_close(learner.center, 0.25 * mean)
@@ -169,7 +169,7 @@ def test_the_last_layer_waits_for_the_end_of_the_first_epoch():
     def trained(step):
         for parameter in learner.student.parameters():
             parameter.grad = torch.ones_like(parameter)
-        learner.hold_gradients(step)
+        learner.freeze_gradients(step)
         return {n for n, p in learner.student.named_parameters() if p.grad is not None}
 
     everything = {name for name, _ in learner.student.named_parameters()}
@@ -214,7 +214,7 @@ def test_the_teacher_sees_no_drop_path():
 def test_a_loss_and_an_entropy_at_the_ceiling_or_at_zero_are_a_collapse(loss, entropy, hint):
     learner, ceiling = learner_of(), math.log(20)
 
-    symptom = learner.symptom({"loss": loss * ceiling, "teacher_entropy": entropy * ceiling})
+    symptom = learner.diagnose({"loss": loss * ceiling, "teacher_entropy": entropy * ceiling})
 
     assert re.search(hint, symptom) if hint and symptom else symptom is hint
 

@@ -115,6 +115,11 @@ def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
     assert main([*table, "--format", "text"]) == 0
     assert capsys.readouterr().out.count("epoch") >= 1
     assert main([*table, "--pivot"]) == 2
+    compare = ["compare", "--out", str(tmp_path), f"{kept}@1"]
+    assert main([*compare, f"{kept}@2"]) == 3
+    assert "no task was scored image by image" in capsys.readouterr().err
+    assert main([*compare, f"{kept}@7"]) == 4
+    assert "kept no encoder after epoch 7" in capsys.readouterr().err
 
 
 def test_what_has_one_epoch_alone_is_no_course(kept, tmp_path, capsys):

@@ -280,7 +280,7 @@ def test_a_crop_needs_no_class_and_is_that_of_supervised_training_without_colour
 
 @pytest.mark.parametrize(("loss", "is_ill"), [(0.97, True), (1.3, True), (0.9, False)])
 def test_a_loss_no_better_than_the_mean_is_a_symptom(loss, is_ill):
-    hint = learner_of().symptom({"loss": loss, "mean_loss": 0.975})
+    hint = learner_of().diagnose({"loss": loss, "mean_loss": 0.975})
 
     assert (hint is not None) == is_ill
     assert hint is None or ("optimizer.lr" in hint and "\n" not in hint)

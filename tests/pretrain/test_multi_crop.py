@@ -13,7 +13,7 @@ from pretrain.crops.augmentation import (
     CONTRAST,
     HUE,
     SATURATION,
-    Looks,
+    AugmentationParams,
     apply_looks,
     blend,
     blur,
@@ -49,11 +49,11 @@ def bytes_of(count, height, width, seed=0):
 
 
 def plain_looks(views):
-    """Looks that change nothing."""
+    """AugmentationParams that change nothing."""
     off = torch.zeros(views, dtype=torch.bool)
     order = torch.arange(4).expand(views, 4).clone()
     factors = torch.tensor([1.0, 1.0, 1.0, 0.0]).expand(views, 4).clone()
-    return Looks(off, off, order, factors, off, torch.zeros(views), off)
+    return AugmentationParams(off, off, order, factors, off, torch.zeros(views), off)
 
 
 @pytest.mark.parametrize("kind", [BRIGHTNESS, CONTRAST, SATURATION])
@@ -144,18 +144,24 @@ def test_pixels_travel_side_by_side_and_are_changed_plane_by_plane():
 
 
 def draw(crops, *, images, views=10):
-    """Looks of many images, [images * views], image by image."""
+    """AugmentationParams of many images, [images * views], image by image."""
     crops = replace(crops, num_locals=views - 2)
     generators = [np.random.default_rng(seed) for seed in range(images)]
     _, looks = crops.draw(generators, np.full((images, 2), 99))
-    by_view = {f.name: getattr(looks, f.name).unflatten(0, (views, images)) for f in fields(Looks)}
-    return Looks(**{name: part.transpose(0, 1).flatten(0, 1) for name, part in by_view.items()})
+    by_view = {
+        f.name: getattr(looks, f.name).unflatten(0, (views, images))
+        for f in fields(AugmentationParams)
+    }
+    return AugmentationParams(
+        **{name: part.transpose(0, 1).flatten(0, 1) for name, part in by_view.items()}
+    )
 
 
 def test_looks_are_drawn_with_the_official_probabilities_and_ranges():
     looks = draw(MultiCrop(), images=1500)
     by_view = {
-        f.name: getattr(looks, f.name).float().unflatten(0, (1500, 10)) for f in fields(Looks)
+        f.name: getattr(looks, f.name).float().unflatten(0, (1500, 10))
+        for f in fields(AugmentationParams)
     }
     shares = {name: values.mean(0) for name, values in by_view.items()}
 

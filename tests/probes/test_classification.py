@@ -190,7 +190,7 @@ def test_heads_trained_side_by_side_are_those_trained_alone_in_float64():
     labels = torch.randint(classes, (20,), generator=generator)
     labels[0] = classes - 1
     training = HeadTraining(
-        rates=rates, epochs=epochs, batch_size=size, loss=LabelLoss(), optimizer=SGD(0.0),
+        values=rates, epochs=epochs, batch_size=size, loss=LabelLoss(), optimizer=SGD(0.0),
         schedule=Schedule("cosine", 0.0), standardise=False, classes=classes, seed=4,
         device=torch.device("cpu"),
     )  # fmt: skip

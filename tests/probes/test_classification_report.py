@@ -15,7 +15,8 @@ from ssl_bench.metrics import class_rank
 def report(**changes: Any) -> ClassificationReport:
     """Three heads and four images: 1, 2 and 2 are right; of the two held out 2, 1 and 0."""
     values: dict[str, Any] = {
-        "layer": 4, "facet": "cls", "knob": "c_value", "rates": (0.1, 1.0, 10.0), "num_classes": 7,
+        "layer": 4, "facet": "cls", "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),
+        "num_classes": 7,
         "ranks": torch.tensor([[0, 4, 5, 6], [0, 0, 5, 4], [0, 0, 2, 1]]),
         "held_out": torch.tensor([[0, 0], [0, 3], [1, 1]]),
         "constant": 0.25, "missing": 0, "shared": {"more": 1},
@@ -47,7 +48,7 @@ def test_without_held_out_images_there_is_the_oracle_alone():
 def test_an_interval_is_that_of_a_share_of_the_scored_images():
     hits = np.random.default_rng(0).integers(0, 2, 301)
     ranks = torch.from_numpy(1 - hits)[None]
-    score = next(report(rates=(1.0,), ranks=ranks, held_out=None).scores())
+    score = next(report(values=(1.0,), ranks=ranks, held_out=None).scores())
 
     exact = binomtest(int(hits.sum()), 301).proportion_ci()
     assert score.ci95 == pytest.approx((100 * exact.low, 100 * exact.high))
@@ -58,7 +59,7 @@ def test_a_top_five_of_fewer_classes_is_no_number():
     ranks = torch.tensor([[0, 1, 2, 0]])
     found = {
         s.metric: s
-        for s in report(num_classes=4, ranks=ranks, rates=(1.0,), held_out=None).scores()
+        for s in report(num_classes=4, ranks=ranks, values=(1.0,), held_out=None).scores()
     }
 
     top5 = found["top5_oracle"]
@@ -75,7 +76,9 @@ def test_what_to_be_wary_of_is_said():
     assert edge == "the chosen c value 10 is at the edge of its grid"
 
     ranks = torch.tensor([[0, 1], [0, 0], [7, 7]])
-    spoilt = report(ranks=ranks, held_out=None, missing=2, constant=1.0, knob="learning_rate")
+    spoilt = report(
+        ranks=ranks, held_out=None, missing=2, constant=1.0, hyperparameter="learning_rate"
+    )
     assert next(spoilt.scores()).details["warnings"] == [
         "heads diverged: learning rate 10",
         "2 of 7 classes have no training image",

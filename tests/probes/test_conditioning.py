@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from probes.conditioning.cka import linear_cka
-from probes.conditioning.decomposition import take_apart
+from probes.conditioning.decomposition import decompose_block
 from probes.conditioning.probe import CELLS, Conditioning
 from probes.conditioning.spectra import mean_cosine
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -51,7 +51,7 @@ def test_the_attention_matrix_of_one_head_is_that_computed_by_hand():
         thirds = torch.cat([torch.eye(2), 2 * torch.eye(2), torch.eye(2)])
         block.get_parameter("attn.qkv.weight").copy_(thirds)
         block.get_parameter("attn.qkv.bias").zero_()
-    parts = take_apart(block, x, block(x[None])[0], num_heads=1)
+    parts = decompose_block(block, x, block(x[None])[0], num_heads=1)
     assert parts is not None
     assert parts.heads is not None
     tokens = torch.tensor([[1.0, 0.0], [0.0, 2.0]]).double()
@@ -66,15 +66,15 @@ def test_the_attention_matrix_of_one_head_is_that_computed_by_hand():
 @pytest.mark.parametrize("config", [TINY, BARE, replace(BARE, skip_mlp=True)])
 def test_the_parts_of_a_block_give_what_the_block_gives(config):
     block, x, left = passed(config)
-    parts = take_apart(block, x, left, num_heads=2)
+    parts = decompose_block(block, x, left, num_heads=2)
     assert parts is not None
     assert parts.heads is not None
     torch.testing.assert_close(parts(x), left, rtol=1e-12, atol=1e-12)
     normed = parts.norm1(x)
     torch.testing.assert_close(parts.heads.output(normed), parts.attention(normed))
-    assert take_apart(block, x, left + 1e-3, num_heads=2) is None
+    assert decompose_block(block, x, left + 1e-3, num_heads=2) is None
     # Three heads would be another encoder's matrices.
-    three = take_apart(block, x, left, num_heads=3)
+    three = decompose_block(block, x, left, num_heads=3)
     assert three is not None
     assert three.heads is None
 

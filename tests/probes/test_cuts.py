@@ -5,7 +5,7 @@ import scipy.ndimage
 import torch
 
 from probes.tokencut.cuts import Cut, PatchGrid, component_of, cut_out, discover, split_at_mean
-from probes.tokencut.eigensolver import SecondEigenvector
+from probes.tokencut.eigensolver import FiedlerVector
 from probes.tokencut.lost import lost
 from probes.tokencut.maskcut import maskcut
 from ssl_bench.data.layouts.voc import Voc
@@ -145,7 +145,7 @@ def test_a_transposed_image_gives_the_transposed_object():
 
 def found_in(*vector):
     """What is cut out of a strip of patches with this eigenvector."""
-    spectrum = SecondEigenvector(np.array(vector), 0.1, 0.5, 0.0, degenerate=False)
+    spectrum = FiedlerVector(np.array(vector), 0.1, 0.5, 0.0, degenerate=False)
     return cut_out(spectrum, PatchGrid(10, 10 * len(vector), 10), Cut())
 
 

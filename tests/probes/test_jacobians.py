@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from probes.conditioning.block_jacobians import block_functions, exact_spectra, lanczos_extremes
-from probes.conditioning.decomposition import take_apart
+from probes.conditioning.decomposition import decompose_block
 from probes.conditioning.jacobians import (
     LinearMap,
     bidiagonalise,
@@ -36,7 +36,7 @@ def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):
     block.get_parameter("attn.qkv.weight")[: 2 * config.dim] *= sharpness
     x = normal(tokens, config.dim, seed=1) if x is None else x
     left = block(x[None])[0]
-    return BlockPass(block, x, left, take_apart(block, x, left, config.num_heads))
+    return BlockPass(block, x, left, decompose_block(block, x, left, config.num_heads))
 
 
 def finite_differences(function, x, step=1e-5):

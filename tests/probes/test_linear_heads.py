@@ -4,9 +4,9 @@ import torch.nn.functional as F
 
 from probes.features.cache import standardisation
 from probes.features.standardization import Standardisation
-from probes.heads.linear import HeadBank
+from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, UpsampledLoss
-from probes.heads.optimizers import SGD, AdamW, Schedule
+from probes.heads.optimizers import SGD, HeadAdamW, Schedule
 from probes.heads.scores import source_features
 from probes.heads.sgd import HeadTraining, joined
 from probes.heads.upsampled_logsumexp import PIECE_BYTES
@@ -36,8 +36,8 @@ def _standardisation():
 
 
 def _bank(standardisation, rates=RATES, optimizer=None):
-    chosen = optimizer or AdamW(weight_decay=DECAY)
-    return HeadBank(standardisation, classes=CLASSES, rates=rates, optimizer=chosen, seed=3)
+    chosen = optimizer or HeadAdamW(weight_decay=DECAY)
+    return ParallelHeads(standardisation, classes=CLASSES, rates=rates, optimizer=chosen, seed=3)
 
 
 def _separate_run(source, rate, mode, batches, standardisation, start, **options):
@@ -90,11 +90,11 @@ def test_momentum_steps_of_the_bank_equal_separate_runs():
 def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
     sources, rates, classes, grid, patch = 6, 16, 21, 6, 16
     zeros = torch.zeros(sources, DIM)
-    bank = HeadBank(
+    bank = ParallelHeads(
         Standardisation(zeros, zeros + 1),
         classes=classes,
         rates=[1e-3] * rates,
-        optimizer=AdamW(),
+        optimizer=HeadAdamW(),
         seed=0,
     )
     features = torch.randn(sources, 1, grid, grid, DIM)
@@ -145,11 +145,11 @@ def test_joined_layers_keep_the_order_of_their_channels_in_training_and_in_scori
 def test_every_entry_is_seen_once_an_epoch_in_an_order_that_the_seed_draws():
     def batches(seed):
         training = HeadTraining(
-            rates=RATES,
+            values=RATES,
             epochs=2,
             batch_size=4,
             loss=HistogramLoss(SIDE),
-            optimizer=AdamW(),
+            optimizer=HeadAdamW(),
             schedule=Schedule(),
             standardise=True,
             classes=CLASSES,

@@ -30,7 +30,7 @@ def _digits():
 
 
 def _training(**changes):
-    values = {"rates": C_VALUES, "max_iterations": 1000, "standardise": True, "batch_size": 7}
+    values = {"values": C_VALUES, "max_iterations": 1000, "standardise": True, "batch_size": 7}
     return LogisticTraining(
         **{"classes": CLASSES, **values, **changes},
         loss=HistogramLoss(1),
@@ -84,7 +84,7 @@ def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(c):
     model.fit(((x - x.mean(0)) * scale)[y < 255], y[y < 255])
     expected = model.decision_function((x - x.mean(0)) * scale)
 
-    training = _training(rates=(c,), classes=2, gradient_tolerance=1e-5)
+    training = _training(values=(c,), classes=2, gradient_tolerance=1e-5)
     heads = _train(training, entries, ((0,),), replace(features, labels=labels))
 
     weight, bias = heads.weight[0, 0].double(), heads.bias[0, 0].double()
@@ -95,7 +95,7 @@ def test_heads_of_two_classes_decide_as_the_regression_of_scikit_learn(c):
 def test_a_head_depends_neither_on_those_beside_it_nor_on_the_size_of_the_batches():
     entries = torch.arange(NUM_IMAGES)
     together = _train(_training(), entries)
-    alone = _train(_training(rates=C_VALUES[1:2], batch_size=NUM_IMAGES), entries, ((1,),))
+    alone = _train(_training(values=C_VALUES[1:2], batch_size=NUM_IMAGES), entries, ((1,),))
     x = _digits().blocks[1].float().flatten(0, 2)
     one = (x @ together.weight[1, 1].T + together.bias[1, 1]).softmax(1)
     other = (x @ alone.weight[0, 0].T + alone.bias[0, 0]).softmax(1)

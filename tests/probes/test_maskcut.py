@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from probes.tokencut.cuts import Cut, PatchGrid, discover
-from probes.tokencut.eigensolver import SecondEigenvector, second_eigenvector
+from probes.tokencut.eigensolver import FiedlerVector, second_eigenvector
 from probes.tokencut.eigensolver_batched import solve_batch
 from probes.tokencut.graph import similarity_graph
 from probes.tokencut.maskcut import (
@@ -98,11 +98,11 @@ def search_of(num_patches: int, num_masks: int) -> MaskCutSearch:
     return MaskCutSearch(torch.eye(num_patches)[None], grid, PAPER, num_masks)
 
 
-def strip(first: int, last: int, length: int = 20) -> SecondEigenvector:
+def strip(first: int, last: int, length: int = 20) -> FiedlerVector:
     """An eigenvector whose object is these patches of a row, the end included."""
     vector = np.full(length, -1.0)
     vector[first : last + 1] = 2
-    return SecondEigenvector(vector, 0.1, 0.5, 0.0, degenerate=False)
+    return FiedlerVector(vector, 0.1, 0.5, 0.0, degenerate=False)
 
 
 def spans(search: MaskCutSearch) -> list[list[int]]:
@@ -213,7 +213,7 @@ def test_equal_peaks_in_two_places_are_flagged():
     vector[10] = vector[3]
     search = search_of(20, num_masks=1)
 
-    search.take(SecondEigenvector(vector, 0.1, 0.5, 0.0, degenerate=False))
+    search.take(FiedlerVector(vector, 0.1, 0.5, 0.0, degenerate=False))
 
     assert search.found[0].degenerate
 

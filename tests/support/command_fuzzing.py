@@ -97,7 +97,10 @@ class Draw:
             ],
             "pretrain": self.pretraining,
             "table": lambda: [*self.filters(), *self.format(), *self.table()],
-            "compare": lambda: [self.uri(), self.uri(), *self.filters(), *self.format()],
+            "compare": lambda: [
+                *(self.uri(), self.uri(), *self.filters(), *self.format()),
+                *self.some("--over-epochs"),
+            ],
             "report": lambda: [*self.filters(), *self.some("--into", self.word("report"))],
             "models": lambda: [self.uri(), *self.some("--json")],
             "data": self.data,

@@ -14,7 +14,7 @@ from ssl_bench.report.comparing import PanelPair, panel_pair, side_of
 from ssl_bench.report.curves import Curve, Spot
 from ssl_bench.report.model import panels_of
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.image_scores import Curve as Scores
+from ssl_bench.tables.image_scores import ImageCurve
 from tests.core.test_results import RECORD
 
 SKIP, SKIPLESS = "a" * 64, "c" * 64
@@ -51,7 +51,7 @@ def curve(*values, low=None, high=None):
 
 def save(store: ResultStore, record: Record, per_image) -> None:
     """With the value that the images add up to."""
-    value = Scores(record.metric, {}).value(per_image)
+    value = ImageCurve(record.metric, {}).value(per_image)
     store.save(replace(record, value=value, num_images=len(per_image)), per_image)
 
 

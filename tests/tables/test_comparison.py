@@ -21,7 +21,7 @@ from ssl_bench.tables.comparison import (
     comparisons,
     difference,
 )
-from ssl_bench.tables.image_scores import Curve, Scored
+from ssl_bench.tables.image_scores import ImageCurve, Scored
 from ssl_bench.tables.sheets import NO_VALUE
 from tests.core.test_results import RECORD
 from tests.support.report_cells import known_as
@@ -34,12 +34,12 @@ def hits(*values):
 
 
 def curve(**layers):
-    return Curve("corloc", {int(name[1:]): values for name, values in layers.items()})
+    return ImageCurve("corloc", {int(name[1:]): values for name, values in layers.items()})
 
 
 def between(first, second, metric="corloc"):
     """The row that compares two arrays of contributions."""
-    curve = Curve(metric, {})
+    curve = ImageCurve(metric, {})
     return difference("0", curve.estimate(first), curve.estimate(second), ((0,), (0,)))
 
 

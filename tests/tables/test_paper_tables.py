@@ -11,7 +11,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.published import published_table
-from ssl_bench.tables.sheets import set_tables
+from ssl_bench.tables.sheets import render_tables
 from tests.support.report_cells import known_as
 from tests.tables.test_pivot import hits, save
 
@@ -33,7 +33,7 @@ def test_rows_and_columns_are_the_published_ones_and_ours_stands_where_it_fits(s
     save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
     save(store, "d", 11, hits(1, 1, 0, 0), dataset="toy")
 
-    lines = set_tables([laid(store, skip="a", skipless="d")], "text").splitlines()
+    lines = render_tables([laid(store, skip="a", skipless="d")], "text").splitlines()
 
     assert lines[0].startswith("published | ours with 95 % interval (images): TokenCut with DINO")
     assert lines[2].split() == ["encoder", "VOC2012", "COCO20k"]
@@ -139,7 +139,7 @@ def test_the_choice_of_the_block_is_named_as_what_it_is(store):
     oracle = laid(store, choice="oracle", skip="a")
 
     assert held_out.ours["skipless, soap", "VOC2012"] is None
-    text = set_tables([held_out], "text")
+    text = render_tables([held_out], "text")
     assert "63.2 | ‡" in text
     assert "‡: no block was chosen" in text
     assert "held-out choice" in text
@@ -150,8 +150,8 @@ def test_csv_and_json_hold_every_published_cell(store):
     save(store, "a", 11, hits(1, 0, 0, 0), **VOC)
     table = laid(store, skip="a")
 
-    rows = list(csv.DictReader(io.StringIO(set_tables([table], "csv"))))
-    (whole,) = json.loads(set_tables([table], "json"))
+    rows = list(csv.DictReader(io.StringIO(render_tables([table], "csv"))))
+    (whole,) = json.loads(render_tables([table], "json"))
 
     assert len(rows) == len(whole["cells"]) == 12
     (ours,) = [row for row in rows if row["value"]]

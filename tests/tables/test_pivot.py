@@ -12,9 +12,9 @@ from scipy.stats import binomtest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.block_choice import Chosen, choose_block
+from ssl_bench.tables.layer_selection import LayerSelection, choose_block
 from ssl_bench.tables.pivot import column_names, pivot_table
-from ssl_bench.tables.sheets import set_tables
+from ssl_bench.tables.sheets import render_tables
 from tests.core.test_results import RECORD
 
 NAMES = {"a": "skip", "d": "skipless", "e": "other"}
@@ -24,7 +24,7 @@ def hits(*values):
     return np.array(values, bool)
 
 
-def chosen_block(records, store, choice) -> Chosen:
+def chosen_block(records, store, choice) -> LayerSelection:
     found = choose_block(records, store, choice)
     assert found is not None
     return found
@@ -47,7 +47,7 @@ def save(store, sha, layer, values, *, keep: bool = True, **changes: Any):
 
 
 def cells(table, style="markdown"):
-    lines = [line for line in set_tables([table], style).splitlines() if line.startswith("| ")]
+    lines = [line for line in render_tables([table], style).splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -137,7 +137,7 @@ def test_rows_are_encoders_columns_datasets_and_ties_as_printed_share_their_rank
         ["skip", "**50.0**", "<ins>25.0</ins>"],
         ["skipless", "<ins>25.0</ins>", "**75.0**"],
     ]
-    text = set_tables([table], "text")
+    text = render_tables([table], "text")
     assert text.startswith("encoders (%): tokencut, corloc, block 5\n")
     assert "voc2012: tokencut, corloc, val, key, protocol reference, 4 images" in text
     assert "no test of the difference" in text
@@ -151,14 +151,14 @@ def test_a_cell_without_values_of_images_says_so_and_the_oracle_is_called_one(st
     oracle = pivot_table(store.records(), store, "oracle")
 
     assert [row[1] for row in cells(held_out)] == ["toy", "‡", "**33.3 @0**"]
-    assert "‡: no block was chosen: no values of single images were kept" in set_tables(
+    assert "‡: no block was chosen: no values of single images were kept" in render_tables(
         [held_out], "text"
     )
     assert [row[1] for row in cells(oracle)] == ["toy", "**66.7 @1**", "<ins>33.3 @0</ins>"]
-    text = set_tables([oracle], "text")
+    text = render_tables([oracle], "text")
     assert "oracle choice of the block" in text.splitlines()[0]
     assert "ORACLE, the best one on the scored images" in text
-    assert "ORACLE" not in set_tables([held_out], "text")
+    assert "ORACLE" not in render_tables([held_out], "text")
 
 
 def test_of_a_plain_number_no_block_and_no_encoder_is_best(store):
@@ -171,7 +171,9 @@ def test_of_a_plain_number_no_block_and_no_encoder_is_best(store):
     assert [row[1] for row in cells(pivot_table(records, store, "oracle"))][1:] == ["‡", "‡"]
     alone = pivot_table([record for record in records if record.layer == 1], store, "oracle")
     assert [row[1] for row in cells(alone)][1:] == ["66.7", "33.3"]
-    assert set_tables([alone], "text").startswith("encoders: tokencut, condition_number, block 1")
+    assert render_tables([alone], "text").startswith(
+        "encoders: tokencut, condition_number, block 1"
+    )
 
 
 def test_of_explained_variance_no_block_and_no_encoder_is_best(store):
@@ -184,8 +186,8 @@ def test_of_explained_variance_no_block_and_no_encoder_is_best(store):
     alone = pivot_table([record for record in records if record.layer == 1], store, "oracle")
 
     assert [row[1] for row in cells(several)][1:] == ["‡", "‡"]
-    assert "--best-layer oracle" not in set_tables([several], "text")
-    assert "more of it is not better" in set_tables([several], "text")
+    assert "--best-layer oracle" not in render_tables([several], "text")
+    assert "more of it is not better" in render_tables([several], "text")
     assert [row[1] for row in cells(alone)][1:] == ["66.7", "33.3"]
 
 
@@ -194,7 +196,7 @@ def test_other_blocks_for_another_encoder_are_said(store):
         for layer in layers:
             save(store, sha, layer, hits(1, 0, 0))
 
-    assert "not every encoder was probed at the same blocks" in set_tables(
+    assert "not every encoder was probed at the same blocks" in render_tables(
         [pivot_table(store.records(), store, "holdout")], "text"
     )
 
@@ -226,15 +228,15 @@ def test_csv_and_json_carry_the_blocks_that_were_chosen_from(store):
         save(store, "a", layer, hits(0, 0, layer == 3))
 
     (row,) = csv.DictReader(
-        io.StringIO(set_tables([pivot_table(store.records(), store, "oracle")], "csv"))
+        io.StringIO(render_tables([pivot_table(store.records(), store, "oracle")], "csv"))
     )
-    (table,) = json.loads(set_tables([pivot_table(store.records(), store, "oracle")], "json"))
+    (table,) = json.loads(render_tables([pivot_table(store.records(), store, "oracle")], "json"))
 
     assert (row["encoder"], row["column"], row["blocks"]) == ("skip", "toy", "3")
     assert float(row["value"]) == pytest.approx(100 / 3)
     (cell,) = table["cells"]
     assert (cell["blocks"], cell["blocks_offered"]) == ([3], [2, 3])
-    assert table["block_choice"] == "oracle"
+    assert table["layer_selection"] == "oracle"
     assert cell["checkpoint_sha256"] == "a" * 64
 
 
@@ -246,7 +248,7 @@ def test_the_command_chooses_among_the_asked_blocks(store, capsys):
     def blocks(*flags):
         assert main([*command, *flags]) == 0
         (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
-        return row["blocks"], row["block_choice"]
+        return row["blocks"], row["layer_selection"]
 
     assert blocks("--layer", "-1") == ("11", "block")
     assert blocks("--layer", "1,-1", "--best-layer", "oracle") == ("11", "oracle")

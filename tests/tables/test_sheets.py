@@ -3,14 +3,14 @@
 import pytest
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.tables.sheets import Sheet, Word, default_format, set_sheet
+from ssl_bench.tables.sheets import Cell, Sheet, default_format, set_sheet
 
 SHEET = Sheet(
     title="a title",
     head=("encoder", "voc_1", "b|c"),
     rows=(
-        (Word("skip & 100%"), Word("32.3 ± 1.2 †4", marked=True), Word("5.0")),
-        (Word("[x]"), Word("7.0", second=True), Word("", marked=True)),
+        (Cell("skip & 100%"), Cell("32.3 ± 1.2 †4", marked=True), Cell("5.0")),
+        (Cell("[x]"), Cell("7.0", second=True), Cell("", marked=True)),
     ),
     notes=("one", "two"),
 )
@@ -38,7 +38,7 @@ def test_latex_is_escaped_and_set_with_booktabs():
       r"\textless{}")],
 )  # fmt: skip
 def test_no_name_breaks_latex(name, escaped):
-    sheet = Sheet("", ("block", name), ((Word("0"), Word(name)),), ())
+    sheet = Sheet("", ("block", name), ((Cell("0"), Cell(name)),), ())
 
     assert set_sheet(sheet, "latex").count(escaped) == 2
 
@@ -49,7 +49,7 @@ def test_markdown_keeps_bars_and_tags_of_names_from_being_read():
     assert lines[2] == r"| encoder | voc_1 | b\|c |"
     assert lines[5] == "| [x] | <ins>7.0</ins> |  |"
     assert lines[-1] == "<sub>one<br>two</sub>"
-    tagged = Sheet("", ("a", "b"), ((Word("<script>"), Word("1")),), ())
+    tagged = Sheet("", ("a", "b"), ((Cell("<script>"), Cell("1")),), ())
     assert "<script>" not in set_sheet(tagged, "markdown")
 
 
@@ -65,7 +65,7 @@ def test_columns_of_text_end_at_the_same_place_and_names_begin_at_it():
 
 
 def test_block_numbers_are_read_from_the_right():
-    sheet = Sheet("", ("block", "a"), ((Word("9"), Word("1")), (Word("10"), Word("2"))), ())
+    sheet = Sheet("", ("block", "a"), ((Cell("9"), Cell("1")), (Cell("10"), Cell("2"))), ())
 
     assert set_sheet(sheet, "text").splitlines()[4:6] == ["    9  1", "   10  2"]
 
@@ -74,10 +74,10 @@ def test_codes_of_a_terminal_take_no_room():
     plain = [
         line.replace("*", "").replace("_", "")
         for line in set_sheet(
-            Sheet("", ("a", "b"), ((Word("1"), Word("22")),), ()), "text"
+            Sheet("", ("a", "b"), ((Cell("1"), Cell("22")),), ()), "text"
         ).splitlines()
     ]
-    marked = Sheet("", ("a", "b"), ((Word("1"), Word("22", marked=True)),), ())
+    marked = Sheet("", ("a", "b"), ((Cell("1"), Cell("22", marked=True)),), ())
 
     lines = set_sheet(marked, "terminal").splitlines()
 

@@ -9,16 +9,12 @@ import pytest
 from matplotlib import pyplot
 
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.tables.depth import (
-    MARKERS,
-    depth_tables,
-    insert_between_markers,
-    provenance,
-    render,
-    settings_digest,
-)
+from ssl_bench.tables.depth import depth_tables, render
+from ssl_bench.tables.documents import MARKERS, insert_between_markers
 from ssl_bench.tables.drawing import draw_curves
-from ssl_bench.tables.sheets import NO_VALUE, set_tables
+from ssl_bench.tables.notes import provenance
+from ssl_bench.tables.series import settings_digest
+from ssl_bench.tables.sheets import NO_VALUE, render_tables
 from tests.core.test_results import RECORD
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)
@@ -148,10 +144,10 @@ def test_the_digest_of_the_settings_depends_on_every_one_but_not_on_their_order(
 def test_tables_of_several_tasks_are_one_csv_and_one_json():
     tables = depth_tables([RECORD, replace(RECORD, task="pca")])
 
-    rows = list(csv.DictReader(io.StringIO(set_tables(tables, "csv"))))
+    rows = list(csv.DictReader(io.StringIO(render_tables(tables, "csv"))))
 
     assert [row["task"] for row in rows] == ["pca", "tokencut"]
-    assert [table["task"] for table in json.loads(set_tables(tables, "json"))] == [
+    assert [table["task"] for table in json.loads(render_tables(tables, "json"))] == [
         "pca",
         "tokencut",
     ]

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64
 from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.initialisers.choice import chosen
+from ssl_bench.models.initialisers.choice import make_initialiser
 
 _DEFAULT_STD = 0.02
 # Keeps the factors of a zero matrix zero instead of 0 / 0.
@@ -233,7 +233,7 @@ def initialiser_of(name: str, options: Mapping[str, Any]) -> Initialiser:
     Raises:
         ConfigurationError: An unknown name or option, or a value of the wrong type.
     """
-    return chosen(INITIALISERS, name, options)
+    return make_initialiser(INITIALISERS, name, options)
 
 
 def truncated_normal(

@@ -12,7 +12,7 @@ T = TypeVar("T")
 _Gain = Annotated[float, Within(-1000, 1000)]
 
 
-def chosen(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
+def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
     """The initialiser that `kinds` has under that name.
 
     Raises:

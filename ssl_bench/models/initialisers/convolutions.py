@@ -13,7 +13,7 @@ from jaxtyping import Float64
 from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.initialisers.choice import chosen
+from ssl_bench.models.initialisers.choice import make_initialiser
 
 Filters = Float64[Tensor, "{count} {size} {size}"]
 Covariance = Float64[Tensor, "pixels pixels"]
@@ -95,7 +95,7 @@ def filter_initialiser_of(name: str, options: Mapping[str, Any]) -> FilterInitia
     Raises:
         ConfigurationError: An unknown name or option, or a value of the wrong type.
     """
-    return chosen(FILTER_INITIALISERS, name, options)
+    return make_initialiser(FILTER_INITIALISERS, name, options)
 
 
 def centred_gaussian(size: int, sigma: float) -> Float64[Tensor, "{size} {size}"]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.depth import Entry, arbitrary_percent, mean_entry
+from ssl_bench.tables.entry import Entry, arbitrary_percent, mean_entry
 from ssl_bench.tables.image_scores import FOLDS, stored_curve
 
 CHOICES = ("holdout", "oracle")
@@ -27,7 +27,7 @@ UNRANKED_NOTE = "‡ of {}: no block was chosen: more of it is not better; --lay
 
 
 @dataclass(frozen=True)
-class Chosen:
+class LayerSelection:
     """The score of an encoder with the blocks that were chosen for it.
 
     Attributes:
@@ -40,7 +40,9 @@ class Chosen:
     offered: tuple[int, ...]
 
 
-def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> Chosen | None:
+def choose_block(
+    records: Sequence[Record], store: ResultStore, choice: str
+) -> LayerSelection | None:
     """Score one encoder with a block chosen from comparable records of several.
 
     Args:
@@ -62,7 +64,7 @@ def choose_block(records: Sequence[Record], store: ResultStore, choice: str) -> 
     return _mean(entries, offered) if len(entries) == len(seeds) else None
 
 
-def _oracle(records: Sequence[Record], offered: tuple[int, ...]) -> Chosen:
+def _oracle(records: Sequence[Record], offered: tuple[int, ...]) -> LayerSelection:
     entries = {
         layer: mean_entry([record for record in records if record.layer == layer])
         for layer in offered
@@ -72,7 +74,7 @@ def _oracle(records: Sequence[Record], offered: tuple[int, ...]) -> Chosen:
         return -math.inf if math.isnan(entries[layer].value) else entries[layer].value
 
     best = max(offered, key=value)
-    return Chosen(entries[best], (best,), offered)
+    return LayerSelection(entries[best], (best,), offered)
 
 
 def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
@@ -95,7 +97,7 @@ def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
     )
 
 
-def _mean(entries: Sequence[Entry], offered: tuple[int, ...]) -> Chosen:
+def _mean(entries: Sequence[Entry], offered: tuple[int, ...]) -> LayerSelection:
     def mean(values: Sequence[float | None]) -> float | None:
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if known else None
@@ -108,4 +110,4 @@ def _mean(entries: Sequence[Entry], offered: tuple[int, ...]) -> Chosen:
         arbitrary=mean([entry.arbitrary for entry in entries]),
         records=records,
     )
-    return Chosen(entry, tuple(sorted({record.layer for record in records})), offered)
+    return LayerSelection(entry, tuple(sorted({record.layer for record in records})), offered)

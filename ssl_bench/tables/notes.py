@@ -1,0 +1,39 @@
+"""What stands below a table: where its numbers are from, and what its signs mean."""
+
+from collections.abc import Iterable, Sequence
+
+from ssl_bench.data.files.fingerprints import kind_of
+from ssl_bench.results import Record
+from ssl_bench.tables.entry import Entry
+
+
+def dagger_note(entries: Iterable[Entry]) -> str:
+    """What a dagger means, if there is one."""
+    if not any(entry.arbitrary for entry in entries):
+        return ""
+    return "; †: percent of the images that are degenerate, their box is arbitrary"
+
+
+def trusted_note(records: Iterable[Record]) -> str:
+    """What the numbers rest on where nobody read the files to know that they are the same."""
+    is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
+    return ", their files known by size and time alone" if is_trusted else ""
+
+
+def provenance(records: Sequence[Record]) -> str:
+    """Images, seeds, versions and machines behind some records, in one line."""
+
+    def distinct(values: Sequence[object]) -> str:
+        return ", ".join(sorted({str(value) for value in values}))
+
+    commits = [(record.git_commit or "wheel")[:10] for record in records]
+    left_out = [r.settings["left_out"] for r in records if "left_out" in r.settings]
+    unreadable = f", unreadable and left out: {distinct(left_out)}" if left_out else ""
+    return (
+        f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}; "
+        f"seeds {distinct([r.seed for r in records])}; "
+        f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "
+        f"torch {distinct([r.torch for r in records])}; "
+        f"{distinct([r.device for r in records])}; "
+        f"{max(record.created for record in records)[:10]}"
+    )

@@ -1,0 +1,101 @@
+"""Which numbers may stand side by side, and what tells them from others."""
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from ssl_bench.data.files.fingerprints import shortened
+from ssl_bench.results import TRAINED_ON, Record
+from ssl_bench.tables.deviations import changed_settings, named_protocol
+
+SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
+
+
+def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
+    """Records whose numbers may stand side by side, whatever the block, the model and the seed."""
+    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    for record in records:
+        groups[_comparable(record)].append(record)
+    return [group for _, group in sorted(groups.items())]
+
+
+def difference(record: Record, groups: Sequence[Sequence[Record]]) -> str:
+    """What sets a group apart from the others whose title would be the same."""
+    rivals = [group[0] for group in groups if title(group[0]) == title(record)]
+    differing = differing_settings(record, rivals)
+    return f" [{', '.join(differing)}]" if differing else ""
+
+
+def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
+    """Settings and data by which a record differs from some of the others.
+
+    Without those that the title of a table says.
+    """
+    said = {*changed_settings(record), TRAINED_ON}
+    differing = [
+        f"{name}={value}"
+        for name, value in sorted(record.settings.items())
+        if name not in said and any(rival.settings.get(name) != value for rival in rivals)
+    ]
+    if any(rival.dataset_fingerprint != record.dataset_fingerprint for rival in rivals):
+        differing.append(f"data {shortened(record.dataset_fingerprint)}")
+    return differing
+
+
+def title(record: Record) -> str:
+    """What was measured, on what and how."""
+    return (
+        f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
+        f"{record.facet}, protocol {named_protocol(record)}{said_training(record)}"
+    )
+
+
+def said_training(record: Record) -> str:
+    """Such as ", trained on train (1464 images, 3f9a01)"; nothing where nothing was fitted."""
+    return "" if record.trained_on is None else f", trained on {record.trained_on}"
+
+
+def metric_with_unit(record: Record) -> str:
+    """Such as "corloc (%)"."""
+    return f"{record.metric} ({record.unit})" if record.unit else record.metric
+
+
+def _comparable(record: Record) -> tuple[str, ...]:
+    names = (record.task, record.dataset, record.split, record.metric, record.protocol)
+    return (*names, record.facet, record.dataset_fingerprint, settings_text(record))
+
+
+def model_names(records: Sequence[Record]) -> dict[str, str]:
+    """Name of each encoder by its id; of two of the same name with its first digits."""
+    names = {record.encoder_id: record.model for record in records}
+    digits = 6
+    # Again, because a third one may be called as the first one is now.
+    while len(set(names.values())) < len(names):
+        uses = Counter(names.values())
+        names = {
+            one: f"{name} {one[:digits]}" if uses[name] > 1 else name for one, name in names.items()
+        }
+        digits = None
+    return names
+
+
+def series_json(record: Record) -> dict[str, Any]:
+    """What all numbers that are comparable with a record's have in common."""
+    return {
+        **{name: getattr(record, name) for name in SERIES},
+        "dataset_fingerprint": record.dataset_fingerprint,
+        "settings": dict(record.settings),
+        "settings_digest": settings_digest(record),
+    }
+
+
+def settings_digest(record: Record) -> str:
+    """Twelve hexadecimal digits that are the same for the same settings."""
+    return hashlib.sha256(settings_text(record).encode()).hexdigest()[:12]
+
+
+def settings_text(record: Record) -> str:
+    """The same for the same settings."""
+    return json.dumps(dict(record.settings), sort_keys=True, default=list)

@@ -1,0 +1,227 @@
+"""The page on epochs, counted by hand from a run of two blocks that kept two encoders."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.curves import Curve, Spot, draw
+from ssl_bench.report.epochs import block_style, followed_panels
+from ssl_bench.report.model import panels_of
+from ssl_bench.results import Record, ResultStore
+from tests.support.report_cells import EVIL, Elements, cell, plain
+
+SHAS = {("skip", 100.0): "a", ("skip", 300.0): "c", ("skipless", 100.0): "d", ("alone", 300.0): "e"}
+
+
+def kept(run: str, epoch: float, layer: int, value: float, **changes) -> Record:
+    """Of the encoder `RUN@100`, or `RUN`, the last one, after 300 epochs."""
+    record = cell(
+        model=run if epoch == 300 else f"{run}@{epoch:g}",
+        checkpoint_sha256=SHAS[run, epoch] * 64,
+        layer=layer,
+        value=value,
+        ci95=(value - 5, value + 5),
+    )
+    return replace(record, details={"epoch": epoch}, **changes)
+
+
+COURSE = [
+    kept("skip", 100.0, 0, 20.0),
+    kept("skip", 300.0, 0, 15.0),
+    kept("skip", 100.0, 11, 30.0),
+    kept("skip", 300.0, 11, 55.0),
+]
+ALONE = kept("alone", 300.0, 0, 90.0)
+
+
+def followed(records):
+    return followed_panels(panels_of(records, checkpoints_of(records)), records)
+
+
+def test_a_run_is_followed_block_by_block():
+    records = [ALONE, *COURSE]
+
+    (one,) = followed(records)
+
+    (course,) = one.courses
+    assert (course.run, course.epochs, course.layers) == ("skip", (100.0, 300.0), (0, 11))
+    shown = {cell: (point.text, point.records) for cell, point in course.points.items()}
+    assert shown == {
+        (100.0, 0): ("20.0 ± 5.0", (1,)),
+        (300.0, 0): ("15.0 ± 5.0", (2,)),
+        (100.0, 11): ("30.0 ± 5.0", (3,)),
+        (300.0, 11): ("55.0 ± 5.0", (4,)),
+    }
+    assert course.best(0) == course.at(100.0, 0)
+    assert course.best(11) == course.at(300.0, 11)
+
+
+def test_seeds_are_averaged_and_other_settings_stand_apart():
+    records = [*COURSE, kept("skip", 100.0, 0, 40.0, seed=1)]
+    records += [replace(record, settings={"tau": 0.3}) for record in COURSE[:2]]
+
+    one, other = followed(records)
+
+    assert one.courses[0].points[100.0, 0].text == "30.0 ± 5.0"
+    assert one.courses[0].points[100.0, 0].records == (0, 4)
+    assert [point.records for point in other.courses[0].points.values()] == [(6,), (5,)]
+
+
+def test_one_epoch_is_no_course():
+    unknown = replace(COURSE[1], details={})
+
+    assert followed([COURSE[0], COURSE[2], ALONE, unknown]) == ()
+
+
+def test_two_runs_of_the_same_name_are_said_and_not_mixed():
+    twin = replace(COURSE[0], checkpoint_sha256="f" * 64)
+
+    (one,) = followed([*COURSE, twin])
+
+    assert one.courses == ()
+    assert "two encoders of runs called skip are of epoch 100" in one.ambiguous[0]
+
+
+def test_epochs_lie_where_they_are_on_axes_that_all_runs_share():
+    other = [kept("skipless", 100.0, 0, 70.0), kept("alone", 300.0, 0, 80.0, model="skipless")]
+    middle = replace(COURSE[1], model="skip@150", checkpoint_sha256="b" * 64)
+    records = [*COURSE, *other, replace(middle, details={"epoch": 150.0})]
+
+    ((_, skip), (_, skipless)) = followed(records)[0].drawn()
+
+    assert (skip.along, skip.x_ticks, skip.y_ticks) == ("epoch", skipless.x_ticks, skipless.y_ticks)
+    places = {tick.label: tick.place for tick in skip.x_ticks}
+    assert list(places) == ["100", "150", "300"]
+    assert places["150"] - places["100"] == pytest.approx((places["300"] - places["100"]) / 4)
+    assert [tick.label for tick in skip.y_ticks] == ["0", "20", "40", "60", "80", "100"]
+    assert [curve.name for curve in skip.curves] == ["block 0", "block 11"]
+
+
+def test_labels_without_room_are_left_out():
+    spots = tuple(Spot(epoch, 1.0, None, None, "") for epoch in (1.0, 2.0, 100.0, 200.0, 201.0))
+
+    chart = draw([Curve("block 0", "", 0, spots)], along="epoch")
+
+    assert [tick.label for tick in chart.x_ticks] == ["1", "100", "200"]
+    assert len(chart.curves[0].marks) == 5
+
+
+@pytest.mark.parametrize("depth", [1, 3, 12, 24, 32])
+def test_no_two_blocks_look_the_same(depth):
+    styles = [block_style(layer, depth) for layer in range(depth)]
+
+    assert len(set(styles)) == depth
+    shades = [int(re.findall(r"b(\d+)", style)[0]) for style in styles]
+    assert shades == sorted(shades)
+    assert (shades[0], shades[-1]) == (0, 11 if depth > 1 else 0)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("epochs")
+    store = ResultStore(root)
+    for record in [*COURSE, ALONE, plain(model="skip@100", layer=0)]:
+        store.save(record)
+    assert main(["report", "--out", str(root)]) == 0
+    return root / "report"
+
+
+def test_the_page_shows_curves_intervals_legend_and_numbers(report):
+    text = (report / "epochs.html").read_text()
+    page = Elements(text)
+
+    chart = re.findall(r'<svg class="chart".*?</svg>', text, re.DOTALL)
+    assert len(chart) == 1
+    assert chart[0].count('class="line"') == 2
+    assert len(re.findall(r'class="band" d="M[^"]+Z"', chart[0])) == 2
+    assert "<title>skip, block 11, epoch 300: 55.0 ± 5.0</title>" in chart[0]
+    legend = re.findall(r'<ul class="legend".*?</ul>', text, re.DOTALL)[0]
+    assert Elements(legend).text.split() == ["block", "0", "block", "11"]
+    (table,) = re.findall(r"<tbody>.*?</tbody>", text, re.DOTALL)
+    rows = Elements(table.replace("</t", " </t")).text.split("\n")
+    words = [" ".join(row.split()) for row in rows if row.strip()]
+    assert words == ["100 20.0 ± 5.0 30.0 ± 5.0", "300 15.0 ± 5.0 55.0 ± 5.0"]
+    best = re.findall(r'class="best">.*?</td>', table, re.DOTALL)
+    assert [Elements(f"<td {one}").text.strip() for one in best] == ["20.0 ± 5.0", "55.0 ± 5.0"]
+    assert "alone" not in page.text
+    assert "condition_number" not in page.text
+
+
+def test_the_overview_links_the_page_and_keeps_every_encoder(report):
+    page = Elements((report / "index.html").read_text())
+
+    links = [given["href"] for tag, given in page.elements if tag == "a"]
+    assert links.count("epochs.html") == 1
+    assert [link for link in links if (link or "").startswith("epochs.html#")] == [
+        "epochs.html#panel1"
+    ]
+    sections = Elements((report / "epochs.html").read_text()).elements
+    assert ("section", {"id": "panel1", "data-group": None}) in sections
+    assert len(list(report.glob("checkpoint-*.html"))) == 3
+    assert "skip@100" in page.text
+
+
+def test_without_two_epochs_a_report_shows_nothing_new(tmp_path):
+    store = ResultStore(tmp_path)
+    store.save(ALONE)
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    assert not (tmp_path / "report" / "epochs.html").exists()
+    assert "epochs.html" not in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_an_ambiguous_run_does_not_stop_the_report(tmp_path):
+    store = ResultStore(tmp_path)
+    for record in (*COURSE, replace(COURSE[0], checkpoint_sha256="f" * 64)):
+        store.save(record)
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    page = (tmp_path / "report" / "epochs.html").read_text()
+    assert "Not followed: two encoders of runs called skip" in Elements(page).text
+    # Groups without a card are hidden.
+    assert "data-group" not in page
+
+
+def test_a_run_whose_name_is_markup_is_text(tmp_path):
+    store = ResultStore(tmp_path)
+    for record in COURSE:
+        store.save(replace(record, model=record.model.replace("skip", EVIL), protocol=EVIL))
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    page = Elements((tmp_path / "report" / "epochs.html").read_text())
+    assert page.text.count(EVIL) > 2
+    assert [given for tag, given in page.elements if tag == "script"] == [
+        {"src": "records.js"},
+        {"src": "report.js"},
+    ]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_hides_the_curves_of_a_block(browser, report, width):
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get((report / "epochs.html").as_uri())
+    browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
+
+    def shown(selector: str) -> int:
+        found = browser.find_elements("css selector", selector)
+        return sum(element.is_displayed() for element in found)
+
+    assert (shown(".chart .line"), shown("tbody td"), shown(".legend li")) == (2, 4, 2)
+    browser.find_element("css selector", "input[data-model='11']").click()
+    assert (shown(".chart .line"), shown("tbody td"), shown(".legend li")) == (1, 2, 1)
+    assert browser.get_log("browser") == []
+    inks = (
+        "return [...document.querySelectorAll('.chart .line')].map(e => getComputedStyle(e).stroke)"
+    )
+    assert len(set(browser.execute_script(inks)) - {"none"}) == 2
+    root = "document.documentElement"
+    assert browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth") == 0
