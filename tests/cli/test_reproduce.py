@@ -51,6 +51,7 @@ def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
         f"dino_imagenet_{arm}"
         for arm in ("skip_adamw", "skipless_adamw", "skip_soap", "skipless_soap")
     ]
+    assert "keep_epochs" not in words(plan, of_runs=True)[0]
     assert words(plan, of_runs=True)[1] == (
         "pretrain experiment=dino_imagenet_skipless_adamw train.keep_epochs=[200] "
         "--out runs/dino_imagenet_skipless_adamw --resume --data-root /in"
