@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pretrain.crops.augmentation import Images, normalise
 from pretrain.objectives.objective import Classifier, Learner
-from pretrain.options import usable_cores
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, FilePath, PositiveShare, Temperature, check_fields
 from ssl_bench.data.central_square import central_square
@@ -23,6 +22,8 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.system.device import usable_cores
 from ssl_bench.system.paths import expanded
 
 KNN, ACCURACY = "knn_top1", "val_top1"
@@ -78,6 +79,7 @@ class Monitor:
         *,
         data_root: str | None,
         class_names: Sequence[str],
+        colours: Colours = IMAGENET_COLOURS,
     ) -> "Observer | None":
         """Find the images; none is decoded, and nothing happens where nothing is measured.
 
@@ -86,6 +88,7 @@ class Monitor:
             timeline: Of the run.
             data_root: Where the images are unless `root` says so.
             class_names: Those that the learner was built for.
+            colours: Mean and deviation of the images of the run.
 
         Raises:
             ConfigurationError: there is no folder of images, the learner has no head to validate,
@@ -98,7 +101,7 @@ class Monitor:
         if root is None:
             raise ConfigurationError("monitor.root=DIR is needed, with train/CLASS/PICTURE in it")
         folders = ClassFolders(root, self.train_split, self.val_split, self.known_only)
-        observer = Observer(self, folders, learner, timeline)
+        observer = Observer(self, folders, learner, timeline, colours)
         if self.accuracy_epochs is not None:
             observer.require_head(class_names)
         return observer
@@ -112,9 +115,15 @@ class Observer:
     """
 
     def __init__(
-        self, options: Monitor, folders: ClassFolders, learner: Learner, timeline: Timeline
+        self,
+        options: Monitor,
+        folders: ClassFolders,
+        learner: Learner,
+        timeline: Timeline,
+        colours: Colours = IMAGENET_COLOURS,
     ) -> None:
         self.options, self.learner, self.timeline = options, learner, timeline
+        self.colours = colours
         self.root = expanded(folders.root or Path()).absolute()
         self.val = Drawn.of(folders.val(), options.val_images)
         self.train = Drawn.of(folders.train(), options.train_images)
@@ -201,7 +210,7 @@ class Observer:
             for batch in drawn.batches(self.options.batch_size):
                 views = list(pool.map(lambda index: self._view(drawn.images, index, size), batch))
                 pixels = torch.stack([pixels for pixels, _ in views]).to(device)
-                outputs.append(compute(normalise(pixels.float() / 255)).float())
+                outputs.append(compute(normalise(pixels.float() / 255, self.colours)).float())
                 labels += [label for _, label in views]
         return LabelledFeatures(torch.cat(outputs), torch.tensor(labels, device=device))
 

@@ -1,13 +1,13 @@
-"""Options of a pretraining run, and what of them must not change when it is resumed."""
+"""Options of a pretraining run."""
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 
-from pretrain.openings import KEYS, WARMUP
+from pretrain.openings import WARMUP
 from pretrain.schedules import Cosine, Schedule, Timeline, Triangle
 from ssl_bench.composition.fields import (
     Count,
@@ -19,6 +19,7 @@ from ssl_bench.composition.fields import (
     PositiveShare,
     RateOrZero,
     Seed,
+    Share,
     Workers,
     check_fields,
 )
@@ -30,29 +31,9 @@ from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
+from ssl_bench.system.device import usable_cores
 
-# They change how fast, where and until when a run computes, not what.
-_FREE = (
-    "start_from",  # what was there, its sha256 says
-    "data.root",
-    "data.in_memory",
-    "data.keep_encoded",
-    "train.max_minutes",
-    "train.num_workers",
-    "train.compile",
-    "train.tensorboard",
-    "train.checkpoint_minutes",
-    "train.checkpoint_epochs",
-    "train.keep_epochs",
-    "train.keep_every",
-    "train.non_finite_patience",
-    "train.collapse_patience",
-    *KEYS,  # what they come to, the state says in steps
-)
-# What a run may be given more of.
-LENGTH = ("train.epochs", "train.max_steps")
-# It looks at the run and changes nothing.
-_OBSERVING = "monitor."
 _MOST_WORKERS = 16
 Epochs = Annotated[Sequence[Count], Items(0, 10_000)]
 
@@ -71,6 +52,8 @@ class DataOptions:
         labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then.
         fingerprint: How the images are known again when the run is resumed: "content" reads every
             file once, "stat" trusts sizes and times.
+        mean: Subtracted from the images, RGB in [0, 1]; `std` divides them then. With zeros and
+            ones they stay in [0, 1]. What RandAugment fills with is ImageNet's mean always.
     """
 
     root: FilePath | None = None
@@ -79,11 +62,22 @@ class DataOptions:
     keep_encoded: bool = False
     labels: bool = False
     fingerprint: FingerprintKind = "content"
+    mean: Annotated[Sequence[Share], Items(3, 3)] = IMAGENET_MEAN
+    std: Annotated[Sequence[PositiveShare], Items(3, 3)] = IMAGENET_STD
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
+        # YAML gives lists; equal options shall be equal.
+        for name, three in zip(("mean", "std"), self.colours, strict=True):
+            object.__setattr__(self, name, three)
         if self.keep_encoded and not self.in_memory:
             raise ConfigurationError("data.keep_encoded=true needs data.in_memory=true")
+
+    @property
+    def colours(self) -> Colours:
+        """`mean` and `std`."""
+        (a, b, c), (d, e, f) = (map(float, three) for three in (self.mean, self.std))
+        return (a, b, c), (d, e, f)
 
     @property
     def decodes_once(self) -> bool:
@@ -232,68 +226,3 @@ class TrainOptions:
 
     def compiles(self, device: torch.device) -> bool:
         return device.type == "cuda" if self.compile is None else self.compile
-
-
-def usable_cores() -> int:
-    """Those that a scheduler gave to this process; fewer than the machine has, often."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def describe(component: Any) -> Any:
-    """A component as plain types; a dataclass as the call that makes it."""
-    if is_dataclass(component):
-        values = {f.name: describe(getattr(component, f.name)) for f in fields(component)}
-        return {"_target_": _target(component)} | values
-    if isinstance(component, Mapping):
-        return {str(key): describe(value) for key, value in component.items()}
-    if isinstance(component, Sequence) and not isinstance(component, str):
-        return [describe(value) for value in component]
-    return component
-
-
-def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
-    """An older description of a component, with what it could not say yet at its default.
-
-    A dataclass's default is what a run did before there was a choice. Fields without one, and all
-    those of another class than the component's, stay as they are.
-    """
-    whole = {"_target_": _target(component), **older}
-    if whole["_target_"] != _target(component):
-        return whole
-    for item in fields(component):
-        value, default = getattr(component, item.name), _default(item)
-        if item.name not in whole and default is not MISSING:
-            whole[item.name] = describe(default)
-        inner = whole.get(item.name)
-        if is_dataclass(value) and isinstance(inner, Mapping):
-            kind = {"_target_": _target(default)} if is_dataclass(default) else {}
-            whole[item.name] = in_full({**kind, **inner}, value)
-    return whole
-
-
-def _target(component: Any) -> str:
-    return f"{type(component).__module__}.{type(component).__qualname__}"
-
-
-def _default(item: Field) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What changed between two descriptions and matters, as "key: old -> new"."""
-    old, new = _flatten(before), _flatten(now)
-    return [
-        f"{key}: {old.get(key)} -> {new.get(key)}"
-        for key in sorted(old.keys() | new.keys())
-        if key not in _FREE and not key.startswith(_OBSERVING) and old.get(key) != new.get(key)
-    ]
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat

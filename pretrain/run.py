@@ -15,6 +15,7 @@ import yaml
 from torch.utils.data import DataLoader
 
 from pretrain.accuracy import Trained, record_accuracy
+from pretrain.description import LENGTH, describe, differences, in_full
 from pretrain.logging.clock import Clock
 from pretrain.logging.divergence import Watch
 from pretrain.logging.jsonl import Journal
@@ -22,7 +23,6 @@ from pretrain.logging.report import StepLog
 from pretrain.logging.tensorboard import Board
 from pretrain.monitor import described
 from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
-from pretrain.options import LENGTH, describe, differences, in_full
 from pretrain.plan import Plan
 from pretrain.runtime.batches import Batches, Share, in_memory
 from pretrain.runtime.distributed import Ranks
@@ -42,7 +42,7 @@ from ssl_bench.errors import (
 )
 from ssl_bench.evaluation import trained_on
 from ssl_bench.models.loading.addresses import kept_name
-from ssl_bench.models.loading.checkpoint import save_encoder
+from ssl_bench.models.loading.checkpoint import colours_told, save_encoder
 from ssl_bench.system.files import write_text_atomically
 
 
@@ -72,7 +72,11 @@ class Run:
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
         )
         self.observer = plan.monitor.open(
-            learner, self.timeline, data_root=plan.data.root, class_names=images.class_names
+            learner,
+            self.timeline,
+            data_root=plan.data.root,
+            class_names=images.class_names,
+            colours=plan.data.colours,
         )
         self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
         self.step = 0
@@ -86,7 +90,8 @@ class Run:
             self._news = f"nothing to resume in {self.out}, starting"
         if self.plan.start_from is not None:
             encoders = self.trainer.learner.encoders
-            self.description[SHA256] = start_from(self.plan.start_from, encoders)
+            colours = self.plan.data.colours
+            self.description[SHA256] = start_from(self.plan.start_from, encoders, colours)
 
     def restore(self, *, extend: bool = False) -> None:
         """Go back to the last state that was saved, to go on for longer where `extend` says so.
@@ -196,6 +201,7 @@ class Run:
     def _save_encoder(self, path: Path) -> None:
         epoch = self.step / self.timeline.steps_per_epoch
         metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
+        metadata |= colours_told(self.plan.data.colours)
         save_encoder(path, self.trainer.learner.encoder, metadata)
 
     def _loop(self, report: StepLog) -> None:
@@ -212,7 +218,7 @@ class Run:
     def _take_step(self, groups: Iterator[Any], report: StepLog) -> None:
         crops, device = self.plan.objective.crops, self.ranks.device
         cut = islice(groups, self.plan.train.accumulation)
-        parts = (crops.finish(group, device) for group in cut)
+        parts = (crops.finish(group, device, self.plan.data.colours) for group in cut)
         values = self.trainer.take_step(self.step, parts)
         row = self._row()
         self.step += 1

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from pretrain.description import describe
 from pretrain.logging.tensorboard import require_tensorboard
-from pretrain.options import describe
 from pretrain.plan import Plan
 from pretrain.run import Run
 from pretrain.runtime.distributed import joined

@@ -1,3 +1,3 @@
 """What does each block of this encoder know?"""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

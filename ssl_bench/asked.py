@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ssl_bench.composition.compose import choices, require_choice
+from ssl_bench.composition.compose import asked_names, choices, require_choice
 from ssl_bench.data.files.readable import ReadableDataset
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.models import Encoder, load_encoder
@@ -60,17 +60,6 @@ def announced_encoder(uri: str) -> Encoder:
 
 def _listed(colour: Sequence[float]) -> str:
     return " ".join(f"{value:g}" for value in colour)
-
-
-def asked_names(kind: str, text: str, valid: list[str]) -> list[str]:
-    """The names of a list with commas, or all of them.
-
-    Raises:
-        ConfigurationError: an unknown name.
-    """
-    if text == "all":
-        return valid
-    return [require_choice(kind, name.strip(), [*valid, "all"]) for name in text.split(",")]
 
 
 def require_writable(folder: Path) -> None:

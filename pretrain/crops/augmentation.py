@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64, UInt8
 from torch import Tensor
 
-from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 
 Images = Float[Tensor, "views 3 height width"]
 Rows = Int64[Tensor, " rows"]
@@ -52,8 +52,9 @@ def apply_looks(
     looks: AugmentationParams,
     *,
     solarize_threshold: float,
+    colours: Colours = IMAGENET_COLOURS,
 ) -> Images:
-    """Change 8-bit RGB views as `looks` says, and normalise them with ImageNet's statistics.
+    """Change 8-bit RGB views as `looks` says, and normalise them.
 
     Values from `solarize_threshold`, in [0, 1], on are inverted where a view is solarized.
     """
@@ -63,13 +64,12 @@ def apply_looks(
     change(images, looks.grey, lambda chosen, _: greyscale(chosen).expand_as(chosen))
     change(images, looks.blur_sigma > 0, lambda chosen, rows: blur(chosen, looks.blur_sigma[rows]))
     change(images, looks.solarize, lambda chosen, _: solarize(chosen, solarize_threshold))
-    return normalise(images)
+    return normalise(images, colours)
 
 
-def normalise(images: Images) -> Images:
-    """From values in [0, 1] to ImageNet's mean 0 and deviation 1 in each channel, in place."""
-    statistics = torch.tensor([IMAGENET_MEAN, IMAGENET_STD])
-    mean, std = _beside(images, statistics)[..., None, None]
+def normalise(images: Images, colours: Colours = IMAGENET_COLOURS) -> Images:
+    """From values in [0, 1] to mean 0 and deviation 1 where those are `colours`, in place."""
+    mean, std = _beside(images, torch.tensor(colours))[..., None, None]
     return images.sub_(mean).div_(std)
 
 

@@ -24,6 +24,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 
 _ATTEMPTS = 10
 # Random numbers of a view.
@@ -137,13 +138,19 @@ class MultiCrop:
         boxes = place_boxes(of_boxes, image_sizes, scales, self.aspect_ratio)
         return boxes, self.choose_looks(of_looks)
 
-    def finish(self, groups: Sequence[CropGroup], device: torch.device) -> tuple[Images, ...]:
+    def finish(
+        self,
+        groups: Sequence[CropGroup],
+        device: torch.device,
+        colours: Colours = IMAGENET_COLOURS,
+    ) -> tuple[Images, ...]:
         """Give every view its look on the device; the normalised views, group by group."""
         return tuple(
             apply_looks(
                 group.pixels.to(device, non_blocking=True),
                 group.looks,
                 solarize_threshold=self.solarize_threshold / 255,
+                colours=colours,
             )
             for group in groups
         )

@@ -13,6 +13,7 @@ from pretrain.crops.multi import crop, draw_boxes
 from ssl_bench.composition.fields import Share, ShareSpan, Span, check_fields
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,10 @@ class PlainCrop:
         return pixels.flip(-1) if generator.random() < self.flip_probability else pixels
 
     def finish(
-        self, groups: UInt8[Tensor, "batch 3 size size"], device: torch.device
+        self,
+        groups: UInt8[Tensor, "batch 3 size size"],
+        device: torch.device,
+        colours: Colours = IMAGENET_COLOURS,
     ) -> tuple[Images]:
         """The normalised images."""
-        return (normalise(groups.to(device, non_blocking=True).float() / 255),)
+        return (normalise(groups.to(device, non_blocking=True).float() / 255, colours),)

@@ -25,6 +25,7 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.data.samples import Sample
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 
 # Brightness, contrast and saturation: no hue.
 _NUM_JITTERS = 3
@@ -132,13 +133,13 @@ class SingleCrop:
         )
 
     def finish(
-        self, groups: LabelledCrops, device: torch.device
+        self, groups: LabelledCrops, device: torch.device, colours: Colours = IMAGENET_COLOURS
     ) -> tuple[Images, Int64[Tensor, " batch"], Float32[Tensor, ""]]:
         """The normalised images, the class of each, and its share of the mixture."""
         images = groups.pixels.to(device, non_blocking=True).float().div_(255)
         if self.color_jitter:
             jitter(images, torch.ones(len(images), dtype=torch.bool), groups.order, groups.factors)
-        normalise(images)
+        normalise(images, colours)
         if self.cutout:
             grey_out(images, groups.hidden)
         erase(images, groups.erased, groups.noise_seed)

@@ -12,6 +12,7 @@ from pretrain.schedules import Timeline
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, EncoderModule, ViTConfig
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 
 Views = Sequence[Tensor]
 """Images of one size or several, and what else a loss needs to know of them, such as labels."""
@@ -108,7 +109,9 @@ class ViewMaker(Protocol):
         sizes: Sequence[int],
     ) -> Any: ...
 
-    def finish(self, groups: Any, device: torch.device) -> Views: ...
+    def finish(
+        self, groups: Any, device: torch.device, colours: Colours = IMAGENET_COLOURS
+    ) -> Views: ...
 
 
 @runtime_checkable

@@ -10,26 +10,31 @@ from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
     Encoder,
     EncoderModule,
     VisionTransformer,
     identify_encoder,
     load_encoder,
 )
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 from ssl_bench.models.positions import resize_positions
 from ssl_bench.system.paths import expanded, real
 
 START, SHA256 = "start_from", "start_from_sha256"
 # They say how weights are drawn and trained, or are changed on the way.
-_MAY_DIFFER = ("image_size", "drop_path", "frozen_filters", "init", "init_options")
+_MAY_DIFFER = (
+    *("image_size", "drop_path", "frozen_filters"),
+    *("init", "init_options", "truncated_tokens"),
+)
 
 
-def start_from(address: str, encoders: Sequence[EncoderModule]) -> str:
+def start_from(
+    address: str, encoders: Sequence[EncoderModule], colours: Colours = IMAGENET_COLOURS
+) -> str:
     """Copy the weights of a checkpoint into all these encoders.
 
     Learned positions are resized where the image size is another; fixed ones stay as they are.
+    `colours` are mean and deviation of the run's images.
 
     Returns:
         The checkpoint's sha256.
@@ -39,6 +44,7 @@ def start_from(address: str, encoders: Sequence[EncoderModule]) -> str:
         ConfigurationError: it is of another architecture, or of images in other colours.
     """
     found = load_encoder(address)
+    _require_colours(found, colours, address)
     for encoder in encoders:
         module = _require_fit(found, encoder, address)
         encoder.load_state_dict(_fitting_weights(module, encoder))
@@ -93,12 +99,18 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
             f"start_from={address} is of another architecture: expected {expected}, came {came}; "
             "type the latter, or start from another checkpoint"
         )
-    if (found.mean, found.std) != (IMAGENET_MEAN, IMAGENET_STD):
-        raise ConfigurationError(
-            f"start_from={address} expects images of mean {found.mean} and deviation {found.std}, "
-            "those of a run have ImageNet's; start from another checkpoint"
-        )
     return module
+
+
+def _require_colours(found: Encoder, colours: Colours, address: str) -> None:
+    if (found.mean, found.std) != colours:
+        mean, std = (
+            f"[{','.join(f'{value:g}' for value in of)}]" for of in (found.mean, found.std)
+        )
+        raise ConfigurationError(
+            f"start_from={address} expects images of another scale than those of the run; type "
+            f"data.mean={mean} data.std={std}, or start from another checkpoint"
+        )
 
 
 def _agree(name: str, here: Any, there: Any) -> bool:

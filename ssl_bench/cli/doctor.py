@@ -19,6 +19,7 @@ from ssl_bench.composition.compose import build, choices, compose_config, config
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
 from ssl_bench.results.provenance import source_commit
+from ssl_bench.system.device import usable_cores
 from ssl_bench.system.escaping import json_text, one_line, printable_lines
 from ssl_bench.system.paths import real
 
@@ -131,7 +132,7 @@ def _extra(distribution: str, extra: str, purpose: str) -> Finding:
 
 
 def _processors() -> Iterator[Finding]:
-    cores, threads = _usable_cores(), torch.get_num_threads()
+    cores, threads = usable_cores(), torch.get_num_threads()
     limits = [f"{name}={os.environ[name]}" for name in THREAD_LIMITS if name in os.environ]
     advice = f"; more threads than cores: set OMP_NUM_THREADS={cores}" if threads > cores else ""
     yield Finding("cpu", f"{cores} cores, torch uses {threads} threads{advice}")
@@ -141,12 +142,6 @@ def _processors() -> Iterator[Finding]:
         size = shutil.disk_usage(shared).total / 2**30
         advice = "; little for data workers: train.num_workers=0" if size < 1 else ""
         yield Finding("shm", f"{size:.1f} GiB in {shared}{advice}")
-
-
-def _usable_cores() -> int:
-    # A scheduler gives a job fewer cores than the machine has; not every system tells.
-    asked = getattr(os, "sched_getaffinity", None)
-    return len(asked(0)) if asked else os.cpu_count() or 1
 
 
 def _gpus() -> Iterator[Finding]:

@@ -8,12 +8,11 @@ from omegaconf import DictConfig
 
 from ssl_bench.asked import (
     announced_encoder,
-    asked_names,
     asked_probes,
     newest_checkpoint,
     opened_store,
 )
-from ssl_bench.composition.compose import choices, key_lines
+from ssl_bench.composition.compose import asked_names, choices, key_lines
 from ssl_bench.features import resolve_layers
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import probing_config

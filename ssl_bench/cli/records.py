@@ -4,10 +4,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ssl_bench.asked import asked_names
-from ssl_bench.composition.compose import choices, require_choice
+from ssl_bench.composition.compose import asked_names, choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.models import identify_encoder
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say
 from ssl_bench.tables.series import model_names
@@ -126,6 +124,9 @@ def recorded_checkpoint(
         ]
     place = name.rpartition("@")[0] or name
     if not found and name and (Path(name).exists() or Path(place).exists() or ":" in name):
+        # Here, because torch takes seconds and a name in the tables needs none of it.
+        from ssl_bench.models import identify_encoder
+
         asked = encoder_id(identify_encoder(name).identity())
         found = [asked] if asked in models else []
     if len(found) != 1:

@@ -69,6 +69,17 @@ def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
     return name
 
 
+def asked_names(kind: str, text: str, valid: list[str]) -> list[str]:
+    """The names of a list with commas, or all of them.
+
+    Raises:
+        ConfigurationError: an unknown name.
+    """
+    if text == "all":
+        return valid
+    return [require_choice(kind, name.strip(), [*valid, "all"]) for name in text.split(",")]
+
+
 def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
     """Compose one root file of `configs/` with Hydra overrides.
 

@@ -12,7 +12,9 @@ from ssl_bench.models.kinds import EncoderConfig, EncoderModule, kind_of
 
 _NORM_EPS = 1e-6
 # They decide how the weights came about, not what is done with them.
-_OF_TRAINING = frozenset({"init", "init_options", "drop_path", "frozen_filters"})
+_OF_TRAINING = frozenset(
+    {"init", "init_options", "truncated_tokens", "drop_path", "frozen_filters"}
+)
 # The same sums on another path: timm decides it by the machine.
 _OF_MACHINE = frozenset({"training", "fused_attn"})
 

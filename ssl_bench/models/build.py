@@ -10,6 +10,8 @@ from ssl_bench.models.initialisers.convolutions import filter_initialiser_of
 from ssl_bench.models.vit import Block, VisionTransformer
 
 _TOKEN_STD = 0.02
+# Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
+_CUT = 2 * _TOKEN_STD
 
 
 def build_vit(config: ViTConfig, *, seed: int) -> VisionTransformer:
@@ -20,7 +22,7 @@ def build_vit(config: ViTConfig, *, seed: int) -> VisionTransformer:
     with torch.random.fork_rng(devices=[]):
         model = VisionTransformer(config)
     generator = torch.Generator().manual_seed(seed)
-    _initialise_tokens(model, generator)
+    _initialise_tokens(model, generator, truncated=config.truncated_tokens)
     initialiser = initialiser_of(config.init, config.init_options)
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -59,13 +61,24 @@ def _draw_uniform(convolution: nn.Conv2d, generator: Generator) -> None:
 
 
 @torch.no_grad()
-def _initialise_tokens(model: VisionTransformer, generator: Generator) -> None:
+def _initialise_tokens(model: VisionTransformer, generator: Generator, *, truncated: bool) -> None:
     # Official DINO leaves the patch convolution at PyTorch's default.
     _draw_uniform(model.patch_embed.proj, generator)
     for name in ("cls_token", "reg_token", "pos_embed"):
         parameter = model.get_parameter(name) if hasattr(model, name) else None
         if parameter is not None and parameter.requires_grad:
             nn.init.trunc_normal_(parameter, std=_TOKEN_STD, generator=generator)
+            if truncated:
+                _redraw_tails(parameter)
+
+
+def _redraw_tails(parameter: nn.Parameter) -> None:
+    """Draw anew what lies beyond two deviations, until nothing does."""
+    # From a generator of its own, so that all that is drawn later stays as it is without.
+    own = Generator().manual_seed(int(parameter.flatten()[0].view(torch.int32)))
+    within = torch.empty_like(parameter)
+    nn.init.trunc_normal_(within, 0, _TOKEN_STD, -_CUT, _CUT, generator=own)
+    parameter.copy_(torch.where(parameter.abs() > _CUT, within, parameter))
 
 
 @torch.no_grad()

@@ -49,6 +49,8 @@ class ViTConfig:
             rises linearly from 0 at the first block. Needs skips.
         num_registers: Extra tokens between [CLS] and the patches; they carry no position.
         position_embedding: "sinusoidal" is fixed, "learned" is trained.
+        truncated_tokens: [CLS], registers and learned positions start within two deviations of 0.
+            Official DINO and timm cut at -2 and 2, which is a hundred deviations.
         init: Name of an initialiser, see `ssl_bench.models.initialisers.blocks`.
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
@@ -70,6 +72,7 @@ class ViTConfig:
     drop_path: ShareBelowOne = 0.0
     num_registers: Annotated[int, Within(0, 1000)] = 0
     position_embedding: PositionEmbedding = "learned"
+    truncated_tokens: bool = False
     init: str = "default"
     init_options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,5 +1,7 @@
 """The device that work is done on."""
 
+import os
+
 import torch
 
 from ssl_bench.errors import ConfigurationError, MachineError
@@ -24,3 +26,10 @@ def choose_device(name: str | None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise MachineError(f"device {name} is not usable here; try --device cpu") from error
     return device
+
+
+def usable_cores() -> int:
+    """How many cores this process may use; a scheduler gives fewer than the machine has."""
+    # Not every system tells.
+    asked = getattr(os, "sched_getaffinity", None)
+    return len(asked(0)) if asked else os.cpu_count() or 1

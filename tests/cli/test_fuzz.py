@@ -20,7 +20,7 @@ def outcome(kinds: str, count: int) -> dict[str, int]:
     In a process of its own: without the type checks of the tests, which refuse what the program
     as it is installed would take, and with a limit on its memory.
     """
-    command = [sys.executable, "-m", "tests.fuzzing", kinds, str(count)]
+    command = [sys.executable, "-m", "tests.support.fuzzing", kinds, str(count)]
     run = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=540
     )
@@ -31,7 +31,7 @@ def outcome(kinds: str, count: int) -> dict[str, int]:
 
 def commands_ended(seed: int, count: int) -> int:
     """How many commands were drawn and run, once it is known that none ended badly."""
-    command = [sys.executable, "-m", "tests.command_fuzzing", str(seed), str(count)]
+    command = [sys.executable, "-m", "tests.support.command_fuzzing", str(seed), str(count)]
     run = subprocess.run(
         command, cwd=REPOSITORY, capture_output=True, text=True, errors="replace", timeout=900
     )

@@ -5,9 +5,9 @@ import pytest
 import yaml
 from omegaconf import DictConfig
 
+from pretrain.description import describe
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import Soap
-from pretrain.options import describe
 from ssl_bench.composition.components import completed, component_class, constructed
 from ssl_bench.composition.compose import (
     as_plain,

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from pretrain.crops.single import SingleCrop
-from pretrain.options import describe, differences
+from pretrain.description import describe, differences
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import (
     as_plain,

@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from probes.conditioning import probe as conditioning
+from probes.conditioning import scores
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
@@ -105,7 +106,7 @@ def test_fault_60_jacobians_are_not_computed_again_for_a_figure(place, monkeypat
     assert main(words) == 0
     ((name, before),) = pictures("results").items()
     (Path("results/pictures") / name).unlink()
-    monkeypatch.setattr(conditioning, "exact_spectra", None)
+    monkeypatch.setattr(scores, "exact_spectra", None)
 
     assert main(words) == 0
 
@@ -171,7 +172,7 @@ def test_fault_60_a_record_never_stands_without_its_arrays(place, monkeypatch, r
     def write() -> None:
         monkeypatch.setattr(Path, "replace", replace_or_die)
         for seed in range(3):
-            record = RECORD.__class__(**{**RECORD.__dict__, "seed": seed})
+            record = replace(RECORD, seed=seed)
             ResultStore(Path("results")).save(record, np.ones((record.num_images, 2), int))
 
     assert exit_code(fork(write)) == -signal.SIGKILL

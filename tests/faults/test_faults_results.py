@@ -194,7 +194,7 @@ def test_every_row_names_its_tests_and_every_test_has_its_row():
     }
     there = {
         (int(row), name)
-        for path in (REPOSITORY / "tests").glob("test_*.py")
+        for path in (REPOSITORY / "tests").rglob("test_*.py")
         for name, row in re.findall(r"(?m)^def (test_fault_(\d+)_\w+)\(", path.read_text())
     }
     assert promised == there

@@ -197,7 +197,7 @@ def test_weights_of_a_folder_that_are_replaced_while_they_are_read_are_refused(
     else:
         folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
     name, _, function = module.partition(".")
-    read = getattr(importlib.import_module(f"ssl_bench.models.{name}"), function)
+    read = getattr(importlib.import_module(f"ssl_bench.models.loading.{name}"), function)
 
     def replaced_then_read(path, *more):
         copy = path.with_suffix(".new")
@@ -205,7 +205,7 @@ def test_weights_of_a_folder_that_are_replaced_while_they_are_read_are_refused(
         copy.replace(path)
         return read(path, *more)
 
-    monkeypatch.setattr(f"ssl_bench.models.{module}", replaced_then_read)
+    monkeypatch.setattr(f"ssl_bench.models.loading.{module}", replaced_then_read)
     assert "was replaced while it was read" in message_of(f"local-dir:{folder}")
 
 

@@ -6,6 +6,7 @@ from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, block_statistics, build_vit, token_statistics
+from ssl_bench.models.architecture import configured
 from ssl_bench.models.initialisers.blocks import (
     DefaultInit,
     MimeticInit,
@@ -244,3 +245,61 @@ def test_tokens_of_a_skipless_encoder_collapse_by_default_and_less_with_its_own_
     assert cosines["skipless"][1] > 0.999
     assert cosines["proposed"][1] < 0.6
     assert cosines["skip"][-1] < 0.1
+
+
+TOKENS = ("cls_token", "reg_token", "pos_embed")
+
+
+def with_tokens(*, truncated, **options):
+    return build_vit(
+        ViTConfig(
+            image_size=224, patch_size=8, dim=192, depth=1, num_heads=3, num_registers=4,
+            truncated_tokens=truncated, **options,
+        ),
+        seed=5,
+    )  # fmt: skip
+
+
+def test_tokens_that_are_not_truncated_are_the_normal_numbers_that_they_were():
+    model = with_tokens(truncated=False)
+    generator, filters = seeded(5), model.patch_embed.proj
+    for parameter in filters.parameters():
+        bound = (3 * 8 * 8) ** -0.5
+        assert torch.equal(
+            parameter, torch.empty_like(parameter).uniform_(-bound, bound, generator=generator)
+        )
+    for name in TOKENS:
+        parameter = model.get_parameter(name)
+        normal = torch.empty_like(parameter).normal_(0, 0.02, generator=generator)
+        assert torch.equal(parameter, normal)
+
+
+def test_truncated_tokens_lie_within_two_deviations_and_nothing_else_changes():
+    before, after = (with_tokens(truncated=truncated) for truncated in (False, True))
+    for name, old in before.named_parameters():
+        new = after.get_parameter(name)
+        kept = old.abs() <= 0.04
+        if name in TOKENS:
+            assert (new.abs() <= 0.04).all()
+            assert torch.equal(new[kept], old[kept])
+        else:
+            assert torch.equal(new, old)
+
+
+def test_truncated_tokens_have_the_variance_of_their_distribution():
+    tokens = with_tokens(truncated=True).pos_embed.detach().double()
+
+    # 1 - 2 * 2 phi(2) / (Phi(2) - Phi(-2)) = 1 - 4 * .0539910 / .9544997, counted by hand.
+    assert (tokens.var() / 0.02**2).item() == pytest.approx(0.773741, rel=0.01)
+    assert tokens.mean().abs() < 4 * tokens.std() / tokens.numel() ** 0.5
+    # (Phi(1) - Phi(-1)) / (Phi(2) - Phi(-2)) = .6826895 / .9544997.
+    assert (tokens.abs() < 0.02).double().mean().item() == pytest.approx(0.715233, abs=0.005)
+
+
+def test_fixed_positions_are_not_truncated_and_who_the_encoder_is_stays():
+    waves = [
+        with_tokens(truncated=truncated, position_embedding="sinusoidal")
+        for truncated in (False, True)
+    ]
+    assert torch.equal(waves[0].pos_embed, waves[1].pos_embed)
+    assert configured(waves[0].config) == configured(waves[1].config)

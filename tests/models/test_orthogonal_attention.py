@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pretrain.description import describe, differences
 from pretrain.logging.mfu import training_flops
 from pretrain.objectives.supervised import Supervised
-from pretrain.options import describe, differences
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config

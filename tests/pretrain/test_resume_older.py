@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pretrain.options import describe, differences, in_full
+from pretrain.description import describe, differences, in_full
 from pretrain.runtime.state import load_state, save_state
 from ssl_bench.errors import ConfigurationError
 from tests.pretrain.test_train import assert_same_run, tiny

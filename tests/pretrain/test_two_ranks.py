@@ -35,7 +35,7 @@ CASES = [*(f"{name}:{rank}" for name in BOTH for rank in range(2)), "disk:0", "t
 def ends(place: Path) -> dict[str, Any]:
     """How both processes ended, for each fault; all in a process of their own."""
     photos = photo_folder(place / "photos")
-    command = [sys.executable, "-m", "tests.two_ranks", str(photos), str(place), *CASES]
+    command = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(place), *CASES]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])

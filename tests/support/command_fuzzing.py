@@ -1,8 +1,8 @@
 """Commands drawn at random, in a process without type checks; what ended badly is printed.
 
-`python -m tests.command_fuzzing SEED COUNT` prints how many ended with each exit code. A draw that
-is valid goes on until an encoder computes for the first time, which is where it is stopped; one
-in fifty goes on from there to its end.
+`python -m tests.support.command_fuzzing SEED COUNT` prints how many ended with each exit code. A
+draw that is valid goes on until an encoder computes for the first time, which is where it is
+stopped; one in fifty goes on from there to its end.
 """
 
 import contextlib

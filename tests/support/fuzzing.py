@@ -1,7 +1,7 @@
 """Mutated inputs for the readers of this program, in a process without type checks.
 
-`python -m tests.fuzzing KIND COUNT` prints how many inputs were refused and read, and every input
-that ended in anything but an answer or an error of our own.
+`python -m tests.support.fuzzing KIND COUNT` prints how many inputs were refused and read, and every
+input that ended in anything but an answer or an error of our own.
 """
 
 import io

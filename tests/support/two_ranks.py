@@ -1,7 +1,7 @@
 """Runs of two processes, one of which meets a fault; prints how both ended, as JSON.
 
-`python -m tests.two_ranks PHOTOS OUT FAULT:RANK...` imports once and forks two processes for each
-fault. In a process of its own, since what has computed gradients must not be forked.
+`python -m tests.support.two_ranks PHOTOS OUT FAULT:RANK...` imports once and forks two processes
+for each fault. In a process of its own, since what has computed gradients must not be forked.
 """
 
 import contextlib

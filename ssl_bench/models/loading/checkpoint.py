@@ -12,6 +12,7 @@ import safetensors.torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 from ssl_bench.models.kinds import EncoderConfig, EncoderModule, config_of, empty_encoder, kind_of
 from ssl_bench.models.loading.weights import check_readable, load_weights, read_weights
 from ssl_bench.system.files import read_digests, sha256_of, write_atomically, write_text_atomically
@@ -103,6 +104,27 @@ def stated_epoch(path: Path) -> float | None:
     return epoch if math.isfinite(epoch) else None
 
 
+def colours_told(colours: Colours) -> dict[str, str]:
+    """Metadata for `save_encoder` of an encoder whose images are not normalised as ImageNet's."""
+    if colours == IMAGENET_COLOURS:
+        return {}
+    return {"mean": json.dumps(colours[0]), "std": json.dumps(colours[1])}
+
+
+def stated_colours(path: Path) -> Colours:
+    """How a file of ours says that its images are normalised; as ImageNet's if it does not.
+
+    Raises:
+        CheckpointError: Not three numbers each.
+    """
+    metadata = read_metadata(path)
+    mean, std = (
+        _three_numbers(path, metadata[name]) if name in metadata else plain
+        for name, plain in zip(("mean", "std"), IMAGENET_COLOURS, strict=True)
+    )
+    return mean, std
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """What `save_encoder` wrote beside the weights: format, version, kind, config, step ...
 
@@ -187,6 +209,16 @@ def _config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
             f"{path} holds a model configuration that cannot be read ({error}); "
             "it needs the version of ssl-bench that wrote it"
         ) from error
+
+
+def _three_numbers(path: Path, text: str) -> tuple[float, float, float]:
+    try:
+        red, green, blue = (float(value) for value in json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} states a mean or deviation of images that is not three numbers: {text[:80]}"
+        ) from error
+    return red, green, blue
 
 
 def _serialised(weights: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ssl_bench.models.architecture import configured
-from ssl_bench.models.encoder import IMAGENET_COLOURS, identity_of
+from ssl_bench.models.encoder import identity_of
 from ssl_bench.models.loading.addresses import file_of, name_of
-from ssl_bench.models.loading.checkpoint import is_ours, stated_identity
+from ssl_bench.models.loading.checkpoint import is_ours, stated_colours, stated_identity
 from ssl_bench.models.loading.load import load_encoder
 
 
@@ -42,7 +42,7 @@ def identify_encoder(uri: str) -> EncoderIdentity:
         config, digest = stated_identity(path)
         told = configured(config)
         return EncoderIdentity(
-            uri, name_of(path), digest, told, *IMAGENET_COLOURS, depth=config.depth
+            uri, name_of(path), digest, told, *stated_colours(path), depth=config.depth
         )
     encoder = load_encoder(uri)
     return EncoderIdentity(

@@ -10,6 +10,7 @@ from ssl_bench.models.loading.addresses import LAST, file_of, name_of
 from ssl_bench.models.loading.checkpoint import (
     is_ours,
     load_checkpoint,
+    stated_colours,
     stated_epoch,
     unreplaced,
     verified_sha256,
@@ -91,6 +92,7 @@ def _from_path(uri: str) -> Encoder:
             uri=uri,
             sha256=digest,
             keys=(keys, keys),
+            colours=stated_colours(path),
             contents=Contents("ssl-bench", file=path, epoch=stated_epoch(path)),
         )
     return _from_foreign_file(path, uri, name_of(path))

@@ -1,0 +1,88 @@
+"""What a run is, in plain values, and what of it must not change when it is resumed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from typing import Any
+
+from pretrain.openings import KEYS
+
+# They change how fast, where and until when a run computes, not what.
+_FREE = (
+    "start_from",  # what was there, its sha256 says
+    "data.root",
+    "data.in_memory",
+    "data.keep_encoded",
+    "train.max_minutes",
+    "train.num_workers",
+    "train.compile",
+    "train.tensorboard",
+    "train.checkpoint_minutes",
+    "train.checkpoint_epochs",
+    "train.keep_epochs",
+    "train.keep_every",
+    "train.non_finite_patience",
+    "train.collapse_patience",
+    *KEYS,  # what they come to, the state says in steps
+)
+# What a run may be given more of.
+LENGTH = ("train.epochs", "train.max_steps")
+# It looks at the run and changes nothing.
+_OBSERVING = "monitor."
+
+
+def describe(component: Any) -> Any:
+    """A component as plain types; a dataclass as the call that makes it."""
+    if is_dataclass(component):
+        values = {f.name: describe(getattr(component, f.name)) for f in fields(component)}
+        return {"_target_": _target(component)} | values
+    if isinstance(component, Mapping):
+        return {str(key): describe(value) for key, value in component.items()}
+    if isinstance(component, Sequence) and not isinstance(component, str):
+        return [describe(value) for value in component]
+    return component
+
+
+def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
+    """An older description of a component, with what it could not say yet at its default.
+
+    A dataclass's default is what a run did before there was a choice. Fields without one, and all
+    those of another class than the component's, stay as they are.
+    """
+    whole = {"_target_": _target(component), **older}
+    if whole["_target_"] != _target(component):
+        return whole
+    for item in fields(component):
+        value, default = getattr(component, item.name), _default(item)
+        if item.name not in whole and default is not MISSING:
+            whole[item.name] = describe(default)
+        inner = whole.get(item.name)
+        if is_dataclass(value) and isinstance(inner, Mapping):
+            kind = {"_target_": _target(default)} if is_dataclass(default) else {}
+            whole[item.name] = in_full({**kind, **inner}, value)
+    return whole
+
+
+def _target(component: Any) -> str:
+    return f"{type(component).__module__}.{type(component).__qualname__}"
+
+
+def _default(item: Field) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What changed between two descriptions and matters, as "key: old -> new"."""
+    old, new = _flatten(before), _flatten(now)
+    return [
+        f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new.keys())
+        if key not in _FREE and not key.startswith(_OBSERVING) and old.get(key) != new.get(key)
+    ]
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
