@@ -8,6 +8,8 @@ from typing import NoReturn
 
 from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.reproduce.arguments import add_arguments
+from ssl_bench.sweep.arguments import add_slurm
 from ssl_bench.system.paths import expanded
 
 EPILOG = """\
@@ -20,6 +22,7 @@ examples:
   ssl-bench sweep --checkpoint 'runs/*' --dataset voc2012,ade20k --data-root /data --dry-run
   ssl-bench table --pivot --metric corloc --best-layer holdout --format latex
   ssl-bench table --paper figure3 --as 'skip, adamw=runs/skip'
+  ssl-bench reproduce cutting_the_skip/table2
   ssl-bench compare runs/skip runs/skipless --task tokencut
   ssl-bench report --out results
 
@@ -27,7 +30,10 @@ KEY=VALUE arguments are Hydra overrides of the files in configs/; a wrong key na
 """
 
 
-_PATHS = ("out", "into", "figure", "manifest", "slurm_logs")
+_PATHS = ("out", "runs", "into", "figure", "manifest", "slurm_logs")
+
+
+_WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_sweep(commands)
     _add_pretrain(commands)
+    _add_reproduce(commands)
     _add_table(commands)
     _add_compare(commands)
     _add_report(commands)
@@ -97,11 +104,7 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     way("--dry-run", action="store_true", help="only show the plan")
     way("--print", action="store_true", help="print a command for each job with pending cells")
     way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
-    add("--slurm-partition", metavar="NAME", help="default: the cluster's own")
-    add("--slurm-minutes", type=int, default=240, metavar="N", help="for each job (default 240)")
-    add("--slurm-gpus", type=int, default=1, metavar="N", help="for each job (default 1)")
-    add("--slurm-cpus", type=int, default=8, metavar="N", help="for each job (default 8)")
-    add("--slurm-logs", metavar="DIR", help="logs of the jobs (default OUT/slurm)")
+    add_slurm(sweep)
 
 
 def _add_probing(add: Callable[..., object]) -> None:
@@ -144,6 +147,13 @@ def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
     _add_keys(add)
+
+
+def _add_reproduce(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "the runs and probes of a published table, and ours beside it"
+    reproduce = _command(commands, "reproduce", summary)
+    add_arguments(reproduce)
+    add_slurm(reproduce)
 
 
 def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -277,7 +287,7 @@ def run(arguments: Sequence[str]) -> int:
         close = difflib.get_close_matches(unknown[0], flags, n=2)
         hint = f"did you mean {' or '.join(close)}?" if close else f"flags: {', '.join(flags)}"
         raise ConfigurationError(f"unknown argument {unknown[0]!r}; {hint}")
-    if overrides and options.command not in ("probe", "sweep", "pretrain", "data"):
+    if overrides and options.command not in _WITH_OVERRIDES:
         raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
     # Imported here because torch alone takes seconds and `--help` needs none of it.
     return import_module(f"ssl_bench.cli.{options.command}").command(options, overrides)

@@ -25,6 +25,7 @@ from ssl_bench.composition.components import (
     legal_values,
 )
 from ssl_bench.composition.fields import shown
+from ssl_bench.composition.papers import Experiment, experiments
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.paths import PACKAGE
 
@@ -39,8 +40,11 @@ def config_folder() -> Path:
 
 
 def choices(group: str) -> list[str]:
-    """Names of the files of a group, such as "probe", and of what other packages add to it."""
-    return sorted({*_files(group), *entry_points(group)})
+    """Names of the files of a group, such as "probe", and of what is added to it elsewhere.
+
+    Other packages add probes, the papers' runs are experiments.
+    """
+    return sorted({*_files(group), *entry_points(group), *_runs_of_papers(group)})
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -165,6 +169,10 @@ def _files(group: str) -> list[str]:
     return [path.stem for path in (config_folder() / group).glob("*.yaml")]
 
 
+def _runs_of_papers(group: str) -> dict[str, Experiment]:
+    return experiments(config_folder()) if group == "experiment" else {}
+
+
 @cache
 def _groups(folder: Path) -> frozenset[str]:
     """Folders of `configs/` whose files are choices, such as "probe/segmentation_protocol"."""
@@ -207,9 +215,13 @@ def _check_choice(root: str, key: str, value: Any) -> None:
         raise ConfigurationError(
             f"unknown {key}={shown(value)} for {root}; {nearest(str(value), valid)}"
         )
-    if value not in _files(key):
-        call = entry_point_call(entry_points(key)[value])
-        ConfigStore.instance().store(group=key, name=value, node=call)
+    if value in _files(key):
+        return
+    store = ConfigStore.instance().store
+    if value in (runs := _runs_of_papers(key)):
+        store(group=key, name=value, node=runs[value].node(), package="_global_")
+    else:
+        store(group=key, name=value, node=entry_point_call(entry_points(key)[value]))
 
 
 def _set(config: DictConfig, key: str, value: Any) -> None:

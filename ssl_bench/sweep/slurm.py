@@ -21,6 +21,7 @@ class SlurmOptions:
     Attributes:
         minutes: After which SLURM stops a task; it is queued again and goes on.
         logs: Folder that every node sees; gets output and errors of each task.
+        restarts: How often a task whose time is up is queued again.
     """
 
     partition: str | None
@@ -28,6 +29,7 @@ class SlurmOptions:
     gpus: int
     cpus: int
     logs: Path
+    restarts: int = 3
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,11 @@ def submit_array(
     options: SlurmOptions,
     *,
     cluster: Literal["slurm", "local", "debug"] = "slurm",
+    dependency: str | None = None,
 ) -> "list[submitit.Job[None]]":
     """Submit one task a command and do not wait; on `cluster` "local" and "debug" they run here.
+
+    With a `dependency` such as "afterok:4711" SLURM waits for it, and cancels what waits in vain.
 
     Raises:
         MachineError: submitit or SLURM is not there, or SLURM refuses.
@@ -72,13 +77,17 @@ def submit_array(
         raise MachineError(
             "--slurm needs submitit; run: pip install 'ssl-bench[slurm]', or use --print"
         ) from error
-    executor = submitit.AutoExecutor(options.logs, cluster=cluster)
+    waits = {"dependency": dependency, "kill-on-invalid-dep": "yes"} if dependency else {}
+    executor = submitit.AutoExecutor(
+        options.logs, cluster=cluster, slurm_max_num_timeout=options.restarts
+    )
     executor.update_parameters(
         name="ssl-bench",
         timeout_min=options.minutes,
         gpus_per_node=options.gpus,
         cpus_per_task=options.cpus,
         **({"slurm_partition": options.partition} if options.partition else {}),
+        **({"slurm_additional_parameters": waits} if waits else {}),
     )
     try:
         with executor.batch():

@@ -54,7 +54,7 @@ class PaperTable:
         )
 
     def _word(self, row: str, column: str) -> Cell:
-        value = str(self.published.values[row, column])
+        value = self.published.cell(row, column)
         if (row, column) not in self.ours:
             return Cell(f"{value} | -")
         chosen = self.ours[row, column]
@@ -133,7 +133,7 @@ class PaperTable:
             {
                 "row": row,
                 "column": column.name,
-                "published": self.published.values[row, column.name],
+                "published": self.published.values.get((row, column.name)),
                 "source": self.published.source,
                 **_csv_fields(self.ours.get((row, column.name))),
             }
@@ -147,7 +147,7 @@ class PaperTable:
             {
                 "row": row,
                 "column": column.name,
-                "published": self.published.values[row, column.name],
+                "published": self.published.values.get((row, column.name)),
                 "ours": _json(self.ours.get((row, column.name))),
             }
             for row in self.published.rows

@@ -1,12 +1,14 @@
 """Published values, and how the experiments behind them differ from a record of this suite."""
 
 import difflib
-import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from ssl_bench.composition.compose import config_folder
+from ssl_bench.composition.papers import Paper, papers
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import SUPERVISED, Record
 
@@ -24,6 +26,7 @@ class PublishedColumn:
         task: Name of this suite's probe; empty where there is none. Likewise `dataset`, `metric`.
         facets: Of records that measure the same kind of feature.
         num_images: Of the usual whole split, which papers do not always name; None for times.
+        probe: Overrides with which the probe asks the column's question.
     """
 
     name: str
@@ -32,6 +35,7 @@ class PublishedColumn:
     metric: str
     facets: tuple[str, ...]
     num_images: int | None
+    probe: tuple[str, ...] = ()
 
     def is_measured_by(self, record: Record) -> bool:
         """Whether a record, of whatever protocol, answers the same question on the same data."""
@@ -52,7 +56,12 @@ class PublishedTable:
         setup: What the paper says of the experiment.
         unknown: What it leaves open.
         source: Paper, venue and number of the table.
-        values: By row and column, in percent unless the metric says otherwise.
+        where: That number, such as "table B.9".
+        values: By row and column, in percent unless the metric says otherwise; none for a cell that
+            is empty there.
+        runs: Which experiment stands for a row here, by row, as NAME or NAME@EPOCH.
+        in_reports: Whether its values stand beside records that nobody laid there; not where
+            hundreds of variants would hide the records.
     """
 
     paper: str
@@ -64,6 +73,13 @@ class PublishedTable:
     rows: tuple[str, ...]
     columns: tuple[PublishedColumn, ...]
     values: dict[tuple[str, str], float]
+    where: str = ""
+    runs: Mapping[str, str] = field(default_factory=dict)
+    in_reports: bool = True
+
+    def cell(self, row: str, column: str) -> str:
+        """A cell as text; empty where nothing is published."""
+        return str(self.values.get((row, column), ""))
 
 
 @dataclass(frozen=True)
@@ -93,13 +109,14 @@ class Beside:
     differs: str
 
 
-@cache
 def published_tables() -> tuple[PublishedTable, ...]:
-    """All published tables, read once from the file in the package."""
-    text = files("ssl_bench.tables").joinpath("published.json").read_text(encoding="utf-8")
-    tables = tuple(
-        _table(paper, table) for paper in json.loads(text)["papers"] for table in paper["tables"]
-    )
+    """All published tables, from the files in `configs/papers`."""
+    return _tables(config_folder())
+
+
+@cache
+def _tables(folder: Path) -> tuple[PublishedTable, ...]:
+    tables = tuple(_table(paper, table) for paper in papers(folder) for table in paper.tables)
     names = [table.name for table in tables]
     if len(set(names)) < len(names):
         raise ValueError(f"expected every published table to have its own name, got {names}")
@@ -142,6 +159,7 @@ def published_values(
         if paper in (None, one.paper)
         for row in one.rows
         for column in one.columns
+        if (row, column.name) in one.values
     )
 
 
@@ -151,8 +169,9 @@ def published_beside(record: Record) -> tuple[Beside, ...]:
         Beside(_value(table, row, column), difference_of_settings(table, column, record))
         for table in published_tables()
         for column in table.columns
-        if column.is_measured_by(record)
+        if table.in_reports and column.is_measured_by(record)
         for row in table.rows
+        if (row, column.name) in table.values
     )
 
 
@@ -204,29 +223,32 @@ def _value(table: PublishedTable, row: str, column: PublishedColumn) -> Publishe
     )
 
 
-def _table(paper: dict[str, Any], table: dict[str, Any]) -> PublishedTable:
+def _table(paper: Paper, table: Mapping[str, Any]) -> PublishedTable:
     columns = tuple(_column(column) for column in table["columns"])
-    values = {}
+    cells: dict[tuple[str, str], float | None] = {}
     for row in table["rows"]:
         # Strict: a row with a number too many or too few would shift all that follow.
         for column, value in zip(columns, row["values"], strict=True):
-            values[row["name"], column.name] = float(value)
-    if len(values) != len(table["rows"]) * len(columns):
+            cells[row["name"], column.name] = value
+    if len(cells) != len(table["rows"]) * len(columns):
         raise ValueError(f"rows or columns of {table['name']} share a name")
     return PublishedTable(
-        paper=paper["name"],
+        paper=paper.name,
         name=table["name"],
         title=table["title"],
         setup=table["setup"],
         unknown=table["unknown"],
-        source=f"{paper['title']}, {paper['reference']}, {table['where']}",
+        source=f"{paper.title}, {paper.reference}, {table['where']}",
         rows=tuple(row["name"] for row in table["rows"]),
         columns=columns,
-        values=values,
+        values={cell: float(value) for cell, value in cells.items() if value is not None},
+        where=table["where"],
+        runs={row["name"]: row["run"] for row in table["rows"] if "run" in row},
+        in_reports=table.get("in_reports", True),
     )
 
 
-def _column(column: dict[str, Any]) -> PublishedColumn:
+def _column(column: Mapping[str, Any]) -> PublishedColumn:
     return PublishedColumn(
         name=column["name"],
         task=column["task"],
@@ -234,4 +256,5 @@ def _column(column: dict[str, Any]) -> PublishedColumn:
         metric=column["metric"],
         facets=tuple(column["facets"]),
         num_images=column["images"],
+        probe=tuple(column.get("probe", ())),
     )

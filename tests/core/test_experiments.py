@@ -1,4 +1,4 @@
-"""The files in configs/experiment: they build, say what they cost, and differ in what they name."""
+"""Recipes and the papers' runs: they build, say what they cost, and differ in what they name."""
 
 import re
 from functools import cache
@@ -8,66 +8,32 @@ import pytest
 from pretrain.crops.single import SingleCrop
 from pretrain.description import describe, differences
 from pretrain.train import Pretraining
-from ssl_bench.composition.compose import build, choices, compose_config, config_folder
+from ssl_bench.composition.compose import (
+    as_plain,
+    build,
+    choices,
+    compose_config,
+    config_folder,
+)
+from ssl_bench.composition.papers import experiments
 from ssl_bench.models import ConvMixerConfig, ViTConfig
 from ssl_bench.models.initialisers.blocks import MimeticInit, initialiser_of
-from ssl_bench.tables.published import published_table
+from ssl_bench.reproduce.papers import is_run
+from ssl_bench.tables.published import published_tables
 
 EXPERIMENTS = choices("experiment")
-# Experiments with a row of their own in a published table.
-PUBLISHED = {
-    "convmixer_cifar10_uniform": ("convmixer_cifar10", "uniform init, 200 epochs"),
-    "convmixer_cifar10_covariance": ("convmixer_cifar10", "covariance init, 200 epochs"),
-    "convmixer_imagenet_512_12_uniform": ("convmixer", "ConvMixer-512/12, uniform init"),
-    "convmixer_imagenet_512_24_uniform": ("convmixer", "ConvMixer-512/24, uniform init"),
-    "convmixer_imagenet_512_32_uniform": ("convmixer", "ConvMixer-512/32, uniform init"),
-    "convmixer_imagenet_512_12_covariance": ("convmixer", "ConvMixer-512/12, covariance init"),
-    "convmixer_imagenet_512_24_covariance": ("convmixer", "ConvMixer-512/24, covariance init"),
-    "convmixer_imagenet_512_32_covariance": ("convmixer", "ConvMixer-512/32, covariance init"),
-    "mae_imagenet": ("mae", "MAE"),
-    "mae_imagenet_dct": ("mae", "MAE, DCT token graying"),
-    "mae_imagenet_finetune": ("mae", "MAE"),
-    "mae_imagenet_finetune_dct": ("mae", "MAE, DCT token graying"),
-    "mimetic_cifar10_default": ("cifar10", "width 192, 12 blocks, 3 heads, default init"),
-    "mimetic_cifar10_mimetic": ("cifar10", "width 192, 12 blocks, 3 heads, mimetic init"),
-    "graying_imagenet_vit_s_plain": ("imagenet1k", "ViT-S"),
-    "graying_imagenet_vit_s_dct": ("imagenet1k", "ViT-S, DCT token graying"),
-    "graying_imagenet_vit_b_plain": ("imagenet1k", "ViT-B"),
-    "graying_imagenet_vit_b_dct": ("imagenet1k", "ViT-B, DCT token graying"),
-    "graying_tiny_imagenet_plain_linear": ("tiny_imagenet", "linear attention"),
-    "graying_tiny_imagenet_svd_linear": (
-        "tiny_imagenet",
-        "linear attention, SVD token graying",
-    ),
-    "graying_tiny_imagenet_dct_linear": (
-        "tiny_imagenet",
-        "linear attention, DCT token graying",
-    ),
-    "graying_tiny_imagenet_plain_softmax": ("tiny_imagenet", "softmax attention"),
-    "graying_tiny_imagenet_svd_softmax": (
-        "tiny_imagenet",
-        "softmax attention, SVD token graying",
-    ),
-    "graying_tiny_imagenet_dct_softmax": (
-        "tiny_imagenet",
-        "softmax attention, DCT token graying",
-    ),
-    "osa_mnist_qr": ("mnist", "OSA (QR)"),
-    "osa_mnist_newton_schulz": ("mnist", "OSA (Newton-Schulz)"),
-    "osa_mnist_vit": ("mnist", "ViT"),
-    "osa_mnist_vit_no_skip": ("mnist", "ViT, no skip"),
-    "osa_mnist_vit_no_skip_no_norm": ("mnist", "ViT, no skip, no layer norm"),
-    "supervised_imagenet_skip_adamw": ("table1", "skip, adamw"),
-    "supervised_imagenet_skip_soap": ("table1", "skip, soap"),
-    "supervised_imagenet_skipless_default_adamw": ("table1", "skipless, default init, adamw"),
-    "supervised_imagenet_skipless_default_soap": ("table1", "skipless, default init, soap"),
-    "supervised_imagenet_skipless_adamw": ("table1", "skipless, proposed init, adamw"),
-    "supervised_imagenet_skipless_soap": ("table1", "skipless, proposed init, soap"),
-}
+RUNS = experiments(config_folder())
+RECIPES = sorted(path.stem for path in (config_folder() / "experiment").glob("*.yaml"))
+ROWS = [
+    (table, row)
+    for table in published_tables()
+    for row, address in table.runs.items()
+    if is_run(address)
+]
 # Stems of experiments, and what the arms under them may differ in.
 COMPARISONS = {
-    "convmixer_cifar10": {"model"},
-    "convmixer_imagenet": {"model"},
+    "convmixer_cifar10": {"model", "train"},
+    "convmixer_imagenet": {"model", "train"},
     "deit_imagenet": {"model"},
     "dino_100_imagenet": {"model"},
     "dino_300_imagenet": {"model"},
@@ -85,9 +51,9 @@ COMPARISONS = {
 }
 
 
-def comment(name) -> str:
-    """The comment of an experiment as one line."""
-    text = (config_folder() / "experiment" / f"{name}.yaml").read_text()
+def comment(recipe) -> str:
+    """The comment of a recipe as one line."""
+    text = (config_folder() / "experiment" / f"{recipe}.yaml").read_text()
     lines = [line.removeprefix("# ") for line in text.splitlines() if line.startswith("# ")]
     return " ".join(lines)
 
@@ -99,19 +65,31 @@ def experiment(name, *overrides) -> Pretraining:
     return plan
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_builds_and_says_what_it_costs_and_where_its_figures_are_from(name):
+def is_one_of_many(name) -> bool:
+    """Whether it is of the two tables with a hundred rows."""
+    return RUNS[name].recipe.startswith("convmixer") and len(RUNS[name].changes) > 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * is_one_of_many(n)) for n in EXPERIMENTS],
+)
+def test_every_experiment_builds(name):
     plan = experiment(name)
 
     sizes = plan.objective.crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
     assert all(size % plan.encoder.patch_size == 0 for size in sizes)
-    assert " Cost: " in comment(name)
-    is_base = any(other.startswith(f"{name}_") for other in EXPERIMENTS)
-    assert is_base or " Expected: " in comment(name)
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_a_cost_is_a_number_or_stands_in_the_experiment_that_it_names(name):
+def test_every_recipe_is_a_run_of_a_paper_and_every_run_takes_a_recipe():
+    assert set(RECIPES) <= set(RUNS)
+    assert {run.recipe for run in RUNS.values()} == set(RECIPES)
+    assert set(EXPERIMENTS) == set(RUNS)
+    assert all(not RUNS[name].changes for name in RECIPES)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_cost_is_a_number_or_stands_in_the_recipe_that_it_names(name):
     cost = comment(name).split(" Cost: ")[1]
 
     named = re.match(r"(?:see|as) (\w+)", cost)
@@ -119,34 +97,107 @@ def test_a_cost_is_a_number_or_stands_in_the_experiment_that_it_names(name):
     assert not re.search(r"\b(COST|EXPECTED|TODO|TBD|FIXME|XXX+)\b", comment(name))
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_what_is_expected_is_the_published_value(name):
-    table, row = PUBLISHED[name]
-    published = published_table(table)
-    expected = re.split(r"Expected: | Cost: ", comment(name))[1]
+def test_what_needs_a_large_gpu_says_for_how_long():
+    small = {"osa_mnist", "initialisation_readings", "dino_photographs", "mae_photographs"}
 
-    for column in published.columns:
-        decimals = 2 if published.paper == "mimetic_initialization" else 1
-        assert f"{published.values[row, column.name]:.{decimals}f} %" in expected
+    assert {run.recipe for run in RUNS.values() if run.gpu_hours is None} == small
 
 
-@pytest.mark.parametrize("arm", ["default", "mimetic"])
-def test_the_other_rows_of_cifar10_stand_in_the_comment(arm):
-    text = comment(f"mimetic_cifar10_{arm}")
-    for row, _ in published_table("cifar10").values:
+@cache
+def sections(*overrides) -> dict:
+    return as_plain(compose_config("pretraining", overrides))
+
+
+def at(values, key):
+    for name in key.split("."):
+        values = values[name]
+    return values
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_run_repeats_a_value_of_its_recipe(name):
+    run = RUNS[name]
+    files = {key: value for key, value in run.changes.items() if "." not in key}
+    recipe = [f"experiment={run.recipe}"]
+    base = sections(*recipe, *(f"{key}={value}" for key, value in files.items()))
+
+    repeated = [key for key in files if base[key] == sections(*recipe)[key]]
+    repeated += [key for key, v in run.changes.items() if "." in key and at(base, key) == v]
+
+    assert not repeated
+
+
+@pytest.mark.parametrize(("table", "row"), ROWS, ids=[f"{t.name}: {row}" for t, row in ROWS])
+def test_a_row_stands_for_a_run_of_its_own_and_trains_on_the_images_of_the_table(table, row):
+    name, _, epoch = table.runs[row].partition("@")
+    datasets = {column.dataset for column in table.columns if column.task == "supervised"}
+
+    assert datasets <= {RUNS[name].images}
+    assert list(table.runs.values()).count(table.runs[row]) == 1
+    assert not epoch or int(epoch) < experiment(name).train.epochs
+
+
+def rows_of(name) -> dict[str, Pretraining]:
+    """The runs of a table by its rows."""
+    (table,) = [one for one in published_tables() if one.name == name]
+    return {row: experiment(run.partition("@")[0]) for row, run in table.runs.items()}
+
+
+def vit(plan) -> ViTConfig:
+    assert isinstance(plan.model, ViTConfig)
+    return plan.model
+
+
+def mixer(plan) -> ConvMixerConfig:
+    assert isinstance(plan.encoder, ConvMixerConfig)
+    return plan.encoder
+
+
+@pytest.mark.slow
+def test_rows_that_name_their_sizes_have_them():
+    for row, plan in rows_of("cifar10").items():
         width, depth, heads, init = re.findall(r"\d+|default|mimetic", row)
-        if init == arm and (width, depth, heads) != ("192", "12", "3"):
-            value = published_table("cifar10").values[row, "top-1"]
-            assert f"{width}/{depth}/{heads} {value:.2f}" in text
+        sizes = [vit(plan).dim, vit(plan).depth, vit(plan).num_heads, vit(plan).init]
+        assert sizes == [int(width), int(depth), int(heads), init]
+    for row, plan in rows_of("convmixer_cifar10").items():
+        size, ending = mixer(plan).kernel_size, ", frozen" if mixer(plan).frozen_filters else ""
+        wanted = f"{size} x {size}, {plan.train.epochs} epochs, {mixer(plan).init} init{ending}"
+        assert row == wanted
+    for name in ("table3", "table4"):
+        for row, plan in rows_of(name).items():
+            kind = "skip" if vit(plan).skip_mlp else "skipless"
+            assert row == f"{kind}, {vit(plan).depth} blocks"
 
 
-def test_the_exponents_of_graying_stand_in_the_comment():
-    text = comment("graying_imagenet_vit_b_dct").split(" Other exponents ")[1]
-    by_dct, by_svd = text.split("model.graying=svd ")
-    for (row, _), value in published_table("graying_exponent").values.items():
-        kind, _, exponent = row.partition(", exponent ")
-        if exponent not in ("", "0.95"):
-            assert f"{exponent} {value}" in {"DCT": by_dct, "SVD": by_svd}[kind].replace("`", "")
+@pytest.mark.slow
+def test_rows_of_the_convmixers_of_imagenet_have_their_sizes_and_their_covariance():
+    for row, plan in rows_of("convmixer").items():
+        one = mixer(plan)
+        options = [one.init_options.get(name) for name in ("sigma_0", "v_sigma", "a_sigma")]
+        shares = " ".join(f"{value:g}".lstrip("0") for value in options if value is not None)
+        init = f"{one.init} init {shares}".rstrip()
+        sizes = f"ConvMixer-{one.dim}/{one.depth}, patch {one.patch_size}"
+        ending = ", frozen" if one.frozen_filters else ""
+        assert row == f"{sizes}, {plan.train.epochs} epochs, {init}{ending}"
+        assert one.kernel_size == 9
+
+
+def test_rows_of_graying_have_its_kind_and_exponent():
+    for row, plan in rows_of("graying_exponent").items():
+        kind, exponent = vit(plan).graying, vit(plan).graying_exponent
+        wanted = f"{kind.upper()}, exponent {exponent}"
+        assert row == ("no token graying" if kind == "none" else wanted)
+    for row, plan in rows_of("tiny_imagenet").items():
+        kind = "" if vit(plan).graying == "none" else f", {vit(plan).graying.upper()} token graying"
+        assert row == f"{vit(plan).attention} attention{kind}"
+
+
+def test_rows_of_the_supervised_table_have_its_skips_initialisation_and_optimizer():
+    for row, plan in rows_of("table1").items():
+        optimizer = type(plan.optimizer).__name__.lower()
+        init = {"skipless": "proposed", "default": "default"}[vit(plan).init]
+        kind = "skip" if vit(plan).skip_mlp else f"skipless, {init} init"
+        assert row == f"{kind}, {optimizer}"
 
 
 @pytest.mark.parametrize("stem", COMPARISONS)
@@ -245,13 +296,6 @@ def test_imagenet_runs_are_those_of_the_papers_tables():
 )
 def test_two_arms_differ_by_these_lines(name, other, changed):
     assert differences(describe(experiment(name)), describe(experiment(other))) == changed
-
-
-def test_shorter_runs_of_a_convmixer_stand_in_the_comment():
-    for (row, _), value in published_table("convmixer_cifar10").values.items():
-        init, epochs = row.split()[0], row.split()[-2]
-        text = comment(f"convmixer_cifar10_{init}")
-        assert f"{value:.2f} % after {epochs}" in text
 
 
 @pytest.mark.parametrize("depth", [12, 24, 32])

@@ -1,0 +1,34 @@
+"""What a table costs: hours of a large GPU by arithmetic, and gigabytes to download."""
+
+from collections.abc import Iterable, Sequence
+
+from ssl_bench.composition.papers import Experiment
+from ssl_bench.data.sources import SOURCES
+
+TRAINING_GB = {"imagenet1k": 154.6, "tiny_imagenet": 0.25, "cifar10": 0.17, "mnist": 0.012}
+"""Gigabytes of the published archives that runs train on: the training and validation images of
+ILSVRC 2012 (147.9 and 6.7), tiny-imagenet-200.zip, cifar-10-python.tar.gz, MNIST's four files."""
+
+
+def said_hours(runs: Sequence[Experiment]) -> str:
+    """The sum in words; runs that need no large GPU have no hours."""
+    known = [run.gpu_hours for run in runs if run.gpu_hours is not None]
+    if not known:
+        return "less than an hour each on one CPU core"
+    return f"about {sum(known):.3g} GPU hours"
+
+
+def gigabytes(name: str) -> float | None:
+    """Of the archives of a dataset or of images to train on; None for what is one's own."""
+    if name in TRAINING_GB:
+        return TRAINING_GB[name]
+    source = SOURCES.get(name)
+    return source.size / 1e9 if source and source.size else None
+
+
+def said_gigabytes(names: Iterable[str]) -> str:
+    """Each dataset with its size, and the sum."""
+    sizes = {name: gigabytes(name) for name in names}
+    words = [f"{name} {'?' if size is None else f'{size:.2g} GB'}" for name, size in sizes.items()]
+    total = sum(size for size in sizes.values() if size is not None)
+    return f"{', '.join(words)}; {total:.3g} GB to download" if words else "none"

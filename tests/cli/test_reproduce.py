@@ -1,0 +1,384 @@
+"""From a published table to its runs and probes: the plan, what is there, and all in small."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ssl_bench.cli import reproduce as reproduce_command
+from ssl_bench.cli.__main__ import main
+from ssl_bench.cli.parser import build_parser
+from ssl_bench.composition.compose import compose_config
+from ssl_bench.errors import DataError, Preempted
+from ssl_bench.reproduce.carrying import carry_out
+from ssl_bench.reproduce.costs import TRAINING_GB
+from ssl_bench.reproduce.papers import all_experiments, full_name, tables_of
+from ssl_bench.reproduce.plan import Asked, Plan, plan_table
+from ssl_bench.reproduce.state import run_state
+from ssl_bench.sweep.slurm import SlurmOptions
+from ssl_bench.tables.published import published_tables
+from tests.cli.test_sweep_slurm import SRUN
+from tests.support.faults import class_folders, fails, log_rows, photo_folder, voc
+from tests.support.faults import records as recorded
+
+TWO_ARMS = ["--row", "skip, adamw", "--row", "skipless, adamw"]
+SMALL = (
+    "model.image_size=16", "model.patch_size=8", "model.dim=24", "model.num_heads=2",
+    "model.depth=2", "objective.out_dim=32", "objective.hidden_dim=16",
+    "objective.bottleneck_dim=8", "objective.crops.num_locals=2", "train.num_workers=0",
+)  # fmt: skip
+
+
+def plan_of(name: str, *overrides: str, **asked) -> Plan:
+    (table,) = tables_of(name)
+    places = {"runs": Path("runs"), "out": Path("results"), "roots": {}}
+    return plan_table(table, Asked(**{**places, "overrides": overrides, **asked}))
+
+
+def words(plan: Plan, *, of_runs: bool) -> list[str]:
+    return [" ".join(step.words) for step in plan.steps if step.is_run == of_runs]
+
+
+def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
+    plan = plan_of("cutting_the_skip/table2", roots={"imagenet1k": "/in", "voc2012": "/voc"})
+
+    assert [run.name for run in plan.runs] == [
+        f"dino_imagenet_{arm}"
+        for arm in ("skip_adamw", "skipless_adamw", "skip_soap", "skipless_soap")
+    ]
+    assert "keep_epochs" not in words(plan, of_runs=True)[0]
+    assert words(plan, of_runs=True)[1] == (
+        "pretrain experiment=dino_imagenet_skipless_adamw train.keep_epochs=[200] "
+        "--out runs/dino_imagenet_skipless_adamw --resume --data-root /in"
+    )
+    probes = words(plan, of_runs=False)
+    assert len(probes) == 6 * 6
+    assert probes[15] == (
+        "probe --task segmentation --dataset voc2012 --checkpoint "
+        "runs/dino_imagenet_skipless_adamw@200 --out results probe.protocol=paper "
+        "probe.layers_mode=multi --data-root /voc"
+    )
+    assert plan.images == ("imagenet1k", "voc2012", "coco_stuff", "ade20k")
+
+
+def test_overrides_reach_the_runs_or_the_probes_and_leave_out_what_they_make_impossible():
+    plan = plan_of("table2", "train.max_steps=20", "probe.epochs=2", "data.root=/in", device="cpu")
+
+    assert {re.sub(r"\S*(skip\w*)", "*", line) for line in words(plan, of_runs=True)} == {
+        "pretrain * train.warmup_epochs=null objective.teacher_temperature_epochs=null "
+        "train.max_steps=20 data.root=/in --out * --resume "
+        "--device cpu"
+    }
+    assert all(line.endswith("probe.epochs=2 --device cpu") for line in words(plan, of_runs=False))
+    assert plan.unreached == ("skipless, adamw, 200 epochs", "skipless, soap, 200 epochs")
+    assert len(words(plan, of_runs=False)) == 4 * 6
+    own = plan_of("table2", "train.max_steps=20", "train.warmup_epochs=0").steps[0].words
+    assert "train.warmup_epochs=null" not in own
+    # No warm-up in this recipe, and nothing to shorten.
+    assert "null" not in " ".join(plan_of("mnist", "train.max_steps=20").steps[0].words)
+    assert plan_of("table2", "train.epochs=100").unreached == plan.unreached
+    assert plan_of("table2", "train.epochs=200").unreached == ()
+
+
+def test_rows_and_datasets_can_be_chosen():
+    plan = plan_of("figure3", rows=("skip, soap",), datasets=("coco20k",))
+
+    assert [step.title for step in plan.steps] == [
+        "pretrain dino_imagenet_skip_soap",
+        "tokencut on coco20k, dino_imagenet_skip_soap",
+    ]
+
+
+def test_a_run_that_begins_with_weights_of_another_comes_behind_it():
+    plan = plan_of("always_skip_attention/mae", out=Path("my results"))
+
+    assert [(step.run, step.needs) for step in plan.steps] == [
+        ("mae_imagenet", None),
+        ("mae_imagenet_finetune", "mae_imagenet"),
+        ("mae_imagenet_dct", None),
+        ("mae_imagenet_finetune_dct", "mae_imagenet_dct"),
+    ]
+    assert plan.steps[0].words == (
+        *("pretrain", "experiment=mae_imagenet", "--out", "runs/mae_imagenet", "--resume"),
+    )
+    assert plan.steps[1].words[2:4] == (
+        "monitor.results='my results'",
+        "start_from=runs/mae_imagenet",
+    )
+
+
+def test_published_weights_need_no_run():
+    plan = plan_of("reference_points/tokencut", datasets=("voc2007",))
+
+    (step,) = plan.steps
+    assert "--checkpoint timm:vit_small_patch16_224.dino --out results" in " ".join(step.words)
+    assert (plan.runs, step.needs) == ((), None)
+
+
+@pytest.mark.parametrize("table", published_tables(), ids=full_name)
+def test_every_command_of_every_table_is_one_that_the_parser_takes(table):
+    plan = plan_of(full_name(table))
+
+    for step in plan.steps:
+        options, overrides = build_parser().parse_known_args(list(step.words))
+        assert options.command in ("pretrain", "probe")
+        assert all("=" in word for word in overrides)
+    assert set(plan.checkpoints) | set(plan.without) == set(table.rows)
+
+
+def test_what_a_table_adds_to_its_runs_composes():
+    for words in (step.words for step in plan_of("mae").steps + plan_of("table2").steps):
+        if words[0] == "pretrain":
+            config = compose_config("pretraining", [word for word in words[1:] if "=" in word])
+            assert config.train.keep_epochs in (None, [200])
+
+
+def test_what_runs_train_on_has_a_size_unless_it_is_ones_own():
+    assert {run.images for run in all_experiments().values()} == {*TRAINING_GB, "photographs"}
+
+
+def test_looking_takes_no_torch_and_shows_what_it_costs(tmp_path):
+    code = (
+        "import sys; from ssl_bench.cli.__main__ import main\n"
+        "assert main(['reproduce']) == 0\n"
+        "assert main(['reproduce', 'cutting_the_skip/table2', 'train.max_steps=20']) == 0\n"
+        "assert main(['reproduce', 'table1', '--print']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    source = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert done.returncode == 0, done.stderr
+    listed = "linear segmentation with DINO encoders; 6 rows, all by 4 runs, about 228 GPU hours"
+    assert f"cutting_the_skip/table2   table 2: {listed}" in done.stdout
+    assert "4 runs, about 228 GPU hours of one H200 by arithmetic, not measured" in done.stdout
+    assert "voc2012 2 GB" in done.stdout
+    assert "left out, because the runs end before their epoch: 'skipless, adamw, 200" in done.stdout
+    assert "ssl-bench pretrain experiment=supervised_imagenet_skip_adamw monitor.results=" in (
+        done.stdout
+    )
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["cutting_the_skip/tabel2"], "did you mean cutting_the_skip/table2"),
+        (["nothing like it"], "`ssl-bench reproduce` lists them"),
+        (["cutting_the_skip", "--run"], "expected one PAPER/TABLE, got cutting_the_skip"),
+        (["--slurm"], "expected one PAPER/TABLE, got none"),
+        (["table2", "--row", "skp, adamw"], "did you mean skip, adamw"),
+        (["table2", "--dataset", "voc"], "unknown dataset 'voc'"),
+        (["table2", "--data-root", "/data"], "expected --data-root NAME=DIR"),
+        (["table2", "--data-root", "imagenet=/data"], "did you mean imagenet1k"),
+        (["table2", "--run"], "trains on imagenet1k, expected a folder of it, got none; give"),
+        (["table2", "--run", "--print"], "not allowed with argument"),
+    ],
+)
+def test_a_wrong_line_is_answered_with_what_was_expected(
+    tmp_path, monkeypatch, capsys, arguments, said
+):
+    monkeypatch.chdir(tmp_path)
+
+    assert said in fails(capsys, ["reproduce", *arguments], 2)
+    assert not list(tmp_path.iterdir())
+
+
+def run_folder(folder: Path, *, step: int, epoch: float, train: str) -> Path:
+    """What `run_state` reads of a run."""
+    folder.mkdir(parents=True)
+    header = json.dumps({"__metadata__": {"step": str(step), "epoch": f"{epoch:.2f}"}}).encode()
+    (folder / "last.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    (folder / "config.yaml").write_text(f"train: {train}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("train", "is_finished"),
+    [
+        ("{epochs: 3, max_steps: null}", False),
+        ("{epochs: 2, max_steps: null}", True),
+        ("{epochs: 3, max_steps: 20}", True),
+        ("{epochs: 3, max_steps: 21}", False),
+    ],
+)
+def test_a_run_is_finished_after_its_epochs_or_its_steps(tmp_path, train, is_finished):
+    state = run_state(run_folder(tmp_path / "run", step=20, epoch=2.0, train=train))
+
+    assert state is not None
+    assert (state.step, state.is_finished) == (20, is_finished)
+
+
+@pytest.mark.parametrize("train", ["{}", "[", "{epochs: many, max_steps: 1}"])
+def test_of_a_damaged_run_nothing_is_known(tmp_path, train):
+    folder = run_folder(tmp_path / "run", step=20, epoch=2.0, train=train)
+
+    assert run_state(folder) is None
+    (folder / "last.safetensors").write_bytes(b"\xff" * 20)
+    assert run_state(folder) is None
+    assert run_state(tmp_path / "no run") is None
+
+
+def carried(plan: Plan, endings) -> dict[str, tuple[str, int]]:
+    """Outcomes by title, where runs leave folders of finished runs and `endings` says otherwise."""
+
+    def execute(line) -> int:
+        name = Path(line[line.index("--out") + 1]).name
+        if line[0] == "pretrain":
+            if error := endings.get(name):
+                raise error
+            steps = 1 if name in endings else 2
+            folder = plan.asked.folder(name)
+            run_folder(folder, step=steps, epoch=0.0, train="{epochs: 9, max_steps: 2}")
+        return 0
+
+    return {
+        outcome.step.title: (outcome.state, outcome.exit_code)
+        for outcome in carry_out(plan, execute, debug=False)
+    }
+
+
+def test_what_fails_stops_only_what_needs_it(tmp_path):
+    plan = plan_of("figure3", runs=tmp_path, datasets=("voc2012",))
+    skip, skipless = "dino_imagenet_skip_adamw", "dino_imagenet_skipless_adamw"
+
+    outcomes = carried(plan, {skip: DataError("no images"), skipless: None})
+
+    assert outcomes[f"pretrain {skip}"] == ("failed", 3)
+    assert outcomes[f"tokencut on voc2012, {skip}"] == ("failed", 1)
+    # Its time was up: it ended well, and is not finished.
+    assert outcomes[f"pretrain {skipless}"] == ("failed", 1)
+    assert outcomes[f"tokencut on voc2012, {skipless}@200"] == ("failed", 1)
+    assert [state for state, _ in outcomes.values()].count("finished") == 5
+
+
+@pytest.mark.parametrize(("error", "code"), [(Preempted("saved"), 75), (KeyboardInterrupt(), 130)])
+def test_who_asks_to_stop_stops_all(tmp_path, monkeypatch, capsys, error, code):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def run(line) -> int:
+        asked.append(line)
+        raise error
+
+    monkeypatch.setattr(reproduce_command, "run", run)
+
+    assert main(["reproduce", "table1", "--run", "data.root=images"]) == code
+    assert len(asked) == 1
+    assert capsys.readouterr().out == ""
+
+
+SBATCH = """#!/bin/sh
+number=$(ls "$KEPT" | wc -l)
+cp "$1" "$KEPT/$number"
+echo "Submitted batch job 47$number"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch) -> Path:
+    """Stand-ins for SLURM's commands; gives the folder of the submitted scripts."""
+    monkeypatch.chdir(tmp_path)
+    folder, kept = tmp_path / "commands", tmp_path / "kept"
+    for one in (folder, kept):
+        one.mkdir()
+    for name, text in (("sbatch", SBATCH), ("srun", SRUN)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("KEPT", str(kept))
+    return kept
+
+
+def waits_for(script: Path) -> str:
+    found = re.search(r"--dependency=(\S+)", script.read_text())
+    return found[1] if found else ""
+
+
+def test_probes_wait_for_their_run_and_the_table_for_all(cluster, capsys):
+    line = ["reproduce", "figure3", *TWO_ARMS, "--dataset", "voc2012", "data.root=images"]
+
+    assert main([*line, "--slurm", "--slurm-minutes", "90", "--slurm-logs", "logs"]) == 0
+
+    scripts = sorted(cluster.iterdir())
+    assert [waits_for(script) for script in scripts] == [
+        *("", "", "afterok:470", "afterok:471", "afterany:470:471:472:473"),
+    ]
+    assert all("--kill-on-invalid-dep=yes" in script.read_text() for script in scripts[2:])
+    said = capsys.readouterr().err
+    assert "dino_imagenet_skip_adamw: SLURM job 470" in said
+    assert "table: SLURM job 474" in said
+
+
+def test_fine_tuning_waits_for_its_weights_and_long_runs_are_queued_often(cluster, monkeypatch):
+    restarts = []
+    init = SlurmOptions.__init__
+
+    def spied(self, *arguments, **named):
+        init(self, *arguments, **named)
+        restarts.append(self.restarts)
+
+    monkeypatch.setattr(SlurmOptions, "__init__", spied)
+    line = ["reproduce", "mae", "--row", "MAE", "data.root=images", "--slurm"]
+
+    assert main([*line, "--slurm-minutes", "60"]) == 0
+
+    waiting = [waits_for(script) for script in sorted(cluster.iterdir())]
+    assert waiting == ["", "afterok:470", "afterany:470:471"]
+    # 75 hours and 18, twice, in jobs of an hour.
+    assert restarts == [3, 155, 41]
+
+
+@pytest.mark.slow
+def test_a_supervised_table_in_small_from_nothing_to_ours_beside_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    class_folders(tmp_path / "mnist", 8)
+    (tmp_path / "mnist/val").rename(tmp_path / "mnist/test")
+    line = ["reproduce", "orthogonal_self_attention/mnist", "train.max_steps=20", "data.root=mnist"]
+    line += ["train.batch_size=4", "train.num_workers=0", "objective.num_classes=null"]
+
+    assert main([*line, "--run"]) == 0
+
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"(97.2|96.9|94.6|79.6) \| \d+\.\d ", printed)) == 5
+    assert {len(log_rows(f"runs/{run.name}")) for run in plan_of("mnist").runs} == {20}
+    before = {path: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")}
+    assert main([*line, "--run"]) == 0
+    assert capsys.readouterr().out == printed
+    assert {p: p.stat().st_size for p in Path("results").rglob("*.json")}.keys() == before.keys()
+    assert main([*line, "--table"]) == 0
+    assert capsys.readouterr().out == printed
+    assert main(line) == 0
+    assert capsys.readouterr().out.count("finished, 20 steps") == 5
+
+
+@pytest.mark.slow
+def test_a_table_of_probes_in_small(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    photo_folder(tmp_path / "photos")
+    voc(tmp_path / "voc")
+    line = ["reproduce", "cutting_the_skip/figure3", *TWO_ARMS, "--dataset", "voc2012"]
+    line += ["--data-root", "imagenet1k=photos,voc2012=voc", *SMALL, "train.batch_size=2"]
+    line += ["train.max_steps=2", "--device", "cpu"]
+
+    assert main([*line, "--run"]) == 0
+
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"(32.3|53.5) \| \d+\.\d ", printed)) == 2
+    assert {record.task for record in recorded()} == {"tokencut"}
+    times = {record.created for record in recorded()}
+    assert main([*line, "--run"]) == 0
+    assert {record.created for record in recorded()} == times
+    assert main(line) == 0
+    assert re.search(r"runs/dino_imagenet_skip_adamw +2$", capsys.readouterr().out, re.MULTILINE)

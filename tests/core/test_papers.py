@@ -1,0 +1,122 @@
+"""The papers' files: every value is in the text of its paper, and what is wrong is refused."""
+
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ssl_bench.composition.papers import experiments, papers
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.tables.published import PublishedTable, published_tables
+
+TEXTS = {
+    "always_skip_attention": "always_skip_attention.txt",
+    "cutting_the_skip": "cutting_the_skip.txt",
+    "mimetic_initialization": "mimetic_initialization_thesis.txt",
+    "orthogonal_self_attention": "orthogonal_self_attention.txt",
+}
+
+
+@pytest.fixture(scope="module")
+def texts() -> Path:
+    """Texts of the papers, which are not part of this project."""
+    beside = Path(__file__).parents[3] / "shared" / "paper"
+    folder = Path(os.environ.get("SSL_BENCH_TEST_PAPERS", beside))
+    if not folder.is_dir():
+        pytest.skip(f"no texts of papers in {folder}; set SSL_BENCH_TEST_PAPERS")
+    return folder
+
+
+def printed(table: PublishedTable, text: str) -> Counter[float]:
+    """How often each number stands in the blocks of lines before and behind a table's caption.
+
+    In the whole text where that has lost its captions.
+    """
+    blocks = [block.splitlines() for block in re.split(r"\n\s*\n", text)]
+    kind, _, number = table.where.partition(" ")
+    caption = re.compile(rf"\W*{kind}\s*{re.escape(number)}\s*:", re.IGNORECASE)
+    found = [i for i, lines in enumerate(blocks) if any(map(caption.match, lines))]
+    near = [line for i in found for block in blocks[max(0, i - 1) : i + 2] for line in block]
+    return numbers("\n".join(near) or text)
+
+
+def numbers(text: str) -> Counter[float]:
+    return Counter(float(word) for word in re.findall(r"(?<![\d.])\d+(?:\.\d+)?(?![\d.]*\d)", text))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [table for table in published_tables() if table.paper in TEXTS],
+    ids=lambda table: f"{table.paper}:{table.name}",
+)
+def test_every_value_stands_in_the_text_of_its_paper_as_often_as_here(texts, table):
+    there = printed(table, (texts / TEXTS[table.paper]).read_text())
+
+    assert not Counter(table.values.values()) - there
+
+
+def test_a_number_is_read_whole_or_not_at_all():
+    assert numbers("61.4 86.30% 178.7 1.2.3 <b>5</b>\t5") == {61.4: 1, 86.3: 1, 178.7: 1, 5: 2}
+
+
+def test_every_value_of_the_thesis_and_the_condition_numbers_are_there():
+    tables = {table.where: table for table in published_tables() if "mimetic" in table.paper}
+    sizes = {where: len(table.values) for where, table in tables.items()}
+
+    assert sizes == {
+        "table 2.3": 10, "table 2.4": 32, "table 3.1": 58, "table 3.3": 20, "table 3.4": 10,
+        "table 3.5": 8, "table 3.6": 6, "table 3.7": 5, "table 3.8": 6,
+        **{f"table B.{number}": 12 for number in (1, 2, 3)},
+        **{f"table B.{number}": 14 for number in (4, 5, 6, 7, 8)},
+        **{f"table B.{number}": 120 for number in (9, 10, 11)}, "table B.12": 30, "table B.13": 30,
+    }  # fmt: skip
+    (exponents,) = [one for one in published_tables() if one.name == "graying_exponent"]
+    assert len([column for _, column in exponents.values if "condition" in column]) == 22
+
+
+def test_tables_that_print_the_same_run_agree():
+    by_where = {table.where: table for table in published_tables() if "mimetic" in table.paper}
+    whole = by_where["table 3.1"].values
+    for where, sizes in (("table B.7", "ConvMixer-512/12"), ("table B.8", "ConvMixer-512/24")):
+        for (row, column), value in by_where[where].values.items():
+            if row.startswith(("uniform", "covariance init")) and " .3 " not in row:
+                assert whole[f"{sizes}, patch 14, 50 epochs, {row}", column] == value
+
+
+def written(folder: Path, **files: str) -> Path:
+    (folder / "papers").mkdir()
+    for name, runs in files.items():
+        text = f"title: T\nreference: R\nruns:\n{runs}"
+        (folder / f"papers/{name}.yaml").write_text(text)
+    return folder
+
+
+def test_an_arm_has_what_its_stem_has_and_its_own_on_top(tmp_path):
+    stem = "  a:\n    images: mnist\n    gpu_hours: 2\n    set: {model: x, model.depth: 3}\n"
+    arms = "    arms:\n      b: {model: y, train.epochs: 4, gpu_hours: 5}\n"
+
+    runs = experiments(written(tmp_path, p=stem + arms))
+
+    assert list(runs) == ["a", "a_b"]
+    assert runs["a"].changes == {"model": "x", "model.depth": 3}
+    assert runs["a_b"].changes == {"model": "y", "model.depth": 3, "train.epochs": 4}
+    assert [run.gpu_hours for run in runs.values()] == [2, 5]
+    assert runs["a_b"].node() == {
+        "defaults": ["a", {"override /model": "y"}],
+        "model": {"depth": 3},
+        "train": {"epochs": 4},
+    }
+
+
+def test_two_runs_of_one_name_are_refused(tmp_path):
+    run = "  a:\n    images: mnist\n"
+
+    with pytest.raises(ConfigurationError, match="its own name, got a twice"):
+        papers(written(tmp_path, p=run, q=run))
+
+
+def test_a_key_that_means_nothing_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"run a expects the keys .* got \['hours'\]"):
+        papers(written(tmp_path, p="  a:\n    images: mnist\n    hours: 3\n"))
