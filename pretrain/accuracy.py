@@ -20,7 +20,7 @@ from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, Record, ResultSto
 from ssl_bench.results.provenance import provenance
 from ssl_bench.system.paths import real
 
-_PLACES = frozenset({"data", "monitor", "start_from"})
+_PLACES = frozenset({"data", "monitor", "init_from"})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pretrain.openings import KEYS
 
 # They change how fast, where and until when a run computes, not what.
 _FREE = (
-    "start_from",  # what was there, its sha256 says
+    "init_from",  # what was there, its sha256 says
     "data.root",
     "data.in_memory",
     "data.keep_encoded",

@@ -131,8 +131,8 @@ class TrainOptions:
             head has the full rate. For fine-tuning, .65 to .75; 1 makes no difference.
         decay_tokens: Whether class token, registers, mask token and position embedding are decayed,
             as official DINO does; DeiT and timm exempt them. Biases and vectors always are exempt.
-        clip: Largest norm of the gradient of each single tensor; none for no clipping.
-        clip_whole: It is that of the gradient of all tensors together.
+        max_grad_norm: Largest norm of the gradient of each single tensor; none for no clipping.
+        global_norm: It is that of the gradient of all tensors together.
         precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
         compile: With torch.compile; on CUDA if not said.
         checkpoint_epochs: Save after every so many epochs, beside the minutes.
@@ -159,8 +159,8 @@ class TrainOptions:
     weight_decay: PositiveOrZero = 0.04
     final_weight_decay: PositiveOrZero = 0.4
     decay_tokens: bool = True
-    clip: Positive | None = 3.0
-    clip_whole: bool = False
+    max_grad_norm: Positive | None = 3.0
+    global_norm: bool = False
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool | None = None
     checkpoint_minutes: PositiveOrZero = 10.0

@@ -16,7 +16,7 @@ class Plan:
     """An encoder, what it learns for, with which optimizer, from which images, for how long.
 
     Attributes:
-        start_from: Address of a checkpoint, as `load_encoder` takes it, whose weights the encoder
+        init_from: Address of a checkpoint, as `load_encoder` takes it, whose weights the encoder
             starts with; random ones without.
     """
 
@@ -26,7 +26,7 @@ class Plan:
     data: DataOptions = field(default_factory=DataOptions)
     train: TrainOptions = field(default_factory=TrainOptions)
     monitor: Monitor = field(default_factory=Monitor)
-    start_from: str | None = None
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "")

@@ -26,7 +26,7 @@ from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
 from pretrain.plan import Plan
 from pretrain.runtime.batches import Batches, Share, in_memory
 from pretrain.runtime.distributed import Ranks
-from pretrain.runtime.fine_tuning import SHA256, sha256_at_resume, start_from
+from pretrain.runtime.fine_tuning import SHA256, init_from, sha256_at_resume
 from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG
 from pretrain.runtime.lock import Hold
 from pretrain.runtime.signals import StopRequest, leave_signals_to_the_parent
@@ -88,10 +88,10 @@ class Run:
         """Take the weights of another run, where the plan says so; `instead` of going on."""
         if instead:
             self._news = f"nothing to resume in {self.out}, starting"
-        if self.plan.start_from is not None:
+        if self.plan.init_from is not None:
             encoders = self.trainer.learner.encoders
             colours = self.plan.data.colours
-            self.description[SHA256] = start_from(self.plan.start_from, encoders, colours)
+            self.description[SHA256] = init_from(self.plan.init_from, encoders, colours)
 
     def restore(self, *, extend: bool = False) -> None:
         """Go back to the last state that was saved, to go on for longer where `extend` says so.
@@ -103,8 +103,8 @@ class Run:
         state, path = load_state(self.out, self.ranks.device)
         # Older states say nothing of the files, nor of options that came later.
         older = {"image_files": self.description["image_files"], **state["configuration"]}
-        if self.plan.start_from is not None:
-            self.description[SHA256] = sha256_at_resume(self.plan.start_from, older)
+        if self.plan.init_from is not None:
+            self.description[SHA256] = sha256_at_resume(self.plan.init_from, older)
         before = in_full(older, self.plan)
         before.setdefault(OPENINGS, former_opening_steps(before, self.timeline))
         changed = differences(before, self.description)

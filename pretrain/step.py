@@ -135,7 +135,7 @@ class Trainer:
         Returns:
             The norm over all tensors before.
         """
-        most, whole = self.options.clip or math.inf, self.options.clip_whole
+        most, whole = self.options.max_grad_norm or math.inf, self.options.global_norm
         return clip_gradients(self.learner.student.parameters(), most, whole=whole).norm()
 
     def _restore(self, before: Iterable[Tensor], lost: Bool[Tensor, ""]) -> None:

@@ -55,9 +55,9 @@ class Pretraining(Plan):
 
         Raises:
             ConfigurationError: `out` holds a run, another one than this, or one that is going on,
-                or holds none that could be resumed; `start_from` is of another architecture;
+                or holds none that could be resumed; `init_from` is of another architecture;
                 training diverged.
-            CheckpointError: `start_from` or the state of the run cannot be read.
+            CheckpointError: `init_from` or the state of the run cannot be read.
             DataError: an image cannot be read; everything is saved.
             Preempted: SIGTERM or SIGUSR1 came, and everything is saved.
             KeyboardInterrupt: likewise for SIGINT.
@@ -65,8 +65,8 @@ class Pretraining(Plan):
         """
         if self.train.tensorboard:
             require_tensorboard()
-        if self.start_from is not None:
-            require_apart(self.start_from, out)
+        if self.init_from is not None:
+            require_apart(self.init_from, out)
         name = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with ExitStack() as stack:
             request = stack.enter_context(stop_requests())

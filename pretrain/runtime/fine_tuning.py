@@ -20,7 +20,7 @@ from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 from ssl_bench.models.positions import resize_positions
 from ssl_bench.system.paths import expanded, real
 
-START, SHA256 = "start_from", "start_from_sha256"
+START, SHA256 = "init_from", "start_from_sha256"
 # They say how weights are drawn and trained, or are changed on the way.
 _MAY_DIFFER = (
     *("image_size", "drop_path", "frozen_filters"),
@@ -28,7 +28,7 @@ _MAY_DIFFER = (
 )
 
 
-def start_from(
+def init_from(
     address: str, encoders: Sequence[EncoderModule], colours: Colours = IMAGENET_COLOURS
 ) -> str:
     """Copy the weights of a checkpoint into all these encoders.
@@ -76,7 +76,7 @@ def require_apart(address: str, out: Path) -> None:
     path = real(expanded(address))
     if real(out) in (path, path.parent):
         raise ConfigurationError(
-            f"start_from={address} lies in the run folder {out}, which would replace it; choose "
+            f"init_from={address} lies in the run folder {out}, which would replace it; choose "
             "another --out"
         )
 
@@ -86,7 +86,7 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
     module, config = found.module, encoder.config
     if not isinstance(module, type(encoder)):
         raise ConfigurationError(
-            f"start_from={address} expects a {type(encoder).__name__} of this suite, got a "
+            f"init_from={address} expects a {type(encoder).__name__} of this suite, got a "
             f"{type(module).__name__}; give its weights as a file, or take another model"
         )
     names = [item.name for item in fields(config) if item.name not in _MAY_DIFFER]
@@ -96,7 +96,7 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
         expected = " ".join(f"model.{name}={here}" for name, here, _ in wrong)
         came = " ".join(f"model.{name}={there}" for name, _, there in wrong)
         raise ConfigurationError(
-            f"start_from={address} is of another architecture: expected {expected}, came {came}; "
+            f"init_from={address} is of another architecture: expected {expected}, came {came}; "
             "type the latter, or start from another checkpoint"
         )
     return module
@@ -108,7 +108,7 @@ def _require_colours(found: Encoder, colours: Colours, address: str) -> None:
             f"[{','.join(f'{value:g}' for value in of)}]" for of in (found.mean, found.std)
         )
         raise ConfigurationError(
-            f"start_from={address} expects images of another scale than those of the run; type "
+            f"init_from={address} expects images of another scale than those of the run; type "
             f"data.mean={mean} data.std={std}, or start from another checkpoint"
         )
 

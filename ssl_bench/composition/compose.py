@@ -135,7 +135,7 @@ def keys(config: DictConfig) -> list[str]:
 
 
 def key_lines(configs: Sequence[DictConfig]) -> list[str]:
-    """Every key with its value and what it takes, one a line: "train.clip=3.0  a number in ...".
+    """Every key with its value and what it takes, one a line, as "train.seed=0  a whole ...".
 
     A line that several configurations have in common stands once.
     """

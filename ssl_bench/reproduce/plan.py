@@ -170,7 +170,7 @@ def _run_step(
     if is_row and any(column.task == SUPERVISED for column in columns):
         own.append(f"monitor.results={_quoted(asked.out)}")
     if run.after is not None:
-        own.append(f"start_from={_quoted(asked.folder(run.after))}")
+        own.append(f"init_from={_quoted(asked.folder(run.after))}")
     place = ["--out", str(asked.folder(run.name)), "--resume", *_where(run.images, asked)]
     return Step(
         title=f"pretrain {run.name}",

@@ -34,7 +34,7 @@ _TEST_IMAGES = 10_000
 # Of the end of an arm, over which the training loss is averaged.
 _LAST = 50
 FIRST_RUNS = {
-    "train.clip_whole": "false",
+    "train.global_norm": "false",
     "model.truncated_tokens": "false",
     "train.seed": "0",
 }
@@ -66,7 +66,7 @@ def of_scale(mean: float, std: float) -> dict[str, str]:
 
 GUESSES = {
     "as in the first runs": {},
-    "whole gradient clipped": {"train.clip_whole": "true"},
+    "whole gradient clipped": {"train.global_norm": "true"},
     "tokens truncated at two deviations": {"model.truncated_tokens": "true"},
     "pixels in [0, 1]": of_scale(0.0, 1.0),
     "MNIST's mean and deviation": of_scale(0.1307, 0.3081),

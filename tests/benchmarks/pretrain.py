@@ -160,7 +160,7 @@ def plain(setting: Setting, groups: Any, rates: Callable[[int], dict[str, float]
         crops = [crop.pin_memory() for crop in crops]
 
     def take_step(step: int) -> object:
-        return dino.step(crops, rates(step), setting.train.clip or 0.0)
+        return dino.step(crops, rates(step), setting.train.max_grad_norm or 0.0)
 
     return Candidate(take_step, [dino.student, dino.teacher], dino.optimizer, setting.device)
 

@@ -108,7 +108,7 @@ def test_a_run_that_begins_with_weights_of_another_comes_behind_it():
     )
     assert plan.steps[1].words[2:4] == (
         "monitor.results='my results'",
-        "start_from=runs/mae_imagenet",
+        "init_from=runs/mae_imagenet",
     )
 
 

@@ -128,7 +128,7 @@ def test_a_row_names_its_source_unless_the_source_is_silent():
 
 def test_what_decides_a_run_is_in_every_table_of_a_published_code():
     wanted = {"train.epochs", "train.batch_size", "optimizer.lr", "train.warmup_epochs"}
-    wanted |= {"train.weight_decay", "train.clip", "train.decay_tokens", "train.final_lr"}
+    wanted |= {"train.weight_decay", "train.max_grad_norm", "train.decay_tokens", "train.final_lr"}
     for name in RECIPES:
         if "/blob/" in "".join(row.source for row in tables()[name]) and "cifar10" not in name:
             assert wanted <= {row.key for row in tables()[name]}

@@ -143,7 +143,10 @@ def test_a_scene_comes_back_from_disk_as_it_was(tmp_path):
     write_scene(tmp_path, "one", scene)
     folder = VocFolder(tmp_path, "toy", CLASS_NAMES)
 
-    masked, boxed = folder.segmentation("all")[0], folder.discovery("all", no_hard=False)[0]
+    masked, boxed = (
+        folder.segmentation("all")[0],
+        folder.discovery("all", exclude_difficult=False)[0],
+    )
 
     assert masked.mask is not None
     assert boxed.boxes is not None

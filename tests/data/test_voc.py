@@ -97,7 +97,7 @@ def test_fractions_of_a_pixel_are_kept(devkit):
 
 def test_difficult_and_truncated_boxes_count_unless_asked_otherwise(devkit):
     counts = [len(boxes_of(sample)) for sample in Voc(devkit).discovery()]
-    easy = Voc(devkit, no_hard=True).discovery()
+    easy = Voc(devkit, exclude_difficult=True).discovery()
 
     assert counts == [1, 2, 0]
     assert easy.ids == ("a",), "images with hard objects only are left out too"

@@ -184,7 +184,7 @@ def test_fault_70_what_can_be_no_path_is_refused_wherever_it_is_typed(place, cap
     assert "a path" in fails(capsys, [*words, path], 2)
 
 
-@pytest.mark.parametrize("key", ["data.root", "monitor.root", "start_from", "monitor.results"])
+@pytest.mark.parametrize("key", ["data.root", "monitor.root", "init_from", "monitor.results"])
 def test_fault_70_a_home_that_is_not_there_is_refused_in_keys(place, capsys, key):
     words = ["pretrain", "--out", "run", f"{key}='~nosuchuser/x'"]
     words += ["monitor.accuracy_epochs=1"] if key == "monitor.results" else []
@@ -306,7 +306,12 @@ def test_fault_73_values_without_a_meaning_name_the_legal_ones(place, capsys, wo
     "override",
     [
         *("optimizer.lr=-1", "train.epochs=0", "objective.momentum=2", "optimizer.lr=nan"),
-        *("optimizer.betas=[0.9]", "train.final_lr=-1", "train.clip=0", "train.weight_decay=inf"),
+        *(
+            "optimizer.betas=[0.9]",
+            "train.final_lr=-1",
+            "train.max_grad_norm=0",
+            "train.weight_decay=inf",
+        ),
         *(
             "objective.crops.flip_probability=7",
             "train.warmup_epochs=-1",

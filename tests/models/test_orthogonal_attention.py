@@ -392,7 +392,7 @@ def test_the_mnist_recipe_is_that_of_appendix_d():
     assert isinstance(encoder, ViTConfig)
     assert (encoder.image_size, encoder.patch_size, encoder.depth) == (28, 4, 6)
     assert (encoder.dim, encoder.num_heads, encoder.mlp_ratio) == (64, 4, 4)
-    assert (train.epochs, train.batch_size, train.clip) == (10, 128, 1.0)
+    assert (train.epochs, train.batch_size, train.max_grad_norm) == (10, 128, 1.0)
     timeline = train.timeline(60_000)
     assert timeline.total_steps == 4680
     assert plan.optimizer.lr * train.batch_size / 256 == pytest.approx(3e-4)

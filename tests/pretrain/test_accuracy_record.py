@@ -45,7 +45,7 @@ def plan_of(root, **monitor) -> Pretraining:
         objective=Supervised(label_smoothing=0.0, crops=SingleCrop(num_ops=0)),
         optimizer=AdamW(lr=0.5),
         data=DataOptions(root=str(root), labels=True),
-        train=TrainOptions(epochs=5, batch_size=4, num_workers=0, seed=3, clip=None),
+        train=TrainOptions(epochs=5, batch_size=4, num_workers=0, seed=3, max_grad_norm=None),
         monitor=Monitor(accuracy_epochs=1, crop_share=1.0, **monitor),
     )
 

@@ -17,7 +17,7 @@ from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.fine_tuning import start_from
+from pretrain.runtime.fine_tuning import init_from
 from pretrain.runtime.folder import CONFIG, LOG
 from pretrain.runtime.state import load_state
 from pretrain.schedules import Timeline
@@ -66,7 +66,7 @@ def plan_of(root, start=None, *, objective=SUPERVISED, optimizer=None, **train) 
         optimizer=optimizer or AdamW(lr=0.05),
         data=DataOptions(root=str(root), labels=True),
         train=TrainOptions(**options | train),
-        start_from=None if start is None else str(start),
+        init_from=None if start is None else str(start),
     )
 
 
@@ -108,14 +108,14 @@ def test_the_run_knows_the_sha256_and_its_configuration_the_address(root, tmp_pa
 
     configuration = load_state(tmp_path / "run", CPU)[0]["configuration"]
     assert configuration["start_from_sha256"] == sha256_of(start)
-    assert f"start_from: {start}" in (tmp_path / "run" / CONFIG).read_text()
+    assert f"init_from: {start}" in (tmp_path / "run" / CONFIG).read_text()
 
 
 def test_other_sizes_of_images_get_the_positions_that_the_old_encoder_would_take(tmp_path):
     start = saved(tmp_path / "start.safetensors")
     encoder = build_vit(replace(TINY, image_size=32, drop_path=0.1), seed=0).eval()
 
-    start_from(str(start), [encoder])
+    init_from(str(start), [encoder])
 
     images = torch.randn(2, 3, 32, 32)
     old = build_vit(TINY, seed=7).eval()
@@ -130,15 +130,15 @@ def test_fixed_positions_are_those_of_the_new_size_and_may_be_trained_from_now_o
     waves = larger.pos_embed.clone()
     trained = build_vit(TINY, seed=0)
 
-    start_from(str(start), [larger])
-    start_from(str(start), [trained])
+    init_from(str(start), [larger])
+    init_from(str(start), [trained])
 
     assert torch.equal(larger.pos_embed, waves)
     assert torch.equal(trained.pos_embed, build_vit(fixed, seed=0).pos_embed)
     assert trained.pos_embed.requires_grad
     learned = saved(tmp_path / "learned.safetensors")
     with pytest.raises(ConfigurationError, match=r"came model\.position_embedding=learned"):
-        start_from(str(learned), [larger])
+        init_from(str(learned), [larger])
 
 
 def test_a_file_in_the_layout_of_others_is_a_start_too(tmp_path):
@@ -146,7 +146,7 @@ def test_a_file_in_the_layout_of_others_is_a_start_too(tmp_path):
     torch.save({"teacher": model.state_dict()}, tmp_path / "dino.pth")
     encoder = build_vit(replace(DINO_LIKE, init="skipless"), seed=0)
 
-    digest = start_from(str(tmp_path / "dino.pth"), [encoder])
+    digest = init_from(str(tmp_path / "dino.pth"), [encoder])
 
     assert digest == sha256_of(tmp_path / "dino.pth")
     assert_equal_weights(model.state_dict(), encoder.state_dict())
@@ -157,10 +157,10 @@ def test_another_architecture_is_refused_in_one_line_that_says_what_to_type(tmp_
     other = replace(TINY, depth=3, skip_attention=False)
 
     with pytest.raises(ConfigurationError) as refusal:
-        start_from(str(start), [build_vit(other, seed=0)])
+        init_from(str(start), [build_vit(other, seed=0)])
 
     assert str(refusal.value) == (
-        f"start_from={start} is of another architecture: expected model.depth=3 "
+        f"init_from={start} is of another architecture: expected model.depth=3 "
         "model.skip_attention=False, came model.depth=2 model.skip_attention=True; type the "
         "latter, or start from another checkpoint"
     )
@@ -171,18 +171,18 @@ def test_another_kind_of_encoder_is_refused_and_the_same_kind_is_not(tmp_path):
     start = saved(tmp_path / "start.safetensors", config)
 
     with pytest.raises(ConfigurationError, match=r"expects a VisionTransformer.* got a ConvMixer"):
-        start_from(str(start), [build_vit(TINY, seed=0)])
+        init_from(str(start), [build_vit(TINY, seed=0)])
 
     encoder = build_encoder(config, seed=0)
-    start_from(str(start), [encoder])
+    init_from(str(start), [encoder])
     assert_equal_weights(build_encoder(config, seed=7).state_dict(), encoder.state_dict())
 
 
 def test_a_wrong_start_is_one_line_of_the_command(place, capsys):
-    said = fails(capsys, pretraining(place / "photos", "run", "start_from=encoder.safetensors"), 2)
+    said = fails(capsys, pretraining(place / "photos", "run", "init_from=encoder.safetensors"), 2)
     assert "expected model.dim=24, came model.dim=12" in said
 
-    missing = pretraining(place / "photos", "other", "start_from=runs/nothing")
+    missing = pretraining(place / "photos", "other", "init_from=runs/nothing")
     assert "no checkpoint at runs/nothing" in fails(capsys, missing, 4)
 
 
@@ -205,7 +205,7 @@ def test_a_run_goes_on_wherever_the_file_is_that_it_started_from(root, tmp_path,
         (tmp_path / "elsewhere").mkdir()
         for name in names:
             shutil.move(tmp_path / name, tmp_path / "elsewhere" / name)
-        plan = replace(plan, start_from=str(tmp_path / "elsewhere" / names[0]))
+        plan = replace(plan, init_from=str(tmp_path / "elsewhere" / names[0]))
     elif what == "goes":
         for name in names:
             (tmp_path / name).unlink()
@@ -225,8 +225,8 @@ def test_a_run_does_not_go_on_from_another_file(root, tmp_path):
     with pytest.raises(ConfigurationError, match=changed):
         plan.run(tmp_path / "stopped", resume=True, device="cpu")
     with pytest.raises(ConfigurationError, match=f"start_from_sha256: {first} -> None"):
-        replace(plan, start_from=None).run(tmp_path / "stopped", resume=True, device="cpu")
-    nowhere = replace(plan, start_from=str(tmp_path / "nowhere"))
+        replace(plan, init_from=None).run(tmp_path / "stopped", resume=True, device="cpu")
+    nowhere = replace(plan, init_from=str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         nowhere.run(tmp_path / "stopped", resume=True, device="cpu")
     assert_equal_weights(before, learnt(tmp_path / "stopped"))

@@ -137,9 +137,9 @@ def test_a_start_of_another_scale_is_refused_with_what_to_type(root, tmp_path):
     start = str(tmp_path / "unit")
 
     with pytest.raises(ConfigurationError, match=r"type data.mean=\[0,0,0\] data.std=\[1,1,1\]"):
-        replace(plan_of(root), start_from=start).run(tmp_path / "other", device="cpu")
+        replace(plan_of(root), init_from=start).run(tmp_path / "other", device="cpu")
 
-    replace(plan_of(root, **UNIT), start_from=start).run(tmp_path / "same", device="cpu")
+    replace(plan_of(root, **UNIT), init_from=start).run(tmp_path / "same", device="cpu")
 
 
 def test_it_is_part_of_a_run_and_older_ones_had_imagenets(root):

@@ -46,7 +46,13 @@ def test_a_state_that_lacks_newer_keys_goes_on_to_the_very_bits(pictures, tmp_pa
     plan = tiny(pictures, max_steps=3)
     plan.run(tmp_path / "whole", device="cpu")
     stopped_after_a_step(plan, tmp_path / "older")
-    newer = ("model.graying", "train.clip", "objective._target_", "data._target_", "monitor")
+    newer = (
+        "model.graying",
+        "train.max_grad_norm",
+        "objective._target_",
+        "data._target_",
+        "monitor",
+    )
     change(tmp_path / "older", "_target_", "objective.crops.hue", "optimizer.betas", *newer)
 
     plan.run(tmp_path / "older", resume=True, device="cpu")
@@ -57,10 +63,10 @@ def test_a_state_that_lacks_newer_keys_goes_on_to_the_very_bits(pictures, tmp_pa
 def test_a_newer_key_that_is_not_at_its_default_is_refused(pictures, tmp_path):
     plan = tiny(pictures, max_steps=3)
     stopped_after_a_step(plan, tmp_path)
-    change(tmp_path, "train.clip", "model.norm")
+    change(tmp_path, "train.max_grad_norm", "model.norm")
 
-    clipped = replace(plan, train=replace(plan.train, clip=1.0))
-    with pytest.raises(ConfigurationError, match=r"\(train.clip: 3.0 -> 1.0\)"):
+    clipped = replace(plan, train=replace(plan.train, max_grad_norm=1.0))
+    with pytest.raises(ConfigurationError, match=r"\(train.max_grad_norm: 3.0 -> 1.0\)"):
         clipped.run(tmp_path, resume=True, device="cpu")
 
 

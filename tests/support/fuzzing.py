@@ -136,7 +136,7 @@ def xml() -> Kind:
     return Kind(
         [seed.encode() for seed in seeds],
         "a.xml",
-        lambda path: VocBoxes(Files(path.parent, ".xml"), no_hard=True).read("a"),
+        lambda path: VocBoxes(Files(path.parent, ".xml"), exclude_difficult=True).read("a"),
     )
 
 

@@ -52,7 +52,7 @@ class Toy:
 
     def discovery(self) -> FileImageSet:
         """All scenes, as VOC's trainval."""
-        return self._folder().discovery("trainval", no_hard=False)
+        return self._folder().discovery("trainval", exclude_difficult=False)
 
     def images(self) -> FileImageSet:
         """The training scenes."""

@@ -33,11 +33,11 @@ class VocBoxes:
     """Boxes from VOC's XML files.
 
     Attributes:
-        no_hard: Leave out objects marked difficult or truncated.
+        exclude_difficult: Leave out objects marked difficult or truncated.
     """
 
     files: Files
-    no_hard: bool = False
+    exclude_difficult: bool = False
 
     def read(self, image_id: str) -> Float64[np.ndarray, "boxes 4"]:
         """Boxes of one image, shifted from VOC's 1-based inclusive corners.
@@ -48,7 +48,9 @@ class VocBoxes:
         path = self.files.path(image_id)
         try:
             objects = ElementTree.fromstring(read_regular(path)).findall("object")
-            corners = [_corners(one) for one in objects if not (self.no_hard and _is_hard(one))]
+            corners = [
+                _corners(one) for one in objects if not (self.exclude_difficult and _is_hard(one))
+            ]
         except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
         return np.array(corners, np.float64).reshape(-1, 4) - (1, 1, 0, 0)
@@ -58,7 +60,7 @@ class VocBoxes:
 
     def meaning(self, image_id: str) -> str:
         del image_id
-        return f"no_hard={self.no_hard}"
+        return f"exclude_difficult={self.exclude_difficult}"
 
 
 def _corners(one: ElementTree.Element) -> list[float]:
@@ -93,11 +95,11 @@ class VocFolder:
         masks = Masks(Files(self.path / folder, ".png"), labels)
         return self._set("Segmentation", split, masks=masks).checked()
 
-    def discovery(self, split: str, *, no_hard: bool) -> FileImageSet:
-        """Images with boxes; `no_hard` also leaves out images with hard objects only."""
-        boxes = VocBoxes(Files(self.path / "Annotations", ".xml"), no_hard)
+    def discovery(self, split: str, *, exclude_difficult: bool) -> FileImageSet:
+        """Images with boxes; `exclude_difficult` also leaves out images with hard objects only."""
+        boxes = VocBoxes(Files(self.path / "Annotations", ".xml"), exclude_difficult)
         images = self._set("Main", split, boxes=boxes).checked()
-        if not no_hard:
+        if not exclude_difficult:
             return images
         easy = tuple(image_id for image_id in images.ids if len(boxes.read(image_id)))
         return replace(images, ids=easy).checked()
@@ -132,7 +134,7 @@ class Voc:
         train_split: Of ImageSets/Segmentation; `trainaug` adds the masks of SBD.
         val_split: Likewise; always scored against the original masks.
         discovery_split: Of ImageSets/Main.
-        no_hard: Leave out boxes marked difficult or truncated; by default all count.
+        exclude_difficult: Leave out boxes marked difficult or truncated; by default all count.
     """
 
     supports = frozenset({"segmentation", "discovery", "images"})
@@ -142,7 +144,7 @@ class Voc:
     train_split: str = "train"
     val_split: str = "val"
     discovery_split: str = "trainval"
-    no_hard: bool = False
+    exclude_difficult: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
@@ -159,7 +161,9 @@ class Voc:
         return self._folder().segmentation(self.val_split)
 
     def discovery(self) -> FileImageSet:
-        return self._folder().discovery(self.discovery_split, no_hard=self.no_hard)
+        return self._folder().discovery(
+            self.discovery_split, exclude_difficult=self.exclude_difficult
+        )
 
     def images(self) -> FileImageSet:
         """The pictures of `discovery_split`."""
