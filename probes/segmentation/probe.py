@@ -42,7 +42,7 @@ _CHOICES = {
     "schedule": ("cosine", "linear", "constant", "drop"),
     "scoring": ("squash", "patch", "slide"),
 }
-_LOSSES = ("default", "fast", "full", "mode")
+_LOSSES = ("upsample4", "histogram", "full_resolution", "majority")
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.
 _NOT_SETTINGS = frozenset(
     {"protocol", "layers_mode", "panels", "memory_gib", "cache", "num_workers", "guesses"}
@@ -63,9 +63,9 @@ class Segmentation:
             and all of the depth up to the last asked layer. "last4": on the last four up to it.
         learning_rates: All are trained; which one counts is chosen afterwards.
         image_size: Side of the squares that the encoder sees; a multiple of the patch.
-        loss: "default": bilinear logits against labels at four times the token grid. "fast": patch
-            logits against the histogram of labels under the patch. "mode": patch logits against
-            the most frequent of them. "full": bilinear logits against labels at `image_size`. A
+        loss: "upsample4": bilinear logits against labels at four times the token grid. "histogram": patch
+            logits against the histogram of labels under the patch. "majority": patch logits against
+            the most frequent of them. "full_resolution": bilinear logits against labels at `image_size`. A
             number: bilinear logits against labels of that size.
         norm: Before the head. "standardize": each channel over the training set. "final": the
             encoder's last norm. "none": the block's output.
@@ -95,7 +95,7 @@ class Segmentation:
     epochs: Count = 30
     batch_size: Count = 16
     image_size: Pixels = 512
-    loss: str = "default"
+    loss: str = "upsample4"
     norm: str = "standardize"
     crops: str = "whole"
     views: Count = 1
@@ -280,9 +280,9 @@ class Segmentation:
         if self.loss.isdecimal():
             return ResampledLoss(self.image_size // patch, self.image_size // patch, int(self.loss))
         losses = {
-            "default": UpsampledLoss(4),
-            "full": UpsampledLoss(patch),
-            "mode": ModeLoss(patch),
+            "upsample4": UpsampledLoss(4),
+            "full_resolution": UpsampledLoss(patch),
+            "majority": ModeLoss(patch),
         }
         return losses.get(self.loss, HistogramLoss(patch))
 

@@ -38,7 +38,7 @@ from tests.benchmarks.provenance import provenance
 
 PATCH = 16
 HEIGHT, WIDTH = 375, 500
-LOSSES = ("default", "fast", "full")
+LOSSES = ("upsample4", "histogram", "full_resolution")
 DEFAULTS = {
     "dim": 384,
     "depth": 12,
@@ -185,9 +185,9 @@ def naive_score(options: Options, encoder: Encoder, layer: int) -> float:
 def loss_seconds(options: Options, loss: str) -> float:
     """Logits, loss, gradient and optimizer step of the whole bank, a head and image."""
     losses: dict[str, PixelLoss] = {
-        "default": UpsampledLoss(4),
-        "fast": HistogramLoss(PATCH),
-        "full": UpsampledLoss(PATCH),
+        "upsample4": UpsampledLoss(4),
+        "histogram": HistogramLoss(PATCH),
+        "full_resolution": UpsampledLoss(PATCH),
     }
     if loss == "naive":
         return naive_loss_seconds(options)

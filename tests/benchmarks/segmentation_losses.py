@@ -59,7 +59,7 @@ def report(encoder: Encoder, sizes: str, scores: dict[str, list[float]]) -> None
     print(f"| block | {' | '.join(losses)} |\n|---|{'---|' * len(losses)}")
     for block, row in enumerate(zip(*scores.values(), strict=True)):
         print(f"| {block} | {' | '.join(f'{value:.2f}' for value in row)} |")
-    full = np.array(scores["full"])
+    full = np.array(scores["full_resolution"])
     for loss in losses[1:]:
         gap = np.abs(np.array(scores[loss]) - full)
         rank = spearmanr(scores[loss], full)[0]
@@ -86,7 +86,7 @@ def main() -> None:
     ]
     dataset = build(compose_config("probing", overrides).dataset)
     encoder = load_encoder(options.checkpoint)
-    losses = ("full", "default", "fast")
+    losses = ("full_resolution", "upsample4", "histogram")
     scores = {loss: block_scores(encoder, dataset, loss, options) for loss in losses}
     sizes = (
         f"{options.dataset}, {len(dataset.train())} training and {len(dataset.val())} scored "

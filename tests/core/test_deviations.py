@@ -17,14 +17,14 @@ def scored(task: str, protocol: str, **settings) -> Record:
     return replace(RECORD, task=task, protocol=protocol, settings={**kept, **settings})
 
 
-@pytest.mark.parametrize("protocol", ["ssl_bench", "paper", "dinov2", "neco", "capi"])
+@pytest.mark.parametrize("protocol", ["ssl_bench", "cutting_the_skip", "dinov2", "neco", "capi"])
 def test_a_protocol_that_was_kept_is_named_alone(protocol):
     assert changed_settings(scored("segmentation", protocol, dtype="float32")) == {}
     assert named_protocol(scored("segmentation", protocol)) == protocol
 
 
 def test_what_was_changed_stands_behind_the_name_of_the_protocol():
-    record = scored("segmentation", "paper", epochs=2, image_size=128)
+    record = scored("segmentation", "cutting_the_skip", epochs=2, image_size=128)
 
     assert changed_settings(record) == {"epochs": 2, "image_size": 128}
     assert named_protocol(record) == "paper, epochs=2, image_size=128"
@@ -53,6 +53,6 @@ def test_options_that_the_protocol_names_itself_are_named_once():
 
 
 def test_an_unknown_task_or_protocol_keeps_its_name():
-    record = scored("segmentation", "paper", epochs=2)
+    record = scored("segmentation", "cutting_the_skip", epochs=2)
     assert named_protocol(replace(record, protocol="theirs")) == "theirs"
-    assert named_protocol(replace(record, task="norms")) == "paper"
+    assert named_protocol(replace(record, task="norms")) == "cutting_the_skip"

@@ -45,7 +45,7 @@ def test_the_layers_of_a_small_memory_are_trained_in_groups(tmp_path):
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_training_from_disk_holds_no_more_than_the_stated_budget(tmp_path, at_once):
     layer_bytes = 200 * 64 * 24 * 2
-    changes = {"image_size": 64, "epochs": 1, "batch_size": 4, "holdout": 0.0, "loss": "fast"}
+    changes = {"image_size": 64, "epochs": 1, "batch_size": 4, "holdout": 0.0, "loss": "histogram"}
     budget = (at_once + 0.5) * layer_bytes / 2**30
     probe = quick_probe(**changes, memory_gib=budget, cache=str(tmp_path))
     context = probe_context(tmp_path, dataset=ColourDataset(num_train=200), layers=(0, 1, 2, 3))
@@ -105,7 +105,7 @@ def test_features_are_found_again_by_a_run_that_asks_the_same(tmp_path):
 
 
 def test_the_cache_holds_every_view_of_every_image_and_its_labels(tmp_path):
-    run = quick_probe(views=2, loss="fast").prepared(probe_context(tmp_path))
+    run = quick_probe(views=2, loss="histogram").prepared(probe_context(tmp_path))
     features, training_pass = run.features(), run.training_pass
     for image, number in ((0, 0), (5, 1), (17, 1)):
         view, mask = WholeImage(2).view(training_pass.images[image], number, 32)

@@ -39,7 +39,7 @@ PHOTOS = {
 }
 
 
-@pytest.mark.parametrize("loss", ["default", "fast", "full"])
+@pytest.mark.parametrize("loss", ["upsample4", "histogram", "full_resolution"])
 def test_colours_are_segmented_almost_without_error(tmp_path, loss):
     scores = score_values(quick_probe(loss=loss, epochs=20).run(probe_context(tmp_path)))
     assert scores[3, "miou_holdout"] > 80
@@ -189,7 +189,12 @@ def test_the_norm_is_applied_before_the_heads(tmp_path):
 
 
 def test_logistic_heads_are_chosen_by_the_held_out_images_and_fitted_to_all(tmp_path):
-    changes = {"optimizer": "lbfgs", "c_values": [1e-5, 1e-1], "loss": "mode", "scoring": "patch"}
+    changes = {
+        "optimizer": "lbfgs",
+        "c_values": [1e-5, 1e-1],
+        "loss": "majority",
+        "scoring": "patch",
+    }
     probe = quick_probe(**changes, refit=True, holdout=0.3, learning_rates=[])
     run = probe.prepared(probe_context(tmp_path))
     features, progress = run.features(), run.training_pass.progress
@@ -326,12 +331,12 @@ def _composed(folder, *overrides) -> Segmentation:
 @pytest.mark.parametrize(
     ("protocol", "values"),
     [
-        ("ssl_bench", {"loss": "default", "holdout": 0.1}),
-        ("fast", {"loss": "fast", "holdout": 0.1}),
-        ("paper", {"loss": "full", "holdout": 0.0, "train_images": 3000}),
-        ("dinov2", {"loss": "full", "crops": "scaled", "scoring": "slide"}),
+        ("ssl_bench", {"loss": "upsample4", "holdout": 0.1}),
+        ("fast", {"loss": "histogram", "holdout": 0.1}),
+        ("cutting_the_skip", {"loss": "full_resolution", "holdout": 0.0, "train_images": 3000}),
+        ("dinov2", {"loss": "full_resolution", "crops": "scaled", "scoring": "slide"}),
         ("neco", {"loss": "100", "optimizer": "sgd", "score_size": 100, "norm": "final"}),
-        ("capi", {"loss": "mode", "optimizer": "lbfgs", "score_size": 224, "refit": True}),
+        ("capi", {"loss": "majority", "optimizer": "lbfgs", "score_size": 224, "refit": True}),
     ],
 )
 def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(tmp_path, protocol, values):
@@ -344,7 +349,9 @@ def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(tmp_path, protoc
 
 
 @pytest.mark.parametrize("mode", ["single", "multi", "last4"])
-@pytest.mark.parametrize("protocol", ["ssl_bench", "fast", "paper", "dinov2", "neco", "capi"])
+@pytest.mark.parametrize(
+    "protocol", ["ssl_bench", "fast", "cutting_the_skip", "dinov2", "neco", "capi"]
+)
 def test_every_protocol_runs_with_joined_layers_and_records_name_the_guesses(
     tmp_path, protocol, mode
 ):
@@ -371,7 +378,7 @@ def test_real_photographs_are_scored_on_all_their_images(tmp_path, photos, datas
         config = compose("probing", overrides)
     images = instantiate(config.dataset, _convert_="all")
     context = replace(probe_context(tmp_path, layers=(3,)), dataset=images)
-    scores = list(quick_probe(loss="fast", epochs=3, image_size=64).run(context))
+    scores = list(quick_probe(loss="histogram", epochs=3, image_size=64).run(context))
     assert scores[0].num_images == len(images.val())
     assert len(scores[0].details["iou_by_class"]) == classes
     assert 0 < scores[0].value < 60
