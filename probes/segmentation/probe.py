@@ -63,10 +63,10 @@ class Segmentation:
             and all of the depth up to the last asked layer. "last4": on the last four up to it.
         learning_rates: All are trained; which one counts is chosen afterwards.
         image_size: Side of the squares that the encoder sees; a multiple of the patch.
-        loss: "upsample4": bilinear logits against labels at four times the token grid. "histogram": patch
-            logits against the histogram of labels under the patch. "majority": patch logits against
-            the most frequent of them. "full_resolution": bilinear logits against labels at `image_size`. A
-            number: bilinear logits against labels of that size.
+        loss: "upsample4": bilinear logits against labels at four times the token grid.
+            "histogram": patch logits against the histogram of labels under the patch. "majority":
+            patch logits against the most frequent of them. "full_resolution": bilinear logits
+            against labels at `image_size`. A number: bilinear logits against labels of that size.
         norm: Before the head. "standardize": each channel over the training set. "final": the
             encoder's last norm. "none": the block's output.
         crops: "whole": training images are squashed. "resized": random parts of at least 80 % of
