@@ -7,7 +7,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-SHOWN = ("results/*.md", "results/tables/*.md", "results/figures/*", "SECURITY.md")
+_BESIDE = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+SHOWN = ("results/*.md", "results/tables/*.md", "results/figures/*", *_BESIDE)
 
 
 def on_files(files: Files, config: Any) -> Files:
