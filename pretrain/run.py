@@ -1,4 +1,7 @@
-"""The loop of a pretraining run, and what it reads and writes on its way."""
+"""The loop of a pretraining run, and what it reads and writes on its way.
+
+Longer than other files: what a step reads, decides and leaves is one story, told in order.
+"""
 
 import hashlib
 import os

@@ -1,4 +1,7 @@
-"""PCA maps: three principal components of the patch features as red, green and blue."""
+"""PCA maps: three principal components of the patch features as red, green and blue.
+
+Longer than other files: the probe is its pictures, and they are drawn here in order.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -279,12 +279,8 @@ class Segmentation:
     def _loss(self, patch: int) -> PixelLoss:
         if self.loss.isdecimal():
             return ResampledLoss(self.image_size // patch, self.image_size // patch, int(self.loss))
-        losses = {
-            "upsample4": UpsampledLoss(4),
-            "full_resolution": UpsampledLoss(patch),
-            "majority": ModeLoss(patch),
-        }
-        return losses.get(self.loss, HistogramLoss(patch))
+        of_patches = {"histogram": HistogramLoss(patch), "majority": ModeLoss(patch)}
+        return of_patches.get(self.loss, UpsampledLoss(4 if self.loss == "upsample4" else patch))
 
     def _views(self, context: ProbeContext) -> TrainingViews:
         if self.crops == "resized":

@@ -1,16 +1,13 @@
 """The arguments of `ssl-bench`: flags for what people type daily, Hydra overrides for the rest."""
 
 import argparse
-import difflib
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Callable
 from typing import NoReturn
 
 from ssl_bench import __version__
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.arguments import add_arguments
 from ssl_bench.sweep.arguments import add_slurm
-from ssl_bench.system.paths import expanded
 
 EPILOG = """\
 examples:
@@ -28,12 +25,7 @@ examples:
 
 KEY=VALUE arguments are Hydra overrides of the files in configs/; a wrong key names the nearest.
 """
-
-
-_PATHS = ("out", "runs", "into", "figure", "manifest", "slurm_logs")
-
-
-_WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data")
+WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -267,49 +259,3 @@ def _add_completion(commands: "argparse._SubParsersAction[_Parser]") -> None:
     summary = 'print a script for the shell: eval "$(ssl-bench completion bash)"'
     add = _command(commands, "completion", summary).add_argument
     add("shell", choices=("bash", "zsh", "tcsh"), help="the shell that will read it")
-
-
-def run(arguments: Sequence[str]) -> int:
-    """Read the arguments and run their command; returns its exit code.
-
-    Raises:
-        SslBenchError: the arguments or what they ask for are wrong.
-    """
-    parser = build_parser()
-    options, rest = parser.parse_known_args(_with_values_joined(arguments))
-    for name in _PATHS:
-        if (text := getattr(options, name, None)) is not None:
-            setattr(options, name, str(expanded(text)))
-    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
-    unknown = [word for word in rest if word not in overrides]
-    if unknown:
-        flags = [flag for flag in _flags(parser, options.command) if flag != "-h"]
-        close = difflib.get_close_matches(unknown[0], flags, n=2)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"flags: {', '.join(flags)}"
-        raise ConfigurationError(f"unknown argument {unknown[0]!r}; {hint}")
-    if overrides and options.command not in _WITH_OVERRIDES:
-        raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
-    # Imported here because torch alone takes seconds and `--help` needs none of it.
-    return import_module(f"ssl_bench.cli.{options.command}").command(options, overrides)
-
-
-def _with_values_joined(arguments: Sequence[str]) -> list[str]:
-    """`--layer -1,0` as one word, because argparse takes -1,0 for a flag.
-
-    And `--checkpoint A B C` as three, as a shell leaves `--checkpoint runs/x/epoch*`.
-    """
-    joined: list[str] = []
-    for word in arguments:
-        last = joined[-1] if joined else ""
-        if last in ("--layer", "--checkpoint"):
-            joined[-1] = f"{last}={word}"
-        elif last.startswith("--checkpoint=") and not ("=" in word or word.startswith("-")):
-            joined.append(f"--checkpoint={word}")
-        else:
-            joined.append(word)
-    return joined
-
-
-def _flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
-    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return [flag for a in subparsers.choices[command]._actions for flag in a.option_strings]

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.cli.parser import run
+from ssl_bench.cli.dispatch import run
 from ssl_bench.results import ResultStore
 from ssl_bench.system.escaping import shell_words
 from ssl_bench.system.progress import say

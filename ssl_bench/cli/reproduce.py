@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.cli.parser import run
+from ssl_bench.cli.dispatch import run
 from ssl_bench.composition.compose import choices, require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.papers import all_experiments, listing, tables_of

@@ -60,7 +60,7 @@ def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
     assert len(probes) == 6 * 6
     assert probes[15] == (
         "probe --task segmentation --dataset voc2012 --checkpoint "
-        "runs/dino_imagenet_skipless_adamw@200 --out results probe.protocol=paper "
+        "runs/dino_imagenet_skipless_adamw@200 --out results probe.protocol=cutting_the_skip "
         "probe.layers_mode=multi --data-root /voc"
     )
     assert plan.images == ("imagenet1k", "voc2012", "coco_stuff", "ade20k")

@@ -27,9 +27,9 @@ def test_what_was_changed_stands_behind_the_name_of_the_protocol():
     record = scored("segmentation", "cutting_the_skip", epochs=2, image_size=128)
 
     assert changed_settings(record) == {"epochs": 2, "image_size": 128}
-    assert named_protocol(record) == "paper, epochs=2, image_size=128"
+    assert named_protocol(record) == "cutting_the_skip, epochs=2, image_size=128"
     (table,) = depth_tables([record])
-    assert "protocol paper, epochs=2, image_size=128" in table.title
+    assert "protocol cutting_the_skip, epochs=2, image_size=128" in table.title
 
 
 def test_a_setting_of_the_dataclass_that_a_protocol_sets_is_no_change():

@@ -7,13 +7,8 @@ from torch import Generator, Tensor
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, block_statistics, build_vit, token_statistics
 from ssl_bench.models.architecture import configured
-from ssl_bench.models.initialisers.blocks import (
-    DefaultInit,
-    MimeticInit,
-    SkiplessInit,
-    balanced_factors,
-    uniform_orthogonal,
-)
+from ssl_bench.models.initialisers.blocks import DefaultInit, MimeticInit, SkiplessInit
+from ssl_bench.models.initialisers.matrices import balanced_factors, uniform_orthogonal
 from ssl_bench.models.vit import Block
 
 DIM, HEADS = 24, 3

@@ -1,12 +1,10 @@
 import json
-from pathlib import Path
 
 import pytest
 import timm
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 
+from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
 from ssl_bench.models.positions import resize_positions, sinusoidal_positions
@@ -14,13 +12,10 @@ from ssl_bench.models.vit import Block
 from tests.support.faults import unchecked_types
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=48, depth=3, num_heads=3)
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def composed(*overrides: str) -> ViTConfig:
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = compose(overrides=[f"+{overrides[0]}", *overrides[1:]])
-    return instantiate(config.model, _convert_="all")
+    return build(compose_config("pretraining", overrides).model)
 
 
 @pytest.mark.parametrize("silenced", ["attn.proj", "mlp.fc2"])

@@ -1,20 +1,17 @@
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 
 from probes.features.neighbours import NeighbourSearch
 from probes.retrieval import Retrieval, _label_shares
+from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 QUICK: dict[str, Any] = {"neighbours": 5, "image_size": 32, "batch_size": 4, "num_workers": 1}
 
 
@@ -113,13 +110,9 @@ def test_a_wrong_hyperparameter_is_named(wrong):
 
 
 @pytest.mark.parametrize("protocol", ["ssl_bench", "hbird"])
-def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(tmp_path, protocol):
-    for group in ("probe", "dataset"):
-        (tmp_path / group).symlink_to(CONFIGS / group)
-    (tmp_path / "root.yaml").write_text("defaults: [probe: retrieval, dataset: toy, _self_]")
-    with initialize_config_dir(str(tmp_path), version_base="1.3"):
-        config = compose("root", [f"probe/retrieval_protocol={protocol}", "probe.image_size=64"])
-    probe = instantiate(config.probe, _convert_="all")
+def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol):
+    overrides = [f"probe/retrieval_protocol={protocol}", "probe.image_size=64"]
+    probe = build(compose_config("probing", ["probe=retrieval", *overrides]).probe)
     assert (probe.protocol, probe.image_size) == (protocol, 64)
     assert bool(probe.guesses) == (protocol != "ssl_bench")
     assert json.loads(json.dumps(probe.settings())) == probe.settings()

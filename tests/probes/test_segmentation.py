@@ -1,19 +1,17 @@
 import json
 from dataclasses import replace
 from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from PIL import Image
 
 from probes.features.split import TrainingSplit
 from probes.heads.scored_images import SquashedScoring
 from probes.segmentation.probe import Segmentation
+from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
 from ssl_bench.intervals import few_images_warning
@@ -27,7 +25,6 @@ from tests.support.colours import (
     tiny_encoder,
 )
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 PHOTOS = {
     "voc2012": ["dataset=voc2012"],
     "ade20k": ["dataset=ade20k"],
@@ -319,13 +316,8 @@ def test_held_out_images_need_whole_squashed_images(changes):
         quick_probe(**changes)
 
 
-def _composed(folder, *overrides) -> Segmentation:
-    for group in ("probe", "dataset"):
-        (folder / group).symlink_to(CONFIGS / group)
-    (folder / "root.yaml").write_text("defaults: [probe: segmentation, dataset: toy, _self_]")
-    with initialize_config_dir(str(folder), version_base="1.3"):
-        config = compose("root", list(overrides))
-    return instantiate(config.probe, _convert_="all")
+def _composed(*overrides: str) -> Segmentation:
+    return build(compose_config("probing", ["probe=segmentation", *overrides]).probe)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +331,8 @@ def _composed(folder, *overrides) -> Segmentation:
         ("capi", {"loss": "majority", "optimizer": "lbfgs", "score_size": 224, "refit": True}),
     ],
 )
-def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(tmp_path, protocol, values):
-    probe = _composed(tmp_path, f"probe/segmentation_protocol={protocol}", "probe.epochs=2")
+def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol, values):
+    probe = _composed(f"probe/segmentation_protocol={protocol}", "probe.epochs=2")
     assert probe.protocol == protocol
     assert probe.epochs == 2
     assert {name: getattr(probe, name) for name in values} == values
@@ -357,7 +349,7 @@ def test_every_protocol_runs_with_joined_layers_and_records_name_the_guesses(
 ):
     small = ["probe.epochs=1", "probe.image_size=32", "probe.panels=0", "probe.max_iterations=3"]
     choice = [f"probe/segmentation_protocol={protocol}", f"probe.layers_mode={mode}"]
-    probe = _composed(tmp_path, *choice, *small, f"probe.cache={tmp_path}")
+    probe = _composed(*choice, *small, f"probe.cache={tmp_path}")
     context = probe_context(tmp_path)
     scores = list(probe.run(context))
     assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
@@ -372,11 +364,9 @@ def test_every_protocol_runs_with_joined_layers_and_records_name_the_guesses(
     ("dataset", "classes"), [("voc2012", 21), ("ade20k", 150), ("coco_stuff", 171)]
 )
 def test_real_photographs_are_scored_on_all_their_images(tmp_path, photos, dataset, classes):
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        root = photos / "COCO" if dataset == "coco_stuff" else photos
-        overrides = ["probe=segmentation", f"data.root={root}", *PHOTOS[dataset]]
-        config = compose("probing", overrides)
-    images = instantiate(config.dataset, _convert_="all")
+    root = photos / "COCO" if dataset == "coco_stuff" else photos
+    overrides = ["probe=segmentation", f"data.root={root}", *PHOTOS[dataset]]
+    images = build(compose_config("probing", overrides).dataset)
     context = replace(probe_context(tmp_path, layers=(3,)), dataset=images)
     scores = list(quick_probe(loss="histogram", epochs=3, image_size=64).run(context))
     assert scores[0].num_images == len(images.val())

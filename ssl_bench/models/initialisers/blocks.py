@@ -5,21 +5,25 @@ transposed, see `ssl_bench.models.build`. They are float64, so that rounding hap
 end. Biases start at 0 everywhere.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import scipy.linalg
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float64
 from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers.choice import make_initialiser
-
-_DEFAULT_STD = 0.02
-# Keeps the factors of a zero matrix zero instead of 0 / 0.
-_TINY = 1e-300
+from ssl_bench.models.initialisers.matrices import (
+    check_noise,
+    noise_matrix,
+    noisy_identity_heads,
+    normal,
+    truncated_normal,
+    uniform_orthogonal,
+    xavier_uniform,
+)
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class SkiplessInit:
     suo_gain: bool = True
 
     def __post_init__(self) -> None:
-        _check_noise(self.noise)
+        check_noise(self.noise)
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
         query, key = noisy_identity_heads(
@@ -110,7 +114,7 @@ class SkiplessInit:
         if self.cancel_logit_scale:
             root = (dim // num_heads) ** 0.25
             query, key = query * root, key * root
-        left, _, right = torch.linalg.svd(_normal(dim, dim, generator))
+        left, _, right = torch.linalg.svd(normal(dim, dim, generator))
         return AttentionWeights(query, key, value=self.c * left, output=self.c * right)
 
     def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
@@ -152,7 +156,7 @@ class MimeticInit:
     mlp_input_std: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_noise(self.noise)
+        check_noise(self.noise)
         if self.mlp_input_std < 0:
             raise ConfigurationError(
                 f"model.init_options.mlp_input_std must be >= 0, got {self.mlp_input_std}"
@@ -162,7 +166,7 @@ class MimeticInit:
         query, key = noisy_identity_heads(
             dim, num_heads, generator, alpha=self.alpha1, beta=self.beta1, noise=self.noise
         )
-        product = self.alpha2 * _noise(dim, generator, self.noise)
+        product = self.alpha2 * noise_matrix(dim, generator, self.noise)
         product -= self.beta2 * torch.eye(dim, dtype=product.dtype)
         left, scales, right = torch.linalg.svd(product)
         roots = scales.sqrt()
@@ -172,7 +176,7 @@ class MimeticInit:
         plain = DefaultInit().mlp(dim, hidden_dim, generator)
         # From a generator of its own, so that all that is drawn later stays as it is without.
         own = Generator().manual_seed(int(plain.first[0, 0].view(torch.int64)))
-        of_inputs = self.mlp_mean + self.mlp_input_std * _normal(dim, 1, own)
+        of_inputs = self.mlp_mean + self.mlp_input_std * normal(dim, 1, own)
         return MlpWeights(first=plain.first + of_inputs, second=plain.second)
 
 
@@ -217,7 +221,6 @@ class OsaInit:
 
 
 _Kind = DefaultInit | SkiplessInit | MimeticInit | XavierInit | OsaInit
-
 INITIALISERS: dict[str, type[_Kind]] = {
     "default": DefaultInit,
     "skipless": SkiplessInit,
@@ -234,92 +237,3 @@ def initialiser_of(name: str, options: Mapping[str, Any]) -> Initialiser:
         ConfigurationError: An unknown name or option, or a value of the wrong type.
     """
     return make_initialiser(INITIALISERS, name, options)
-
-
-def truncated_normal(
-    rows: int, cols: int, generator: Generator, std: float = _DEFAULT_STD
-) -> Float64[Tensor, "{rows} {cols}"]:
-    """Normal, cut at -2 and 2 as in official DINO: absolute bounds, which 0.02 never reaches."""
-    weights = torch.empty(rows, cols, dtype=torch.float64)
-    return torch.nn.init.trunc_normal_(weights, std=std, generator=generator)
-
-
-def xavier_uniform(rows: int, cols: int, generator: Generator) -> Float64[Tensor, "{rows} {cols}"]:
-    """Uniform between -b and b, b = sqrt(6 / (rows + cols))."""
-    return _uniform(rows, cols, generator) * (2 / (rows + cols)) ** 0.5
-
-
-def noisy_identity_heads(
-    dim: int, num_heads: int, generator: Generator, *, alpha: float, beta: float, noise: str
-) -> tuple[Float64[Tensor, "dim dim"], Float64[Tensor, "dim dim"]]:
-    """W_Q and W_K whose product is, per head, the best rank-d_h version of alpha Z + beta I.
-
-    Every head has a Z of its own. Cost: cubic in dim, once a head.
-    """
-    head_dim = dim // num_heads
-    queries, keys = [], []
-    for _ in range(num_heads):
-        product = alpha * _noise(dim, generator, noise)
-        product += beta * torch.eye(dim, dtype=product.dtype)
-        query, key = balanced_factors(product, head_dim)
-        queries.append(query)
-        keys.append(key)
-    return torch.cat(queries, dim=1), torch.cat(keys, dim=1)
-
-
-def balanced_factors(
-    matrix: Float64[Tensor, "dim dim"], rank: int
-) -> tuple[Float64[Tensor, "dim {rank}"], Float64[Tensor, "dim {rank}"]]:
-    """(U sqrt(S), V sqrt(S)) of the `rank` largest singular values of U S V^T.
-
-    From the largest eigenvectors of M^T M: their product is as exact as that of the full SVD, and 8
-    times faster at dim 384, rank 64.
-    """
-    dim = len(matrix)
-    gram = (matrix.T @ matrix).numpy()
-    squares, right = scipy.linalg.eigh(gram, subset_by_index=[dim - rank, dim - 1])
-    roots = torch.from_numpy(squares).clamp(min=_TINY) ** 0.25
-    right = torch.from_numpy(right)
-    return matrix @ right / roots, right * roots
-
-
-def uniform_orthogonal(
-    rows: int, cols: int, generator: Generator, *, gain: bool
-) -> Float64[Tensor, "{rows} {cols}"]:
-    """A Haar-distributed semi-orthogonal matrix, scaled by max(sqrt(cols / rows), 1) if asked.
-
-    Source: Martens et al., "Rapid training of deep neural networks without skip connections or
-    normalization layers", https://arxiv.org/abs/2110.01765 (SUO). rows is the input width here.
-    """
-    tall = _normal(max(rows, cols), min(rows, cols), generator)
-    basis, upper = torch.linalg.qr(tall)
-    # Without the signs the distribution would depend on how QR chooses them.
-    basis = basis * upper.diagonal().sign()
-    weights = basis if rows >= cols else basis.T
-    return weights * (max((cols / rows) ** 0.5, 1.0) if gain else 1.0)
-
-
-def _normal(rows: int, cols: int, generator: Generator) -> Float[Tensor, "{rows} {cols}"]:
-    return torch.randn(rows, cols, generator=generator, dtype=torch.float64)
-
-
-def _uniform(rows: int, cols: int, generator: Generator) -> Float[Tensor, "{rows} {cols}"]:
-    unit = torch.rand(rows, cols, generator=generator, dtype=torch.float64)
-    return (2 * unit - 1) * 3**0.5
-
-
-_NOISES: dict[str, Callable[[int, int, Generator], Tensor]] = {
-    "normal": _normal,
-    "uniform": _uniform,
-}
-
-
-def _noise(dim: int, generator: Generator, noise: str) -> Float[Tensor, "{dim} {dim}"]:
-    return _NOISES[noise](dim, dim, generator) / dim**0.5
-
-
-def _check_noise(noise: str) -> None:
-    if noise not in _NOISES:
-        raise ConfigurationError(
-            f"model.init_options.noise must be one of {', '.join(_NOISES)}, got {noise!r}"
-        )
