@@ -20,7 +20,7 @@ from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 from ssl_bench.models.positions import resize_positions
 from ssl_bench.system.paths import expanded, real
 
-START, SHA256 = "init_from", "start_from_sha256"
+START, SHA256 = "init_from", "init_from_sha256"
 # They say how weights are drawn and trained, or are changed on the way.
 _MAY_DIFFER = (
     *("image_size", "drop_path", "frozen_filters"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from probes.heads.upsampled_logsumexp import (
     corner_weights,
     logsumexp,
-    sum_of_log_normalisers,
+    summed_logsumexp,
 )
 from ssl_bench.metrics import IGNORED
 
@@ -167,7 +167,7 @@ class UpsampledLoss:
         label_weights = targets.label_weights.to(logits)
         corners = _take_corners(logits)
         counted = targets.counted.flatten(1).to(logits)
-        normaliser, by_corner = sum_of_log_normalisers(corners.flatten(3), counted)
+        normaliser, by_corner = summed_logsumexp(corners.flatten(3), counted)
         loss = normaliser - (logits * label_weights).flatten(1).sum(1)
         return loss, _add_corners(by_corner.view(corners.shape)).sub_(label_weights)
 

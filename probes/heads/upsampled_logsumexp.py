@@ -25,7 +25,7 @@ Counted = Float[Tensor, "pixels cells"]
 Sums = tuple[Float[Tensor, " heads"], Corners]
 
 
-def sum_of_log_normalisers(corners: Corners, counted: Counted) -> Sums:
+def summed_logsumexp(corners: Corners, counted: Counted) -> Sums:
     """Sum over the pixels of the log-normaliser of their logits, and its gradient by corner.
 
     Args:

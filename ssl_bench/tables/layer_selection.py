@@ -48,7 +48,7 @@ def choose_block(
     Args:
         records: Of one checkpoint; they differ in block and seed alone.
         store: Holds the images' contributions.
-        choice: "holdout" or "oracle"; of no account where there is one block.
+        choice: "holdout" or "oracle"; ignored where there is one block.
 
     Returns:
         None where a held-out choice lacks the values of single images, and for what is not ranked.

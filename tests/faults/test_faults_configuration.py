@@ -49,7 +49,7 @@ class Ones:
 LIMITED = """
 import resource, sys
 from pathlib import Path
-import ssl_bench.cli.commands, ssl_bench.cli.quickstart, ssl_bench.cli.report, pretrain.train
+import ssl_bench.cli.probe, ssl_bench.cli.pretrain, ssl_bench.cli.report, pretrain.train
 from ssl_bench.cli.__main__ import main
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 200 * 2**20,) * 2)

@@ -121,7 +121,7 @@ def test_the_recipe_names_what_was_trained_and_not_what_was_planned():
     }
 
     assert recipe_of(plan, Timeline(3, 4)) == "0.75 epochs, batch 512, Soap at 0.01"
-    tuned = recipe_of(plan | {"start_from_sha256": "0123456789abcdef"}, Timeline(400, 4))
+    tuned = recipe_of(plan | {"init_from_sha256": "0123456789abcdef"}, Timeline(400, 4))
     assert tuned == "100 epochs, batch 512, Soap at 0.01, from weights 01234567"
 
 

@@ -107,7 +107,7 @@ def test_the_run_knows_the_sha256_and_its_configuration_the_address(root, tmp_pa
     plan_of(root, start, max_steps=1).run(tmp_path / "run", device="cpu")
 
     configuration = load_state(tmp_path / "run", CPU)[0]["configuration"]
-    assert configuration["start_from_sha256"] == sha256_of(start)
+    assert configuration["init_from_sha256"] == sha256_of(start)
     assert f"init_from: {start}" in (tmp_path / "run" / CONFIG).read_text()
 
 
@@ -221,10 +221,10 @@ def test_a_run_does_not_go_on_from_another_file(root, tmp_path):
     first = sha256_of(path)
     saved(path, seed=8)
 
-    changed = f"start_from_sha256: {first} -> {sha256_of(path)}"
+    changed = f"init_from_sha256: {first} -> {sha256_of(path)}"
     with pytest.raises(ConfigurationError, match=changed):
         plan.run(tmp_path / "stopped", resume=True, device="cpu")
-    with pytest.raises(ConfigurationError, match=f"start_from_sha256: {first} -> None"):
+    with pytest.raises(ConfigurationError, match=f"init_from_sha256: {first} -> None"):
         replace(plan, init_from=None).run(tmp_path / "stopped", resume=True, device="cpu")
     nowhere = replace(plan, init_from=str(tmp_path / "nowhere"))
     with pytest.raises(CheckpointError, match="no checkpoint at"):

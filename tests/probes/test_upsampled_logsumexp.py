@@ -8,7 +8,7 @@ from probes.heads.upsampled_logsumexp import (
     by_exponentials,
     by_powers,
     corner_weights,
-    sum_of_log_normalisers,
+    summed_logsumexp,
 )
 
 HEADS, CLASSES = 3, 5
@@ -31,7 +31,7 @@ def plain(corners, counted):
     return total.detach(), gradient
 
 
-@pytest.mark.parametrize("form", [by_exponentials, by_powers, sum_of_log_normalisers])
+@pytest.mark.parametrize("form", [by_exponentials, by_powers, summed_logsumexp])
 @pytest.mark.parametrize("side", [1, 2, 5, 8, 14, 16])
 def test_either_form_equals_the_sum_over_all_upsampled_logits(form, side):
     corners, counted = cells(side)
@@ -47,7 +47,7 @@ def test_pieces_cover_every_head_and_cell_once(monkeypatch, side):
     # One head and 64 cells a piece, the fewest there are.
     monkeypatch.setitem(PIECE_BYTES, "cpu", 1)
 
-    found, expected = sum_of_log_normalisers(corners, counted), plain(corners, counted)
+    found, expected = summed_logsumexp(corners, counted), plain(corners, counted)
 
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
@@ -58,7 +58,7 @@ def test_a_cell_of_equal_corners_counted_by_hand():
     counted = torch.zeros(64, 1)
     counted[:6] = 1
 
-    total, gradient = sum_of_log_normalisers(corners, counted)
+    total, gradient = summed_logsumexp(corners, counted)
 
     # Six pixels with a sum of exponentials of 1 + 3; a quarter of the gradient is the first's.
     assert total.item() == pytest.approx(6 * math.log(4))
@@ -83,7 +83,7 @@ def test_a_class_that_vanishes_at_one_patch_still_wins_at_the_next():
     corners[:, 0, 1, 0] = torch.tensor([-110.0, -51.0, -110.0, -51.0])
     counted = torch.ones(64, 1)
 
-    total, gradient = sum_of_log_normalisers(corners, counted)
+    total, gradient = summed_logsumexp(corners, counted)
 
     expected, expected_gradient = plain(corners, counted)
     torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=0)
@@ -95,7 +95,7 @@ def test_heads_whose_logits_jump_or_are_nan_spoil_no_other_and_stay_exact():
     corners[:, 1] *= 1e3
     corners[0, 2, 3, 4] = math.nan
 
-    total, gradient = sum_of_log_normalisers(corners, counted)
+    total, gradient = summed_logsumexp(corners, counted)
 
     expected, expected_gradient = plain(corners, counted)
     torch.testing.assert_close(total[:2].double(), expected[:2], rtol=1e-6, atol=0)
