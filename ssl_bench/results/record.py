@@ -3,7 +3,6 @@
 import glob
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -13,6 +12,7 @@ import numpy as np
 from jaxtyping import Shaped
 
 from ssl_bench.results.ranges import INFINITE
+from ssl_bench.system.escaping import plain_json
 
 PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
@@ -155,7 +155,7 @@ class Record:
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON has them; infinity is "inf", what is no number null."""
-        return _finite(asdict(self))
+        return plain_json(asdict(self), infinity=INFINITE)
 
 
 def encoder_id(identity: Mapping[str, Any]) -> str:
@@ -166,14 +166,3 @@ def encoder_id(identity: Mapping[str, Any]) -> str:
 def _digest(values: Mapping[str, Any]) -> str:
     text = json.dumps(values, sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _finite(value: Any) -> Any:
-    # JSON has neither; null and a text keep the files readable everywhere.
-    if isinstance(value, float) and not math.isfinite(value):
-        return INFINITE if value == math.inf else None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value

@@ -96,19 +96,23 @@ def json_text(
         text: What to do with each text, instead of leaving it whole.
     """
     separators = (",", ":") if indent is None else None
-    plain = _plain(value, text or _whole)
+    plain = plain_json(value, text=text or _whole)
     return json.dumps(plain, indent=indent, separators=separators, default=list)
 
 
-def _plain(value: Any, text: Callable[[str], str]) -> Any:
+def plain_json(value: Any, *, infinity: str | None = None, text: Callable[[str], str] = str) -> Any:
+    """Values of which JSON has all: null for what is no number, `infinity` for infinity."""
     if isinstance(value, str):
         return text(value)
     if isinstance(value, float) and not math.isfinite(value):
-        return None
+        return infinity if value == math.inf else None
     if isinstance(value, Mapping):
-        return {text(str(name)): _plain(item, text) for name, item in value.items()}
+        return {
+            text(str(name)): plain_json(item, infinity=infinity, text=text)
+            for name, item in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_plain(item, text) for item in value]
+        return [plain_json(item, infinity=infinity, text=text) for item in value]
     return value
 
 

@@ -76,8 +76,8 @@ class Entry:
             "model": first.model,
             **{name: getattr(first, name) for name in ENCODER},
             "depth": first.depth,
-            "value": finite(self.value),
-            "ci95": [finite(self.low), finite(self.high)],
+            "value": self.value,
+            "ci95": [self.low, self.high],
             "degenerate_percent": self.arbitrary,
             "records": [_record_json(record) for record in self.records],
         }
@@ -108,17 +108,12 @@ def arbitrary_percent(records: Sequence[Record]) -> float | None:
     return sum(shares) / len(shares) if shares else None
 
 
-def finite(value: float | None) -> float | None:
-    """None for what JSON has no number for."""
-    return None if value is None or not math.isfinite(value) else value
-
-
 def _record_json(record: Record) -> dict[str, Any]:
     return {
         "layer": record.layer,
         "seed": record.seed,
-        "value": finite(record.value),
-        "ci95": None if record.ci95 is None else [finite(end) for end in record.ci95],
+        "value": record.value,
+        "ci95": None if record.ci95 is None else list(record.ci95),
         **{name: getattr(record, name) for name in _PROVENANCE},
         "file": record.key().filename(),
     }
