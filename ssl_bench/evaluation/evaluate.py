@@ -73,9 +73,10 @@ class Evaluation:
             self, images, self.layers, identity=self.encoder.identity(), settings=settings
         )
         artifacts = self.artifacts(store, images)
-        pending = find_pending(self.probe, keys, images, store, artifacts)
         if overwrite:
             pending = Pending.everything(keys)
+        else:
+            pending = find_pending(self.probe, keys, images, store, artifacts)
         self._tell(pending, keys, images, store, say)
         if store.image_ids(images.fingerprint()) is None:
             store.save_image_ids(images.fingerprint(), images.ids)

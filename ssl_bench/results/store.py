@@ -51,10 +51,6 @@ class ResultStore:
                 raise DataError(f"expected a name that a file can have, got {name!r}")
         return self.root / "records" / key.task / file_name(key.dataset) / key.filename()
 
-    def has(self, key: CellKey) -> bool:
-        """Whether the cell is finished; a half-written file is not."""
-        return self.load(key) is not None
-
     def load(self, key: CellKey) -> Record | None:
         """The record of a finished cell, None when there is none or only half of one."""
         path = self.path(key)
