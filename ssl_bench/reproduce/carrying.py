@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ssl_bench.errors import Preempted, SslBenchError
+from ssl_bench.errors import Preempted
 from ssl_bench.reproduce.plan import Plan, Step
 from ssl_bench.reproduce.state import run_state
-from ssl_bench.system.escaping import one_line, shell_words
-from ssl_bench.system.memory import is_out_of_memory, memory_error
+from ssl_bench.system.endings import failure
+from ssl_bench.system.escaping import shell_words
 from ssl_bench.system.progress import say
 
 Execute = Callable[[Sequence[str]], int]
@@ -68,17 +68,9 @@ def _attempted(plan: Plan, step: Step, execute: Execute, *, debug: bool) -> Outc
     except Exception as error:
         if debug:
             raise
-        code, text = _told(error, step)
+        code, text = failure(error, step.words[0])
     if step.is_run and step.run and not code:
         state = run_state(plan.asked.folder(step.run))
         if state is None or not state.is_finished:
             code, text = 1, "its time was up before its end; the same command goes on with it"
     return Outcome(step, time.monotonic() - start, code, text)
-
-
-def _told(error: Exception, step: Step) -> tuple[int, str]:
-    if is_out_of_memory(error):
-        error = memory_error(error, step.words[0])
-    line = one_line(error)
-    known = isinstance(error, SslBenchError)
-    return (error.exit_code, line) if known else (1, f"{type(error).__name__}: {line}")

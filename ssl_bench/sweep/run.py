@@ -13,11 +13,10 @@ from typing import Literal
 import torch
 
 from ssl_bench.asked import announced_encoder
-from ssl_bench.errors import MachineError, SslBenchError
+from ssl_bench.errors import MachineError
 from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
-from ssl_bench.system.escaping import one_line
-from ssl_bench.system.memory import is_out_of_memory, memory_error
+from ssl_bench.system.endings import failure
 from ssl_bench.system.progress import say
 
 
@@ -71,11 +70,7 @@ def _attempted(job: Job, compute: Callable[[Job], None], *, debug: bool) -> Outc
     except Exception as error:
         if debug:
             raise
-        if is_out_of_memory(error):
-            error = memory_error(error, "sweep")
-        line = one_line(error)
-        known = isinstance(error, SslBenchError)
-        code, text = (error.exit_code, line) if known else (1, f"{type(error).__name__}: {line}")
+        code, text = failure(error, "sweep")
         return Outcome(job, time.monotonic() - start, code, text)
     return Outcome(job, time.monotonic() - start)
 

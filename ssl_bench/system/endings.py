@@ -60,3 +60,12 @@ def _known(error: Exception, arguments: Sequence[str]) -> SslBenchError | None:
     if isinstance(error, OSError):
         return MachineError(f"{error}; look at the disk and its rights (--debug)")
     return None
+
+
+def failure(error: Exception, command: str) -> tuple[int, str]:
+    """Exit code and one line for what ended a part of a command while other parts go on."""
+    if is_out_of_memory(error):
+        error = memory_error(error, command)
+    line = one_line(error)
+    known = isinstance(error, SslBenchError)
+    return (error.exit_code, line) if known else (1, f"{type(error).__name__}: {line}")
