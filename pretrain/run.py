@@ -32,7 +32,11 @@ from pretrain.runtime.distributed import Ranks
 from pretrain.runtime.fine_tuning import SHA256, init_from, sha256_at_resume
 from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG
 from pretrain.runtime.lock import Hold
-from pretrain.runtime.signals import StopRequest, leave_signals_to_the_parent
+from pretrain.runtime.signals import (
+    StopRequest,
+    deaths_of_workers_wait,
+    leave_signals_to_the_parent,
+)
 from pretrain.runtime.state import load_state, save_state
 from pretrain.step import Trainer
 from ssl_bench.data.samples import ImageSet
@@ -279,17 +283,13 @@ class Run:
             # It draws a number when iterated, which must not come out of the global generator.
             generator=torch.Generator(),
         )
-        arriving = iter(loader)
         self.clock.begin()
-        try:
+        with closing(_arriving(loader)) as arriving:
             for _ in remaining:
                 with self.clock.waiting():
-                    part = _next_part(arriving)
+                    part = next(arriving)
                 self._agree(part if isinstance(part, SslBenchError) else None)
                 yield part
-        finally:
-            # A traceback may keep this frame alive, and with it the workers.
-            del arriving
 
     def _row(self) -> dict[str, Any]:
         """What the log says of the step just taken, apart from what the device computes."""
@@ -356,16 +356,23 @@ def _batches(plan: Plan, images: ImageSet, ranks: Ranks) -> Batches:
     )
 
 
-def _next_part(arriving: Iterator[Any]) -> Any:
+def _arriving(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+    """What the data workers send; the last is an error if one of them dies."""
+    arriving = None
     try:
-        return next(arriving)
+        arriving = iter(loader)
+        with deaths_of_workers_wait():
+            yield from arriving
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        return MachineError(
+        yield MachineError(
             f"a data worker died ({str(error).splitlines()[0]}); memory or /dev/shm may be too "
             "small: try train.num_workers=0"
         )
+    finally:
+        # A traceback may keep this frame alive, and with it the workers.
+        del arriving
 
 
 def _is_finite(weights: Mapping[str, Any]) -> bool:

@@ -1,4 +1,7 @@
-"""Signals that ask a run to stop: after a step that is saved, or before the first one at once."""
+"""Signals that ask a run to stop, after a step that is saved or before the first at once.
+
+And the signal of a data worker that died, which must not end a step in its middle.
+"""
 
 import signal
 import threading
@@ -71,6 +74,24 @@ def stop_requests() -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def deaths_of_workers_wait() -> Iterator[None]:
+    """Keep a data worker's death from raising wherever the main thread is, mid-step included.
+
+    torch's own handler does so once a loader has workers. Without it the loader looks whether
+    its workers live while it waits for them, every five seconds, and raises there.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not hasattr(signal, "SIGCHLD"):
+        yield
+        return
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def leave_signals_to_the_parent(worker: int) -> None:

@@ -10,13 +10,18 @@ import tarfile
 import threading
 import time
 import zipfile
+from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm  # noqa: F401 - its seconds of import are no part of any test
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from pretrain.objectives.dino import DinoLearner
+from pretrain.runtime.state import load_state
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from ssl_bench.network.downloads import Published, download
@@ -217,6 +222,44 @@ def test_fault_40_a_killed_data_worker_is_named_with_a_way_out(place, capsys):
     assert "a data worker died" in said
     assert "try train.num_workers=0" in said
     assert not active_children()
+
+
+def and_a_worker_dies(usual: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, in which a data worker is killed before anything is done."""
+
+    def fatal(*arguments: Any, **named: Any) -> Any:
+        for worker in active_children()[:1]:
+            worker.kill()
+        # Long enough for a handler to be called; waiting for the worker would hide it from torch.
+        time.sleep(0.2)
+        return usual(*arguments, **named)
+
+    return fatal
+
+
+# torch clears away half of a loader, and says what it missed.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_fault_40_a_data_worker_that_dies_at_the_start_is_named_too(place, capsys, monkeypatch):
+    usual = _MultiProcessingDataLoaderIter._reset
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_reset", and_a_worker_dies(usual))
+
+    said = fails(capsys, pretraining(place / "photos", "run", "train.num_workers=2"), 5)
+
+    assert "a data worker died" in said
+
+
+def test_fault_40_a_data_worker_that_dies_during_a_step_leaves_that_step_whole(
+    place, capsys, monkeypatch
+):
+    run = pretraining(place / "photos", "run", "train.num_workers=2", "train.max_steps=3000")
+    fatal = and_a_worker_dies(DinoLearner.update_teacher)
+    monkeypatch.setattr(DinoLearner, "update_teacher", fatal)
+
+    said = fails(capsys, run, 5)
+
+    assert "a data worker died" in said
+    rows = (place / "run/log.jsonl").read_text().splitlines()
+    assert load_state(place / "run", torch.device("cpu"))[0]["step"] == len(rows) >= 1
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../encoder.safetensors", "a/../../secret"])
