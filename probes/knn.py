@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int64
@@ -54,7 +54,7 @@ class KNN:
     block alone.
     """
 
-    protocol: str = "dino"
+    protocol: Literal["dino"] = "dino"
     neighbours: Sequence[Count] = (10, 20, 100, 200)
     temperature: Temperature = 0.07
     facet: str | Sequence[str] = "cls"
@@ -71,8 +71,6 @@ class KNN:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        if self.protocol != "dino":
-            raise ConfigurationError(f"probe.protocol must be dino, got {self.protocol}")
         require_some("probe.neighbours", self.neighbours)
         asked_facets(self.facet, _FACETS)
 

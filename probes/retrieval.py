@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int, Int64, UInt8
@@ -62,8 +62,8 @@ class Retrieval:
     temperature: Temperature = 0.02
     memory_patches: Count = 100_000
     image_size: Pixels = 512
-    norm: str = "none"
-    crops: str = "whole"
+    norm: Literal["none", "final"] = "none"
+    crops: Literal["whole", "resized"] = "whole"
     views: Count = 1
     train_images: Count | None = None
     score_size: Pixels | None = None
@@ -79,11 +79,6 @@ class Retrieval:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        if self.norm not in ("none", "final") or self.crops not in ("whole", "resized"):
-            raise ConfigurationError(
-                "probe.norm must be none or final and probe.crops whole or resized, got "
-                f"{self.norm} and {self.crops}"
-            )
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, self.facet, m) for layer in sorted(layers) for m in _METRICS]

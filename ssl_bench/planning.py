@@ -7,6 +7,7 @@ from typing import Literal, NoReturn
 import torch
 from omegaconf import DictConfig
 
+from ssl_bench.composition.components import TARGET, component_class
 from ssl_bench.composition.compose import (
     as_plain,
     build,
@@ -17,6 +18,7 @@ from ssl_bench.composition.compose import (
     nearest,
 )
 from ssl_bench.composition.fields import Place, Seed, require, shown
+from ssl_bench.composition.presets import preset_group, protocols
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.known_by_stat import DatasetByStat
 from ssl_bench.data.samples import Dataset
@@ -169,35 +171,26 @@ def _key_and_value(override: str) -> tuple[str, str]:
     return key, value
 
 
-def _protocols(task: str, default: DictConfig) -> list[str]:
-    return choices(f"probe/{task}_protocol") or [default.probe.protocol]
-
-
 def _protocol_as_group(override: str, task: str) -> str:
     # Protocols that are presets live in files; for the user they are a value like any other.
     key, value = _key_and_value(override)
-    is_preset = key == "probe.protocol" and choices(f"probe/{task}_protocol")
-    return f"probe/{task}_protocol={value}" if is_preset else override
+    is_preset = key == "probe.protocol" and choices(preset_group(task))
+    return f"{preset_group(task)}={value}" if is_preset else override
 
 
 def _takes(override: str, task: str, default: DictConfig) -> bool:
     key, value = _key_and_value(override)
     if key == "probe.protocol":
-        return value in _protocols(task, default) or _is_accepted(override, task)
+        known = _protocols(task, default)
+        return not known or value in known
     if key.startswith(("probe.", "dataset.")):
         return has_key(default, key)
     return True
 
 
-def _is_accepted(override: str, task: str) -> bool:
-    """Whether a probe whose protocols are no files knows this one."""
-    if choices(f"probe/{task}_protocol"):
-        return False
-    try:
-        build(compose_config("probing", [f"probe={task}", override]).probe)
-    except ConfigurationError:
-        return False
-    return True
+def _protocols(task: str, default: DictConfig) -> list[str]:
+    """Those that a task has; none where its probe takes any."""
+    return protocols(task, component_class(default.probe[TARGET], f"probe.{TARGET}"))
 
 
 def _require_taker(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from probes.classification.report import metrics
 from probes.classification.run import ClassificationRun
@@ -31,16 +31,13 @@ from ssl_bench.composition.fields import (
     require_some,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 
-_CHOICES = {"layers_mode": ("single", "last4"), "optimizer": ("lbfgs", "sgd")}
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.
 _NOT_SETTINGS = frozenset(
     {
         "protocol",
         "facet",
-        "layers_mode",
         "encoder_batch_size",
         "memory_gib",
         "num_workers",
@@ -80,8 +77,8 @@ class LinearClassification:
 
     protocol: str = "ssl_bench"
     facet: str | Sequence[str] = "cls"
-    layers_mode: str = "single"
-    optimizer: str = "lbfgs"
+    layers_mode: Literal["single", "last4"] = "single"
+    optimizer: Literal["lbfgs", "sgd"] = "lbfgs"
     c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
     max_iterations: Count = 1000
     learning_rates: Sequence[Rate] = ()
@@ -104,22 +101,12 @@ class LinearClassification:
     def __post_init__(self) -> None:
         check_fields(self, "probe")
         asked_facets(self.facet, tuple(FACETS))
-        for field, valid in _CHOICES.items():
-            came = getattr(self, field)
-            if came not in valid:
-                raise ConfigurationError(f"probe.{field} must be one of {valid}, got {came!r}")
         grid = "c_values" if self.optimizer == "lbfgs" else "learning_rates"
         require_some(f"probe.{grid}", getattr(self, grid))
 
     @property
     def facets(self) -> tuple[str, ...]:
         return asked_facets(self.facet, tuple(FACETS))
-
-    @property
-    def facet_names(self) -> dict[str, str]:
-        """Under which the scores of each facet are recorded."""
-        suffix = "" if self.layers_mode == "single" else f"_{self.layers_mode}"
-        return {facet: f"{facet}{suffix}" for facet in self.facets}
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
@@ -129,7 +116,7 @@ class LinearClassification:
         return [
             (source[-1], facet, metric)
             for source in self.sources(layers)
-            for facet in self.facet_names.values()
+            for facet in self.facets
             for metric in metrics(holdout=self.holdout > 0)
         ]
 
@@ -172,7 +159,6 @@ class LinearClassification:
             train_images=train_images,
             val_images=val_images,
             sources=self.sources(context.layers),
-            facet_names=self.facet_names,
             memory_gib=self.memory_gib,
             guesses=self.guesses,
         )

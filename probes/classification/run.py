@@ -1,6 +1,6 @@
 """Linear classification of one encoder on one dataset: features, heads, scores."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ class ClassificationRun:
     """All parts of a run, put together by the probe.
 
     Attributes:
-        facet_names: Under which the scores of each facet are recorded.
         memory_gib: For the features; layers that do not fit wait for another pass.
         guesses: Where the protocol's authors do it otherwise.
     """
@@ -39,7 +38,6 @@ class ClassificationRun:
     train_images: ImageSet
     val_images: ImageSet
     sources: Sequence[LayerGroup]
-    facet_names: Mapping[str, str]
     memory_gib: float
     guesses: Sequence[str]
 
@@ -83,7 +81,7 @@ class ClassificationRun:
             features = val.joined(source, facet)
             yield ClassificationReport(
                 layer=source[-1],
-                facet=self.facet_names[facet],
+                facet=facet,
                 hyperparameter=self.training.hyperparameter,
                 values=self.training.values,
                 num_classes=classes,

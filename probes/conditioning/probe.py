@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -53,7 +53,6 @@ CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
     ],
     "checkpoints": [("token", "cka_with_checkpoint")],
 }
-PROTOCOLS = tuple(CELLS)
 _SPECTRA, _CKA = "spectra.npz", "cka.npy"
 
 
@@ -74,7 +73,7 @@ class Conditioning:
             and the seed give before any training.
     """
 
-    protocol: str = "spectra"
+    protocol: Literal["spectra", "jacobian_exact", "jacobian_lanczos", "checkpoints"] = "spectra"
     num_images: Count = 8
     image_size: Pixels = 224
     num_steps: Count = 64
@@ -86,10 +85,6 @@ class Conditioning:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        if self.protocol not in PROTOCOLS:
-            raise ConfigurationError(
-                f"probe.protocol must be one of {PROTOCOLS}, got {self.protocol!r}"
-            )
         if self.compare_to is not None and self.protocol != "checkpoints":
             raise ConfigurationError(
                 "probe.compare_to goes with probe.protocol=checkpoints, got "

@@ -42,9 +42,6 @@ from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import mean_estimate
 
-PROTOCOLS = ("image", "batch", "dataset")
-BACKGROUNDS = ("keep", "first_component")
-GRIDS = ("png", "svg", "both")
 _TILES_A_ROW = 13
 _SMALL_SPREAD = 10.0
 # What is drawn and how, not what the variance is.
@@ -96,23 +93,19 @@ class PCA:
         grid: What the overview is saved as: png, svg or both.
     """
 
-    protocol: str = "image"
+    protocol: Literal["image", "batch", "dataset"] = "image"
     facet: Literal["token", "token_normed", "key", "query", "value"] = "token"
     num_images: Count = 8
     image_size: Pixels = 224
-    background: str = "keep"
+    background: Literal["keep", "first_component"] = "keep"
     align_to: FilePath | None = None
-    grid: str = "png"
+    grid: Literal["png", "svg", "both"] = "png"
 
     task = "pca"
     role = "images"
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        valid = {"protocol": PROTOCOLS, "background": BACKGROUNDS, "grid": GRIDS}
-        for field, choices in valid.items():
-            if (came := getattr(self, field)) not in choices:
-                raise ConfigurationError(f"probe.{field} must be one of {choices}, got {came!r}")
         if self.protocol == "dataset" and self.background != "keep":
             raise ConfigurationError(
                 "probe.background must be keep for probe.protocol=dataset, whose images pass the "

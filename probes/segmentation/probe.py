@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from probes.features.cache import TrainingPass
 from probes.features.split import TrainingSplit
@@ -34,19 +34,9 @@ from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.models import Encoder
 
 HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
-_CHOICES = {
-    "layers_mode": ("single", "multi", "last4"),
-    "norm": ("none", "final", "standardize"),
-    "crops": ("whole", "resized", "scaled"),
-    "optimizer": ("adamw", "sgd", "lbfgs"),
-    "schedule": ("cosine", "linear", "constant", "drop"),
-    "scoring": ("squash", "patch", "slide"),
-}
 _LOSSES = ("upsample4", "histogram", "full_resolution", "majority")
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.
-_NOT_SETTINGS = frozenset(
-    {"protocol", "layers_mode", "panels", "memory_gib", "cache", "num_workers", "guesses"}
-)
+_NOT_SETTINGS = frozenset({"protocol", "panels", "memory_gib", "cache", "num_workers", "guesses"})
 _OF_STEPS = frozenset(
     {"learning_rates", "epochs", "batch_size", "schedule", "warmup", "weight_decay"}
 )
@@ -90,17 +80,17 @@ class Segmentation:
     """
 
     protocol: str = "ssl_bench"
-    layers_mode: str = "single"
+    layers_mode: Literal["single", "multi", "last4"] = "single"
     learning_rates: Sequence[Rate] = HALF_DECADES
     epochs: Count = 30
     batch_size: Count = 16
     image_size: Pixels = 512
     loss: str = "upsample4"
-    norm: str = "standardize"
-    crops: str = "whole"
+    norm: Literal["none", "final", "standardize"] = "standardize"
+    crops: Literal["whole", "resized", "scaled"] = "whole"
     views: Count = 1
-    optimizer: str = "adamw"
-    schedule: str = "cosine"
+    optimizer: Literal["adamw", "sgd", "lbfgs"] = "adamw"
+    schedule: Literal["cosine", "linear", "constant", "drop"] = "cosine"
     warmup: ShareBelowOne = 0.05
     weight_decay: PositiveOrZero = 1e-4
     c_values: Sequence[Positive] = ()
@@ -108,7 +98,7 @@ class Segmentation:
     refit: bool = False
     holdout: ShareBelowOne = 0.1
     train_images: Count | None = None
-    scoring: str = "squash"
+    scoring: Literal["squash", "patch", "slide"] = "squash"
     score_size: Pixels | None = None
     panels: CountOrZero = 6
     memory_gib: PositiveOrZero = 8.0
@@ -122,10 +112,6 @@ class Segmentation:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        for field, valid in _CHOICES.items():
-            came = getattr(self, field)
-            if came not in valid:
-                raise ConfigurationError(f"probe.{field} must be one of {valid}, got {came!r}")
         if self.loss not in _LOSSES and not self.loss.isdecimal():
             raise ConfigurationError(
                 f"probe.loss must be one of {_LOSSES} or a number, got {self.loss!r}"
@@ -174,7 +160,8 @@ class Segmentation:
         return dict.fromkeys([*panels, names.training_images], shown)
 
     def _names(self, seed: int) -> FileNames:
-        return FileNames(self.protocol, self.facet, seed)
+        shown = self.facet if self.layers_mode == "single" else self.layers_mode
+        return FileNames(self.protocol, shown, seed)
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -210,17 +197,13 @@ class Segmentation:
         )
 
     @property
-    def facet(self) -> str:
-        """Under which the scores are recorded."""
-        return self._token if self.layers_mode == "single" else self.layers_mode
+    def facet(self) -> Facet:
+        """What of a block the heads see."""
+        return "token_normed" if self.norm == "final" else "token"
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
         return sources_of(layers, self.layers_mode)
-
-    @property
-    def _token(self) -> Facet:
-        return "token_normed" if self.norm == "final" else "token"
 
     def _training_pass(
         self, context: ProbeContext, images: ImageSet, indices: Sequence[int]
@@ -231,11 +214,11 @@ class Segmentation:
             extractor=FeatureExtractor(
                 context.encoder,
                 layers=layers,
-                facets=(self._token,),
+                facets=(self.facet,),
                 device=context.device,
                 dtype=context.dtype,
             ),
-            facet=self._token,
+            facet=self.facet,
             images=images,
             indices=indices,
             image_size=self.image_size,

@@ -31,15 +31,15 @@ class FileNames:
     """Of what a run leaves beside its records."""
 
     protocol: str
-    facet: str
+    features: str
     seed: int
 
     def panel(self, image_id: str) -> str:
-        return image_name(image_id, before=f"{self.protocol}-{self.facet}-")
+        return image_name(image_id, before=f"{self.protocol}-{self.features}-")
 
     @property
     def training_images(self) -> str:
-        return f"{self.protocol}-{self.facet}-seed{self.seed}-train.txt"
+        return f"{self.protocol}-{self.features}-seed{self.seed}-train.txt"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from probes.tokencut.scores import cell_name, corloc_score
 from probes.tokencut.shape_batches import same_shape
 from ssl_bench import __version__
 from ssl_bench.composition.fields import Count, CountOrZero, check_fields
+from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -43,7 +44,7 @@ class TokenCut(Cut):
     """CorLoc of one box an image, for every asked block and facet.
 
     Attributes:
-        protocol: "reference" unless an option says otherwise; then the changed options are added.
+        protocol: That of the reference code. Changed options stand beside it in tables.
         facet: Which features make the graph, one or several of key, query, value, token and
             token_normed.
         method: tokencut, lost, or maskcut, whose first mask counts.
@@ -52,7 +53,7 @@ class TokenCut(Cut):
             each kind (hits, misses, degenerate) are on the contact sheet of a block.
     """
 
-    protocol: str = "reference"
+    protocol: Literal["reference"] = "reference"
     facet: str | Sequence[str] = "key"
     method: Literal["tokencut", "lost", "maskcut"] = "tokencut"
     max_objects: Count = 3
@@ -64,9 +65,6 @@ class TokenCut(Cut):
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        named = self.protocol.split(",")[0]
-        require(named == "reference", f"protocol must be reference, got {named}")
-        require(self.method in METHODS, f"method must be one of {METHODS}, got {self.method}")
         # MaskCut's painted patches have cosine 0 with all: a lower tau would link them to all.
         require(
             self.method != "maskcut" or self.tau >= 0,
@@ -75,12 +73,11 @@ class TokenCut(Cut):
         unknown = [facet for facet in self._asked_facets() if facet not in FACETS]
         wrong = f"facet must be among {', '.join(FACETS)}, got {', '.join(unknown) or 'none'}"
         require(bool(self._asked_facets()) and not unknown, wrong)
-        # Frozen for everybody else: a changed option must not pass for the reference in a table.
-        object.__setattr__(self, "protocol", ", ".join([named, *self._changed_options()]))
 
     @property
     def _folder(self) -> str:
-        return self.protocol.replace(", ", "_")
+        changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
+        return "_".join([self.protocol, *changed])
 
     @property
     def facets(self) -> tuple[Facet, ...]:
@@ -272,10 +269,6 @@ class TokenCut(Cut):
 
     def _asked_facets(self) -> Sequence[str]:
         return (self.facet,) if isinstance(self.facet, str) else self.facet
-
-    def _changed_options(self) -> list[str]:
-        defaults = {field.name: field.default for field in fields(self)}
-        return [f"{k}={v}" for k, v in self.settings().items() if v != defaults[k]]
 
     def _log_key(self, images: ImageSet, context: ProbeContext) -> dict[str, Any]:
         return {

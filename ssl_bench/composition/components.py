@@ -120,9 +120,14 @@ def completed(value: Any, key: str) -> Any:
     if TARGET not in said:
         return said
     kind = component_class(said[TARGET], _joined(key, TARGET))
-    defaults = {item.name: _default(item) for item in fields(kind) if item.init}
-    left = {name for name, default in defaults.items() if default is not MISSING} - said.keys()
-    return said | {name: _plain(defaults[name]) for name in defaults if name in left}
+    left = {name: value for name, value in defaults(kind).items() if name not in said}
+    return said | {name: _plain(default) for name, default in left.items()}
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """What a dataclass has where nothing is said, by field; without fields that have no default."""
+    values = {item.name: _default(item) for item in fields(kind) if item.init}
+    return {name: value for name, value in values.items() if value is not MISSING}
 
 
 def legal_values(value: Any, key: str = "") -> dict[str, str]:

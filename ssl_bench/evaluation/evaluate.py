@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, summary
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
@@ -142,5 +143,6 @@ class Evaluation:
                 **({"epoch": epoch} if epoch is not None else {}),
             },
             unit=score.unit,
+            changed=changed_settings(self.probe),
             **provenance(self.device, seconds),
         )

@@ -16,7 +16,6 @@ from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
 from ssl_bench.report.pages import number
 from ssl_bench.report.viewers import GallerySection
 from ssl_bench.results import Record
-from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.notes import provenance
 
 
@@ -106,7 +105,7 @@ def runs_of(records: Sequence[Record]) -> tuple[SettingsGroup, ...]:
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         title = (
-            f"{record.task} on {record.dataset} {record.split}, protocol {named_protocol(record)}"
+            f"{record.task} on {record.dataset} {record.split}, protocol {record.named_protocol}"
         )
         same = (record.dataset_fingerprint, sorted(record.settings.items()))
         groups[title, repr(same)].append(record)

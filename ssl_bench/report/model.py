@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.results import Record
-from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.entry import Entry, mean_entry
 from ssl_bench.tables.notes import provenance
 from ssl_bench.tables.series import comparable_groups, differing_settings, said_training
@@ -163,7 +162,7 @@ def _difference(record: Record, firsts: Sequence[Record]) -> str:
     same = (*PANEL_FIELDS, "split")
     rivals = [r for r in firsts if all(getattr(r, n) == getattr(record, n) for n in same)]
     differing = differing_settings(record, rivals)
-    changed = named_protocol(record).removeprefix(record.protocol)
+    changed = record.named_protocol.removeprefix(record.protocol)
     training = said_training(record)
     return changed + training + (f" [{', '.join(differing)}]" if differing else "")
 

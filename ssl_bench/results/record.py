@@ -27,6 +27,8 @@ SUPERVISED = "supervised"
 ENCODER = ("checkpoint_sha256", "architecture", "mean", "std")
 """Fields that say which encoder was scored."""
 
+_LONG = 24
+
 TRAINED_ON = "trained_on"
 """Name among the settings of what a probe was fitted to."""
 
@@ -103,6 +105,7 @@ class Record:
         architecture: What the forward pass is, apart from the weights.
         mean: Subtracted from the images, RGB in [0, 1]; `std` divides them.
         details: What the probe adds, such as per-class IoU; does not identify the cell.
+        changed: The settings among `settings` that are not those of the protocol.
         unit: "%", or nothing for a plain number.
     """
 
@@ -133,11 +136,18 @@ class Record:
     created: str
     details: Mapping[str, Any] = field(default_factory=dict)
     unit: str = "%"
+    changed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_ranked(self) -> bool:
         """Whether more is better; of a plain number nobody knows."""
         return self.unit == "%" and self.metric not in UNRANKED_METRICS
+
+    @property
+    def named_protocol(self) -> str:
+        """The protocol as tables print it, with the settings in which the run departed from it."""
+        words = [f"{name}={_short(value)}" for name, value in sorted(self.changed.items())]
+        return ", ".join([self.protocol, *words])
 
     @cached_property
     def encoder_id(self) -> str:
@@ -161,6 +171,11 @@ class Record:
 def encoder_id(identity: Mapping[str, Any]) -> str:
     """Hexadecimal digest of weights, architecture, mean and deviation: the fields of `ENCODER`."""
     return _digest(identity)
+
+
+def _short(value: Any) -> str:
+    text = str(value).replace(" ", "")
+    return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
 
 
 def _digest(values: Mapping[str, Any]) -> str:

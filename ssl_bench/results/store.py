@@ -180,7 +180,7 @@ def _checked(record: Record) -> Record:
     for item in fields(record):
         value = getattr(record, item.name)
         kinds = {str: (str,), int: (int,), float: (int, float)}.get(item.type, (type(value),))
-        if item.name in ("settings", "details", "architecture"):
+        if item.name in ("settings", "details", "architecture", "changed"):
             kinds = (dict,)
         # Not isinstance, for which true and false are whole numbers.
         if type(value) not in kinds:

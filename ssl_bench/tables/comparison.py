@@ -10,7 +10,6 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
-from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.image_scores import Scored, stored_curve
 from ssl_bench.tables.notes import trusted_note
 from ssl_bench.tables.series import said_training, settings_text
@@ -210,7 +209,7 @@ class Comparison:
         return Sheet(
             title=(
                 f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
-                f"{record.facet}, protocol {named_protocol(record)}"
+                f"{record.facet}, protocol {record.named_protocol}"
                 f"{said_training(record)}, seed {record.seed}"
             ),
             head=("block", *self.names, "difference [95 %]"),

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
-from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.layer_selection import (
     CHOICE_NOTES,
     NO_IMAGES_NOTE,
@@ -170,10 +169,8 @@ def _how_to_measure(column: PublishedColumn) -> str:
             f"{column.name} (the head of a supervised run itself: `ssl-bench pretrain ... "
             f"monitor.results=DIR`, images in a folder named {column.dataset})"
         )
-    return (
-        f"{column.name} (--task {column.task} --dataset {column.dataset}, "
-        f"facet {' or '.join(column.facets)})"
-    )
+    command = ["--task", column.task, "--dataset", column.dataset, *column.probe]
+    return f"{column.name} ({' '.join(command)}, facet {' or '.join(column.facets)})"
 
 
 def _csv_fields(chosen: LayerSelection | None) -> dict[str, Any]:
@@ -215,7 +212,7 @@ def paper_table(
     ours: dict[tuple[str, str], LayerSelection | None] = {}
     unused = {}
     for column in published.columns:
-        series = _series(column, candidates)
+        series = _series(column, candidates, published.paper)
         unused[column.name] = tuple(_named(group[0]) for group in series[1:])
         for row, encoder in asked.items():
             fitting = [r for group in series[:1] for r in group if r.encoder_id == encoder]
@@ -232,14 +229,15 @@ def paper_table(
     )
 
 
-def _series(column: PublishedColumn, records: Sequence[Record]) -> list[list[Record]]:
+def _series(column: PublishedColumn, records: Sequence[Record], paper: str) -> list[list[Record]]:
     """Comparable records that fit a column, those nearest to the paper first."""
 
-    def distance(group: Sequence[Record]) -> tuple[bool, bool, int, int, int]:
+    def distance(group: Sequence[Record]) -> tuple[bool, bool, bool, int, int, int]:
         first = group[0]
         return (
-            first.protocol != "paper",
+            first.protocol != paper,
             first.metric != column.metric,
+            bool(first.changed),
             -len({record.encoder_id for record in group}),
             column.facets.index(first.facet) if first.facet in column.facets else 0,
             -first.num_images,
@@ -250,4 +248,4 @@ def _series(column: PublishedColumn, records: Sequence[Record]) -> list[list[Rec
 
 
 def _named(record: Record) -> str:
-    return f"{record.metric}, {record.facet}, protocol {named_protocol(record)}"
+    return f"{record.metric}, {record.facet}, protocol {record.named_protocol}"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.deviations import named_protocol
 from ssl_bench.tables.layer_selection import (
     CHOICE_NOTES,
     NO_IMAGES_NOTE,
@@ -136,7 +135,7 @@ class PivotTable:
 def _described(record: Record) -> str:
     return (
         f"{record.task}, {record.metric}, {record.split}, {record.facet}, "
-        f"protocol {named_protocol(record)}, {record.num_images:,} images"
+        f"protocol {record.named_protocol}, {record.num_images:,} images"
     )
 
 
@@ -176,7 +175,7 @@ def column_names(records: Sequence[Record]) -> list[str]:
     words = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
     for field in ("split", "task", "facet"):
         words = _told_apart(words, [[getattr(record, field)] for record in records])
-    words = _told_apart(words, [[named_protocol(record)] for record in records])
+    words = _told_apart(words, [[record.named_protocol] for record in records])
     last = []
     for name, record in zip(words, records, strict=True):
         rivals = [r for w, r in zip(words, records, strict=True) if w == name]

@@ -12,6 +12,7 @@ from ssl_bench.composition.papers import Paper, papers
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import SUPERVISED, Record
 
+SINGLE = "single"
 _CHOSEN_BY = {
     "miou_holdout": "learning rate chosen on held-out training images",
     "miou_oracle": "learning rate chosen on the scored images",
@@ -24,7 +25,8 @@ class PublishedColumn:
 
     Attributes:
         task: Name of this suite's probe; empty where there is none. Likewise `dataset`, `metric`.
-        facets: Of records that measure the same kind of feature.
+        facets: Of records that measure the same kind of feature; any if there are none.
+        layers_modes: How many blocks a head sees there: one, unless something else is said.
         num_images: Of the usual whole split, which papers do not always name; None for times.
         probe: Overrides with which the probe asks the column's question.
     """
@@ -36,6 +38,7 @@ class PublishedColumn:
     facets: tuple[str, ...]
     num_images: int | None
     probe: tuple[str, ...] = ()
+    layers_modes: tuple[str, ...] = (SINGLE,)
 
     def is_measured_by(self, record: Record) -> bool:
         """Whether a record, of whatever protocol, answers the same question on the same data."""
@@ -44,6 +47,8 @@ class PublishedColumn:
             return False
         # A dataset of fewer images than published carries their number after a dash.
         same_data = record.dataset == self.dataset or record.dataset.startswith(f"{self.dataset}-")
+        if record.settings.get("layers_mode", SINGLE) not in self.layers_modes:
+            return False
         return same_data and (not self.facets or record.facet in self.facets)
 
 
@@ -255,6 +260,7 @@ def _column(column: Mapping[str, Any]) -> PublishedColumn:
         dataset=column["dataset"],
         metric=column["metric"],
         facets=tuple(column["facets"]),
+        layers_modes=tuple(column.get("layers_modes", [SINGLE])),
         num_images=column["images"],
         probe=tuple(column.get("probe", ())),
     )

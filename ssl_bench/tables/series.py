@@ -8,7 +8,6 @@ from typing import Any
 
 from ssl_bench.data.files.fingerprints import shortened
 from ssl_bench.results import TRAINED_ON, Record
-from ssl_bench.tables.deviations import changed_settings, named_protocol
 
 SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 
@@ -33,7 +32,7 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
 
     Without those that the title of a table says.
     """
-    said = {*changed_settings(record), TRAINED_ON}
+    said = {*record.changed, TRAINED_ON}
     differing = [
         f"{name}={value}"
         for name, value in sorted(record.settings.items())
@@ -48,7 +47,7 @@ def title(record: Record) -> str:
     """What was measured, on what and how."""
     return (
         f"{record.task}: {metric_with_unit(record)} on {record.dataset} {record.split}, "
-        f"{record.facet}, protocol {named_protocol(record)}{said_training(record)}"
+        f"{record.facet}, protocol {record.named_protocol}{said_training(record)}"
     )
 
 

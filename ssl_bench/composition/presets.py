@@ -1,0 +1,69 @@
+"""Protocols: named presets of a probe's values, and what a run changed from its preset."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
+
+from omegaconf import DictConfig, OmegaConf
+
+from ssl_bench.composition.components import defaults
+from ssl_bench.composition.compose import as_plain, choices, config_folder
+from ssl_bench.system.escaping import plain_json
+
+
+@runtime_checkable
+class Preset(Protocol):
+    """A probe, as far as its protocol goes."""
+
+    @property
+    def task(self) -> str: ...
+
+    @property
+    def protocol(self) -> str: ...
+
+    def settings(self) -> Mapping[str, Any]: ...
+
+
+def protocols(task: str, probe: type) -> list[str]:
+    """Names that `probe.protocol` takes: files of presets, or those in the type of the field.
+
+    None of them where the field is any text.
+    """
+    kind = next((item.type for item in fields(probe) if item.name == "protocol"), None)
+    named = [str(name) for name in get_args(kind)] if get_origin(kind) is Literal else []
+    return choices(preset_group(task)) or named
+
+
+def preset_group(task: str) -> str:
+    """Folder of the presets of a task below `configs/`; most tasks have none."""
+    return f"probe/{task}_protocol"
+
+
+def changed_settings(probe: Preset) -> dict[str, Any]:
+    """Settings that are not those of the protocol that a probe names, as they are.
+
+    A protocol without a file has the defaults of the class. One that nobody knows, and a probe
+    that is no dataclass, have nothing to differ from.
+    """
+    known = choices(preset_group(probe.task))
+    if not is_dataclass(probe) or (known and probe.protocol not in known):
+        return {}
+    values = (
+        defaults(type(probe)) | {"protocol": probe.protocol} | (_values(probe) if known else {})
+    )
+    usual = replace(probe, **values)
+    settings = usual.settings()
+    return {
+        name: value
+        for name, value in sorted(probe.settings().items())
+        # What only another choice uses, such as C of L-BFGS, has its value all the same.
+        if plain_json(value) != plain_json(settings.get(name, getattr(usual, name, None)))
+    }
+
+
+def _values(probe: Preset) -> dict[str, Any]:
+    """What the file of a protocol says."""
+    file = config_folder() / preset_group(probe.task) / f"{probe.protocol}.yaml"
+    config = OmegaConf.load(file)
+    assert isinstance(config, DictConfig)
+    return as_plain(config)

@@ -1,0 +1,49 @@
+"""Scores in percent from what was counted of images, in numpy: tables and reports need no torch.
+
+Counts are integers, so only the mean over classes is rounded, in an order that is numpy's own and
+the same on every machine.
+"""
+
+import warnings
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Float64, Integer
+
+IGNORED = 255
+"""Label of the pixels that do not count."""
+ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
+
+Counts = Integer[np.ndarray, "*some 3 classes"]
+"""By class the pixels that are right, predicted and true; see `ssl_bench.metrics.class_counts`."""
+
+
+def iou_per_class(counts: Counts) -> Float64[np.ndarray, "*some classes"]:
+    """Intersection over union in percent; NaN for a class in neither."""
+    right, predicted, true = (counts[..., which, :].astype(np.int64) for which in range(3))
+    return iou_of(right, predicted + true - right)
+
+
+def iou_of(
+    right: Integer[np.ndarray, "*some classes"], union: Integer[np.ndarray, "*some classes"]
+) -> Float64[np.ndarray, "*some classes"]:
+    """Intersection over union in percent; NaN for a class in neither."""
+    return np.where(union > 0, 100.0 * right / np.maximum(union, 1), np.nan)
+
+
+def mean_iou(counts: Counts) -> Float64[np.ndarray, "*some"]:
+    """Mean of the class IoUs of a whole dataset, in percent, over the classes that occur."""
+    return mean_of_known(iou_per_class(counts))
+
+
+def mean_of_known(values: Float64[np.ndarray, "*some classes"]) -> Float64[np.ndarray, "*some"]:
+    """Mean over the last axis without NaN; NaN where nothing is known."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
+        return np.asarray(np.nanmean(values, axis=-1))
+
+
+def pixel_accuracy(counts: Counts) -> Float64[np.ndarray, "*some"]:
+    """Percent of counted pixels whose class is right; NaN where none was counted."""
+    right, true = (counts[..., which, :].sum(-1, dtype=np.int64) for which in (0, 2))
+    return np.where(true > 0, 100.0 * right / np.maximum(true, 1), np.nan)

@@ -1,0 +1,110 @@
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from probes.classification.probe import LinearClassification
+from probes.conditioning.probe import Conditioning
+from probes.knn import KNN
+from probes.pca.probe import PCA
+from probes.retrieval import Retrieval
+from probes.segmentation.probe import Segmentation
+from probes.tokencut.probe import TokenCut
+from ssl_bench.composition.compose import build, choices, compose_config
+from ssl_bench.composition.presets import changed_settings, preset_group, protocols
+from ssl_bench.results import Record
+from ssl_bench.tables.depth import depth_tables
+from tests.core.test_results import RECORD
+
+PROBES = (Conditioning, KNN, LinearClassification, PCA, Retrieval, Segmentation, TokenCut)
+PRESETS = [(probe.task, name) for probe in PROBES for name in protocols(probe.task, probe)]
+
+
+def composed(task: str, protocol: str, *overrides: str) -> Any:
+    """The probe that the command line builds."""
+    preset = preset_group(task) if choices(preset_group(task)) else "probe.protocol"
+    return build(
+        compose_config("probing", [f"probe={task}", f"{preset}={protocol}", *overrides]).probe
+    )
+
+
+def recorded(**changed: Any) -> Record:
+    return replace(RECORD, protocol="capi", changed=changed)
+
+
+def test_every_protocol_of_the_suite_is_seen():
+    assert len(PRESETS) == 20
+    assert {task for task, _ in PRESETS} == set(choices("probe"))
+
+
+@pytest.mark.parametrize(("task", "protocol"), [p for p in PRESETS if p[1] != "checkpoints"])
+def test_a_protocol_as_it_is_has_no_changed_setting(task, protocol):
+    assert changed_settings(composed(task, protocol)) == {}
+
+
+def test_what_differs_from_the_file_of_the_protocol_is_changed():
+    changed = changed_settings(composed("segmentation", "capi", "probe.image_size=512"))
+
+    # 512 pixels are the default of the class, and yet not what CAPI does.
+    assert changed == {"image_size": 512}
+    assert changed_settings(Segmentation(protocol="cutting_the_skip"))["train_images"] is None
+
+
+def test_what_differs_from_the_defaults_is_changed_where_a_protocol_has_no_file():
+    assert changed_settings(TokenCut(tau=0.3)) == {"tau": 0.3}
+    assert changed_settings(KNN(neighbours=[20])) == {"neighbours": [20]}
+    # A list as it comes from a file is the same as a tuple.
+    assert changed_settings(KNN(neighbours=[10, 20, 100, 200])) == {}
+
+
+def test_what_changes_no_score_is_not_changed():
+    assert changed_settings(Segmentation(panels=0, num_workers=1, memory_gib=1.0)) == {}
+    assert changed_settings(PCA(facet="key", grid="svg")) == {}
+
+
+def test_what_only_another_choice_uses_is_changed_only_if_it_differs():
+    masks = TokenCut(method="maskcut")
+
+    assert changed_settings(masks) == {"method": "maskcut"}
+    assert changed_settings(replace(masks, max_objects=5)) == {
+        "method": "maskcut",
+        "max_objects": 5,
+    }
+
+
+@dataclass(frozen=True)
+class Norms:
+    """A probe of somebody else, with a value that has no default."""
+
+    order: float
+    protocol: str = "mine"
+    task = "norms"
+
+    def settings(self) -> dict[str, Any]:
+        return {"order": self.order, "arithmetic": "float64"}
+
+
+def test_a_probe_of_somebody_else_has_protocols_of_any_name():
+    assert protocols("norms", Norms) == []
+    assert changed_settings(Norms(2.0)) == {}
+
+
+def test_a_protocol_that_no_file_knows_has_nothing_to_differ_from():
+    assert changed_settings(Segmentation(protocol="theirs", epochs=2)) == {}
+
+
+def test_what_was_changed_stands_behind_the_name_of_the_protocol():
+    record = recorded(image_size=512, epochs=2)
+
+    assert record.named_protocol == "capi, epochs=2, image_size=512"
+    (table,) = depth_tables([record])
+    assert "protocol capi, epochs=2, image_size=512" in table.title
+    assert recorded().named_protocol == "capi"
+
+
+def test_long_values_are_shortened_in_the_name():
+    rates = [10.0**-n for n in range(9)]
+
+    assert recorded(learning_rates=rates).named_protocol == (
+        "capi, learning_rates=[1.0,0.1,0.01,0.001,0..."
+    )
