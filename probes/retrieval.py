@@ -32,7 +32,8 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.intervals import few_images_warning
-from ssl_bench.metrics import ABSENT_CLASS_POLICY, IGNORED, class_counts
+from ssl_bench.metrics import class_counts
+from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED
 
 _METRICS = ("miou", "pixel_accuracy")
 _NOT_SETTINGS = frozenset({"protocol", "memory_gib", "cache", "num_workers", "guesses"})

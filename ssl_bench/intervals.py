@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Float64, Integer
 from scipy.special import betaincinv, ndtri, stdtrit
-from torch import Tensor
 
-from ssl_bench.metrics import iou_of, pixel_accuracy
+from ssl_bench.scores import iou_of, mean_of_known, pixel_accuracy
 
 Interval = tuple[float, float]
 
@@ -126,25 +125,24 @@ class MeanIoU(Jackknife):
         return _within(low, high, least=0.0)
 
 
-def mean_iou_estimate(per_image: Int[Tensor, "images 3 classes"]) -> MeanIoU:
+def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> MeanIoU:
     """From `class_counts` of each image."""
-    right, predicted, true = per_image.double().unbind(1)
+    right, predicted, true = per_image.astype(np.int64).swapaxes(0, 1)
     union = predicted + true - right
     iou = iou_of(right.sum(0), union.sum(0))
-    without = iou_of(right.sum(0) - right, union.sum(0) - union).nanmean(-1)
+    without = iou_of(right.sum(0) - right, union.sum(0) - union)
     return MeanIoU(
-        value=float(iou.nanmean()),
-        without=without.cpu().numpy(),
-        of_true=float(iou[true.sum(0) > 0].mean()),
+        value=float(mean_of_known(iou)),
+        without=mean_of_known(without),
+        of_true=float(mean_of_known(iou[true.sum(0) > 0])),
     )
 
 
-def pixel_accuracy_estimate(per_image: Int[Tensor, "images 3 classes"]) -> Jackknife:
+def pixel_accuracy_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> Jackknife:
     """From `class_counts` of each image."""
-    summed = per_image.long().sum(-1, keepdim=True)
+    summed = per_image.sum(-1, keepdims=True, dtype=np.int64)
     total = summed.sum(0)
-    without = pixel_accuracy(total - summed).cpu().numpy()
-    return Jackknife(float(pixel_accuracy(total)), without)
+    return Jackknife(float(pixel_accuracy(total)), pixel_accuracy(total - summed))
 
 
 def mean_estimate(values: Float[np.ndarray, " images"]) -> Jackknife:

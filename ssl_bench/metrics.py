@@ -1,16 +1,14 @@
-"""Scores as pure functions; whatever is counted is counted in int64, shares are percent."""
+"""What scores are made of, counted where the features are: classes of pixels, places in votes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Float64, Int64, UInt8
+from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
-IGNORED = 255
-ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
+from ssl_bench.scores import IGNORED
 
 # Similarities that are in memory at once: a quarter of a gibibyte.
 _SIMILARITIES = 2**26
@@ -36,53 +34,6 @@ def class_counts(
     of_true = torch.bincount(true, minlength=num_classes).expand(heads, -1)
     by_head = [torch.bincount(c.flatten(), minlength=size)[:size] for c in (right, cells)]
     return torch.stack([*(c.reshape(heads, -1) for c in by_head), of_true], 1)
-
-
-def iou_per_class(
-    counts: Float64[Tensor, "*some 3 classes"] | Int64[Tensor, "*some 3 classes"],
-) -> Float64[Tensor, "*some classes"]:
-    """Intersection over union in percent from `class_counts`; NaN for a class in neither."""
-    right, predicted, true = counts.double().unbind(-2)
-    return iou_of(right, predicted + true - right)
-
-
-def iou_of(
-    right: Float64[Tensor, "*some classes"], union: Float64[Tensor, "*some classes"]
-) -> Float64[Tensor, "*some classes"]:
-    """Intersection over union in percent; NaN for a class in neither."""
-    return torch.where(union > 0, 100.0 * right / union.clamp(min=1), torch.nan)
-
-
-def mean_iou(
-    counts: Float64[Tensor, "*some 3 classes"] | Int64[Tensor, "*some 3 classes"],
-) -> Float64[Tensor, "*some"]:
-    """Mean of the class IoUs of a whole dataset, in percent, over the classes that occur."""
-    return iou_per_class(counts).nanmean(-1)
-
-
-def pixel_accuracy(
-    counts: Float64[Tensor, "*some 3 classes"] | Int64[Tensor, "*some 3 classes"],
-) -> Float64[Tensor, "*some"]:
-    """Percent of counted pixels whose class is right, from `class_counts`."""
-    right, _, true = counts.double().sum(-1).unbind(-1)
-    return 100.0 * right / true
-
-
-def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:
-    """Whether a box overlaps any ground-truth box with IoU >= 1/2.
-
-    Compared as 2 * intersection >= union, which is exact for whole pixels.
-    """
-    low = np.maximum(box[:2], ground_truth[:, :2])
-    high = np.minimum(box[2:], ground_truth[:, 2:])
-    intersection = np.clip(high - low, 0, None).prod(-1)
-    areas = (box[2:] - box[:2]).prod() + (ground_truth[:, 2:] - ground_truth[:, :2]).prod(-1)
-    return bool(((areas > 0) & (2 * intersection >= areas - intersection)).any())
-
-
-def corloc(hits: Bool[np.ndarray, " images"]) -> float:
-    """Correct localisation: percent of images whose box is a hit."""
-    return 100.0 * float(hits.mean())
 
 
 @dataclass(frozen=True, eq=False)

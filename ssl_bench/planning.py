@@ -16,6 +16,7 @@ from ssl_bench.composition.compose import (
     has_key,
     keys,
     nearest,
+    with_root,
 )
 from ssl_bench.composition.fields import Place, Seed, require, shown
 from ssl_bench.composition.presets import preset_group, protocols
@@ -122,12 +123,6 @@ def dataset_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
             f"datasets: {', '.join(known)}"
         )
     return {name.strip(): root for name, _, root in pairs}
-
-
-def with_root(overrides: Sequence[str], root: str | None) -> list[str]:
-    """The overrides behind one for the folder of the data, which may hold any character."""
-    quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
-    return [*quoted, *overrides]
 
 
 def _base(task: str, dataset: str) -> list[str]:

@@ -5,7 +5,6 @@ the same on every machine.
 """
 
 import warnings
-from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer
@@ -47,3 +46,20 @@ def pixel_accuracy(counts: Counts) -> Float64[np.ndarray, "*some"]:
     """Percent of counted pixels whose class is right; NaN where none was counted."""
     right, true = (counts[..., which, :].sum(-1, dtype=np.int64) for which in (0, 2))
     return np.where(true > 0, 100.0 * right / np.maximum(true, 1), np.nan)
+
+
+def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:
+    """Whether a box overlaps any ground-truth box with IoU >= 1/2.
+
+    Compared as 2 * intersection >= union, which is exact for whole pixels.
+    """
+    low = np.maximum(box[:2], ground_truth[:, :2])
+    high = np.minimum(box[2:], ground_truth[:, 2:])
+    intersection = np.clip(high - low, 0, None).prod(-1)
+    areas = (box[2:] - box[:2]).prod() + (ground_truth[:, 2:] - ground_truth[:, :2]).prod(-1)
+    return bool(((areas > 0) & (2 * intersection >= areas - intersection)).any())
+
+
+def corloc(hits: Bool[np.ndarray, " images"]) -> float:
+    """Correct localisation: percent of images whose box is a hit."""
+    return 100.0 * float(hits.mean())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
-from ssl_bench.metrics import IGNORED
+from ssl_bench.scores import IGNORED
 
 # RGB in [0, 1], and a mask that covers the same part of the scene at a resolution of its own.
 View = tuple[Float[Tensor, "3 size size"], UInt8[Tensor, "height width"]]

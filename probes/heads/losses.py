@@ -18,7 +18,7 @@ from probes.heads.upsampled_logsumexp import (
     logsumexp,
     summed_logsumexp,
 )
-from ssl_bench.metrics import IGNORED
+from ssl_bench.scores import IGNORED
 
 Logits = Float[Tensor, "heads classes batch rows cols"]
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor
@@ -13,8 +14,9 @@ from probes.heads.scored_images import ScoredImage, Scoring
 from probes.heads.sgd import LayerGroup, TrainedHeads
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
-from ssl_bench.metrics import class_counts, iou_per_class, mean_iou, pixel_accuracy
+from ssl_bench.metrics import class_counts
 from ssl_bench.results import PerImage
+from ssl_bench.scores import iou_per_class, mean_iou, pixel_accuracy
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,8 @@ class HeadScores:
 
     per_image: Int[Tensor, "images values 3 classes"]
 
-    def total(self) -> Int64[Tensor, "values 3 classes"]:
-        return self.per_image.sum(0, dtype=torch.int64)
+    def total(self) -> Int64[np.ndarray, "values 3 classes"]:
+        return self.per_image.numpy().sum(0, dtype=np.int64)
 
     def miou(self) -> list[float]:
         """Mean IoU of each rate over the classes that occur, in percent."""
@@ -112,13 +114,13 @@ class HeadScores:
         return best_rate(self.total())
 
     def miou_ci95(self, rate: int) -> Interval | None:
-        return mean_iou_estimate(self.per_image[:, rate]).ci95()
+        return mean_iou_estimate(self.counts(rate)).ci95()
 
     def accuracy(self, rate: int) -> float:
         return float(pixel_accuracy(self.total()[rate]))
 
     def accuracy_ci95(self, rate: int) -> Interval | None:
-        return pixel_accuracy_estimate(self.per_image[:, rate]).ci95()
+        return pixel_accuracy_estimate(self.counts(rate)).ci95()
 
     def counts(self, rate: int) -> PerImage:
         """Pixels that are right, predicted and true by class, for each image."""
@@ -129,6 +131,6 @@ class HeadScores:
         return iou_per_class(self.total()[rate]).tolist()
 
 
-def best_rate(counts: Int64[Tensor, "values 3 classes"]) -> int:
+def best_rate(counts: Int64[np.ndarray, "values 3 classes"]) -> int:
     """Index of the rate with the largest mean IoU."""
-    return int(mean_iou(counts).nan_to_num(-1.0).argmax())
+    return int(np.nan_to_num(mean_iou(counts), nan=-1.0).argmax())

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from probes.pictures import sheet, titled
 from ssl_bench.data.layouts.toy import voc_palette
-from ssl_bench.metrics import IGNORED
+from ssl_bench.scores import IGNORED
 
 _COLOURS = np.array(voc_palette(), np.uint8).reshape(256, 3)
 _TILES_PER_ROW = 5

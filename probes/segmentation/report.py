@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jaxtyping import Int64
-from torch import Tensor
 
 from probes.heads.scores import HeadScores, best_rate
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Interval, few_images_warning
-from ssl_bench.metrics import ABSENT_CLASS_POLICY, mean_iou
+from ssl_bench.scores import ABSENT_CLASS_POLICY, mean_iou
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class SourceReport:
     values: Sequence[float]
     class_names: Sequence[str]
     val: HeadScores
-    held_out: Int64[Tensor, "values 3 classes"] | None
+    held_out: Int64[np.ndarray, "values 3 classes"] | None
     constant: float
     shared: Mapping[str, Any]
 

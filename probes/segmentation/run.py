@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jaxtyping import Int64
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from probes.segmentation.report import SourceReport
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Progress, Score
-from ssl_bench.metrics import IGNORED
+from ssl_bench.scores import IGNORED
 from ssl_bench.system.files import write_text_atomically
 
 
@@ -106,7 +107,7 @@ class SegmentationRun:
 
     def count_held_out(
         self, heads: Sequence[TrainedHeads], features: TrainingFeatures
-    ) -> Int64[Tensor, "sources values 3 classes"] | None:
+    ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
         """Counts summed over the held-out images, from their cached features."""
         stream, total = self._stream(heads), None
         positions = sorted(self.split.held_out)
@@ -118,12 +119,12 @@ class SegmentationRun:
             image = self.scoring.prepare(sample)
             counts = stream.count_one(stream.predict(blocks, image), image.mask)
             total = counts if total is None else total + counts
-        return total
+        return None if total is None else total.cpu().numpy()
 
     def score(
         self,
         heads: Sequence[TrainedHeads],
-        held_out: Int64[Tensor, "sources values 3 classes"] | None,
+        held_out: Int64[np.ndarray, "sources values 3 classes"] | None,
         details: dict[str, Any],
     ) -> tuple[list[SourceReport], list[Tensor]]:
         """Stream the scored images once through encoder and heads."""

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float64
 from probes.tokencut.cuts import Discovery, PatchGrid
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import MachineError
-from ssl_bench.metrics import is_hit
+from ssl_bench.scores import is_hit
 
 Cell = dict[str, Any]
 # Raised when lines of older files no longer say everything, or say what a method finds no more.

@@ -34,7 +34,6 @@ from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
-METHODS = ("tokencut", "lost", "maskcut")
 _TOKENS_A_BATCH = 8192
 _DECODERS = 4
 

@@ -8,7 +8,7 @@ import numpy as np
 from probes.tokencut.log import Cell, ImageResult
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share
-from ssl_bench.metrics import corloc
+from ssl_bench.scores import corloc
 
 # Percent of the image that the largest object covers.
 _SIZES = {

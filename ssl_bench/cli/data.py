@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.composition.compose import build, compose_config, require_choice
+from ssl_bench.composition.compose import build, compose_config, require_choice, with_root
 from ssl_bench.data.files.archive_index import list_members
 from ssl_bench.data.files.checking import SplitState, check_dataset
 from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
@@ -20,7 +20,6 @@ from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.network.downloads import download, part_of
-from ssl_bench.planning import with_root
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.paths import expanded
@@ -117,8 +116,8 @@ def _bytes(size: int) -> str:
 
 def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> Any:
     """The dataset of a configuration, not opened."""
-    chosen = with_root(["probe=pca", f"dataset={name}", *overrides], root)
-    return build(compose_config("probing", chosen).dataset)
+    chosen = with_root([f"dataset={name}", *overrides], root)
+    return build(compose_config("data", chosen).dataset)
 
 
 def _download(options: argparse.Namespace) -> int:

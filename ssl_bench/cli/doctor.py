@@ -15,7 +15,7 @@ from huggingface_hub import constants as hub
 from packaging.requirements import Requirement
 
 from ssl_bench import __version__
-from ssl_bench.composition.compose import build, choices, compose_config, config_folder
+from ssl_bench.composition.compose import build, choices, compose_config, config_folder, with_root
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
 from ssl_bench.results.provenance import source_commit
@@ -189,9 +189,7 @@ def _data(text: str | None) -> Iterator[Finding]:
 
 def _roles(name: str, root: str) -> str | None:
     """What a dataset can be used for, None where it is not there or not asked for its files."""
-    from ssl_bench.planning import with_root
-
-    config = compose_config("probing", with_root(["probe=pca", f"dataset={name}"], root))
+    config = compose_config("data", with_root([f"dataset={name}"], root))
     dataset: Dataset = build(config.dataset)
     if not hasattr(dataset, "root"):
         return None

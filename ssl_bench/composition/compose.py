@@ -84,7 +84,7 @@ def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
     """Compose one root file of `configs/` with Hydra overrides.
 
     Args:
-        root: Name of the file without suffix, "probing" or "pretraining".
+        root: Name of the file without suffix, "probing", "pretraining" or "data".
         overrides: Such as "probe=tokencut" or "train.epochs=3".
 
     Raises:
@@ -101,6 +101,12 @@ def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
             _set(config, key, value)
     _require_same_components(defaults, config)
     return config
+
+
+def with_root(overrides: Sequence[str], root: str | None) -> list[str]:
+    """The overrides behind one for the folder of the data, which may hold any character."""
+    quoted = [] if root is None else ["data.root='" + root.replace("'", "\\'") + "'"]
+    return [*quoted, *overrides]
 
 
 def build(config: DictConfig) -> Any:

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from ssl_bench.metrics import mean_iou
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Line, Panel, Point
 from ssl_bench.results import PerImage, Record, ResultStore
+from ssl_bench.scores import mean_iou
 from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name
 from ssl_bench.tables.image_scores import stored_curve
@@ -69,7 +66,7 @@ def image_names(store: ResultStore, record: Record, number: int) -> list[str]:
 
 def image_scores(per_image: PerImage) -> list[float]:
     """Mean IoU in percent of each image; NaN where no class occurs."""
-    return mean_iou(torch.from_numpy(per_image.astype(np.int64))).tolist()
+    return mean_iou(per_image).tolist()
 
 
 def extremes_of(

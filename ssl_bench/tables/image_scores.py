@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from jaxtyping import Int64
 
 from ssl_bench.intervals import (
@@ -14,8 +13,8 @@ from ssl_bench.intervals import (
     mean_iou_estimate,
     pixel_accuracy_estimate,
 )
-from ssl_bench.metrics import mean_iou, pixel_accuracy
 from ssl_bench.results import PerImage, Record, ResultStore
+from ssl_bench.scores import mean_iou, pixel_accuracy
 
 FOLDS = 5
 
@@ -33,7 +32,7 @@ class ImageCurve:
 
     def value(self, per_image: PerImage) -> float:
         """The metric in percent."""
-        total = torch.from_numpy(per_image.astype(np.int64)).sum(0)
+        total = per_image.sum(0, dtype=np.int64)
         if self.metric.startswith("miou"):
             return float(mean_iou(total))
         if self.metric == "pixel_accuracy":
@@ -43,9 +42,9 @@ class ImageCurve:
     def estimate(self, per_image: PerImage) -> Estimate:
         """The metric with its interval."""
         if self.metric.startswith("miou"):
-            return mean_iou_estimate(torch.from_numpy(per_image))
+            return mean_iou_estimate(per_image)
         if self.metric == "pixel_accuracy":
-            return pixel_accuracy_estimate(torch.from_numpy(per_image))
+            return pixel_accuracy_estimate(per_image)
         return Share(per_image.astype(bool))
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:

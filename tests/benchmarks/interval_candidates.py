@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from scipy.stats import norm, t
 
@@ -64,7 +63,7 @@ class Sample:
     @cached_property
     def pseudo(self) -> Array:
         """Pseudo-values of the jackknife."""
-        estimate, count = mean_iou_estimate(torch.from_numpy(self.counts).int()), len(self.counts)
+        estimate, count = mean_iou_estimate(self.counts), len(self.counts)
         return count * estimate.value - (count - 1) * estimate.without
 
     def errors(self, weights: Array) -> Array:
@@ -145,7 +144,7 @@ def jackknife(of: Sample) -> Ends:
 
 
 def ours(of: Sample) -> Ends:
-    return mean_iou_estimate(torch.from_numpy(of.counts).int()).ci95() or (np.nan, np.nan)
+    return mean_iou_estimate(of.counts).ci95() or (np.nan, np.nan)
 
 
 def _around(centre: float, margin: float) -> Ends:

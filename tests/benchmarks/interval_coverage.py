@@ -159,9 +159,9 @@ def pair_rows(encoder: str, classes: int, images: int) -> list[Row]:
         one, other = (Sample(some, draws).resampled for some in counts)
         low, high = np.quantile(other - one, [0.025, 0.975])
         ends["percentile"].append((float(low), float(high)))
-        first, second = (mean_iou_estimate(torch.from_numpy(some).int()) for some in counts)
+        first, second = (mean_iou_estimate(some) for some in counts)
         ends["taken"].append(second.difference_ci95(first) or (np.nan, np.nan))
-        accuracy = pixel_accuracy_estimate(torch.from_numpy(counts[0]).int())
+        accuracy = pixel_accuracy_estimate(counts[0])
         ends["pixel accuracy"].append(accuracy.ci95() or (np.nan, np.nan))
     (one, other), (accuracy, _) = truth(classes, level)
     true = {"percentile": other - one, "taken": other - one, "pixel accuracy": accuracy}

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,34 @@ def test_help_imports_nothing_heavy():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert run.stdout.strip() == "[]"
+
+
+def test_what_reads_records_takes_no_torch(tmp_path):
+    source = Path(__file__).parents[2]
+    shutil.copytree(source / "results" / "dino_photographs", tmp_path / "results")
+    commands = [
+        ["table"],
+        ["table", "--pivot"],
+        ["table", "--paper", "table2", "--as", "skip, soap=skip_soap"],
+        ["compare", "skip_soap", "skipless_soap"],
+        ["report"],
+        ["data", "list"],
+        ["data", "list", "coco_stuff"],
+    ]
+    code = (
+        "import sys; from ssl_bench.cli.__main__ import main\n"
+        f"assert not any([main(command) for command in {commands}])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_newest_checkpoint_is_taken_and_said(workplace, capsys):
@@ -204,10 +233,11 @@ def test_records_are_plain_json_with_every_promised_field(workplace):
     promised = (
         "task dataset split layer depth facet protocol metric value ci95 num_images model "
         "checkpoint_sha256 dataset_fingerprint seed settings version git_commit torch device "
-        "seconds created"
+        "seconds created changed"
     )
     assert set(promised.split()) <= set(record)
     assert record["created"].endswith("+00:00")
+    assert record["changed"] == {}
     assert len(record["checkpoint_sha256"]) == 64
 
 

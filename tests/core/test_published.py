@@ -125,9 +125,8 @@ def test_beside_a_record_stand_the_values_of_the_same_question_on_the_same_data(
     cut = {(b.value.table, b.value.column) for b in published_beside(CUT)}
     part = {b.value.column for b in published_beside(replace(CUT, dataset="coco20k-7"))}
     heads = {(b.value.table, b.value.column) for b in published_beside(HEADS)}
-    multi = {
-        (b.value.table, b.value.column) for b in published_beside(replace(HEADS, facet="multi"))
-    }
+    several = replace(HEADS, settings={**HEADS.settings, "layers_mode": "multi"})
+    multi = {(b.value.table, b.value.column) for b in published_beside(several)}
 
     assert cut == {("table4", "VOC2012"), ("figure3", "VOC2012"), ("tokencut", "VOC2012")}
     assert part == {"COCO20k"}

@@ -28,6 +28,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import coloured_classes
+from tests.support.configured import configured
 from tests.support.faults import class_folders, probing, records
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
@@ -280,7 +281,7 @@ def test_a_head_on_the_last_four_blocks_sees_their_features_side_by_side(monkeyp
 
     found = scores(dataset, within=within, layers_mode="last4", **SGD_QUICK, holdout=0.0)
 
-    assert sorted(found) == [(2, "cls_last4", "top1_oracle"), (2, "cls_last4", "top5_oracle")]
+    assert sorted(found) == [(2, "cls", "top1_oracle"), (2, "cls", "top5_oracle")]
     (heads,) = seen
     assert heads.sources == ((0, 1, 2),)
     features = ImagePass(context(dataset), ("cls",), None, 1.0, 64, 1).run(
@@ -289,7 +290,7 @@ def test_a_head_on_the_last_four_blocks_sees_their_features_side_by_side(monkeyp
     x = torch.cat([features.of(layer, "cls").features for layer in (0, 1, 2)], 1)
     logits = x @ heads.weight[0].mT + heads.bias[0][:, None]
     right = (logits.argmax(2) == features.labels).double().mean(1)
-    assert found[2, "cls_last4", "top1_oracle"].value == pytest.approx(100 * right.max().item())
+    assert found[2, "cls", "top1_oracle"].value == pytest.approx(100 * right.max().item())
 
 
 def test_the_scored_images_have_no_part_in_the_choice():
@@ -374,8 +375,8 @@ def test_an_encoder_without_a_class_token_has_its_mean_patch():
         ({"c_values": []}, "probe.c_values expects one value or more"),
         ({"c_values": [0.0, 1.0]}, "probe.c_values expects a list .* a number in"),
         ({"optimizer": "sgd"}, "probe.learning_rates expects one value or more"),
-        ({"optimizer": "adam"}, "probe.optimizer must be one of"),
-        ({"layers_mode": "multi"}, "probe.layers_mode must be one of"),
+        ({"optimizer": "adam"}, "probe.optimizer expects lbfgs or sgd"),
+        ({"layers_mode": "multi"}, "probe.layers_mode expects single or last4"),
         ({"facet": "token"}, "probe.facet must be among cls, patch_mean, cls_patch_mean"),
         ({"facet": []}, "probe.facet must be among"),
         ({"epochs": 0}, "probe.epochs expects a whole number in"),
@@ -385,7 +386,7 @@ def test_an_encoder_without_a_class_token_has_its_mean_patch():
 )
 def test_options_without_meaning_are_refused(options, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
-        LinearClassification(**options)
+        configured(LinearClassification, **options)
 
 
 def test_protocols_are_files_and_what_does_not_apply_is_no_setting():
@@ -403,7 +404,7 @@ def test_protocols_are_files_and_what_does_not_apply_is_no_setting():
     assert {"c_values", "max_iterations"} <= default.settings().keys()
     assert not {"epochs", "learning_rates", "batch_size"} & default.settings().keys()
     assert dino.settings()["learning_rates"] == [0.004]
-    assert dino.cells([3, 11]) == [(11, "cls_last4", f"top{top}_oracle") for top in (1, 5)]
+    assert dino.cells([3, 11]) == [(11, "cls", f"top{top}_oracle") for top in (1, 5)]
     assert len(probes["dinov2"].probe.settings()["learning_rates"]) == 13
 
 

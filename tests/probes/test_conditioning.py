@@ -29,6 +29,7 @@ from ssl_bench.models import (
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
+from tests.support.configured import configured
 from tests.support.matrices import condition, normal, rank
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
@@ -295,7 +296,7 @@ def test_encoders_of_timm_are_measured_or_it_is_said(photographs, tmp_path, name
 )
 def test_a_wrong_hyperparameter_is_named(wrong):
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        Conditioning(**wrong)
+        configured(Conditioning, **wrong)
 
 
 @pytest.mark.parametrize("protocol", CELLS)

@@ -21,6 +21,7 @@ from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
 from ssl_bench.system.progress import show_progress
 from tests.support.coloured_classes import coloured_classes
+from tests.support.configured import configured
 
 
 def unit(*degrees):
@@ -263,7 +264,7 @@ def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(contex
 )
 def test_options_without_meaning_are_refused(options, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
-        KNN(**options)
+        configured(KNN, **options)
 
 
 def test_only_datasets_of_labelled_images_get_the_probe():

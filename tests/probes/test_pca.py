@@ -16,6 +16,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
+from tests.support.configured import configured
 
 
 @pytest.fixture
@@ -225,4 +226,4 @@ def test_the_longer_side_is_as_asked_and_the_patch_divides_both():
 )
 def test_a_wrong_hyperparameter_is_named(wrong):
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        PCA(**wrong)
+        configured(PCA, **wrong)

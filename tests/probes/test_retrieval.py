@@ -11,6 +11,7 @@ from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
+from tests.support.configured import configured
 
 QUICK: dict[str, Any] = {"neighbours": 5, "image_size": 32, "batch_size": 4, "num_workers": 1}
 
@@ -106,7 +107,7 @@ def test_what_cannot_be_retrieved_is_named(tmp_path, changes, dataset, error, me
 )
 def test_a_wrong_hyperparameter_is_named(wrong):
     with pytest.raises(ConfigurationError, match=f"probe.{next(iter(wrong))}"):
-        _probe(**wrong)
+        configured(Retrieval, **wrong)
 
 
 @pytest.mark.parametrize("protocol", ["ssl_bench", "hbird"])

@@ -24,6 +24,7 @@ from tests.support.colours import (
     score_values,
     tiny_encoder,
 )
+from tests.support.configured import configured
 
 PHOTOS = {
     "voc2012": ["dataset=voc2012"],
@@ -58,8 +59,8 @@ def test_every_image_passes_the_encoder_once_for_all_layers_rates_and_epochs(tmp
         ({}, "token"),
         ({"norm": "final"}, "token_normed"),
         ({"norm": "none"}, "token"),
-        ({"layers_mode": "multi"}, "multi"),
-        ({"layers_mode": "last4"}, "last4"),
+        ({"layers_mode": "multi"}, "token"),
+        ({"layers_mode": "last4", "norm": "final"}, "token_normed"),
         ({"holdout": 0.0}, "token"),
     ],
 )
@@ -283,7 +284,7 @@ def test_a_size_that_the_patch_does_not_divide_is_refused_with_the_nearest(tmp_p
 )
 def test_a_wrong_hyperparameter_is_named(field, value):
     with pytest.raises(ConfigurationError, match=f"probe.{field}"):
-        quick_probe(**{field: value})
+        configured(Segmentation, **{field: value})
 
 
 def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):

@@ -16,6 +16,7 @@ from probes.tokencut.eigensolver import GraphPool
 from probes.tokencut.log import DiscoveryLog, ImageResult, unpack_mask
 from probes.tokencut.probe import TokenCut
 from probes.tokencut.scores import corloc_score
+from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, MachineError
@@ -23,6 +24,7 @@ from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.system.progress import show_progress
+from tests.support.configured import configured
 from tests.support.scenes import mosaic
 
 SIZES = {
@@ -338,20 +340,22 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
         ({"eps": 0.0}, "eps expects a number in"),
         ({"panels": -1}, "panels expects"),
         ({"max_objects": 0}, "max_objects expects"),
-        ({"protocol": "mine"}, "protocol must be reference"),
+        ({"protocol": "mine"}, "probe.protocol expects reference"),
+        ({"method": "mine"}, "probe.method expects tokencut or lost or maskcut"),
     ],
 )
 def test_wrong_options_are_refused(options, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
-        TokenCut(**options)
+        configured(TokenCut, **options)
 
 
 def test_a_changed_option_does_not_pass_for_the_reference():
-    assert TokenCut().protocol == "reference"
-    assert TokenCut(facet="token", panels=0).protocol == "reference"
-    assert TokenCut(tau=0.3, method="lost").protocol == "reference, tau=0.3, method=lost"
-    assert replace(TokenCut(tau=0.3), tau=0.1).protocol == "reference, tau=0.1"
-    assert TokenCut(tau=0.3).settings()["tau"] == 0.3
+    assert changed_settings(TokenCut(facet="token", panels=0)) == {}
+    changed = TokenCut(tau=0.3, method="lost")
+    assert changed_settings(changed) == {"method": "lost", "tau": 0.3}
+    assert changed.settings()["tau"] == 0.3
+    # Their pictures do not lie on those of the reference.
+    assert changed._folder == "reference_method=lost_tau=0.3"
 
 
 def test_the_configuration_file_is_the_reference():

@@ -59,9 +59,11 @@ def test_the_records_of_a_point_stand_in_the_order_of_their_seeds():
 
 
 def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
-    same, other = {"tau": 0.2, "eps": 1}, {"tau": 0.3, "eps": 1}
-    records = [cell(settings=same), skipless(settings=same), cell(settings=other)]
-    records.append(cell(settings=same, dataset_fingerprint="d" * 64))
+    same = {"settings": {"tau": 0.2, "eps": 1}, "changed": {"eps": 1}}
+    all_of_it = {"tau": 0.3, "eps": 1}
+    other = {"settings": all_of_it, "changed": all_of_it}
+    records = [cell(**same), skipless(**same), cell(**other)]
+    records.append(cell(**same, dataset_fingerprint="d" * 64))
 
     panels = panels_of(records, checkpoints_of(records))
 

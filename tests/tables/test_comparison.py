@@ -6,13 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import scipy.stats
-import torch
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Share
-from ssl_bench.metrics import iou_per_class
 from ssl_bench.results import ResultStore
+from ssl_bench.scores import iou_per_class
 from ssl_bench.tables.comparison import (
     Comparison,
     Difference,
@@ -98,7 +97,7 @@ def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
     assert found.value == pytest.approx(gap)
     ends = scipy.stats.t.interval(0.95, 29, gap, np.std(pseudo, ddof=1) / 30**0.5)
     assert (found.low, found.high) == pytest.approx(ends)
-    assert iou_per_class(torch.from_numpy(counts[0].sum(0))).mean() == pytest.approx(found.first)
+    assert iou_per_class(counts[0].sum(0)).mean() == pytest.approx(found.first)
 
 
 def test_the_held_out_choice_never_sees_the_images_it_is_scored_on():

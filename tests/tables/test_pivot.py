@@ -215,7 +215,10 @@ def test_other_blocks_for_another_encoder_are_said(store):
             ],
             ["toy, corloc", "toy, miou, segmentation", "toy, miou, retrieval"],
         ),
-        ([{}, {"settings": {"tau": 0.3}}], ["toy, reference", "toy, reference, tau=0.3"]),
+        (
+            [{}, {"settings": {"tau": 0.3}, "changed": {"tau": 0.3}}],
+            ["toy, reference", "toy, reference, tau=0.3"],
+        ),
         ([{}, {"split": "train"}], ["toy, val", "toy, train"]),
     ],
 )

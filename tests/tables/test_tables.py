@@ -163,7 +163,7 @@ def test_seeds_are_averaged():
 
 
 def test_numbers_that_cannot_be_compared_stand_in_tables_of_their_own():
-    other = replace(RECORDS[0], settings={"tau": 0.3})
+    other = replace(RECORDS[0], settings={"tau": 0.3}, changed={"tau": 0.3})
 
     titles = [table.title for table in depth_tables([*RECORDS, other])]
 
