@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ssl_bench.composition.compose import asked_names, choices, require_choice
+from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.data.files.readable import ReadableDataset
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.models import Encoder, load_encoder

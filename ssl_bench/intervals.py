@@ -9,7 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer
-from scipy.special import betaincinv, ndtri, stdtrit
 
 from ssl_bench.scores import iou_of, mean_of_known, pixel_accuracy
 
@@ -54,6 +53,9 @@ class Share:
 
         Source: Clopper and Pearson, Biometrika 26, 1934.
         """
+        # Here and below, because a table without intervals need not wait for scipy.
+        from scipy.special import betaincinv
+
         right, wrong = int(self.hits.sum()), int((~self.hits).sum())
         low = betaincinv(right, wrong + 1, _TAIL) if right else 0.0
         high = betaincinv(right + 1, wrong, 1 - _TAIL) if wrong else 1.0
@@ -64,6 +66,8 @@ class Share:
 
         Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37, 2012.
         """
+        from scipy.special import ndtri
+
         total = len(self.hits) + 2
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
         lost = (int((~self.hits & first.hits).sum()) + 1) / total
@@ -90,6 +94,8 @@ class Jackknife:
     @property
     def margin(self) -> float:
         """Half the width of an interval of Student's t; NaN where the images do not tell."""
+        from scipy.special import stdtrit
+
         others = len(self.without) - 1
         if not others or not np.ptp(self.without) > _NO_CHANGE:
             return np.nan

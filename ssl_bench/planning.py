@@ -7,17 +7,9 @@ from typing import Literal, NoReturn
 import torch
 from omegaconf import DictConfig
 
+from ssl_bench.composition.choices import choices, nearest
 from ssl_bench.composition.components import TARGET, component_class
-from ssl_bench.composition.compose import (
-    as_plain,
-    build,
-    choices,
-    compose_config,
-    has_key,
-    keys,
-    nearest,
-    with_root,
-)
+from ssl_bench.composition.compose import as_plain, build, compose_config, has_key, keys, with_root
 from ssl_bench.composition.fields import Place, Seed, require, shown
 from ssl_bench.composition.presets import preset_group, protocols
 from ssl_bench.data.files.fingerprints import FingerprintKind

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ssl_bench.cli.parser import build_parser
-from ssl_bench.composition.compose import choices
+from ssl_bench.composition.choices import choices
 from ssl_bench.errors import MachineError
 
 _NAMED = ("task", "dataset", "target")

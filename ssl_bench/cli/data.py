@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.composition.compose import build, compose_config, require_choice, with_root
+from ssl_bench.composition.choices import require_choice
 from ssl_bench.data.files.archive_index import list_members
 from ssl_bench.data.files.checking import SplitState, check_dataset
 from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
@@ -116,6 +116,9 @@ def _bytes(size: int) -> str:
 
 def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> Any:
     """The dataset of a configuration, not opened."""
+    # Here, because Hydra takes longer than all that `data list` says.
+    from ssl_bench.composition.compose import build, compose_config, with_root
+
     chosen = with_root([f"dataset={name}", *overrides], root)
     return build(compose_config("data", chosen).dataset)
 

@@ -15,7 +15,8 @@ from huggingface_hub import constants as hub
 from packaging.requirements import Requirement
 
 from ssl_bench import __version__
-from ssl_bench.composition.compose import build, choices, compose_config, config_folder, with_root
+from ssl_bench.composition.choices import choices, config_folder
+from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import SslBenchError
 from ssl_bench.results.provenance import source_commit

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ssl_bench.composition.compose import asked_names, choices, require_choice
+from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say

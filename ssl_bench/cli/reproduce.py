@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_bench.cli.dispatch import run
-from ssl_bench.composition.compose import choices, require_choice
+from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.papers import all_experiments, listing, tables_of
 from ssl_bench.reproduce.plan import Asked, Plan, plan_table

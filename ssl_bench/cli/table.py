@@ -11,7 +11,7 @@ from ssl_bench.cli.records import (
     recorded_checkpoint,
     say_ignored,
 )
-from ssl_bench.composition.compose import require_choice
+from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say

@@ -1,8 +1,7 @@
 """From YAML files and overrides to components; below this file there is no DictConfig."""
 
-import difflib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -15,6 +14,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ssl_bench.composition.choices import (
+    LONG,
+    choices,
+    config_folder,
+    files,
+    nearest,
+    runs_of_papers,
+)
 from ssl_bench.composition.components import (
     RESERVED,
     TARGET,
@@ -25,59 +32,7 @@ from ssl_bench.composition.components import (
     legal_values,
 )
 from ssl_bench.composition.fields import shown
-from ssl_bench.composition.papers import Experiment, experiments
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.system.paths import PACKAGE
-
-_LONG = 200
-_SHOWN = 24
-
-
-def config_folder() -> Path:
-    """The YAML files: beside the packages in a checkout, inside `ssl_bench` in a wheel."""
-    inside = PACKAGE / "configs"
-    return inside if inside.is_dir() else PACKAGE.parent / "configs"
-
-
-def choices(group: str) -> list[str]:
-    """Names of the files of a group, such as "probe", and of what is added to it elsewhere.
-
-    Other packages add probes, the papers' runs are experiments.
-    """
-    return sorted({*_files(group), *entry_points(group), *_runs_of_papers(group)})
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """The end of an error message: names like the one that came, else all of them."""
-    names = sorted(valid)
-    # Nothing is like a text of thousands of characters, and finding that out takes long.
-    close = difflib.get_close_matches(name[:_LONG], names, n=3, cutoff=0.5)
-    if close:
-        return f"did you mean {', '.join(close)}?"
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"valid: {', '.join(names[:_SHOWN])}{more}"
-
-
-def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
-    """Give back a name that is one of the valid ones.
-
-    Raises:
-        ConfigurationError: it is not; the message names the nearest.
-    """
-    if name not in valid:
-        raise ConfigurationError(f"unknown {kind} {shown(name)}; {nearest(name, valid)}")
-    return name
-
-
-def asked_names(kind: str, text: str, valid: list[str]) -> list[str]:
-    """The names of a list with commas, or all of them.
-
-    Raises:
-        ConfigurationError: an unknown name.
-    """
-    if text == "all":
-        return valid
-    return [require_choice(kind, name.strip(), [*valid, "all"]) for name in text.split(",")]
 
 
 def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
@@ -151,7 +106,7 @@ def key_lines(configs: Sequence[DictConfig]) -> list[str]:
 def _key_lines(config: DictConfig) -> list[str]:
     legal = legal_values(OmegaConf.to_container(config, resolve=False))
     said = {key: f"{key}={json.dumps(_flatten(config)[key])}" for key in keys(config)}
-    width = min(max(map(len, said.values())), _LONG)
+    width = min(max(map(len, said.values())), LONG)
     return [f"{text:{width}}  {legal.get(key, '')}".rstrip() for key, text in said.items()]
 
 
@@ -169,14 +124,6 @@ def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
     whole = DictConfig(completed(said, ""))
     OmegaConf.set_struct(whole, True)
     return whole
-
-
-def _files(group: str) -> list[str]:
-    return [path.stem for path in (config_folder() / group).glob("*.yaml")]
-
-
-def _runs_of_papers(group: str) -> dict[str, Experiment]:
-    return experiments(config_folder()) if group == "experiment" else {}
 
 
 @cache
@@ -199,7 +146,7 @@ def _parsed(override: str) -> tuple[str, Any]:
     # An environment variable would stand in records, where others read it.
     if "${" in text:
         raise ConfigurationError(
-            f"{key[:_LONG]} expects a value, got {shown(text)}, which refers to another place; "
+            f"{key[:LONG]} expects a value, got {shown(text)}, which refers to another place; "
             'write the value itself, as the shell does for "$NAME"'
         )
     try:
@@ -221,10 +168,10 @@ def _check_choice(root: str, key: str, value: Any) -> None:
         raise ConfigurationError(
             f"unknown {key}={shown(value)} for {root}; {nearest(str(value), valid)}"
         )
-    if value in _files(key):
+    if value in files(key):
         return
     store = ConfigStore.instance().store
-    if value in (runs := _runs_of_papers(key)):
+    if value in (runs := runs_of_papers(key)):
         store(group=key, name=value, node=runs[value].node(), package="_global_")
     else:
         store(group=key, name=value, node=entry_point_call(entry_points(key)[value]))

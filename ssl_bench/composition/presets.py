@@ -6,8 +6,9 @@ from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkab
 
 from omegaconf import DictConfig, OmegaConf
 
+from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.components import defaults
-from ssl_bench.composition.compose import as_plain, choices, config_folder
+from ssl_bench.composition.compose import as_plain
 from ssl_bench.system.escaping import plain_json
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from ssl_bench.composition.compose import config_folder
+from ssl_bench.composition.choices import config_folder
 from ssl_bench.composition.papers import Experiment, Paper, experiments, papers
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.costs import said_hours

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_bench.composition.compose import require_choice
+from ssl_bench.composition.choices import require_choice
 from ssl_bench.composition.papers import Experiment
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.papers import full_name, is_run, recipe_values, runs_of, split_address

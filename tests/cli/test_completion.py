@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.composition.compose import choices
+from ssl_bench.composition.choices import choices
 
 # What readline does: it sets COMP_WORDS and COMP_CWORD, calls the function that `complete -F`
 # named for the command, and reads COMPREPLY.

@@ -17,7 +17,7 @@ from torchvision.datasets import voc as torchvision_voc
 
 from ssl_bench.cli import data as data_command
 from ssl_bench.cli.__main__ import main
-from ssl_bench.composition.compose import choices
+from ssl_bench.composition.choices import choices
 from ssl_bench.data.files import unpacking
 from ssl_bench.data.sources import SOURCES, Download
 from ssl_bench.system.files import sha256_of

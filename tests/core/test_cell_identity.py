@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.composition.compose import build, choices, compose_config
+from ssl_bench.composition.choices import choices
+from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation import Evaluation, cell_keys, cell_settings

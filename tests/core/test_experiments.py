@@ -8,13 +8,8 @@ import pytest
 from pretrain.crops.single import SingleCrop
 from pretrain.description import describe, differences
 from pretrain.train import Pretraining
-from ssl_bench.composition.compose import (
-    as_plain,
-    build,
-    choices,
-    compose_config,
-    config_folder,
-)
+from ssl_bench.composition.choices import choices, config_folder
+from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.composition.papers import experiments
 from ssl_bench.models import ConvMixerConfig, ViTConfig
 from ssl_bench.models.initialisers.blocks import MimeticInit, initialiser_of

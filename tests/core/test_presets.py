@@ -10,7 +10,8 @@ from probes.pca.probe import PCA
 from probes.retrieval import Retrieval
 from probes.segmentation.probe import Segmentation
 from probes.tokencut.probe import TokenCut
-from ssl_bench.composition.compose import build, choices, compose_config
+from ssl_bench.composition.choices import choices
+from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.composition.presets import changed_settings, preset_group, protocols
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import depth_tables

@@ -15,7 +15,8 @@ from PIL import Image
 
 from pretrain.schedules import Cosine
 from pretrain.train import Run
-from ssl_bench.composition.compose import as_plain, build, choices, compose_config
+from ssl_bench.composition.choices import choices
+from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.errors import Preempted
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"

@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 
 from ssl_bench.cli import __main__ as cli
-from ssl_bench.composition.compose import choices, compose_config, keys
+from ssl_bench.composition.choices import choices
+from ssl_bench.composition.compose import compose_config, keys
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
 from tests.support.faults import class_folders, encoder_file, photo_folder, voc
