@@ -15,10 +15,10 @@ from ssl_bench.cli.records import (
 )
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.comparison import Comparison, comparisons
-from ssl_bench.tables.epoch_comparison import EpochComparison, epoch_comparisons
 from ssl_bench.tables.epochs import by_run
-from ssl_bench.tables.sheets import Printable
+from ssl_bench.tables.pairs.comparison import Comparison, comparisons
+from ssl_bench.tables.pairs.epoch_comparison import EpochComparison, epoch_comparisons
+from ssl_bench.tables.printing.sheets import Printable
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.sheets import default_format, render_tables
+from ssl_bench.tables.printing.sheets import default_format, render_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -8,8 +8,8 @@ from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say
+from ssl_bench.tables.printing.sheets import FORMATS, Printable, default_format, render_tables
 from ssl_bench.tables.series import model_names
-from ssl_bench.tables.sheets import FORMATS, Printable, default_format, render_tables
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which `table` and `compare` choose."""

@@ -97,7 +97,7 @@ def _run(plan: Plan, *, debug: bool) -> int:
 
 def _print_table(plan: Plan) -> None:
     from ssl_bench.reproduce.beside import table_beside
-    from ssl_bench.tables.sheets import default_format, render_tables
+    from ssl_bench.tables.printing.sheets import default_format, render_tables
 
     print(render_tables([table_beside(plan)], default_format()))
 

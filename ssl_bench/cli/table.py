@@ -16,14 +16,14 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.documents import insert_between_markers
 from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.epochs import epoch_tables
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
+from ssl_bench.tables.printing.documents import insert_between_markers
+from ssl_bench.tables.printing.sheets import Printable, render_tables
 from ssl_bench.tables.published import PublishedTable, published_table
-from ssl_bench.tables.sheets import Printable, render_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from ssl_bench.report.model import (
 )
 from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
 from ssl_bench.report.pages import number
-from ssl_bench.report.viewers import GallerySection
+from ssl_bench.report.pictures.viewers import GallerySection
 from ssl_bench.results import Record
 from ssl_bench.tables.notes import provenance
 

@@ -11,10 +11,10 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.model import Panel
 from ssl_bench.report.outcomes import image_names, image_scores
-from ssl_bench.report.pictures import Gallery
+from ssl_bench.report.pictures.panels import Gallery
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.tables.comparison import Difference, best_blocks, block_by_block
-from ssl_bench.tables.image_scores import ImageCurve, Scored, stored_curve
+from ssl_bench.tables.pairs.comparison import Difference, best_blocks, block_by_block
+from ssl_bench.tables.pairs.image_scores import ImageCurve, Scored, stored_curve
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""

@@ -13,7 +13,7 @@ from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name
-from ssl_bench.tables.image_scores import stored_curve
+from ssl_bench.tables.pairs.image_scores import stored_curve
 
 NUM_SHOWN = 8
 _MOST_BYTES = 2**28

@@ -14,7 +14,7 @@ from ssl_bench.report.model import (
     Point,
     said_units,
 )
-from ssl_bench.report.viewers import GallerySection
+from ssl_bench.report.pictures.viewers import GallerySection
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.tables.published import PublishedValue, published_beside

@@ -24,10 +24,10 @@ from ssl_bench.report.folder import replacing
 from ssl_bench.report.model import Panel, panels_of
 from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
 from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
-from ssl_bench.report.picture_files import PictureFiles
-from ssl_bench.report.pictures import Gallery, galleries_of
+from ssl_bench.report.pictures.files import PictureFiles
+from ssl_bench.report.pictures.panels import Gallery, galleries_of
+from ssl_bench.report.pictures.viewers import address_of, sections_of
 from ssl_bench.report.provenance import as_script
-from ssl_bench.report.viewers import address_of, sections_of
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import in_page
 from ssl_bench.system.paths import real

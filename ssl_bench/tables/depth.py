@@ -9,8 +9,8 @@ from typing import Any
 from ssl_bench.results import Record
 from ssl_bench.tables.entry import Entry, mean_entry
 from ssl_bench.tables.notes import dagger_note, provenance
+from ssl_bench.tables.printing.sheets import Cell, Sheet, render_tables
 from ssl_bench.tables.series import comparable_groups, difference, model_names, series_json, title
-from ssl_bench.tables.sheets import Cell, Sheet, render_tables
 
 Row = int | float
 """A block, or an epoch."""

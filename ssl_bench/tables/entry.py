@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import ENCODER, Record
+from ssl_bench.tables.printing.sheets import NO_VALUE
 from ssl_bench.tables.series import SERIES, settings_digest
-from ssl_bench.tables.sheets import NO_VALUE
 
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.entry import Entry, arbitrary_percent, mean_entry
-from ssl_bench.tables.image_scores import FOLDS, stored_curve
+from ssl_bench.tables.pairs.image_scores import FOLDS, stored_curve
 
 CHOICES = ("holdout", "oracle")
 CHOICE_NOTES = {

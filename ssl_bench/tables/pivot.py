@@ -14,8 +14,8 @@ from ssl_bench.tables.layer_selection import (
     choose_block,
 )
 from ssl_bench.tables.notes import dagger_note, provenance
+from ssl_bench.tables.printing.sheets import Cell, Sheet
 from ssl_bench.tables.series import comparable_groups, differing_settings, model_names, series_json
-from ssl_bench.tables.sheets import Cell, Sheet
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.sheets import render_tables
+from ssl_bench.tables.printing.sheets import render_tables
 from tests.benchmarks.provenance import provenance
 
 SKIP = ViTConfig()

@@ -58,7 +58,7 @@ ROOMS = {
         5,
         "archives faults_data faults_bombs",
     ),
-    "ssl_bench/report/picture_files.py": (4, "report faults_strangers_pictures"),
+    "ssl_bench/report/pictures/files.py": (4, "report faults_strangers_pictures"),
 }
 TURNED = {
     ast.Eq: "!=", ast.NotEq: "==", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">",

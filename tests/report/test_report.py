@@ -12,8 +12,8 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.folder import MARKER
-from ssl_bench.report.picture_files import PictureFiles
-from ssl_bench.report.pictures import galleries_of
+from ssl_bench.report.pictures.files import PictureFiles
+from ssl_bench.report.pictures.panels import galleries_of
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
 from tests.support.report_cells import (

@@ -7,7 +7,7 @@ import pytest
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.curves import Reference, draw, nice_ticks
 from ssl_bench.report.model import panels_of
-from ssl_bench.tables.sheets import NO_VALUE
+from ssl_bench.tables.printing.sheets import NO_VALUE
 from tests.support.report_cells import (
     cell,
     curve,

@@ -12,10 +12,10 @@ from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.comparing import gallery_pairs, pairs_of
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.outcomes import extremes_of, outcomes_of
-from ssl_bench.report.picture_files import PictureFiles
-from ssl_bench.report.pictures import galleries_of
+from ssl_bench.report.pictures.files import PictureFiles
+from ssl_bench.report.pictures.panels import galleries_of
 from ssl_bench.results import ResultStore
-from ssl_bench.tables.comparison import comparisons
+from ssl_bench.tables.pairs.comparison import comparisons
 from tests.support.faults import encoder_file, photo_folder
 from tests.support.report_cells import (
     EMPTY,

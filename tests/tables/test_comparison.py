@@ -12,7 +12,7 @@ from ssl_bench.errors import DataError
 from ssl_bench.intervals import Share
 from ssl_bench.results import ResultStore
 from ssl_bench.scores import iou_per_class
-from ssl_bench.tables.comparison import (
+from ssl_bench.tables.pairs.comparison import (
     Comparison,
     Difference,
     between_blocks,
@@ -20,8 +20,8 @@ from ssl_bench.tables.comparison import (
     comparisons,
     difference,
 )
-from ssl_bench.tables.image_scores import ImageCurve, Scored
-from ssl_bench.tables.sheets import NO_VALUE
+from ssl_bench.tables.pairs.image_scores import ImageCurve, Scored
+from ssl_bench.tables.printing.sheets import NO_VALUE
 from tests.core.test_results import RECORD
 from tests.support.report_cells import known_as
 

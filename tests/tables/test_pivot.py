@@ -14,7 +14,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.layer_selection import LayerSelection, choose_block
 from ssl_bench.tables.pivot import column_names, pivot_table
-from ssl_bench.tables.sheets import render_tables
+from ssl_bench.tables.printing.sheets import render_tables
 from tests.core.test_results import RECORD
 
 NAMES = {"a": "skip", "d": "skipless", "e": "other"}

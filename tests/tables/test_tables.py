@@ -10,11 +10,11 @@ from matplotlib import pyplot
 
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.tables.depth import depth_tables, render
-from ssl_bench.tables.documents import MARKERS, insert_between_markers
 from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.notes import provenance
+from ssl_bench.tables.printing.documents import MARKERS, insert_between_markers
+from ssl_bench.tables.printing.sheets import NO_VALUE, render_tables
 from ssl_bench.tables.series import settings_digest
-from ssl_bench.tables.sheets import NO_VALUE, render_tables
 from tests.core.test_results import RECORD
 
 SKIPLESS = replace(RECORD, model="skip_less", checkpoint_sha256="d" * 64)

@@ -6,9 +6,9 @@ from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.comparison import Comparison, paired_groups, rows_of
 from ssl_bench.tables.epochs import by_run, epoch_of, require_one_encoder_an_epoch
-from ssl_bench.tables.sheets import Cell, Sheet
+from ssl_bench.tables.pairs.comparison import Comparison, paired_groups, rows_of
+from ssl_bench.tables.printing.sheets import Cell, Sheet
 
 
 @dataclass(frozen=True)

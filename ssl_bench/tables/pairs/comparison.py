@@ -10,10 +10,10 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
-from ssl_bench.tables.image_scores import Scored, stored_curve
 from ssl_bench.tables.notes import trusted_note
+from ssl_bench.tables.pairs.image_scores import Scored, stored_curve
+from ssl_bench.tables.printing.sheets import NO_VALUE, Cell, Sheet
 from ssl_bench.tables.series import said_training, settings_text
-from ssl_bench.tables.sheets import NO_VALUE, Cell, Sheet
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
 

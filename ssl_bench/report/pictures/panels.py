@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ssl_bench.report.checkpoints import Checkpoint
-from ssl_bench.report.picture_files import PictureFiles
+from ssl_bench.report.pictures.files import PictureFiles
 from ssl_bench.results import Record
 from ssl_bench.system.naming import file_name
 

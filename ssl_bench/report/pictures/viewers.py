@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
-from ssl_bench.report.pictures import Gallery
+from ssl_bench.report.pictures.panels import Gallery
 from ssl_bench.system.escaping import in_file_names
 
 _CAPTIONS = {

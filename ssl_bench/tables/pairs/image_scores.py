@@ -30,6 +30,11 @@ class ImageCurve:
     metric: str
     per_image: Mapping[int, PerImage]
 
+    @property
+    def counts_pixels(self) -> bool:
+        """Whether an image contributes pixels by class, and not a hit or none."""
+        return self.metric.startswith("miou") or self.metric == "pixel_accuracy"
+
     def value(self, per_image: PerImage) -> float:
         """The metric in percent."""
         total = per_image.sum(0, dtype=np.int64)
@@ -115,10 +120,12 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 
 def _adds_up(per_image: PerImage, record: Record) -> bool:
     """Whether the value of a record comes from these contributions."""
-    try:
-        value = ImageCurve(record.metric, {}).value(per_image)
-    # Of another shape.
-    except (ValueError, IndexError, RuntimeError):
+    curve = ImageCurve(record.metric, {})
+    if per_image.ndim != (3 if curve.counts_pixels else 1) or per_image.shape[1:2] not in (
+        (),
+        (3,),
+    ):
         return False
+    value = curve.value(per_image)
     is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)
     return is_near or (math.isnan(value) and math.isnan(record.value))

@@ -1,0 +1,1 @@
+"""Pictures of a report: which there are, and how pages show them."""

@@ -1,0 +1,1 @@
+"""What two encoders, or two blocks, do on the same images."""

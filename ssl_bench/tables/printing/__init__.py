@@ -1,0 +1,1 @@
+"""Tables as text, and where they are written."""
