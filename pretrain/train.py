@@ -19,6 +19,7 @@ from pretrain.runtime.lock import held
 from pretrain.runtime.signals import stop_requests
 from pretrain.runtime.state import has_state
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.system.device import choose_device
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,9 @@ class Pretraining(Plan):
             require_tensorboard()
         if self.init_from is not None:
             require_apart(self.init_from, out)
-        name = device or ("cuda" if torch.cuda.is_available() else "cpu")
         with ExitStack() as stack:
             request = stack.enter_context(stop_requests())
-            ranks = stack.enter_context(joined(torch.device(name)))
+            ranks = stack.enter_context(joined(choose_device(device and str(device))))
             on_cuda = ranks.device.type == "cuda"
             stack.enter_context(torch.random.fork_rng([ranks.device] if on_cuda else []))
             hold = None

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ssl_bench.composition.compose import as_plain, build, compose_config, key_lines, with_root
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.system.device import choose_device
 from ssl_bench.system.endings import is_heard
 from ssl_bench.system.progress import say
 
@@ -30,7 +29,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         must_resume=options.must_resume,
         extend=options.extend,
         overwrite=options.overwrite,
-        device=choose_device(options.device),
+        device=options.device,
         config=as_plain(config),
     )
     if is_heard():

@@ -26,9 +26,10 @@ def provenance(device: torch.device, seconds: float) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """What a record says of the hardware, such as "cuda: NVIDIA H200" or "cpu: x86_64"."""
+    """The hardware and how it computes: "cuda: NVIDIA H200, TF32 off", "cpu: x86_64, 2 threads"."""
     if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}"
+        tf32 = "on" if torch.backends.cudnn.allow_tf32 else "off"
+        return f"cuda: {torch.cuda.get_device_name(device)}, TF32 {tf32}"
     return f"{device.type}: {platform.machine()}, {torch.get_num_threads()} threads"
 
 

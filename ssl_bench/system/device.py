@@ -8,14 +8,28 @@ from ssl_bench.errors import ConfigurationError, MachineError
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The asked device, or a GPU if there is one.
+    """The asked device, or a GPU if there is one; it is the current one from here on.
+
+    Float32 is float32 there: without TF32, which torch allows in convolutions unless told.
 
     Raises:
         ConfigurationError: torch does not know the name.
         MachineError: the device is not there.
     """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and "LOCAL_RANK" in os.environ:
+        # One of the processes of torchrun; without it all would take memory of the first device.
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    device = _usable(name)
+    if device.type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
+        if device.index is not None:
+            # Events and streams that name no device are those of the current one.
+            torch.cuda.set_device(device)
+    return device
+
+
+def _usable(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
