@@ -135,6 +135,8 @@ class TrainOptions:
         global_norm: It is that of the gradient of all tensors together.
         precision: "auto" is bfloat16 on CUDA and float32 elsewhere.
         compile: With torch.compile; on CUDA if not said.
+        deterministic: Take only operations that give the same bits every time, at some cost, so
+            that a resumed run equals an uninterrupted one on a GPU too. A CPU always does.
         checkpoint_epochs: Save after every so many epochs, beside the minutes.
         keep_epochs: After these epochs the encoder is kept for good, as `epoch0100.safetensors`,
             which `ssl-bench probe` finds as `RUN@100`.
@@ -163,6 +165,7 @@ class TrainOptions:
     global_norm: bool = False
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     compile: bool | None = None
+    deterministic: bool = False
     checkpoint_minutes: PositiveOrZero = 10.0
     checkpoint_epochs: Count | None = None
     keep_epochs: Epochs | None = None

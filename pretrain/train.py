@@ -12,6 +12,7 @@ from pretrain.description import describe
 from pretrain.logging.tensorboard import require_tensorboard
 from pretrain.plan import Plan
 from pretrain.run import Run
+from pretrain.runtime.determinism import deterministic
 from pretrain.runtime.distributed import joined
 from pretrain.runtime.fine_tuning import require_apart
 from pretrain.runtime.folder import ENCODER, claim
@@ -71,6 +72,7 @@ class Pretraining(Plan):
         with ExitStack() as stack:
             request = stack.enter_context(stop_requests())
             ranks = stack.enter_context(joined(choose_device(device and str(device))))
+            stack.enter_context(deterministic(self.train.deterministic))
             on_cuda = ranks.device.type == "cuda"
             stack.enter_context(torch.random.fork_rng([ranks.device] if on_cuda else []))
             hold = None

@@ -9,6 +9,7 @@ _TEMPERATURE = 10_000.0
 # Official DINO adds it to the wanted size so that rounding down cannot lose a row. It also enters
 # the sampling positions, so leaving it out changes every feature.
 _DINO_MARGIN = 0.1
+_A = -0.75
 
 
 def sinusoidal_positions(rows: int, cols: int, dim: int) -> Float[Tensor, "patches {dim}"]:
@@ -47,5 +48,38 @@ def resize_positions(
     prefix, patches = positions[:, :-num_patches], positions[:, -num_patches:]
     scale = [(new + _DINO_MARGIN) / old for new, old in zip(new_size, old_size, strict=True)]
     image = patches.unflatten(1, old_size).permute(0, 3, 1, 2)  # 1 dim rows cols
-    resized = F.interpolate(image, scale_factor=scale, mode="bicubic")
+    if torch.are_deterministic_algorithms_enabled():
+        resized = _resized_by_products(image, scale, new_size)
+    else:
+        resized = F.interpolate(image, scale_factor=scale, mode="bicubic")
     return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)
+
+
+def _resized_by_products(
+    image: Float[Tensor, "1 dim rows cols"], scale: list[float], size: tuple[int, int]
+) -> Float[Tensor, "1 dim new_rows new_cols"]:
+    """The same as `F.interpolate` to rounding; its gradient on CUDA is summed in any order."""
+    by_row, by_col = (
+        _bicubic_weights(old, new, factor, image.device).to(image.dtype)
+        for old, new, factor in zip(image.shape[2:], size, scale, strict=True)
+    )
+    return by_row @ image @ by_col.T
+
+
+def _bicubic_weights(
+    old: int, new: int, scale: float, device: torch.device
+) -> Float[Tensor, "{new} {old}"]:
+    """What each old place gives to each new one along one side; the edge goes on outside.
+
+    Source: Keys, "Cubic convolution interpolation for digital image processing", 1981, equation 4
+    with a = -.75, the value of torch and OpenCV.
+    """
+    source = (torch.arange(new, dtype=torch.float64, device=device) + 0.5) / scale - 0.5
+    around = source.floor()[:, None] + torch.arange(-1, 3, device=device)
+    distance = (source[:, None] - around).abs()
+    near = ((_A + 2) * distance - (_A + 3)) * distance**2 + 1
+    far = ((distance - 5) * distance + 8) * distance * _A - 4 * _A
+    weights = torch.where(distance <= 1, near, far)
+    places = around.long().clamp(0, old - 1)
+    nothing = weights.new_zeros(new, old)
+    return nothing.scatter_add(1, places, weights)

@@ -147,8 +147,39 @@ def cubic_weights(new: int, old: int) -> torch.Tensor:
     return weights
 
 
+@pytest.fixture
+def deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_positions_resized_deterministically_have_the_same_gradient(deterministic_algorithms):
+    positions = torch.randn(1, 1 + 5 * 6, 3, requires_grad=True)
+    weights = torch.randn(1, 1 + 9 * 4, 3)
+
+    def gradient():
+        resized = resize_positions(positions, old_size=(5, 6), new_size=(9, 4))
+        return torch.autograd.grad((resized * weights).sum(), positions)[0]
+
+    found = gradient()
+    torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(found, gradient(), rtol=0, atol=1e-5)
+
+
+def test_what_has_no_deterministic_gradient_on_a_gpu_is_not_called(
+    deterministic_algorithms, monkeypatch
+):
+    monkeypatch.setattr("torch.nn.functional.interpolate", None)
+
+    build_vit(TINY, seed=0)(torch.zeros(1, 3, 16, 48))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("size", [(20, 30), (3, 14), (7, 28)])
-def test_positions_are_resized_as_in_official_dino(size):
+def test_positions_are_resized_as_in_official_dino(size, deterministic, request):
+    if deterministic:
+        request.getfixturevalue("deterministic_algorithms")
     positions = torch.randn(1, 1 + 14 * 14, 2)
     grid = positions[0, 1:].double().reshape(14, 14, 2)
     expected = torch.einsum(
