@@ -146,7 +146,18 @@ def test_tensors_of_a_gpu_go_to_faiss_as_they_are(monkeypatch):
     assert options == {"metric": 0, "device": 0}
 
 
+def test_on_a_gpu_faiss_is_taken_where_it_is_asked_for():
+    queries, memory = (torch.empty(count, 4, device="meta") for count in (8, 10**6))
+    taken = {
+        engine: neighbours._is_for_faiss(queries, memory, 20, engine)
+        for engine in ("auto", "faiss", "torch")
+    }
+    assert taken == {"auto": False, "faiss": True, "torch": False}
+    assert not neighbours._is_for_faiss(queries, memory, 2017, "faiss")
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_faiss_on_a_gpu_gives_what_the_product_gives():
     memory, queries = unit_vectors(20_000).cuda(), unit_vectors(200, seed=1).cuda()
 

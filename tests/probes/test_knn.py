@@ -135,11 +135,12 @@ def scores(probe, context):
 
 
 def test_every_asked_cell_is_scored_from_features_after_the_final_norm(context, monkeypatch):
-    probe = KNN(neighbours=(3, 10), facet=["patch_mean", "cls"], crop_share=1.0)
+    probe = KNN(neighbours=(3, 10), facet=["patch_mean", "cls"], crop_share=1.0, engine="torch")
     asked = []
 
     def heard(queries, bank, **options):
         asked.append((queries, bank))
+        assert options["engine"] == "torch"
         return knn_ranks(queries, bank, **options)
 
     monkeypatch.setattr("probes.knn.knn_ranks", heard)
