@@ -25,13 +25,13 @@ def configured(config: EncoderConfig, *, norm_eps: float = _NORM_EPS) -> dict[st
     All whole numbers, and what else differs from a plain encoder of its kind.
     """
     plain = asdict(type(config)())
-    told = {
+    described = {
         name: value
         for name, value in asdict(config).items()
         if name not in _OF_TRAINING and (type(value) is int or value != plain[name])
     }
     eps = {} if norm_eps == _NORM_EPS else {"norm_eps": norm_eps}
-    return json.loads(json.dumps({"kind": kind_of(config), **told, **eps}))
+    return json.loads(json.dumps({"kind": kind_of(config), **described, **eps}))
 
 
 def of_ours(model: EncoderModule) -> dict[str, Any]:
