@@ -30,7 +30,7 @@ class Mixing:
 
     Attributes:
         mixup: Of Beta(mixup, mixup), which the own share is drawn from; 0 for no mixup.
-        cutmix: Likewise, for CutMix.
+        cutmix: Of Beta(cutmix, cutmix), the same for CutMix; 0 for no CutMix.
         probability: That images are mixed at all.
         switch_probability: That it is CutMix where both would be possible.
 

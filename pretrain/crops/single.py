@@ -78,7 +78,7 @@ class SingleCrop:
         erasing_probability: Of a rectangle of noise, see `draw_rectangle`.
         mixup: The images of a part are blended with the same in reverse order, and stand for
             Beta(mixup, mixup) of the result and of the loss; 0 for none. See `Mixing`.
-        cutmix: Likewise, with a box of the other image in place of a blend.
+        cutmix: As mixup, with a box of the other image in place of a blend.
         mix_probability: That a part is mixed.
         switch_probability: That it is by CutMix, where both would be possible.
 

@@ -31,7 +31,8 @@ class Spectrum:
         values: Singular values.
         size: Of the larger side of the matrices.
         cosines: Mean token cosine of each image; None for attention matrices.
-        centred_ranks: Effective rank of the tokens less their mean, likewise.
+        centred_ranks: Effective rank of each image's tokens less their mean; None for attention
+            matrices.
     """
 
     values: Float64[Tensor, "images heads values"]

@@ -202,7 +202,7 @@ def as_colours(
 
     Args:
         maps: By block.
-        masks: Where they are shown, likewise; black elsewhere.
+        masks: Where the maps are shown, by block; black elsewhere.
     """
     shown = [m[mask] for layer in maps for m, mask in zip(maps[layer], masks[layer], strict=True)]
     low, high = np.percentile(torch.cat(shown).numpy(), PERCENTILES, axis=0)

@@ -80,7 +80,7 @@ class Segmentation:
         refit: With "lbfgs", fit to all training images once the held-out ones have chosen.
         train_images: At most so many, drawn with the seed.
         scoring: "squash": scored images are squashed, logits upsampled bilinearly. "patch":
-            likewise, but each pixel takes the class of its patch. "slide": windows slide over them.
+            squashed, but each pixel takes the class of its patch. "slide": windows slide over them.
         score_size: Masks are reduced to this size before scoring; the original size if None.
         panels: How many of the first scored images are drawn.
         memory_gib: What the features may take in memory; beyond it they go to disk.

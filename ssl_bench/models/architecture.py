@@ -35,7 +35,7 @@ def configured(config: EncoderConfig, *, norm_eps: float = _NORM_EPS) -> dict[st
 
 
 def of_ours(model: EncoderModule) -> dict[str, Any]:
-    """Likewise of a model, whose norms may have another epsilon than those of this suite."""
+    """Architecture of a model, whose norms may have another epsilon than those of this suite."""
     found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     (eps,) = found or {_NORM_EPS}
     return configured(model.config, norm_eps=eps)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-import pretrain.train  # noqa: F401 - likewise
+import pretrain.train  # noqa: F401 - once, before the processes are forked
 from pretrain.logging.jsonl import Journal
 from pretrain.objectives.dino import DinoLearner
 from pretrain.runtime.batches import Batches
