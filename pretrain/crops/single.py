@@ -73,7 +73,7 @@ class SingleCrop:
             drawn for each crop. The recipes of DeiT and its followers name one, and timm leaves it
             out beside RandAugment (timm 1.0.31, timm/data/transforms_factory.py, line 187): for
             those it is 0.
-        cutout: Side in pixels of a square that becomes grey (the mean colour), about a centre
+        cutout: Side in pixels of a square that becomes grey (the mean colour), about a center
             anywhere in the crop; 0 for none.
         erasing_probability: Of a rectangle of noise, see `draw_rectangle`.
         mixup: The images of a part are blended with the same in reverse order, and stand for

@@ -4,7 +4,7 @@
 
 `knn`: the 20 or 200 nearest, of equal ones the first, as k-NN asks for them; that the product
 ranks faiss's candidates is in its time. `retrieval`: the 30 nearest patches, for which faiss's own
-similarities are taken. Memories are unit vectors around a thousand centres. CPU time of a thread,
+similarities are taken. Memories are unit vectors around a thousand centers. CPU time of a thread,
 the best of some rounds in which both have their turn; `ratio` is of these, `range` of the rounds.
 """
 
@@ -28,7 +28,7 @@ from ssl_bench.neighbours import Engine, nearest_vectors
 from tests.benchmarks.provenance import provenance
 from tests.benchmarks.tokencut import print_table
 
-_CENTRES, _SPREAD, _AT_ONCE = 1000, 1.0, 50_000
+_CENTERS, _SPREAD, _AT_ONCE = 1000, 1.0, 50_000
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ CASES = (
 
 
 def unit_vectors(count: int, dim: int, seed: int) -> Float[Tensor, "count dim"]:
-    """Around centres that do not depend on the seed; made in pieces, without a second copy."""
-    centres = torch.randn(_CENTRES, dim, generator=torch.Generator().manual_seed(0))
+    """Around centers that do not depend on the seed; made in pieces, without a second copy."""
+    centers = torch.randn(_CENTERS, dim, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
     vectors = torch.empty(count, dim)
     for some in vectors.split(_AT_ONCE):
-        which = torch.randint(_CENTRES, (len(some),), generator=generator)
+        which = torch.randint(_CENTERS, (len(some),), generator=generator)
         noise = torch.randn(some.shape, generator=generator)
-        some.copy_(F.normalize(centres[which] + _SPREAD * noise, dim=1))
+        some.copy_(F.normalize(centers[which] + _SPREAD * noise, dim=1))
     return vectors
 
 
