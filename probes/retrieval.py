@@ -52,8 +52,8 @@ class Retrieval:
         crops: "whole" or "resized" training images, as in linear segmentation.
         batch_size: Images that pass the encoder together.
         score_size: Masks are reduced to this size before scoring; the original size if None.
-        engine: What compares the patches, "faiss" or "torch"; by default faiss on a CPU, torch on
-            a GPU.
+        engine: What compares the patches, "faiss" or "torch"; by default faiss for many on a
+            CPU, and torch else.
 
     Source: Balazevic et al., "Towards In-Context Scene Understanding",
     https://arxiv.org/abs/2306.01667. Ignored pixels are left out of the label histograms, where

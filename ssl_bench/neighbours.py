@@ -11,12 +11,14 @@ from torch import Tensor
 from ssl_bench.errors import MachineError
 
 Engine = Literal["auto", "faiss", "torch"]
-"""What compares all vectors: "auto" is faiss on a CPU and a matrix product on a GPU."""
+"""What compares all vectors: "auto" is faiss for many on a CPU, else a matrix product."""
 
 # Similarities that are in memory at once: a quarter of a gibibyte.
 _SIMILARITIES = 2**26
-# Queries that one call of faiss, and one product with what it found, serve.
+# Queries that one call of faiss, and one product with what it found, serve at least.
 _ASKED, _RERANKED = 4096, 8
+# Numbers in all queries from which on faiss computes by blocks; below, it is slower than a product.
+_BLOCKWISE = 2**17
 # Vectors for each candidate from which on faiss and ranking what it found take less time.
 _WORTH = 256
 # Candidates beyond those that are asked for, so that rounding seldom leaves one out.
@@ -50,9 +52,9 @@ def nearest_vectors(
     if not _is_for_faiss(queries, memory, count, engine):
         return _by_product(queries, memory, count)
     found = []
-    for some in queries.split(_ASKED):
+    # Parts of nearly one size: a small rest would be slow, and products of a few rows round otherwise.
+    for some in queries.tensor_split(max(1, len(queries) // _ASKED)):
         similarities, candidates = faiss_nearest(some, memory, count + _SPARE)
-        # Parts of nearly one size: products of a few rows round otherwise.
         parts = max(1, len(some) // _RERANKED)
         split = [x.tensor_split(parts) for x in (some, similarities[:, -1], candidates)]
         for block, farthest, which in zip(*split, strict=True):
@@ -79,6 +81,14 @@ def faiss_nearest(
     return _faiss_nearest_on_gpu(faiss, queries, memory, count)
 
 
+def takes_faiss(
+    queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], engine: Engine
+) -> bool:
+    """Whether faiss compares these; under "auto" on a CPU, for as many as it computes by blocks."""
+    is_faster = memory.device.type == "cpu" and queries.numel() >= _BLOCKWISE
+    return engine == "faiss" or (engine == "auto" and is_faster)
+
+
 def nearest(
     similarities: Float[Tensor, "rows columns"], count: int
 ) -> tuple[Float[Tensor, "rows {count}"], Int64[Tensor, "rows {count}"]]:
@@ -97,12 +107,12 @@ def nearest(
 def _is_for_faiss(queries: Tensor, memory: Tensor, count: int, engine: Engine) -> bool:
     """Whether faiss can give candidates, and under "auto" whether that saves time."""
     on_gpu, candidates = memory.device.type != "cpu", count + _SPARE
-    if engine == "torch" or candidates >= len(memory) or (on_gpu and candidates > _MOST_ON_GPU):
+    if candidates >= len(memory) or (on_gpu and candidates > _MOST_ON_GPU):
         return False
     # Products of fewer rows round otherwise than those of many.
-    many_rows = len(queries) >= _RERANKED
-    few_candidates = _WORTH * candidates <= len(memory)
-    return many_rows and (engine == "faiss" or (few_candidates and not on_gpu))
+    if len(queries) < _RERANKED or not takes_faiss(queries, memory, engine):
+        return False
+    return engine == "faiss" or _WORTH * candidates <= len(memory)
 
 
 def _by_product(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ssl_bench.neighbours import Engine, faiss_nearest
+from ssl_bench.neighbours import Engine, faiss_nearest, takes_faiss
 
 # Similarities that are in GPU memory at once.
 _SIMILARITIES = 2**28
@@ -44,8 +44,7 @@ class NeighbourSearch:
             MachineError: faiss is asked for on a GPU and was built without its kernels.
         """
         unit = F.normalize(queries.float(), dim=1)
-        auto = "faiss" if self.memory.device.type == "cpu" else "torch"
-        if (auto if self.engine == "auto" else self.engine) == "faiss":
+        if takes_faiss(unit, self.memory, self.engine):
             return faiss_nearest(unit, self.memory, count)
         rows = max(1, _SIMILARITIES // len(self.memory))
         found = [(some @ self.memory.T).topk(count) for some in unit.split(rows)]

@@ -59,7 +59,7 @@ CASES = (
     Case("retrieval", 30, 100_000, queries=4096, rounds=5),
     Case("retrieval", 30, 1_000_000),
     Case("retrieval", 30, 3_000_000, rounds=2),
-    Case("retrieval", 30, 10_000_000, dim=128, rounds=2),
+    Case("retrieval", 30, 10_000_000, dim=128, queries=1024, rounds=1),
 )
 
 
@@ -143,14 +143,17 @@ def in_turn(cases: tuple[Case, ...], measure: Callable[[Case], Any]) -> Iterator
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--most", type=int, default=10**7, help="vectors of the largest case")
+    parser.add_argument("--least", type=int, default=0, help="vectors of the smallest case")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
-    cases = tuple(case for case in CASES if case.vectors <= arguments.most)
+    cases = tuple(case for case in CASES if arguments.least <= case.vectors <= arguments.most)
+    # Before the figures: what is measured is the code as it is now.
+    where = provenance()
+    print(where, flush=True)
     rows = list(in_turn(cases, measured))
-    print(provenance())
     print_table("Exact nearest neighbours on a CPU", rows)
     if arguments.json:
-        text = json.dumps({"provenance": provenance(), "neighbours": rows}, indent=1)
+        text = json.dumps({"provenance": where, "neighbours": rows}, indent=1)
         arguments.json.write_text(text + "\n")
 
 

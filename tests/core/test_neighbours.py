@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from probes.features.neighbours import NeighbourSearch
 from ssl_bench import neighbours
 from ssl_bench.errors import MachineError
-from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors
+from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors, takes_faiss
 
 
 def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
@@ -91,16 +91,28 @@ def test_a_vector_that_faiss_left_out_within_rounding_is_found(monkeypatch):
         (14_000, 7, "auto", False),
         (13_000, 8, "auto", False),
         (13_000, 8, "faiss", True),
+        (13_000, 7, "faiss", False),
         (52, 8, "faiss", False),
         (14_000, 8, "torch", False),
     ],
 )
 def test_faiss_is_taken_where_it_helps(monkeypatch, num_vectors, num_queries, engine, by_faiss):
+    monkeypatch.setattr(neighbours, "_BLOCKWISE", 8 * 24)
     rows = products(monkeypatch)
 
     nearest_vectors(unit_vectors(num_queries), unit_vectors(num_vectors), 20, engine=engine)
 
     assert bool(rows) != by_faiss
+
+
+def test_few_numbers_are_compared_by_a_product_unless_faiss_is_asked_for():
+    memory = unit_vectors(5, dim=512)
+    taken = [
+        takes_faiss(unit_vectors(count, dim=512), memory, engine)
+        for count in (255, 256)
+        for engine in ("auto", "faiss", "torch")
+    ]
+    assert taken == [False, True, False, True, True, False]
 
 
 def test_a_search_gives_its_engine_what_it_remembers():
