@@ -52,7 +52,7 @@ def nearest_vectors(
     if not _is_for_faiss(queries, memory, count, engine):
         return _by_product(queries, memory, count)
     found = []
-    # Parts of nearly one size: a small rest would be slow, and products of a few rows round otherwise.
+    # Parts of nearly one size: a small rest is slow, and products of a few rows round otherwise.
     for some in queries.tensor_split(max(1, len(queries) // _ASKED)):
         similarities, candidates = faiss_nearest(some, memory, count + _SPARE)
         parts = max(1, len(some) // _RERANKED)
