@@ -26,7 +26,10 @@ def rooms(report: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 def table(report: Mapping[str, Any]) -> str:
     found = rooms(report)
-    found["all"] = tuple(map(sum, zip(*found.values(), strict=True)))
+    found["all"] = (
+        sum(ran for ran, _ in found.values()),
+        sum(lines for _, lines in found.values()),
+    )
     width = max(map(len, found))
     rows = [
         f"{room:<{width}} {100 * ran / max(lines, 1):6.1f} % {lines - ran:6} of {lines:6} not run"
