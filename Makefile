@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: quickstart test test-all lint wheel-check constraints audit clean
+.PHONY: quickstart test test-all coverage lint wheel-check constraints audit clean
 
 quickstart: $(READY)
 	$(BIN)/ssl-bench quickstart
@@ -13,6 +13,12 @@ test: $(READY) lint
 
 test-all: $(READY) lint
 	$(BIN)/pytest -n 2 --durations=8
+
+# Its tracer makes the tests 1.4 times as long, so that no other target asks for it.
+coverage: $(READY)
+	mkdir -p build
+	$(BIN)/pytest -n 2 -m "not slow and not gpu and not browser" --cov --cov-report=json:build/coverage.json
+	$(BIN)/python -m tests.support.room_coverage build/coverage.json
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

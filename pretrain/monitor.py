@@ -37,13 +37,14 @@ class Monitor:
     """What is measured, how often and on which images. Nothing by default.
 
     Attributes:
-        root: Folder that holds `train/CLASS/PICTURE` and likewise `val`; `data.root` without it.
+        root: Folder of `train/CLASS/PICTURE` and `val/CLASS/PICTURE`; `data.root` without it.
         val_split: Without it `val`, else `test`.
         known_only: Leave out validation images of classes that the training split lacks, where
             they are an error otherwise.
         knn_epochs: Every so many epochs, and after the last step, the images of the validation
             split take the class that the nearest training images vote for: `knn_top1`, percent.
-        accuracy_epochs: Likewise the head of a supervised run: `val_top1`.
+        accuracy_epochs: Every so many epochs, and after the last step, the head of a supervised run
+            names the class of the validation images: `val_top1`, percent.
         results: Folder of results in which the finished run leaves its last `val_top1` as a record.
         neighbours: How many training images vote.
         temperature: A neighbour's vote is exp(cosine similarity / temperature).

@@ -140,9 +140,9 @@ class TrainOptions:
         checkpoint_epochs: Save after every so many epochs, beside the minutes.
         keep_epochs: After these epochs the encoder is kept for good, as `epoch0100.safetensors`,
             which `ssl-bench probe` finds as `RUN@100`.
-        keep_every: Likewise after every so many epochs.
+        keep_every: The encoder is also kept for good after every so many epochs.
         non_finite_patience: Steps in a row without a finite gradient before the run stops.
-        collapse_patience: Likewise with a collapsed teacher.
+        collapse_patience: Steps in a row with a collapsed teacher before the run stops.
         tensorboard: Write the rows of the log for TensorBoard too (extra `track`).
     """
 

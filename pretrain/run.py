@@ -49,7 +49,7 @@ from ssl_bench.errors import (
 )
 from ssl_bench.evaluation import trained_on
 from ssl_bench.models.loading.addresses import kept_name
-from ssl_bench.models.loading.checkpoint import colours_told, save_encoder
+from ssl_bench.models.loading.checkpoint import colours_metadata, save_encoder
 from ssl_bench.system.files import write_text_atomically
 
 
@@ -208,7 +208,7 @@ class Run:
     def _save_encoder(self, path: Path) -> None:
         epoch = self.step / self.timeline.steps_per_epoch
         metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
-        metadata |= colours_told(self.plan.data.colours)
+        metadata |= colours_metadata(self.plan.data.colours)
         save_encoder(path, self.trainer.learner.encoder, metadata)
 
     def _loop(self, report: StepLog) -> None:

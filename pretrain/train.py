@@ -46,8 +46,8 @@ class Pretraining(Plan):
             out: Folder of the run.
             resume: Go on with the run that is there, if there is one.
             must_resume: Go on with it; there has to be one.
-            extend: Likewise, with more `train.epochs` or `train.max_steps` than it had: schedules
-                are drawn over the new length from here on.
+            extend: Go on with it, for more `train.epochs` or `train.max_steps` than it had:
+                schedules are drawn over the new length from here on.
             overwrite: Forget what is there.
             device: Without one, a GPU if there is one.
             config: What `config.yaml` will say, by default this object in plain types.
@@ -62,7 +62,7 @@ class Pretraining(Plan):
             CheckpointError: `init_from` or the state of the run cannot be read.
             DataError: an image cannot be read; everything is saved.
             Preempted: SIGTERM or SIGUSR1 came, and everything is saved.
-            KeyboardInterrupt: likewise for SIGINT.
+            KeyboardInterrupt: SIGINT came, and everything is saved.
             MachineError: a folder cannot be written, or TensorBoard is asked for and missing.
         """
         if self.train.tensorboard:

@@ -28,10 +28,13 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.intervals import Share
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
+from ssl_bench.neighbours import Engine
 
 _FACETS = ("cls", "patch_mean")
 _TOPS = (1, 5)
-_NOT_SETTINGS = frozenset({"protocol", "facet", "batch_size", "memory_gib", "num_workers"})
+_NOT_SETTINGS = frozenset(
+    {"protocol", "facet", "batch_size", "memory_gib", "num_workers", "engine"}
+)
 
 Cell = tuple[int, str]
 
@@ -49,6 +52,8 @@ class KNN:
         crop_share: Side of the central square that is looked at, relative to the shorter side.
         train_images: At most so many vote, drawn with the seed.
         memory_gib: For the features; layers that do not fit wait for another pass.
+        engine: What compares the images, "faiss" or "torch"; by default faiss for many images on a
+            CPU, and torch else. The neighbours are the same.
 
     Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which looks at the last
     block alone.
@@ -64,6 +69,7 @@ class KNN:
     batch_size: Count = 64
     memory_gib: PositiveOrZero = 8.0
     num_workers: Threads = 4
+    engine: Engine = "auto"
 
     task = "knn"
     role = "classification"
@@ -172,4 +178,5 @@ class _Vote:
             num_classes=self.num_classes,
             neighbours=probe.neighbours,
             temperature=probe.temperature,
+            engine=probe.engine,
         ).cpu()

@@ -33,10 +33,11 @@ from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.metrics import class_counts
+from ssl_bench.neighbours import Engine
 from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED
 
 _METRICS = ("miou", "pixel_accuracy")
-_NOT_SETTINGS = frozenset({"protocol", "memory_gib", "cache", "num_workers", "guesses"})
+_NOT_SETTINGS = frozenset({"protocol", "memory_gib", "cache", "num_workers", "engine", "guesses"})
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Retrieval:
         crops: "whole" or "resized" training images, as in linear segmentation.
         batch_size: Images that pass the encoder together.
         score_size: Masks are reduced to this size before scoring; the original size if None.
+        engine: What compares the patches, "faiss" or "torch"; by default faiss for many on a
+            CPU, and torch else.
 
     Source: Balazevic et al., "Towards In-Context Scene Understanding",
     https://arxiv.org/abs/2306.01667. Ignored pixels are left out of the label histograms, where
@@ -72,6 +75,7 @@ class Retrieval:
     memory_gib: PositiveOrZero = 8.0
     cache: FilePath | None = None
     num_workers: Threads = 4
+    engine: Engine = "auto"
     guesses: Sequence[str] = ()
 
     task = "retrieval"
@@ -115,7 +119,7 @@ class Retrieval:
         bytes_a_layer = 4 * len(chosen) * context.encoder.dim
         at_once = max(1, int(self.memory_gib * 2**30 / bytes_a_layer))
         for layers in batches(training_pass.extractor.layers, at_once):
-            memory = {layer: _search(features, layer, chosen, context.device) for layer in layers}
+            memory = {i: self._search(features, i, chosen, context.device) for i in layers}
             per_image = self._count(memory, labels.to(context.device), training_pass, val_images)
             for index, layer in enumerate(layers):
                 scores = HeadScores(per_image[:, index, None])
@@ -165,6 +169,15 @@ class Retrieval:
                 f"{self.neighbours}"
             )
         return candidates[order].sort().values
+
+    def _search(
+        self,
+        features: TrainingFeatures,
+        layer: int,
+        chosen: Int64[Tensor, " memory"],
+        device: torch.device,
+    ) -> NeighbourSearch:
+        return NeighbourSearch.of(features.of_patches(layer, chosen).to(device), self.engine)
 
     def _count(
         self,
@@ -223,12 +236,6 @@ class Retrieval:
             number = len(images)
             counts = scores.counts(0)
             yield Score(layer, self.facet, metric, value, interval, number, details, counts)
-
-
-def _search(
-    features: TrainingFeatures, layer: int, chosen: Int64[Tensor, " memory"], device: torch.device
-) -> NeighbourSearch:
-    return NeighbourSearch.of(features.of_patches(layer, chosen).to(device))
 
 
 def _label_shares(

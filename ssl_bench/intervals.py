@@ -72,8 +72,8 @@ class Share:
         gained = (int((self.hits & ~first.hits).sum()) + 1) / total
         lost = (int((~self.hits & first.hits).sum()) + 1) / total
         error = np.sqrt((gained + lost - (gained - lost) ** 2) / total)
-        centre, margin = 100.0 * (gained - lost), -100.0 * float(ndtri(_TAIL) * error)
-        return max(centre - margin, -100.0), min(centre + margin, 100.0)
+        center, margin = 100.0 * (gained - lost), -100.0 * float(ndtri(_TAIL) * error)
+        return max(center - margin, -100.0), min(center + margin, 100.0)
 
 
 @dataclass(frozen=True, eq=False)

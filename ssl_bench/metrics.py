@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64, UInt8
 from torch import Tensor
 
+from ssl_bench.neighbours import Engine, nearest_vectors
 from ssl_bench.scores import IGNORED
 
-# Similarities that are in memory at once: a quarter of a gibibyte.
-_SIMILARITIES = 2**26
+# Queries whose votes are in memory at once.
+_ASKED = 4096
 
 
 def class_counts(
@@ -54,6 +55,7 @@ def knn_ranks(
     num_classes: int,
     neighbours: Sequence[int],
     temperature: float,
+    engine: Engine = "auto",
 ) -> Int64[Tensor, "numbers queries"]:
     """Place of each query's class in the vote of the nearest neighbours, 0 if it wins.
 
@@ -67,38 +69,22 @@ def knn_ranks(
         num_classes: Labels are below it.
         neighbours: Numbers of neighbours k, each at most the size of the bank.
         temperature: More than 0; small ones listen to the nearest alone.
+        engine: What finds the neighbours; they are the same.
 
     Source: `knn_classifier` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/eval_knn.py
     where ties, and in the top 5 the order of classes without votes, are left to the sort.
     """
-    memory = F.normalize(bank.features.float(), dim=1).T
-    rows = max(1, _SIMILARITIES // memory.shape[1])
-    found = []
-    for start in range(0, len(queries.labels), rows):
-        some = F.normalize(queries.features[start : start + rows].float(), dim=1)
-        similarities, index = nearest(some @ memory, max(neighbours))
+    memory, found = F.normalize(bank.features.float(), dim=1), []
+    for start in range(0, len(queries.labels), _ASKED):
+        some = F.normalize(queries.features[start : start + _ASKED].float(), dim=1)
+        similarities, index = nearest_vectors(some, memory, max(neighbours), engine=engine)
         # Relative to the nearest, so that no temperature overflows.
         votes = torch.exp((similarities - similarities[:, :1]).double() / temperature)
-        named, true = bank.labels[index], queries.labels[start : start + rows]
+        named, true = bank.labels[index], queries.labels[start : start + _ASKED]
         ranks = [vote_rank(votes[:, :k], named[:, :k], true, num_classes) for k in neighbours]
         found.append(torch.stack(ranks))
     return torch.cat(found, dim=1)
-
-
-def nearest(
-    similarities: Float[Tensor, "rows columns"], count: int
-) -> tuple[Float[Tensor, "rows {count}"], Int64[Tensor, "rows {count}"]]:
-    """The largest values of each row and their columns, in order; of equal ones the first."""
-    values, index = similarities.topk(count)
-    # topk takes any of several equal values; where some were left out, only a full sort is fair.
-    unfair = (similarities >= values[:, -1:]).sum(1) > count
-    if unfair.any():
-        ordered = similarities[unfair].sort(dim=1, descending=True, stable=True)
-        values[unfair], index[unfair] = ordered.values[:, :count], ordered.indices[:, :count]
-    index, order = index.sort(dim=1)
-    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
-    return values, index.gather(1, order)
 
 
 def vote_rank(

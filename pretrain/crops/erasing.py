@@ -18,12 +18,12 @@ Edges = Int64[np.ndarray, " 4"]
 
 
 def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
-    """A square about a centre anywhere in the image; what of it lies outside is lost.
+    """A square about a center anywhere in the image; what of it lies outside is lost.
 
     Source: Cutout, https://arxiv.org/abs/1708.04552.
     """
-    centre = generator.integers(0, size, size=2)
-    return np.add.outer(centre - side // 2, (0, side)).ravel()
+    center = generator.integers(0, size, size=2)
+    return np.add.outer(center - side // 2, (0, side)).ravel()
 
 
 def draw_rectangle(generator: np.random.Generator, size: int, probability: float) -> Edges:

@@ -30,7 +30,7 @@ class Mixing:
 
     Attributes:
         mixup: Of Beta(mixup, mixup), which the own share is drawn from; 0 for no mixup.
-        cutmix: Likewise, for CutMix.
+        cutmix: Of Beta(cutmix, cutmix), the same for CutMix; 0 for no CutMix.
         probability: That images are mixed at all.
         switch_probability: That it is CutMix where both would be possible.
 
@@ -71,10 +71,10 @@ def mix(images: Images, mixture: Mixture) -> Images:
 
 
 def _with_box(generator: np.random.Generator, size: int, own_share: float) -> Mixture:
-    """A box about a centre anywhere; what of it lies outside is not lost from the own share."""
+    """A box about a center anywhere; what of it lies outside is not lost from the own share."""
     side = int(size * (1 - own_share) ** 0.5)
     ends = []
-    for centre in generator.integers(0, size, size=2).tolist():
-        ends += [max(centre - side // 2, 0), min(centre + (side + 1) // 2, size)]
+    for center in generator.integers(0, size, size=2).tolist():
+        ends += [max(center - side // 2, 0), min(center + (side + 1) // 2, size)]
     top, bottom, left, right = ends
     return Mixture(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))

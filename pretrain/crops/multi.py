@@ -53,14 +53,14 @@ class MultiCrop:
 
     Attributes:
         global_scale: Least and largest share of the image's area in a large crop.
-        local_scale: Likewise for a small crop.
+        local_scale: Least and largest share of the image's area in a small crop.
         local_size: Side of a small crop beside large ones of 224 pixels; in proportion to others.
         aspect_ratio: Least and largest width over height before resizing.
-        brightness: Largest relative change; likewise contrast and saturation.
+        brightness: Largest relative change, as are contrast and saturation.
         hue: Largest turn, as a share of the colour circle.
         blur_sigma: Least and largest, in pixels.
         blur_probability: Of the first large crop, the second, and the small ones.
-        solarize_probability: Likewise.
+        solarize_probability: Of the first large crop, the second, and the small ones.
         solarize_threshold: Values from here on are inverted, 0 to 255.
 
     Source: `DataAugmentationDINO` of

@@ -73,12 +73,12 @@ class SingleCrop:
             drawn for each crop. The recipes of DeiT and its followers name one, and timm leaves it
             out beside RandAugment (timm 1.0.31, timm/data/transforms_factory.py, line 187): for
             those it is 0.
-        cutout: Side in pixels of a square that becomes grey (the mean colour), about a centre
+        cutout: Side in pixels of a square that becomes grey (the mean colour), about a center
             anywhere in the crop; 0 for none.
         erasing_probability: Of a rectangle of noise, see `draw_rectangle`.
         mixup: The images of a part are blended with the same in reverse order, and stand for
             Beta(mixup, mixup) of the result and of the loss; 0 for none. See `Mixing`.
-        cutmix: Likewise, with a box of the other image in place of a blend.
+        cutmix: As mixup, with a box of the other image in place of a blend.
         mix_probability: That a part is mixed.
         switch_probability: That it is by CutMix, where both would be possible.
 

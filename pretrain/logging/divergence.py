@@ -13,7 +13,7 @@ class Watch:
     Args:
         diagnose: Gives, for a row of the log, what is wrong and the remedy, or nothing.
         non_finite_patience: Steps without a finite loss and gradient that are tolerated.
-        diagnosis_patience: Likewise with a symptom.
+        diagnosis_patience: Steps with a symptom that are tolerated.
         first_step: Symptoms before it are those of every beginning.
     """
 

@@ -28,7 +28,7 @@ class StepLog:
 
     Attributes:
         stop: A process wants to stop; true in all processes after the same step.
-        save: Likewise for saving.
+        save: A process wants to save; true in all processes after the same step.
     """
 
     def __init__(

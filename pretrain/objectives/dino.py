@@ -144,7 +144,7 @@ class DinoNetwork(nn.Module):
 
 
 class DinoLearner(nn.Module):
-    """Student, teacher and centre."""
+    """Student, teacher and center."""
 
     center: Tensor
 
@@ -202,9 +202,9 @@ class DinoLearner(nn.Module):
 
     @torch.no_grad()
     def update_teacher(self, step: int, lost: Bool[Tensor, ""]) -> None:
-        """Move the centre towards the teacher's mean output, and the teacher towards the student.
+        """Move the center towards the teacher's mean output, and the teacher towards the student.
 
-        The centre changes after all parts of a batch, so that accumulation changes nothing. A lost
+        The center changes after all parts of a batch, so that accumulation changes nothing. A lost
         step leaves it; the teacher follows a student that did not move.
         """
         mean = torch.stack(self._teacher_means).mean(dim=0)
@@ -242,7 +242,7 @@ class DinoLearner(nn.Module):
     def _targets(
         self, views: Float[Tensor, "images 3 height width"], temperature: float
     ) -> tuple[Float[Tensor, "2 batch out"], Float[Tensor, ""]]:
-        """Centred and sharpened output of the teacher, and its mean entropy in nats."""
+        """Centered and sharpened output of the teacher, and its mean entropy in nats."""
         head = self.teacher.head
         output = head.last_layer(head(self.teacher.backbone(views)))
         self._teacher_means.append(output.mean(dim=0))

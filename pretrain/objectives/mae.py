@@ -224,7 +224,7 @@ class MaeLearner(Independent):
 
 
 def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches values"]:
-    """The pixels of every patch, row by row; in a patch likewise, three colours a pixel."""
+    """The pixels of every patch, row by row, each of them row by row, three colours a pixel."""
     tiles = images.unflatten(3, (-1, patch_size)).unflatten(2, (-1, patch_size))
     # batch 3 rows height cols width -> batch rows cols height width 3
     return tiles.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)

@@ -28,7 +28,7 @@ class ClassificationReport:
         hyperparameter: What the values are of: the learning rate, or another one that is chosen.
         ranks: How many classes each head puts before the true one, over the scored images; all
             where it diverged.
-        held_out: Likewise over the images held out of training; None where all were used.
+        held_out: The same over the images held out of training; None where all were used.
         constant: Share of the channels, from 0 to 1, that are the same for all training images.
         missing: How many classes no training image has.
         shared: Details that are the same for all sources.

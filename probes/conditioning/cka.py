@@ -22,7 +22,7 @@ def linear_cka(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> float:
     Source: Kornblith et al., "Similarity of Neural Network Representations Revisited", 2019, the
     formula with features at the end of its section 3.
     """
-    one, other = _centred(x).flatten(0, 1), _centred(y).flatten(0, 1)
+    one, other = _centered(x).flatten(0, 1), _centered(y).flatten(0, 1)
     if not one.any() or not other.any():
         return float("nan")
     cross = (one.T @ other).square().sum()
@@ -36,7 +36,7 @@ def linear_cka_ci95(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> I
     images do not tell: a single one, a constant side, the same on both sides.
     """
     count = len(x)
-    one, other = _centred(x), _centred(y)
+    one, other = _centered(x), _centered(y)
     if count < 2 or not one.any() or not other.any():
         return None
     # All images, then all but one.
@@ -49,9 +49,9 @@ def linear_cka_ci95(x: Tokens, y: Float[Tensor, "images tokens other_dim"]) -> I
     if not np.isfinite(logits).all():
         return None
     jackknife = Jackknife(float(logits[0]), logits[1:])
-    centre, margin = jackknife.value + jackknife.correction, jackknife.margin
+    center, margin = jackknife.value + jackknife.correction, jackknife.margin
     return (
-        None if np.isnan(margin) else (float(expit(centre - margin)), float(expit(centre + margin)))
+        None if np.isnan(margin) else (float(expit(center - margin)), float(expit(center + margin)))
     )
 
 
@@ -74,7 +74,7 @@ class _Moments:
     def covariance(
         self, weights: Float64[Tensor, "sums images"], num_tokens: int
     ) -> Float64[Tensor, " sums"]:
-        """Squared norm of the centred cross-covariance, each image counted as often as asked.
+        """Squared norm of the centered cross-covariance, each image counted as often as asked.
 
         ||sum_a w_a M_a - s t^T / n||^2 with s, t the weighted sums and n the number of tokens.
         """
@@ -100,9 +100,9 @@ def _moments(
     )
 
 
-def _centred(x: Tokens) -> Float64[Tensor, "images tokens dim"]:
+def _centered(x: Tokens) -> Float64[Tensor, "images tokens dim"]:
     """All tokens less their mean; exactly zero where only rounding tells them apart."""
     x = x.double()
-    centred = x - x.mean((0, 1))
+    centered = x - x.mean((0, 1))
     noise = x.shape[0] * x.shape[1] * torch.finfo(torch.float64).eps * x.norm()
-    return centred if centred.norm() > noise else torch.zeros_like(centred)
+    return centered if centered.norm() > noise else torch.zeros_like(centered)

@@ -41,7 +41,7 @@ class Parts:
 
     Attributes:
         graying: What the block does to its tokens before that; nothing in most.
-        attention: With the layer scale where there is one; likewise `mlp`.
+        attention: With the layer scale where there is one, as is `mlp`.
         heads: None where the layer is no plain softmax attention.
     """
 

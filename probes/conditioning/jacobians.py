@@ -133,9 +133,10 @@ class SingularExtremes:
         largest: Never above the largest singular value.
         smallest: Never below the smallest one.
         largest_residual: Some singular value lies within it of `largest`.
-        smallest_residual: Likewise; infinite where `smallest` is from a witness.
+        smallest_residual: Some singular value lies within it of `smallest`; infinite where that is
+            from a witness.
         largest_at_most: Bound from above that holds with probability .975 over the start.
-        smallest_at_least: Bound from below, likewise.
+        smallest_at_least: Bound from below that holds with the same probability.
         effective_rank: Estimate by quadrature from one start.
     """
 

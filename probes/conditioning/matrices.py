@@ -16,7 +16,7 @@ from probes.conditioning.spectra import (
     mean_cosine,
     singular_values,
 )
-from ssl_bench.models.initialisers.statistics import effective_rank as centred_effective_rank
+from ssl_bench.models.initialisers.statistics import effective_rank as centered_effective_rank
 
 MATRIX = "attention_matrix"
 OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")
@@ -31,13 +31,14 @@ class Spectrum:
         values: Singular values.
         size: Of the larger side of the matrices.
         cosines: Mean token cosine of each image; None for attention matrices.
-        centred_ranks: Effective rank of the tokens less their mean, likewise.
+        centered_ranks: Effective rank of each image's tokens less their mean; None for attention
+            matrices.
     """
 
     values: Float64[Tensor, "images heads values"]
     size: int
     cosines: Float64[np.ndarray, "images 1"] | None
-    centred_ranks: Float64[np.ndarray, "images 1"] | None
+    centered_ranks: Float64[np.ndarray, "images 1"] | None
 
     def condition_numbers(self) -> Float64[np.ndarray, "images heads"]:
         return condition_number(self.values, self.size).numpy()
@@ -89,5 +90,5 @@ def _spectrum(facet: str, matrices: Sequence[Float[Tensor, "heads rows cols"]]) 
         values,
         size,
         cosines=np.array([[mean_cosine(one)] for one in tokens]),
-        centred_ranks=np.array([[centred_effective_rank(one)] for one in tokens]),
+        centered_ranks=np.array([[centered_effective_rank(one)] for one in tokens]),
     )

@@ -58,10 +58,10 @@ def spectra_scores(layer: int, spectra: Mapping[str, Spectrum]) -> list[Score]:
         }
         conditions, ranks = spectrum.condition_numbers(), spectrum.effective_ranks()
         scores.append(_median(layer, facet, "condition_number", conditions, **shown))
-        centred = {}
-        if spectrum.centred_ranks is not None:
-            centred["centred_effective_rank"] = float(np.median(spectrum.centred_ranks))
-        scores.append(_median(layer, facet, "effective_rank", ranks, **centred))
+        centered = {}
+        if spectrum.centered_ranks is not None:
+            centered["centred_effective_rank"] = float(np.median(spectrum.centered_ranks))
+        scores.append(_median(layer, facet, "effective_rank", ranks, **centered))
         if facet != MATRIX:
             assert spectrum.cosines is not None
             scores.append(_median(layer, facet, "mean_cosine", spectrum.cosines))

@@ -13,7 +13,7 @@ from jaxtyping import Float, Float16, Int64, UInt8
 from torch import Tensor
 
 from probes.features.file import DamagedFeatures, FeatureFile
-from probes.features.standardization import Standardisation
+from probes.features.standardization import Standardization
 from probes.features.stream import batches, read_ahead
 from probes.features.training import FeaturesInMemory, FeaturesOnDisk, TrainingFeatures
 from probes.features.views import TrainingViews, nearest_labels
@@ -195,12 +195,12 @@ def extract(
     return {layer: facets[facet] for layer, facets in features.items()}
 
 
-def standardisation(
+def standardization(
     blocks: Float[Tensor, "layers entries rows cols dim"],
     entries: Int64[Tensor, " chosen"],
     *,
     batch_size: int = 16,
-) -> Standardisation:
+) -> Standardization:
     """Mean and deviation of each channel over all patches of the chosen entries.
 
     One pass over them. Images have equally many patches, so the variance is that within images
@@ -218,4 +218,4 @@ def standardisation(
     # A channel that does not vary in float16 says nothing; dividing would blow up its rounding.
     varies = deviation > 1e-4 * mean.abs()
     scale = torch.where(varies, 1 / deviation.clamp(min=1e-12), 0)
-    return Standardisation(mean.float(), scale.float())
+    return Standardization(mean.float(), scale.float())

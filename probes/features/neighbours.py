@@ -1,13 +1,13 @@
-"""Exact nearest neighbours by cosine similarity."""
+"""The nearest of remembered vectors by cosine similarity."""
 
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
+
+from ssl_bench.neighbours import Engine, faiss_nearest, takes_faiss
 
 # Similarities that are in GPU memory at once.
 _SIMILARITIES = 2**28
@@ -16,16 +16,20 @@ _CONSTANT = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class NeighbourSearch:
-    """A memory of unit vectors; faiss searches it on the CPU, a matrix product on a GPU.
+    """A memory of unit vectors, all of which a query is compared with: nothing is approximate.
 
-    Both compare with every vector, so that nothing is approximate.
+    The engines differ in the last bit of a similarity, and so in the order of what is nearer by
+    less than that; of equally near vectors either takes any.
     """
 
     memory: Float[Tensor, "memory dim"]
+    engine: Engine = "auto"
 
     @classmethod
-    def of(cls, features: Float[Tensor, "memory dim"]) -> "NeighbourSearch":
-        return cls(F.normalize(features.float(), dim=1))
+    def of(
+        cls, features: Float[Tensor, "memory dim"], engine: Engine = "auto"
+    ) -> "NeighbourSearch":
+        return cls(F.normalize(features.float(), dim=1), engine)
 
     def is_constant(self) -> bool:
         """Whether all vectors are the same, so that any of them may be called the nearest."""
@@ -34,20 +38,14 @@ class NeighbourSearch:
     def nearest(
         self, queries: Float[Tensor, "queries dim"], count: int
     ) -> tuple[Float[Tensor, "queries count"], Int64[Tensor, "queries count"]]:
-        """Cosine similarity and index of the nearest vectors, the nearest first."""
+        """Cosine similarity and index of the nearest vectors, the nearest first.
+
+        Raises:
+            MachineError: faiss is asked for on a GPU and was built without its kernels.
+        """
         unit = F.normalize(queries.float(), dim=1)
-        if self.memory.device.type == "cpu":
-            similarity, index = self._faiss.search(unit.numpy(), count)
-            return torch.from_numpy(similarity), torch.from_numpy(index)
+        if takes_faiss(unit, self.memory, self.engine):
+            return faiss_nearest(unit, self.memory, count)
         rows = max(1, _SIMILARITIES // len(self.memory))
         found = [(some @ self.memory.T).topk(count) for some in unit.split(rows)]
         return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
-
-    @cached_property
-    def _faiss(self) -> Any:
-        # Imported late, and after torch: the other way round their OpenMP libraries clash.
-        import faiss
-
-        index = faiss.IndexFlatIP(self.memory.shape[1])
-        index.add(self.memory.numpy())
-        return index

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Standardisation:
+class Standardization:
     """Shift and scale of each channel that come before a head; zero and one do nothing."""
 
     mean: Float[Tensor, "sources dim"]
@@ -17,9 +17,9 @@ class Standardisation:
     def parts(self) -> tuple[Tensor, Tensor]:
         return self.mean, self.scale
 
-    def identity(self) -> "Standardisation":
+    def identity(self) -> "Standardization":
         """One that leaves the features as they are."""
-        return Standardisation(torch.zeros_like(self.scale), torch.ones_like(self.scale))
+        return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
 
     def constant_channels(self) -> tuple[int, ...]:
         """How many channels of each source do not vary."""

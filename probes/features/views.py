@@ -105,8 +105,8 @@ class ScaledCrops:
         rows, cols = self._window(random, mask, size)
         image, mask = image[:, rows, cols], mask[rows, cols]
         below, right = size - mask.shape[0], size - mask.shape[1]
-        centred = image - torch.tensor(self.mean).view(3, 1, 1)
-        image = F.pad(centred, (0, right, 0, below)) + torch.tensor(self.mean).view(3, 1, 1)
+        centered = image - torch.tensor(self.mean).view(3, 1, 1)
+        image = F.pad(centered, (0, right, 0, below)) + torch.tensor(self.mean).view(3, 1, 1)
         view = image, F.pad(mask, (0, right, 0, below), value=IGNORED)
         return mirrored(*view) if random.random() < 0.5 else view
 
@@ -161,7 +161,7 @@ def resized(
 def nearest_labels(
     mask: UInt8[Tensor, "height width"], rows: int, cols: int
 ) -> UInt8[Tensor, "rows cols"]:
-    """The label at the centre of each cell of a coarser or finer grid."""
+    """The label at the center of each cell of a coarser or finer grid."""
     # "nearest-exact": plain "nearest" looks at the corner of a cell and shifts the mask.
     return F.interpolate(mask[None, None], size=(rows, cols), mode="nearest-exact")[0, 0]
 

@@ -31,7 +31,7 @@ def predict_pixels(
 
 @dataclass(frozen=True)
 class _Lines:
-    """Pixels along one axis, sorted into the gaps between patch centres.
+    """Pixels along one axis, sorted into the gaps between patch centers.
 
     Attributes:
         ends: Patch before and after each gap; beyond the edge the last patch is repeated.

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from probes.features.standardization import Standardisation
+from probes.features.standardization import Standardization
 from probes.heads.losses import PixelLoss, PixelTargets
 from probes.heads.optimizers import HeadOptimizer
 from probes.heads.upsampled_logsumexp import PIECE_BYTES
@@ -21,11 +21,11 @@ class LinearHeads:
 
     def __init__(
         self,
-        standardisation: Standardisation,
+        standardization: Standardization,
         weight: Float[Tensor, "sources values classes dim"],
         bias: Float[Tensor, "sources values classes"],
     ):
-        self.standardisation = standardisation
+        self.standardization = standardization
         self.weight = weight
         self.bias = bias
 
@@ -41,7 +41,7 @@ class LinearHeads:
         losses = torch.zeros_like(self.bias[..., 0])
         weight_gradient, bias_gradient = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
         for sources, images in self._pieces(features):
-            x = self._standardise(features[sources, images], sources)
+            x = self._standardize(features[sources, images], sources)
             tokens = x.flatten(1, 3)  # sources tokens dim
             shape = (-1, self.bias.shape[-1], *x.shape[1:4])
             bias = self.bias[sources].flatten(1).unsqueeze(2)
@@ -58,15 +58,15 @@ class LinearHeads:
     ) -> tuple[
         Float[Tensor, "sources values classes dim"], Float[Tensor, "sources values classes"]
     ]:
-        """Weight and bias of the heads for features that were not standardised."""
-        mean, scale = (part[:, None, None] for part in self.standardisation.parts())
+        """Weight and bias of the heads for features that were not standardized."""
+        mean, scale = (part[:, None, None] for part in self.standardization.parts())
         weight = self.weight * scale
         return weight, self.bias - (weight * mean).sum(-1)
 
-    def _standardise(
+    def _standardize(
         self, features: Float[Tensor, "some batch rows cols dim"], sources: slice
     ) -> Float[Tensor, "some batch rows cols dim"]:
-        mean, scale = (part[sources, None, None, None] for part in self.standardisation.parts())
+        mean, scale = (part[sources, None, None, None] for part in self.standardization.parts())
         return (features.to(mean.dtype) - mean).mul_(scale)
 
     def _pieces(
@@ -87,20 +87,20 @@ class ParallelHeads(LinearHeads):
 
     def __init__(
         self,
-        standardisation: Standardisation,
+        standardization: Standardization,
         *,
         classes: int,
         rates: Sequence[float],
         optimizer: HeadOptimizer,
         seed: int,
     ):
-        sources, dim = standardisation.mean.shape
-        self.rates = torch.tensor(rates, device=standardisation.mean.device)
+        sources, dim = standardization.mean.shape
+        self.rates = torch.tensor(rates, device=standardization.mean.device)
         generator = torch.Generator().manual_seed(seed)
         # One draw for all cells: they differ by features and rate, not by luck.
         draw = torch.randn(classes, dim, generator=generator).mul_(0.01).to(self.rates.device)
         weight = draw.expand(sources, len(rates), -1, -1).clone()
-        super().__init__(standardisation, weight, weight.new_zeros(sources, len(rates), classes))
+        super().__init__(standardization, weight, weight.new_zeros(sources, len(rates), classes))
         self._optimizer = optimizer
         self._states: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         self._steps = 0

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from probes.features.standardization import Standardisation
+from probes.features.standardization import Standardization
 from probes.features.training import TrainingFeatures
 from probes.heads.lbfgs import minimise
 from probes.heads.linear import LinearHeads
@@ -40,7 +40,7 @@ class LogisticTraining:
     max_iterations: int
     batch_size: int
     loss: PixelLoss
-    standardise: bool
+    standardize: bool
     classes: int
     seed: int
     device: torch.device
@@ -59,8 +59,8 @@ class LogisticTraining:
         start = time.monotonic()
         blocks = near_blocks(features, sources, self.device)
         statistics = source_statistics(blocks, sources, entries, self.device)
-        standardisation = statistics if self.standardise else statistics.identity()
-        objective = self._objective(features, blocks, standardisation, entries)
+        standardization = statistics if self.standardize else statistics.identity()
+        objective = self._objective(features, blocks, standardization, entries)
         name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
         # One item a fit: how many steps it takes is not known before.
         (found,) = (
@@ -86,11 +86,11 @@ class LogisticTraining:
         self,
         features: TrainingFeatures,
         blocks: Tensor,
-        standardisation: Standardisation,
+        standardization: Standardization,
         entries: Int64[Tensor, " chosen"],
     ) -> "_Objective":
-        sources, dim = standardisation.mean.shape
-        weight = standardisation.mean.new_zeros(sources, len(self.values), self.classes, dim)
+        sources, dim = standardization.mean.shape
+        weight = standardization.mean.new_zeros(sources, len(self.values), self.classes, dim)
         batches = entries.split(self.batch_size)
         labels = (features.labels[some].to(self.device) for some in batches)
         targets = [self.loss.targets(some, self.classes) for some in labels]
@@ -101,7 +101,7 @@ class LogisticTraining:
         # is half the square of the difference, which is all that scikit-learn has there.
         weights = 2 if self.classes == 2 else 1
         return _Objective(
-            heads=LinearHeads(standardisation, weight, weight[..., 0].clone()),
+            heads=LinearHeads(standardization, weight, weight[..., 0].clone()),
             blocks=blocks,
             batches=batches,
             targets=targets,

@@ -253,7 +253,7 @@ def label_histograms(
 def _pixels_by_cell(
     labels: UInt8[Tensor, "batch height width"], pixels_per_patch: int
 ) -> UInt8[Tensor, "pixels batch cell_rows cell_cols"]:
-    """Cut labels between the patch centres; pixels beyond the image count as ignored."""
+    """Cut labels between the patch centers; pixels beyond the image count as ignored."""
     side = pixels_per_patch
     before, after = side - side // 2, side // 2
     padded = F.pad(labels, (before, after, before, after), value=IGNORED)

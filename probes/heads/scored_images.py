@@ -73,7 +73,7 @@ class SquashedScoring:
 
 @dataclass(frozen=True)
 class PatchScoring(SquashedScoring):
-    """Likewise, but each pixel takes the class of the patch over it."""
+    """Squashed images, each pixel of which takes the class of the patch over it."""
 
     def predict(
         self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from probes.features.cache import standardisation
-from probes.features.standardization import Standardisation
+from probes.features.cache import standardization
+from probes.features.standardization import Standardization
 from probes.features.training import TrainingFeatures
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
@@ -87,7 +87,7 @@ class HeadTraining:
     loss: PixelLoss
     optimizer: HeadOptimizer
     schedule: Schedule
-    standardise: bool
+    standardize: bool
     classes: int
     seed: int
     device: torch.device
@@ -106,7 +106,7 @@ class HeadTraining:
         blocks = near_blocks(features, sources, self.device)
         statistics = source_statistics(blocks, sources, entries, self.device)
         bank = ParallelHeads(
-            statistics if self.standardise else statistics.identity(),
+            statistics if self.standardize else statistics.identity(),
             classes=self.classes,
             rates=self.values,
             optimizer=self.optimizer,
@@ -173,12 +173,12 @@ def source_statistics(
     sources: Sequence[LayerGroup],
     entries: Int64[Tensor, " chosen"],
     device: torch.device,
-) -> Standardisation:
-    by_layer = standardisation(blocks, entries)
+) -> Standardization:
+    by_layer = standardization(blocks, entries)
     mean, scale = (
         part.to(device).reshape(len(sources), -1) for part in (by_layer.mean, by_layer.scale)
     )
-    return Standardisation(mean, scale)
+    return Standardization(mean, scale)
 
 
 def joined(

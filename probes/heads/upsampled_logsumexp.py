@@ -1,6 +1,6 @@
 """The log-normaliser of bilinearly upsampled logits, summed over pixels, with its gradient.
 
-Both forms go through the cells between patch centres in pieces that stay in the cache, and never
+Both forms go through the cells between patch centers in pieces that stay in the cache, and never
 hold the upsampled logits of all heads.
 """
 
@@ -119,7 +119,7 @@ def _is_gentle(corners: Corners) -> Bool[Tensor, " heads"]:
 def corner_weights(side: int) -> Float[Tensor, "pixels 4"]:
     """Bilinear weights of the four surrounding patches for the pixels of one cell.
 
-    A cell lies between four patch centres; its pixels are those of bilinear upsampling with
+    A cell lies between four patch centers; its pixels are those of bilinear upsampling with
     `align_corners=False`. Corners: upper left, upper right, lower left, lower right.
     """
     after = _positions(side)
@@ -128,7 +128,7 @@ def corner_weights(side: int) -> Float[Tensor, "pixels 4"]:
 
 
 def _positions(side: int) -> Float[Tensor, " side"]:
-    """How far each pixel of a cell lies between two patch centres."""
+    """How far each pixel of a cell lies between two patch centers."""
     first = 0.5 if side % 2 == 0 else 0.0
     return (torch.arange(side, dtype=torch.float64) + first) / side
 

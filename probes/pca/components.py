@@ -114,7 +114,7 @@ def foreground(
 
     The threshold is the one between the two most compact groups (2-means on a line, solved
     exactly). The foreground is the side that holds the smaller share of the patches on the borders
-    of the images: a guess that photographers centre what they show. Nothing knows of objects.
+    of the images: a guess that photographers center what they show. Nothing knows of objects.
 
     Args:
         features: Of the images that are split together.
@@ -202,7 +202,7 @@ def as_colours(
 
     Args:
         maps: By block.
-        masks: Where they are shown, likewise; black elsewhere.
+        masks: Where the maps are shown, by block; black elsewhere.
     """
     shown = [m[mask] for layer in maps for m, mask in zip(maps[layer], masks[layer], strict=True)]
     low, high = np.percentile(torch.cat(shown).numpy(), PERCENTILES, axis=0)

@@ -70,7 +70,7 @@ class Segmentation:
         refit: With "lbfgs", fit to all training images once the held-out ones have chosen.
         train_images: At most so many, drawn with the seed.
         scoring: "squash": scored images are squashed, logits upsampled bilinearly. "patch":
-            likewise, but each pixel takes the class of its patch. "slide": windows slide over them.
+            squashed, but each pixel takes the class of its patch. "slide": windows slide over them.
         score_size: Masks are reduced to this size before scoring; the original size if None.
         panels: How many of the first scored images are drawn.
         memory_gib: What the features may take in memory; beyond it they go to disk.
@@ -241,7 +241,7 @@ class Segmentation:
             loss=self._loss(context.encoder.patch_size),
             optimizer=optimizers[self.optimizer](weight_decay=self.weight_decay),
             schedule=Schedule(self.schedule, self.warmup),
-            standardise=self.norm == "standardize",
+            standardize=self.norm == "standardize",
             classes=classes,
             seed=context.seed,
             device=context.device,
@@ -253,7 +253,7 @@ class Segmentation:
             max_iterations=self.max_iterations,
             batch_size=self.batch_size,
             loss=self._loss(context.encoder.patch_size),
-            standardise=self.norm == "standardize",
+            standardize=self.norm == "standardize",
             classes=classes,
             seed=context.seed,
             device=context.device,

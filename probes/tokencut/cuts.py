@@ -20,7 +20,7 @@ class PatchGrid:
 
     Attributes:
         height: Of the image in pixels, without padding.
-        width: Likewise.
+        width: Of the image in pixels, without padding.
     """
 
     height: int

@@ -97,8 +97,8 @@ def certified_batch(
 
     Args:
         tokens: As in `second_eigenvectors`.
-        tau: Likewise.
-        eps: Likewise.
+        tau: As in `second_eigenvectors`.
+        eps: As in `second_eigenvectors`.
         links_at_once: Pairs of tokens, over all graphs, whose similarity is kept together; four
             bytes each.
     """
@@ -132,8 +132,8 @@ def solve_batch(
 
     Args:
         tokens: As in `second_eigenvectors`.
-        tau: Likewise.
-        eps: Likewise.
+        tau: As in `second_eigenvectors`.
+        eps: As in `second_eigenvectors`.
         each: Maps over the graphs on the host, such as `GraphPool.map`.
     """
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from ssl_bench.cli.dispatch import run
 from ssl_bench.errors import INTERRUPTED
-from ssl_bench.system.endings import is_heard, open_streams, told
+from ssl_bench.system.endings import is_heard, open_streams, reported
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = None
         return 0
     except Exception as error:
-        code = None if "--debug" in arguments else told(error, arguments)
+        code = None if "--debug" in arguments else reported(error, arguments)
         if code is None:
             raise
         return code

@@ -102,7 +102,7 @@ def _package(module: str, distribution: str) -> Finding:
 def _faiss_devices(faiss: object) -> str:
     count = getattr(faiss, "get_num_gpus", lambda: 0)()
     if count:
-        return f"{count} GPUs"
+        return f"the CPU, and with probe.engine=faiss on {count} GPU{'s' * (count > 1)}"
     has_kernels = hasattr(faiss, "StandardGpuResources")
     return f"the CPU ({'no GPU found' if has_kernels else 'built without GPU'})"
 

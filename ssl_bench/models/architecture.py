@@ -25,17 +25,17 @@ def configured(config: EncoderConfig, *, norm_eps: float = _NORM_EPS) -> dict[st
     All whole numbers, and what else differs from a plain encoder of its kind.
     """
     plain = asdict(type(config)())
-    told = {
+    described = {
         name: value
         for name, value in asdict(config).items()
         if name not in _OF_TRAINING and (type(value) is int or value != plain[name])
     }
     eps = {} if norm_eps == _NORM_EPS else {"norm_eps": norm_eps}
-    return json.loads(json.dumps({"kind": kind_of(config), **told, **eps}))
+    return json.loads(json.dumps({"kind": kind_of(config), **described, **eps}))
 
 
 def of_ours(model: EncoderModule) -> dict[str, Any]:
-    """Likewise of a model, whose norms may have another epsilon than those of this suite."""
+    """Architecture of a model, whose norms may have another epsilon than those of this suite."""
     found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     (eps,) = found or {_NORM_EPS}
     return configured(model.config, norm_eps=eps)

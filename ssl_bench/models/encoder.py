@@ -56,7 +56,7 @@ class Encoder:
         num_prefix_tokens: Tokens before the patches: [CLS], registers.
         num_registers: How many of these are no class tokens; they come last.
         mean: Of the images it was trained on, RGB in [0, 1].
-        std: Likewise.
+        std: Of the same images, RGB.
         colours_from: Who says so.
         native_size: Height and width in pixels of its position embedding, or of its training.
         loaded_keys: Weights taken from the file.

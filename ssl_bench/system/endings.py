@@ -30,7 +30,7 @@ def is_heard() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def told(error: Exception, arguments: Sequence[str]) -> int | None:
+def reported(error: Exception, arguments: Sequence[str]) -> int | None:
     """Say an error in one line; its exit code, or None for a fault of this program.
 
     Not in `main`, whose frame the error's traceback holds: the two would keep each other, and with

@@ -112,8 +112,8 @@ def main() -> None:
     print(f"{provenance()}\n{what}\n")
     report(figures)
     if options.json:
-        told = {"provenance": provenance(), "what": what, "figures": figures}
-        Path(options.json).write_text(json.dumps(told, indent=1) + "\n")
+        record = {"provenance": provenance(), "what": what, "figures": figures}
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ VARIANTS = {
 }
 LAYERS = (0, 3, 7, 11)
 STATISTICS = {
-    "effective_rank": "effective rank of the centred tokens",
+    "effective_rank": "effective rank of the centered tokens",
     "mean_cosine": "mean cosine between tokens",
     "condition_number": "condition number of the tokens",
 }

@@ -147,8 +147,8 @@ def ours(of: Sample) -> Ends:
     return mean_iou_estimate(of.counts).ci95() or (np.nan, np.nan)
 
 
-def _around(centre: float, margin: float) -> Ends:
-    return float(centre - margin), float(centre + margin)
+def _around(center: float, margin: float) -> Ends:
+    return float(center - margin), float(center + margin)
 
 
 def _t_margin(pseudo: Array) -> float:

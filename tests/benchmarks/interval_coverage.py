@@ -152,7 +152,7 @@ def miou_rows(encoder: str, classes: int, images: int, names: Sequence[str]) -> 
 
 
 def pair_rows(encoder: str, classes: int, images: int) -> list[Row]:
-    """Likewise of the difference between two encoders, and of the pixel accuracy of one."""
+    """Coverage of the difference between two encoders, and of the pixel accuracy of one."""
     level, draws = ENCODERS[encoder], Draws.of(images)
     ends: dict[str, list[Ends]] = {name: [] for name in ("percentile", "taken", "pixel accuracy")}
     for counts in samples(classes, images, level, share=0.5):

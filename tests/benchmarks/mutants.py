@@ -148,9 +148,11 @@ def first_failure(mutant: Mutant, copy: Path) -> str | None:
         return f"no end in {SECONDS} s"
     finally:
         path.write_bytes(source)
-    told = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    outcomes = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return (
-        (told or [run.stderr[-200:] or "not said"])[0].split(" - ")[0] if run.returncode else None
+        (outcomes or [run.stderr[-200:] or "not said"])[0].split(" - ")[0]
+        if run.returncode
+        else None
     )
 
 

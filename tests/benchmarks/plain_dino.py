@@ -25,7 +25,7 @@ from ssl_bench.models.vit import Attention, Block
 
 
 class PlainDino:
-    """Student, teacher, centre and optimizer, started from the weights of ours."""
+    """Student, teacher, center and optimizer, started from the weights of ours."""
 
     def __init__(self, learner: DinoLearner, device: torch.device, *, fused_attention: bool):
         self.options: Dino = learner.options

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from probes.features.neighbours import NeighbourSearch
-from probes.features.standardization import Standardisation
+from probes.features.standardization import Standardization
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
 from probes.heads.optimizers import HeadAdamW
@@ -200,7 +200,7 @@ def loss_seconds(options: Options, loss: str) -> float:
     features = torch.randn(shape, device=options.device).half()
     zeros = torch.zeros(sources, options.dim, device=options.device)
     bank = ParallelHeads(
-        Standardisation(zeros, zeros + 1),
+        Standardization(zeros, zeros + 1),
         classes=options.classes,
         rates=HALF_DECADES,
         optimizer=HeadAdamW(),

@@ -283,13 +283,13 @@ def _environment() -> dict[str, str]:
 def test_every_key_is_listed_with_what_it_takes(place, capsys):
     assert main(["pretrain", "--keys", "objective=supervised", "train.max_grad_norm=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    told = {line.partition("=")[0]: line for line in lines}
-    assert set(told) == set(keys(compose_config("pretraining", ["objective=supervised"])))
+    described = {line.partition("=")[0]: line for line in lines}
+    assert set(described) == set(keys(compose_config("pretraining", ["objective=supervised"])))
     assert re.fullmatch(
         r"train\.max_grad_norm=2 +a number in \(0, 1000000000\] or null",
-        told["train.max_grad_norm"],
+        described["train.max_grad_norm"],
     )
-    assert "a number in [0, 1)" in told["objective.label_smoothing"]
+    assert "a number in [0, 1)" in described["objective.label_smoothing"]
     assert not Path("runs").exists()
 
     assert main(["probe", "--task", "knn,pca", "--keys"]) == 0

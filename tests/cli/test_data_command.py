@@ -123,11 +123,11 @@ def test_the_list_has_a_line_for_each_and_json_says_the_same(capsys):
     assert len(lines) == len(SOURCES) + 1
     assert any(line.startswith("cityscapes") and "by hand" in line for line in lines)
     assert main(["data", "list", "--json"]) == 0
-    told = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
-    assert told.keys() == SOURCES.keys()
-    assert told["coco_stuff"]["class_names"][:2] == ["person", "bicycle"]
-    assert len(told["coco_stuff"]["class_names"]) == told["coco_stuff"]["num_classes"] == 171
-    assert told["cityscapes"]["roles"] == ["segmentation", "images"]
+    listed = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert listed.keys() == SOURCES.keys()
+    assert listed["coco_stuff"]["class_names"][:2] == ["person", "bicycle"]
+    assert len(listed["coco_stuff"]["class_names"]) == listed["coco_stuff"]["num_classes"] == 171
+    assert listed["cityscapes"]["roles"] == ["segmentation", "images"]
 
 
 def test_one_dataset_is_shown_with_tree_files_and_classes(capsys):

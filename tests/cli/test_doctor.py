@@ -84,7 +84,8 @@ def test_faiss_says_where_it_searches(capsys, monkeypatch):
     assert findings(capsys)["faiss"] == ["9.9, searches on the CPU (built without GPU)"]
 
     faiss.get_num_gpus = lambda: 2  # type: ignore[attr-defined]
-    assert findings(capsys)["faiss"] == ["9.9, searches on 2 GPUs"]
+    (line,) = findings(capsys)["faiss"]
+    assert line == "9.9, searches on the CPU, and with probe.engine=faiss on 2 GPUs"
 
 
 def test_datasets_are_found_with_their_roles_and_sizes(capsys, tmp_path):

@@ -46,9 +46,9 @@ def test_the_list_names_every_address_layout_and_published_name(capsys):
         assert f"\n  {layout} " in said
     for names in HUB_WEIGHTS.values():
         assert all(name in said for name in names)
-    told = json.loads(shown(capsys, "--json"))
-    assert [one["form"] for one in told["addresses"]] == [one.form for one in ADDRESSES]
-    assert told["torchhub"].keys() == HUB_WEIGHTS.keys()
+    listed = json.loads(shown(capsys, "--json"))
+    assert [one["form"] for one in listed["addresses"]] == [one.form for one in ADDRESSES]
+    assert listed["torchhub"].keys() == HUB_WEIGHTS.keys()
 
 
 def test_every_pattern_of_timm_has_models():
@@ -105,8 +105,8 @@ def test_bad_files_take_a_line_each_and_the_others_are_still_described(ours, tmp
     ):
         assert part in line
     assert main(["models", "--json", *arguments]) == 4
-    told = json.loads(capsys.readouterr().out)
-    assert ["error" in one for one in told] == [True, True, True, False]
+    listed = json.loads(capsys.readouterr().out)
+    assert ["error" in one for one in listed] == [True, True, True, False]
 
 
 def test_an_architecture_of_timm_has_no_file(capsys):

@@ -259,11 +259,11 @@ def test_the_arithmetic_of_the_encoder_makes_a_cell_of_its_own(place):
 
 def make_old(path: Path) -> None:
     """As records were before they named architecture, colours and training images."""
-    told = json.loads(path.read_text())
+    record = json.loads(path.read_text())
     for name in ("architecture", "mean", "std"):
-        del told[name]
-    del told["settings"]["trained_on"]
-    path.write_text(json.dumps(told))
+        del record[name]
+    del record["settings"]["trained_on"]
+    path.write_text(json.dumps(record))
 
 
 def test_fault_55_a_record_of_an_earlier_kind_counts_for_nothing_and_is_named(place, capsys):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -43,6 +44,17 @@ def test_every_command_of_a_page_parses(page):
         words = [word for word in shlex.split(line) if word != "..."]
         _, rest = build_parser().parse_known_args(words)
         assert all("=" in word and not word.startswith("-") for word in rest), line
+
+
+def test_the_picture_of_the_rooms_shows_the_contracts_of_imports():
+    rooms = runpy.run_path(str(ROOT / "docs/_rooms.py"))
+
+    drawn = rooms["picture"]()
+
+    assert (ROOT / "docs/rooms.svg").read_text() == drawn, "run: python docs/_rooms.py"
+    assert [drawn.count(f">{room}</text>") for room in ("ssl_bench/cli/", "knn", "mimetic")] == [
+        1, 1, 0,
+    ]  # fmt: skip
 
 
 def test_the_tutorial_has_commands():

@@ -43,9 +43,9 @@ def test_fault_67_a_page_fetches_nothing_from_elsewhere_whatever_is_put_into_it(
 
     assert server.ranges == []
     assert browser.execute_script("return window.ran") is None
-    told = " ".join(entry["message"] for entry in browser.get_log("browser"))
+    messages = " ".join(entry["message"] for entry in browser.get_log("browser"))
     for directive in ("img-src", "script-src", "style-src", "default-src", "form-action"):
-        assert directive in told
+        assert directive in messages
 
 
 def test_fault_67_hostile_records_run_nothing_and_hide_nothing(browser, tmp_path):

@@ -19,7 +19,7 @@ from tests.support.hostile import CHECKS
 from tests.support.report_cells import (
     cell,
     files_of,
-    said_by,
+    printed_by,
     save,
     skipless,
 )
@@ -93,8 +93,10 @@ def test_fault_68_a_record_that_no_run_can_leave_is_named_and_the_others_are_sho
     path = stranger(store, changes)
     before = files_of(tmp_path)
 
-    said = said_by(capsys, ["report", "--out", str(store.root)]).splitlines()
-    printed = [said_by(capsys, ["table", "--out", str(store.root), "--format", s]) for s in CHECKS]
+    said = printed_by(capsys, ["report", "--out", str(store.root)]).splitlines()
+    printed = [
+        printed_by(capsys, ["table", "--out", str(store.root), "--format", s]) for s in CHECKS
+    ]
 
     assert said[-1].startswith(f"1 of 2 records cannot be shown: {path}: ")
     assert len(said[-1]) < 600
@@ -112,7 +114,7 @@ def test_fault_68_the_name_of_a_model_leads_nowhere(tmp_path, capsys, model):
     path = store.save(cell(model=model))
     before = files_of(tmp_path)
 
-    assert said_by(capsys, ["report", "--out", str(store.root)]).count("\n") == 1
+    assert printed_by(capsys, ["report", "--out", str(store.root)]).count("\n") == 1
 
     new = files_of(tmp_path) - before
     assert {Path(name).parent.as_posix() for name in new} == {"results/report"}
@@ -159,7 +161,7 @@ def test_fault_68_many_records_that_cannot_be_shown_are_one_line(tmp_path, capsy
     for layer in range(7):
         store.save(skipless(layer=layer)).write_text("{")
 
-    said = said_by(capsys, ["table", "--out", str(store.root)])
+    said = printed_by(capsys, ["table", "--out", str(store.root)])
 
     assert said.count("\n") == 1
     assert said.startswith("7 of 8 records cannot be shown: ")
@@ -174,7 +176,7 @@ def test_fault_68_values_of_images_that_are_pickled_never_run(tmp_path, capsys):
     evil = np.array([Mark(mark)] * 4, dtype=object)
     np.savez(path.open("wb"), evil)
 
-    said = said_by(capsys, ["report", "--out", str(tmp_path)])
+    said = printed_by(capsys, ["report", "--out", str(tmp_path)])
 
     assert f"ignored {path}: " in said
     assert not mark.exists()
@@ -202,7 +204,7 @@ def test_fault_68_values_of_images_that_unpack_to_more_than_memory_are_not_unpac
     monkeypatch.setattr("ssl_bench.results.store._MOST_OF_IMAGES", 2**26)
 
     with peak_memory_mib() as grown:
-        said = said_by(capsys, ["report", "--out", str(tmp_path)])
+        said = printed_by(capsys, ["report", "--out", str(tmp_path)])
 
     assert f"ignored {path}: " in said
     assert grown() < 60

@@ -19,7 +19,7 @@ from tests.support.hostile import (
     hostile,
     hostile_store,
 )
-from tests.support.report_cells import SKIP, SKIPLESS, Elements, counts, said_by, save
+from tests.support.report_cells import SKIP, SKIPLESS, Elements, counts, printed_by, save
 
 POLICY = (
     "default-src 'none'; img-src 'self' file:; style-src 'self' file:; "
@@ -55,7 +55,7 @@ def test_fault_67_no_text_of_a_record_acts_in_a_report(tmp_path, capsys):
     store = hostile_store(tmp_path)
     save(store, hostile(task="segmentation", metric="miou_oracle"), counts([[4, 4]] * 3))
 
-    said = said_by(capsys, ["report", "--out", str(tmp_path)])
+    said = printed_by(capsys, ["report", "--out", str(tmp_path)])
 
     check_terminal(said)
     pages = list((tmp_path / "report").glob("*.html"))

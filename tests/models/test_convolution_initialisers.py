@@ -10,7 +10,7 @@ from ssl_bench.models import ConvMixerConfig, build_encoder
 from ssl_bench.models.initialisers.convolutions import (
     CovarianceFilters,
     UniformFilters,
-    centred_gaussian,
+    centered_gaussian,
     filter_covariance,
     filter_initialiser_of,
     positive_root,
@@ -49,7 +49,7 @@ def restated(size, sigma):
 
 def test_a_gaussian_is_one_in_the_middle_and_halves_with_each_step():
     wanted = torch.tensor([[0.25, 0.5, 0.25], [0.5, 1, 0.5], [0.25, 0.5, 0.25]]).double()
-    torch.testing.assert_close(centred_gaussian(3, HALVING), wanted)
+    torch.testing.assert_close(centered_gaussian(3, HALVING), wanted)
 
 
 def test_covariances_of_nine_pixels_counted_by_hand():

@@ -76,11 +76,11 @@ def hugging_face_folder(
     folder: Path, kind: str, weights: Weights, *, prefix: str = "", **config: Any
 ) -> Path:
     folder.mkdir(parents=True)
-    told = {
+    config = {
         "model_type": kind, "hidden_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2,
         "layer_norm_eps": 1e-6, "hidden_act": "gelu", "patch_size": 8, "image_size": 32, **config,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(told))
+    (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(
         in_transformers_layout(weights, kind, prefix), folder / "model.safetensors"
     )
@@ -153,7 +153,7 @@ def test_a_file_of_transformers_alone_asks_for_its_folder(tmp_path):
     assert f"local-dir:{folder}" in message_of(folder)
 
 
-def timm_folder(folder: Path, **told: Any) -> tuple[Path, Any]:
+def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
     """What `timm.models.save_for_hf` writes, https://github.com/huggingface/pytorch-image-models."""
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
@@ -161,7 +161,7 @@ def timm_folder(folder: Path, **told: Any) -> tuple[Path, Any]:
     folder.mkdir(parents=True)
     config = {
         "architecture": "vit_tiny_patch16_224", "num_classes": 5, "model_args": arguments,
-        "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, **told,
+        "pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}, **config,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(model.state_dict(), folder / "model.safetensors")

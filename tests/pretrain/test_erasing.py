@@ -32,15 +32,15 @@ def test_a_grey_square_is_cut_off_at_the_border():
     assert torch.equal(grey != 0, ~changed[:, None].expand_as(grey))
 
 
-def test_the_centre_of_a_square_lies_anywhere_in_the_image():
+def test_the_center_of_a_square_lies_anywhere_in_the_image():
     generator = np.random.default_rng(0)
 
     drawn = np.array([draw_square(generator, 4, 3) for _ in range(2000)])
 
     assert (drawn[:, 1] - drawn[:, 0] == 3).all()
     assert (drawn[:, 3] - drawn[:, 2] == 3).all()
-    centres, counts = np.unique(drawn[:, ::2] + 1, axis=0, return_counts=True)
-    assert centres.tolist() == [[row, col] for row in range(4) for col in range(4)]
+    centers, counts = np.unique(drawn[:, ::2] + 1, axis=0, return_counts=True)
+    assert centers.tolist() == [[row, col] for row in range(4) for col in range(4)]
     assert counts / 2000 == pytest.approx(np.full(16, 1 / 16), abs=0.03)
 
 

@@ -101,9 +101,9 @@ def test_scores_are_followed_over_epochs(kept, tmp_path, capsys):
     assert {table["kind"] for table in tables} == {"epochs"}
     assert all(table["title"].endswith(", run") for table in tables)
     shown = {
-        (told["metric"], told["facet"], cell["epoch"], cell["column"]): cell["value"]
-        for told in tables
-        for cell in told["cells"]
+        (table["metric"], table["facet"], cell["epoch"], cell["column"]): cell["value"]
+        for table in tables
+        for cell in table["cells"]
     }
     records = {
         (one.metric, one.facet, one.details["epoch"], f"block {one.layer}"): one.value
@@ -159,9 +159,9 @@ def test_a_longer_run_goes_on_where_the_shorter_ended(album, tmp_path):
     assert [row["lr"] for row in rows[STEPS_PER_EPOCH:]] == planned[STEPS_PER_EPOCH:]
     assert [row["lr"] for row in rows[:STEPS_PER_EPOCH]] != planned[:STEPS_PER_EPOCH]
     assert (tmp_path / "epoch0002.safetensors").is_file()
-    told = yaml.safe_load((tmp_path / CONFIG).read_text())
-    assert told["train"]["epochs"] == 2
-    assert told["extensions"] == [{"step": 6, "from_steps": 6, "to_steps": 12}]
+    config = yaml.safe_load((tmp_path / CONFIG).read_text())
+    assert config["train"]["epochs"] == 2
+    assert config["extensions"] == [{"step": 6, "from_steps": 6, "to_steps": 12}]
 
 
 def test_an_extended_run_resumes_to_the_bit(album, tmp_path, monkeypatch):

@@ -141,7 +141,7 @@ def views(seed: int, value: float = 0.0) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_image_that_is_not_finite_leaves_student_and_centre(trainer, recipe):
+def test_an_image_that_is_not_finite_leaves_student_and_center(trainer, recipe):
     one = trainer(recipe)
     for seed in range(3):
         one.take_step(seed, [views(seed)])

@@ -210,7 +210,7 @@ def test_boxes_cover_the_asked_share_of_the_image_at_the_asked_ratio():
 
 
 @pytest.mark.parametrize(("size", "box"), [((10, 90), (0, 38, 10, 13)), ((90, 9), (39, 0, 12, 9))])
-def test_a_picture_too_long_for_any_box_gives_its_centre(size, box):
+def test_a_picture_too_long_for_any_box_gives_its_center(size, box):
     scales = np.array([[0.9, 1.0]])
 
     boxes = draw_boxes(np.random.default_rng(0), size, scales, (3 / 4, 4 / 3))

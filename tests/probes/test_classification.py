@@ -175,7 +175,7 @@ def test_heads_equal_regressions_of_scikit_learn_on_the_same_features_in_float64
 
 
 def _scikit_learn(x: Tensor, y: Tensor, others: Tensor, truth: Tensor, c: float) -> float:
-    """Percent that is right, after each channel was standardised over what is fitted to."""
+    """Percent that is right, after each channel was standardized over what is fitted to."""
     mean, deviation = x.double().mean(0), x.double().std(0, correction=0)
     model = LogisticRegression(C=c, tol=1e-8, max_iter=5000)
     model.fit(((x.double() - mean) / deviation).numpy(), y.numpy())
@@ -192,7 +192,7 @@ def test_heads_trained_side_by_side_are_those_trained_alone_in_float64():
     labels[0] = classes - 1
     training = HeadTraining(
         values=rates, epochs=epochs, batch_size=size, loss=LabelLoss(), optimizer=SGD(0.0),
-        schedule=Schedule("cosine", 0.0), standardise=False, classes=classes, seed=4,
+        schedule=Schedule("cosine", 0.0), standardize=False, classes=classes, seed=4,
         device=torch.device("cpu"),
     )  # fmt: skip
     cache = FeaturesInMemory((3, 7), blocks[:, :, None, None], labels[:, None, None])

@@ -27,10 +27,10 @@ def dense_solution(features, *, weighted=False):
 def clouds(num_tokens, seed, *, num_clouds=4, spread=1.0, dim=16):
     """Tokens around a few directions: connected graphs with a few clusters."""
     generator = np.random.default_rng(seed)
-    centres = generator.standard_normal((num_clouds, dim))
+    centers = generator.standard_normal((num_clouds, dim))
     members = generator.integers(num_clouds, size=num_tokens)
     noise = spread * generator.standard_normal((num_tokens, dim))
-    return (centres[members] + noise).astype(np.float32)
+    return (centers[members] + noise).astype(np.float32)
 
 
 def chain(num_tokens, reach=3.0):

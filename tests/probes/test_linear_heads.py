@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.features.cache import standardisation
-from probes.features.standardization import Standardisation
+from probes.features.cache import standardization
+from probes.features.standardization import Standardization
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, UpsampledLoss
 from probes.heads.optimizers import SGD, HeadAdamW, Schedule
@@ -29,25 +29,25 @@ def _batches(count):
         yield features, labels
 
 
-def _standardisation():
+def _standardization():
     generator = torch.Generator().manual_seed(1)
     mean = torch.randn(SOURCES, DIM, generator=generator)
-    return Standardisation(mean, torch.rand(SOURCES, DIM, generator=generator) + 0.5)
+    return Standardization(mean, torch.rand(SOURCES, DIM, generator=generator) + 0.5)
 
 
-def _bank(standardisation, rates=RATES, optimizer=None):
+def _bank(standardization, rates=RATES, optimizer=None):
     chosen = optimizer or HeadAdamW(weight_decay=DECAY)
-    return ParallelHeads(standardisation, classes=CLASSES, rates=rates, optimizer=chosen, seed=3)
+    return ParallelHeads(standardization, classes=CLASSES, rates=rates, optimizer=chosen, seed=3)
 
 
-def _separate_run(source, rate, mode, batches, standardisation, start, **options):
+def _separate_run(source, rate, mode, batches, standardization, start, **options):
     """One head with autograd, an optimizer of torch and upsampled logits."""
     weight, bias = (torch.nn.Parameter(value.clone()) for value in start)
     build = torch.optim.SGD if options else torch.optim.AdamW
     optimizer = build([weight, bias], lr=rate, weight_decay=DECAY, **options)
     for step, (features, labels) in enumerate(batches):
         optimizer.param_groups[0]["lr"] = rate / (step + 1)
-        x = (features[source] - standardisation.mean[source]) * standardisation.scale[source]
+        x = (features[source] - standardization.mean[source]) * standardization.scale[source]
         logits = F.interpolate((x @ weight.T + bias).movedim(-1, 1), labels.shape[1:], mode=mode)
         optimizer.zero_grad()
         F.cross_entropy(logits, labels.long(), ignore_index=255).backward()
@@ -61,27 +61,27 @@ def _separate_run(source, rate, mode, batches, standardisation, start, **options
 )
 def test_steps_of_the_bank_equal_separate_adamw_runs(monkeypatch, loss, mode, piece_bytes):
     monkeypatch.setitem(PIECE_BYTES, "cpu", piece_bytes)
-    standardisation = _standardisation()
-    bank = _bank(standardisation)
+    standardization = _standardization()
+    bank = _bank(standardization)
     start = (bank.weight[0, 0].clone(), bank.bias[0, 0].clone())
     for step, (features, labels) in enumerate(_batches(3)):
         bank.step(features, loss, loss.targets(labels, CLASSES), rate_factor=1 / (step + 1))
     for source in range(SOURCES):
         for index, rate in enumerate(RATES):
-            weight, bias = _separate_run(source, rate, mode, _batches(3), standardisation, start)
+            weight, bias = _separate_run(source, rate, mode, _batches(3), standardization, start)
             torch.testing.assert_close(bank.weight[source, index], weight, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(bank.bias[source, index], bias, rtol=1e-6, atol=1e-6)
 
 
 def test_momentum_steps_of_the_bank_equal_separate_runs():
-    standardisation, loss = _standardisation(), HistogramLoss(SIDE)
-    bank = _bank(standardisation, optimizer=SGD(weight_decay=DECAY))
+    standardization, loss = _standardization(), HistogramLoss(SIDE)
+    bank = _bank(standardization, optimizer=SGD(weight_decay=DECAY))
     start = (bank.weight[0, 0].clone(), bank.bias[0, 0].clone())
     for step, (features, labels) in enumerate(_batches(3)):
         bank.step(features, loss, loss.targets(labels, CLASSES), rate_factor=1 / (step + 1))
 
     weight, bias = _separate_run(
-        1, RATES[2], "nearest", _batches(3), standardisation, start, momentum=0.9
+        1, RATES[2], "nearest", _batches(3), standardization, start, momentum=0.9
     )
     torch.testing.assert_close(bank.weight[1, 2], weight, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(bank.bias[1, 2], bias, rtol=1e-6, atol=1e-6)
@@ -91,7 +91,7 @@ def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
     sources, rates, classes, grid, patch = 6, 16, 21, 6, 16
     zeros = torch.zeros(sources, DIM)
     bank = ParallelHeads(
-        Standardisation(zeros, zeros + 1),
+        Standardization(zeros, zeros + 1),
         classes=classes,
         rates=[1e-3] * rates,
         optimizer=HeadAdamW(),
@@ -108,15 +108,15 @@ def test_the_upsampled_logits_of_all_heads_are_never_in_memory_together():
     assert held.peak < upsampled / 6
 
 
-def test_folded_heads_give_the_same_logits_on_features_that_were_not_standardised():
-    standardisation = _standardisation()
-    bank = _bank(standardisation)
+def test_folded_heads_give_the_same_logits_on_features_that_were_not_standardized():
+    standardization = _standardization()
+    bank = _bank(standardization)
     features, _ = next(_batches(1))
     bank.bias.normal_()
     weight, bias = bank.folded()
     for source in range(SOURCES):
         x = features[source].double()
-        mean, scale = standardisation.mean[source].double(), standardisation.scale[source].double()
+        mean, scale = standardization.mean[source].double(), standardization.scale[source].double()
         expected = ((x - mean) * scale) @ bank.weight[source].double().mT.unsqueeze(1).unsqueeze(1)
         actual = x @ weight[source].double().mT.unsqueeze(1).unsqueeze(1)
         offset = (bias[source] - bank.bias[source]).double()[:, None, None, None]
@@ -125,7 +125,7 @@ def test_folded_heads_give_the_same_logits_on_features_that_were_not_standardise
 
 @pytest.mark.parametrize("loss", [HistogramLoss(SIDE), UpsampledLoss(SIDE)])
 def test_a_batch_without_any_label_leaves_a_finite_loss_of_zero_and_no_gradient(loss):
-    bank = _bank(_standardisation())
+    bank = _bank(_standardization())
     features, labels = next(_batches(1))
     targets = loss.targets(torch.full_like(labels, 255), CLASSES)
     losses, (weight, bias) = bank.loss_and_gradients(features, loss, targets)
@@ -151,7 +151,7 @@ def test_every_entry_is_seen_once_an_epoch_in_an_order_that_the_seed_draws():
             loss=HistogramLoss(SIDE),
             optimizer=HeadAdamW(),
             schedule=Schedule(),
-            standardise=True,
+            standardize=True,
             classes=CLASSES,
             seed=seed,
             device=torch.device("cpu"),
@@ -168,7 +168,7 @@ def test_every_entry_is_seen_once_an_epoch_in_an_order_that_the_seed_draws():
 
 def test_heads_do_not_depend_on_the_rates_trained_beside_them():
     loss = HistogramLoss(SIDE)
-    together, alone = _bank(_standardisation()), _bank(_standardisation(), RATES[1:2])
+    together, alone = _bank(_standardization()), _bank(_standardization(), RATES[1:2])
     for features, labels in _batches(4):
         targets = loss.targets(labels, CLASSES)
         for bank in (together, alone):
@@ -180,7 +180,7 @@ def test_statistics_are_those_of_all_patches_of_the_chosen_entries():
     blocks = torch.randn(2, 5, 3, 4, 6, generator=torch.Generator().manual_seed(0)) * 3 + 7
     blocks[:, :, :, :, 2] = 11.0
     blocks[:, 4] = 1000.0
-    found = standardisation(blocks.half(), torch.arange(4), batch_size=3)
+    found = standardization(blocks.half(), torch.arange(4), batch_size=3)
     chosen = blocks.half().double()[:, :4].flatten(1, 3)
     torch.testing.assert_close(found.mean.double(), chosen.mean(1), rtol=1e-6, atol=1e-6)
     expected = 1 / chosen.std(1, correction=0)

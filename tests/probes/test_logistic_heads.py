@@ -30,7 +30,7 @@ def _digits():
 
 
 def _training(**changes):
-    values = {"values": C_VALUES, "max_iterations": 1000, "standardise": True, "batch_size": 7}
+    values = {"values": C_VALUES, "max_iterations": 1000, "standardize": True, "batch_size": 7}
     return LogisticTraining(
         **{"classes": CLASSES, **values, **changes},
         loss=HistogramLoss(1),
@@ -45,7 +45,7 @@ def _train(training, entries, sources=((0,), (1,)), features=None):
 
 
 def _scikit_learn(layer, c, entries):
-    """Probabilities of all patches, from a head on the standardised ones of the entries."""
+    """Probabilities of all patches, from a head on the standardized ones of the entries."""
     features = _digits()
     blocks, masks = features.blocks[layer].double().numpy(), features.labels.numpy()
     x, y = blocks[entries].reshape(-1, 64), masks[entries].reshape(-1)
@@ -125,23 +125,23 @@ def test_a_problem_that_gains_nothing_without_a_small_gradient_has_stalled_not_c
 
 def test_convex_problems_of_very_different_scale_all_reach_their_minima():
     scales = torch.tensor([1e-3, 1.0, 1e4], dtype=torch.float64)
-    centres = torch.tensor([[3.0, -1.0], [0.0, 5.0], [1.0, 1.0]], dtype=torch.float64)
+    centers = torch.tensor([[3.0, -1.0], [0.0, 5.0], [1.0, 1.0]], dtype=torch.float64)
     curvature = torch.tensor([1.0, 30.0], dtype=torch.float64)
 
     def objective(values):
-        away = values - centres
+        away = values - centers
         loss = scales * (curvature * away**2).sum(1) / 2
         return loss, scales[:, None] * curvature * away
 
     found = minimise(
         objective,
-        torch.zeros_like(centres),
+        torch.zeros_like(centers),
         max_iterations=60,
         gradient_tolerance=1e-6,
         loss_tolerance=0.0,
     )
     assert found.converged.all()
-    torch.testing.assert_close(found.values, centres, rtol=0, atol=2e-3)
+    torch.testing.assert_close(found.values, centers, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("start", [0.0, 2.0])

@@ -45,8 +45,8 @@ def rotation(dim, seed=0):
 
 def test_components_and_variances_equal_those_of_an_svd_in_float64():
     tokens = anisotropic(200, 5) + 3
-    centred = tokens.double().numpy() - tokens.double().numpy().mean(0)
-    _, singular, right = np.linalg.svd(centred, full_matrices=False)
+    centered = tokens.double().numpy() - tokens.double().numpy().mean(0)
+    _, singular, right = np.linalg.svd(centered, full_matrices=False)
 
     projection = fit_projection(tokens)
 

@@ -51,7 +51,7 @@ def test_windows_cover_the_image_and_the_last_one_ends_with_it(width, starts):
         torch.testing.assert_close(window, whole[:, :, left : left + 32])
 
 
-def test_every_pixel_takes_the_class_of_the_patch_over_its_centre():
+def test_every_pixel_takes_the_class_of_the_patch_over_its_center():
     image = PatchScoring(16, mask_size=5).prepare(_scene())
     logits = torch.zeros(1, 1, 2, 2, 3)
     for number, (row, col) in enumerate([(0, 1), (1, 0)], 1):

@@ -75,14 +75,14 @@ def test_the_interval_of_a_median_narrows_with_more_images():
 
 
 def gram_cka(x, y):
-    """The definition: centred Gram matrices of all examples, in numpy."""
+    """The definition: centered Gram matrices of all examples, in numpy."""
     one, other = (a.reshape(-1, a.shape[-1]).double().numpy() for a in (x, y))
     centring = np.eye(len(one)) - 1 / len(one)
     k, m = (centring @ a @ a.T @ centring for a in (one, other))
     return np.trace(k @ m) / np.sqrt(np.trace(k @ k) * np.trace(m @ m))
 
 
-def test_cka_is_that_of_centred_gram_matrices():
+def test_cka_is_that_of_centered_gram_matrices():
     x, y = normal(3, 5, 4) + 7, normal(3, 5, 6, seed=1) - 2
     y[..., :2] += 3 * x[..., :2]
     assert linear_cka(x, y) == pytest.approx(gram_cka(x, y), rel=1e-12)

@@ -16,7 +16,7 @@ def _scene(height=24, width=36):
     return Sample("scene", image, (cols >= width // 2).astype(np.uint8))
 
 
-def test_labels_are_taken_from_the_centre_of_each_cell():
+def test_labels_are_taken_from_the_center_of_each_cell():
     mask = torch.tensor([[0, 1, 2, 3, 4, 5]], dtype=torch.uint8)
     assert nearest_labels(mask, 1, 2).tolist() == [[1, 4]]
     assert nearest_labels(mask, 2, 12)[1].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]

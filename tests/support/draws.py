@@ -11,13 +11,13 @@ _LEVEL = 1e-4
 
 
 def alike(draws: Any, others: Any) -> bool:
-    """By the test of Kolmogorov and Smirnov, of two samples of numbers."""
+    """Whether two samples of numbers may have one distribution, by Kolmogorov and Smirnov."""
     result: Any = ks_2samp(draws, others)
     return result.pvalue > _LEVEL
 
 
 def follows(draws: Any, distribution: Callable[[Any], Any]) -> bool:
-    """Likewise, of a sample and a cumulative distribution function."""
+    """Whether a sample may have this cumulative distribution, by Kolmogorov and Smirnov."""
     result: Any = kstest(draws, distribution)
     return result.pvalue > _LEVEL
 

@@ -130,6 +130,6 @@ def files_of(report: Path) -> set[str]:
     return {path.relative_to(report).as_posix() for path in report.rglob("*") if path.is_file()}
 
 
-def said_by(capsys, arguments: list[str]) -> str:
+def printed_by(capsys, arguments: list[str]) -> str:
     assert main(arguments) == 0
     return capsys.readouterr().err

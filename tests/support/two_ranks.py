@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-import pretrain.train  # noqa: F401 - likewise
+import pretrain.train  # noqa: F401 - once, before the processes are forked
 from pretrain.logging.jsonl import Journal
 from pretrain.objectives.dino import DinoLearner
 from pretrain.runtime.batches import Batches
@@ -61,12 +61,12 @@ def signalled(number: signal.Signals) -> Callable[[], None]:
     def arrange() -> None:
         whole = Batches.__getitem__
 
-        def told(self: Batches, part: int) -> Any:
+        def signalling(self: Batches, part: int) -> Any:
             if part == AT:
                 os.kill(os.getpid(), number)
             return whole(self, part)
 
-        Batches.__getitem__ = told
+        Batches.__getitem__ = signalling
 
     return arrange
 

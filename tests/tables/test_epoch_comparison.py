@@ -130,9 +130,9 @@ def test_the_command_writes_csv_and_json(store, capsys):
 
 @pytest.mark.parametrize("names", [("skip@100", "skipless@250"), ("2222", "skipless")])
 def test_a_run_is_named_by_any_of_its_encoders(store, capsys, names):
-    told = printed(capsys, store, *names, "--format", "csv")
+    table = printed(capsys, store, *names, "--format", "csv")
 
-    assert told == printed(capsys, store, *RUNS, "--format", "csv")
+    assert table == printed(capsys, store, *RUNS, "--format", "csv")
 
 
 @pytest.mark.parametrize(

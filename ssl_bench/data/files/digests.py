@@ -124,15 +124,15 @@ def _digests(parts: Iterable[Part], reading: Reading) -> Generator[str, None, No
 def _kept(found: Iterable[str], cache: DigestCache, reading: Reading) -> Iterator[str]:
     """Save now and then, for the case that somebody kills this."""
     start = saved = time.monotonic()
-    is_said = False
+    is_reported = False
     for digest in found:
         now = time.monotonic()
-        if not is_said and now - start > _PATIENCE_SECONDS:
+        if not is_reported and now - start > _PATIENCE_SECONDS:
             say(
                 f"reading the {reading.total:,} files of {reading.title} for their sha256, which "
                 "is then remembered; data.fingerprint=stat trusts sizes and times instead"
             )
-            is_said = True
+            is_reported = True
         if now - saved > _SAVE_SECONDS:
             cache.save()
             saved = now

@@ -33,7 +33,7 @@ class Ade20k(PairedFolders):
     Attributes:
         root: ADEChallengeData2016 or the folder that holds it.
         train_split: Folder below images/ and annotations/, or a share of it.
-        val_split: Likewise.
+        val_split: Folder below images/ and annotations/, or a share of it.
     """
 
     name = "ade20k"

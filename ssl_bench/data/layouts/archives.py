@@ -124,7 +124,7 @@ def open_archives(root: str, *, in_memory: bool = False) -> ArchiveImages:
 
 
 def open_labelled_archives(root: str, *, in_memory: bool = False) -> LabelledImages:
-    """Likewise with classes: the number in the sibling KEY.cls, or the first folder of the id.
+    """Pictures of archives, and classes: the number in KEY.cls, or the first folder of the id.
 
     Raises:
         DataError: as `open_archives`, and without two classes or a class for every picture.

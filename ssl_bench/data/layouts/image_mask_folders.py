@@ -80,7 +80,7 @@ class ImageMaskFolders(PairedFolders):
         name: By which records and tables call it.
         image_folder: Below the root, with `{split}` for the name of the split. Deeper folders may
             part the images further, alike for their masks.
-        mask_folder: Likewise.
+        mask_folder: Below the root, with `{split}` for the name of the split.
         image_suffix: What follows the common part of the names.
         lists: File with the names of a split, one a line, in place of all that is in the folders.
         class_names: Without them those in classes.txt, one a line.

@@ -147,7 +147,7 @@ def _place(
 def _outline(
     rng: np.random.Generator, height: int, width: int
 ) -> Float64[np.ndarray, "height width"]:
-    """A smooth random shape: 0 at its centre, 1 on its outline, more outside."""
+    """A smooth random shape: 0 at its center, 1 on its outline, more outside."""
     y, x = np.mgrid[:height, :width] - np.array(
         [height * rng.uniform(0.2, 0.8), width * rng.uniform(0.2, 0.8)]
     ).reshape(2, 1, 1)

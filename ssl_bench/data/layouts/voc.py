@@ -132,7 +132,7 @@ class Voc:
     Attributes:
         root: The folder that holds VOCdevkit, VOCdevkit itself, or VOC2012.
         train_split: Of ImageSets/Segmentation; `trainaug` adds the masks of SBD.
-        val_split: Likewise; always scored against the original masks.
+        val_split: Of ImageSets/Segmentation; always scored against the original masks.
         discovery_split: Of ImageSets/Main.
         exclude_difficult: Leave out boxes marked difficult or truncated; by default all count.
     """

@@ -98,10 +98,10 @@ def filter_initialiser_of(name: str, options: Mapping[str, Any]) -> FilterInitia
     return make_initialiser(FILTER_INITIALISERS, name, options)
 
 
-def centred_gaussian(size: int, sigma: float) -> Float64[Tensor, "{size} {size}"]:
+def centered_gaussian(size: int, sigma: float) -> Float64[Tensor, "{size} {size}"]:
     """exp(-r^2 / (2 sigma)) at the distance r from the middle pixel: equation 3.5.
 
-    Its indices, from 1 on with a centre of floor(size / 2), would put the peak one pixel before the
+    Its indices, from 1 on with a center of floor(size / 2), would put the peak one pixel before the
     middle of an odd filter; counted from 0, as in its figure A.3, they put it there.
     """
     squares = (torch.arange(size, dtype=torch.float64) - size // 2) ** 2
@@ -123,7 +123,7 @@ def filter_covariance(size: int, sigma: float) -> Covariance:
         size: Pixels along a side; odd.
         sigma: Squared width of the Gaussians, in pixels squared.
     """
-    still = centred_gaussian(size, sigma)
+    still = centered_gaussian(size, sigma)
     middle = size // 2
     moved = torch.stack(
         [

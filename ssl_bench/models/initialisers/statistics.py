@@ -15,7 +15,7 @@ class TokenStatistics:
     """How far the tokens of an image are from being all the same.
 
     Args:
-        effective_rank: Exponential of the entropy of the normalised singular values of the centred
+        effective_rank: Exponential of the entropy of the normalised singular values of the centered
             tokens; 1 where they lie on a line. Of rounding alone where `mean_cosine` is 1.
         mean_cosine: Mean over all pairs of different tokens; 1 where they have collapsed.
         condition_number: Largest over smallest singular value of the tokens.
@@ -40,7 +40,7 @@ def token_statistics(tokens: Float[Tensor, "tokens dim"]) -> TokenStatistics:
 
 
 def effective_rank(tokens: Float[Tensor, "tokens dim"]) -> float:
-    """Exponential of the entropy of the centred tokens' normalised singular values.
+    """Exponential of the entropy of the centered tokens' normalised singular values.
 
     0 where all tokens are the same.
 

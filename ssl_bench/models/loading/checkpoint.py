@@ -104,7 +104,7 @@ def stated_epoch(path: Path) -> float | None:
     return epoch if math.isfinite(epoch) else None
 
 
-def colours_told(colours: Colours) -> dict[str, str]:
+def colours_metadata(colours: Colours) -> dict[str, str]:
     """Metadata for `save_encoder` of an encoder whose images are not normalised as ImageNet's."""
     if colours == IMAGENET_COLOURS:
         return {}

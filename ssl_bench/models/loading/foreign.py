@@ -30,7 +30,7 @@ from ssl_bench.models.vit import VisionTransformer
 
 # The usual width of a head, which no tensor shape tells.
 _HEAD_DIM = 64
-_TELLING = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
+_NEEDED = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
 _SCALED = {1: "attn.proj", 2: "mlp.fc2"}
 
 
@@ -48,19 +48,19 @@ class Foreign:
 
 
 @dataclass(frozen=True)
-class Told:
+class Description:
     """What a configuration says of an encoder and no tensor shape does."""
 
     num_heads: int
     norm_eps: float
 
 
-def load_foreign(path: Path, told: Told | None = None) -> Foreign:
+def load_foreign(path: Path, described: Description | None = None) -> Foreign:
     """A ViT with skips from the layouts of DINO, DINOv2, MAE, iBOT, MoCo-v3 or transformers.
 
     Args:
         path: The file.
-        told: Needed for transformers; the other layouts imply it.
+        described: Needed for transformers; the other layouts imply it.
 
     Raises:
         CheckpointError: The file cannot be read, holds tensors that nobody knows, or is not
@@ -69,7 +69,7 @@ def load_foreign(path: Path, told: Told | None = None) -> Foreign:
     backbone = backbone_weights(read_weights(path), path)
     names = list(backbone.weights)
     layout = recognised(names, backbone.prefixes)
-    if layout is TRANSFORMERS and told is None:
+    if layout is TRANSFORMERS and described is None:
         raise CheckpointError(
             f"{path} has the layout of transformers, whose heads and norms stand in config.json; "
             f"put both into a folder and type local-dir:{path.parent}"
@@ -78,7 +78,7 @@ def load_foreign(path: Path, told: Told | None = None) -> Foreign:
     dropped = [name for name in names if any(re.fullmatch(p, name) for p in layout.ignored)]
     ignored = {**backbone.ignored, **left_out(dropped, layout.ignored, path)}
     kept = {name: value for name, value in backbone.weights.items() if name not in dropped}
-    return _assembled(path, layout, renamed(layout, kept, path), backbone, ignored, told)
+    return _assembled(path, layout, renamed(layout, kept, path), backbone, ignored, described)
 
 
 def _assembled(
@@ -87,16 +87,16 @@ def _assembled(
     weights: dict[str, Tensor],
     backbone: Backbone,
     ignored: Mapping[str, str],
-    told: Told | None,
+    described: Description | None,
 ) -> Foreign:
     used = len(weights)
     note = _fuse_queries_keys_values(weights, path)
-    config = _inferred_config(weights, layout, told, path)
+    config = _inferred_config(weights, layout, described, path)
     note += _fold_layer_scales(weights, config)
     model = VisionTransformer(config)
     load_weights(model, weights, path)
-    if told is not None:
-        _set_norm_eps(model, told.norm_eps)
+    if described is not None:
+        _set_norm_eps(model, described.norm_eps)
     contents = Contents(layout.name, layout.source, ignored, note.strip(" ;"), path)
     return Foreign(model, contents, (used, backbone.total))
 
@@ -145,14 +145,14 @@ def _set_norm_eps(model: nn.Module, eps: float) -> None:
 
 
 def _inferred_config(
-    weights: Mapping[str, Tensor], layout: Layout, told: Told | None, path: Path
+    weights: Mapping[str, Tensor], layout: Layout, described: Description | None, path: Path
 ) -> ViTConfig:
-    _require_telling(weights, layout, path, head_dim=_HEAD_DIM if told is None else 1)
+    _require_needed(weights, layout, path, head_dim=_HEAD_DIM if described is None else 1)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     dim, patch_size = len(kernel), kernel.shape[-1]
     blocks = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
     registers = weights.get("reg_token")
-    heads = layout.heads.get(dim, dim // _HEAD_DIM) if told is None else told.num_heads
+    heads = layout.heads.get(dim, dim // _HEAD_DIM) if described is None else described.num_heads
     try:
         return ViTConfig(
             image_size=math.isqrt(positions.shape[1] - 1) * patch_size,
@@ -168,20 +168,20 @@ def _inferred_config(
         raise CheckpointError(f"{path} does not fit the ViT of this suite: {error}") from error
 
 
-def _require_telling(
+def _require_needed(
     weights: Mapping[str, Tensor], layout: Layout, path: Path, *, head_dim: int
 ) -> None:
-    missing = [name for name in _TELLING if name not in weights]
+    missing = [name for name in _NEEDED if name not in weights]
     if missing:
         came = ", ".join(list(weights)[:3]) or "no tensors"
         raise CheckpointError(
             f"{path} is no Vision Transformer in DINO's layout or one that is like it: expected "
             f"{', '.join(missing)}, came {came}; rename its keys, or use timm:NAME@{path.name}"
         )
-    _, positions, kernel, linear = (weights[name] for name in _TELLING)
+    _, positions, kernel, linear = (weights[name] for name in _NEEDED)
     sound = kernel.ndim == 4 and positions.ndim == 3 and positions.shape[1] > 1 and linear.ndim == 2
     if not sound or len(kernel) % head_dim:
-        came = (f"{name} {tuple(weights[name].shape)}" for name in _TELLING)
+        came = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)
         raise CheckpointError(
             f"{path} is no Vision Transformer of {layout.name}: expected a width that is a "
             f"multiple of {head_dim}, came {', '.join(came)}; use timm:NAME@{path.name}"

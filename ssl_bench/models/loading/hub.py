@@ -70,9 +70,9 @@ def _require_weights(file: Path) -> None:
     with file.open("rb") as opened:
         if not opened.read(4).startswith(_BEGINNINGS):
             raise DataError(f"{file} was not written by torch.save")
-    told = _DIGEST_IN_NAME.search(file.name)
-    if told and not (found := sha256_of(file)).startswith(told[1]):
-        raise DataError(f"{file} has sha256 {found}, its name says {told[1]}")
+    stated = _DIGEST_IN_NAME.search(file.name)
+    if stated and not (found := sha256_of(file)).startswith(stated[1]):
+        raise DataError(f"{file} has sha256 {found}, its name says {stated[1]}")
 
 
 def hugging_face_file(

@@ -14,7 +14,7 @@ from ssl_bench.models.encoder import (
     encoder_from_model,
 )
 from ssl_bench.models.loading.checkpoint import unreplaced, verified_sha256
-from ssl_bench.models.loading.foreign import Told, load_foreign
+from ssl_bench.models.loading.foreign import Description, load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real
@@ -36,18 +36,19 @@ def load_hugging_face(uri: str) -> Encoder:
     """
     scheme, _, place = uri.partition(":")
     folder = _LocalFolder(place) if scheme == "local-dir" else _Repository(place)
-    config = folder.file(_CONFIG)
-    told = _read(config)
-    if "architecture" in told:
+    path = folder.file(_CONFIG)
+    config = _read(path)
+    if "architecture" in config:
         # timm takes seconds to import.
         from ssl_bench.models.loading.timm_encoder import load_timm_folder
 
-        return load_timm_folder(told, folder.file(*WEIGHTS_FILES), uri=uri, label=folder.name)
-    if told.get("model_type") in _TRANSFORMERS:
-        return _from_transformers(told, folder, uri)
+        return load_timm_folder(config, folder.file(*WEIGHTS_FILES), uri=uri, label=folder.name)
+    if config.get("model_type") in _TRANSFORMERS:
+        return _from_transformers(config, folder, uri)
     raise CheckpointError(
-        f"{config} is neither timm's (architecture=...) nor of model_type "
-        f"{', '.join(_TRANSFORMERS)}, but {told.get('model_type', 'unnamed')!r}; use timm:NAME@FILE"
+        f"{path} is neither timm's (architecture=...) nor of model_type "
+        f"{', '.join(_TRANSFORMERS)}, but {config.get('model_type', 'unnamed')!r}; "
+        "use timm:NAME@FILE"
     )
 
 
@@ -79,12 +80,12 @@ class _Repository:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(read_regular(path))
+        content = json.loads(read_regular(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
-    if not isinstance(told, dict):
-        raise CheckpointError(f"{path} holds a {type(told).__name__}, expected an object")
-    return told
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
 
 
 def _from_transformers(
@@ -92,10 +93,10 @@ def _from_transformers(
 ) -> Encoder:
     weights = folder.file(*WEIGHTS_FILES)
     _require_plain(config, weights)
-    told = Told(config["num_attention_heads"], float(config["layer_norm_eps"]))
+    described = Description(config["num_attention_heads"], float(config["layer_norm_eps"]))
     with unreplaced(weights):
         digest = verified_sha256(weights)
-        found = load_foreign(weights, told)
+        found = load_foreign(weights, described)
     colours, colours_from = _colours(config["model_type"], folder)
     if config["hidden_size"] != found.model.config.dim:
         raise CheckpointError(
@@ -142,8 +143,8 @@ def _colours(model_type: str, folder: _LocalFolder | _Repository) -> tuple[Colou
         if model_type in _ON_IMAGENET_COLOURS:
             return IMAGENET_COLOURS, ASSUMED
         raise
-    told = _read(path)
-    mean, std = told.get("image_mean"), told.get("image_std")
+    described = _read(path)
+    mean, std = described.get("image_mean"), described.get("image_std")
     if isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3:
         return ((mean[0], mean[1], mean[2]), (std[0], std[1], std[2])), path.name
     raise CheckpointError(f"{path} says nothing of image_mean and image_std; fetch it again")

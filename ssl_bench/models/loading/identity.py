@@ -40,9 +40,9 @@ def identify_encoder(uri: str) -> EncoderIdentity:
     path = file_of(uri)
     if path.suffix == ".safetensors" and path.is_file() and is_ours(path):
         config, digest = stated_identity(path)
-        told = configured(config)
+        architecture = configured(config)
         return EncoderIdentity(
-            uri, name_of(path), digest, told, *stated_colours(path), depth=config.depth
+            uri, name_of(path), digest, architecture, *stated_colours(path), depth=config.depth
         )
     encoder = load_encoder(uri)
     return EncoderIdentity(

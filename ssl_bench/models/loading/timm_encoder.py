@@ -124,8 +124,12 @@ def _from_file(
     keys = (len(model.state_dict()), backbone.total)
     contents = Contents("timm", f"timm {timm.__version__}, {name}", backbone.ignored, file=path)
     encoder = timm_encoder(model, uri=uri, name=label, sha256=digest, keys=keys, contents=contents)
-    told = (config or {}).get("pretrained_cfg") or {}
-    return encoder if "mean" in told else replace(encoder, colours_from=f"{ASSUMED}: timm's {name}")
+    pretrained = (config or {}).get("pretrained_cfg") or {}
+    return (
+        encoder
+        if "mean" in pretrained
+        else replace(encoder, colours_from=f"{ASSUMED}: timm's {name}")
+    )
 
 
 def _check_name(name: str) -> None:
@@ -152,8 +156,8 @@ def _create(
     # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
     # missing keys without a word.
     loaded = {"num_classes": 0, "label_offset": 0}
-    told = config.get("pretrained_cfg") or {}
-    overlay = {key: told[key] for key in ("mean", "std", "input_size") if key in told}
+    pretrained = config.get("pretrained_cfg") or {}
+    overlay = {key: pretrained[key] for key in ("mean", "std", "input_size") if key in pretrained}
     if weights:
         overlay |= {"state_dict": dict(weights[1].weights), **loaded}
     try:

@@ -1,0 +1,160 @@
+"""Exact nearest neighbours among unit vectors: by faiss, or as a matrix product and its largest."""
+
+import importlib
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ssl_bench.errors import MachineError
+
+Engine = Literal["auto", "faiss", "torch"]
+"""What compares all vectors: "auto" is faiss for many on a CPU, else a matrix product."""
+
+# Similarities that are in memory at once: a quarter of a gibibyte.
+_SIMILARITIES = 2**26
+# Queries that one call of faiss, and one product with what it found, serve at least.
+_ASKED, _RERANKED = 4096, 8
+# Numbers in all queries from which on faiss computes by blocks; below, it is slower than a product.
+_BLOCKWISE = 2**17
+# Vectors for each candidate from which on faiss and ranking what it found take less time.
+_WORTH = 256
+# Candidates beyond those that are asked for, so that rounding seldom leaves one out.
+_SPARE = 32
+# The most that faiss's kernels select on a GPU.
+_MOST_ON_GPU = 2048
+
+
+def nearest_vectors(
+    queries: Float[Tensor, "queries dim"],
+    memory: Float[Tensor, "memory dim"],
+    count: int,
+    *,
+    engine: Engine = "auto",
+) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
+    """Cosine similarity and index of the nearest vectors, in order; of equal ones the first.
+
+    Both engines give the same: faiss only chooses candidates, their similarities are those of the
+    matrix product, and where a vector that was not chosen could be as near within the rounding of
+    float32, the whole product decides. "auto" takes faiss where it was measured to be faster.
+
+    Args:
+        queries: Of length 1, float32.
+        memory: Of length 1, float32; at least `count`.
+        count: How many neighbours.
+        engine: See `Engine`.
+
+    Raises:
+        MachineError: faiss is asked for on a GPU and was built without its kernels.
+    """
+    if not _is_for_faiss(queries, memory, count, engine):
+        return _by_product(queries, memory, count)
+    found = []
+    # Parts of nearly one size: a small rest is slow, and products of a few rows round otherwise.
+    for some in queries.tensor_split(max(1, len(queries) // _ASKED)):
+        similarities, candidates = faiss_nearest(some, memory, count + _SPARE)
+        parts = max(1, len(some) // _RERANKED)
+        split = [x.tensor_split(parts) for x in (some, similarities[:, -1], candidates)]
+        for block, farthest, which in zip(*split, strict=True):
+            found.append(_reranked(block, farthest, which, memory, count))
+    return torch.cat([values for values, _ in found]), torch.cat([index for _, index in found])
+
+
+def faiss_nearest(
+    queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], count: int
+) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
+    """Similarity and index of the nearest vectors, in order; of equal ones any. Nothing is copied.
+
+    Raises:
+        MachineError: the memory is on a GPU and faiss was built without its kernels.
+    """
+    # Imported late, and after torch: the other way round their OpenMP libraries clash.
+    import faiss
+
+    queries, memory = queries.contiguous(), memory.contiguous()
+    if memory.device.type == "cpu":
+        product = faiss.METRIC_INNER_PRODUCT
+        values, index = faiss.knn(queries.numpy(), memory.numpy(), count, metric=product)
+        return torch.from_numpy(values), torch.from_numpy(index)
+    return _faiss_nearest_on_gpu(faiss, queries, memory, count)
+
+
+def takes_faiss(
+    queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], engine: Engine
+) -> bool:
+    """Whether faiss compares these; under "auto" on a CPU, for as many as it computes by blocks."""
+    is_faster = memory.device.type == "cpu" and queries.numel() >= _BLOCKWISE
+    return engine == "faiss" or (engine == "auto" and is_faster)
+
+
+def nearest(
+    similarities: Float[Tensor, "rows columns"], count: int
+) -> tuple[Float[Tensor, "rows {count}"], Int64[Tensor, "rows {count}"]]:
+    """The largest values of each row and their columns, in order; of equal ones the first."""
+    values, index = similarities.topk(count)
+    # topk takes any of several equal values; where some were left out, only a full sort is fair.
+    unfair = (similarities >= values[:, -1:]).sum(1) > count
+    if unfair.any():
+        ordered = similarities[unfair].sort(dim=1, descending=True, stable=True)
+        values[unfair], index[unfair] = ordered.values[:, :count], ordered.indices[:, :count]
+    index, order = index.sort(dim=1)
+    values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return values, index.gather(1, order)
+
+
+def _is_for_faiss(queries: Tensor, memory: Tensor, count: int, engine: Engine) -> bool:
+    """Whether faiss can give candidates, and under "auto" whether that saves time."""
+    on_gpu, candidates = memory.device.type != "cpu", count + _SPARE
+    if candidates >= len(memory) or (on_gpu and candidates > _MOST_ON_GPU):
+        return False
+    # Products of fewer rows round otherwise than those of many.
+    if len(queries) < _RERANKED or not takes_faiss(queries, memory, engine):
+        return False
+    return engine == "faiss" or _WORTH * candidates <= len(memory)
+
+
+def _by_product(
+    queries: Float[Tensor, "queries dim"], memory: Float[Tensor, "memory dim"], count: int
+) -> tuple[Float[Tensor, "queries {count}"], Int64[Tensor, "queries {count}"]]:
+    rows = max(1, _SIMILARITIES // len(memory))
+    found = [nearest(some @ memory.T, count) for some in queries.split(rows)]
+    return torch.cat([values for values, _ in found]), torch.cat([index for _, index in found])
+
+
+def _reranked(
+    queries: Float[Tensor, "some dim"],
+    farthest: Float[Tensor, " some"],
+    candidates: Int64[Tensor, "some candidates"],
+    memory: Float[Tensor, "memory dim"],
+    count: int,
+) -> tuple[Float[Tensor, "some {count}"], Int64[Tensor, "some {count}"]]:
+    """The nearest by the product with the candidates of all queries, if no other can be nearer."""
+    columns = candidates.unique()
+    values, index = nearest(queries @ memory[columns].T, count)
+    # Twice the error of a sum of `dim` products of unit vectors, one of each engine.
+    rounding = 1.01 * memory.shape[1] * torch.finfo(torch.float32).eps
+    if bool((values[:, -1] > farthest + rounding).all()):
+        return values, columns[index]
+    return _by_product(queries, memory, count)
+
+
+def _faiss_nearest_on_gpu(
+    faiss: Any, queries: Tensor, memory: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    if not (hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus()):
+        raise MachineError(
+            f"faiss {faiss.__version__} finds no GPU; take probe.engine=torch or --device cpu"
+        )
+    # Teaches faiss to read and to give tensors, in the order of torch's stream.
+    importlib.import_module("faiss.contrib.torch_utils")
+    product, device = faiss.METRIC_INNER_PRODUCT, memory.device.index or 0
+    with torch.cuda.device(device):
+        return faiss.knn_gpu(_gpu_memory(), queries, memory, count, metric=product, device=device)
+
+
+@cache
+def _gpu_memory() -> Any:
+    """What faiss computes in; taken once, since it is more than a gibibyte."""
+    return importlib.import_module("faiss").StandardGpuResources()

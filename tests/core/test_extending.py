@@ -1,0 +1,78 @@
+"""What docs/extending.md shows is copied into the suite as it stands there, and runs."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/extending.md").read_text()
+FILES = dict(re.findall(r"^`([\w/.]+)`:\n```\w+\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+RUN = """
+import json, sys
+from ssl_bench.cli.__main__ import main
+sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
+"""
+
+
+def commands() -> list[list[str]]:
+    """The words after `ssl-bench` of every command, in the order of the page."""
+    lines = PAGE.replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[1:] for line in lines if line.startswith("ssl-bench ")]
+
+
+def pictures(folder: Path) -> None:
+    """Eight pictures of two classes, named by two lists."""
+    (folder / "a").mkdir(parents=True)
+    random = np.random.default_rng(0)
+    rows = [f"a/{number}.png class{number % 2}\n" for number in range(8)]
+    for row in rows:
+        noise = random.integers(0, 256, (40, 50, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(folder / row.split()[0])
+    (folder / "train.txt").write_text("".join(rows[:6]))
+    (folder / "val.txt").write_text("".join(rows[6:]))
+
+
+def done(folder: Path, *command: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+def test_the_page_has_a_whole_one_of_each():
+    folders = ("probes", "ssl_bench/data/layouts", "pretrain/objectives", "configs/model")
+    assert {str(Path(path).parent) for path in FILES} >= set(folders)
+    assert [words[0] for words in commands()] == ["pretrain", "probe", "probe"]
+
+
+@pytest.mark.slow
+def test_what_the_page_shows_passes_the_linter_and_runs(tmp_path):
+    suite, place = tmp_path / "suite", tmp_path / "place"
+    for name in ("ssl_bench", "probes", "pretrain", "configs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, suite / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", suite)
+    for path, text in FILES.items():
+        assert not (suite / path).exists()
+        (suite / path).write_text(text)
+    pictures(place / "photos")
+    python = sorted(path for path in FILES if path.endswith(".py"))
+
+    done(suite, "-m", "ruff", "format", "--check", "--no-cache", *python)
+    done(suite, "-m", "ruff", "check", "--no-cache", *python)
+    run = f"import sys; sys.path.insert(0, {str(suite)!r}){RUN}"
+    printed = done(place, "-c", run, json.dumps(commands()))
+
+    assert "norms: length on toy" in printed
+    assert "knn: top1_k1 (%) on listed val" in printed
+    records = list((place / "out/records").rglob("*.json"))
+    assert {path.parent.parent.name for path in records} == {"norms", "knn"}

@@ -1,0 +1,185 @@
+"""Neighbours are those of the whole product to the bit, whatever chose the candidates."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from probes.features.neighbours import NeighbourSearch
+from ssl_bench import neighbours
+from ssl_bench.errors import MachineError
+from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors, takes_faiss
+
+
+def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return F.normalize(torch.randn(count, dim, generator=generator), dim=1)
+
+
+def products(monkeypatch) -> list[int]:
+    """Rows of every whole product from now on."""
+    rows, whole = [], neighbours._by_product
+
+    def counted(queries, memory, count):
+        rows.append(len(queries))
+        return whole(queries, memory, count)
+
+    monkeypatch.setattr(neighbours, "_by_product", counted)
+    return rows
+
+
+def assert_the_same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("num_queries", [8, 23, 150])
+def test_faiss_and_the_product_give_the_same_to_the_bit(monkeypatch, num_queries):
+    monkeypatch.setattr(neighbours, "_ASKED", 100)
+    memory, queries = unit_vectors(3000), unit_vectors(num_queries, seed=1)
+    rows = products(monkeypatch)
+
+    found = nearest_vectors(queries, memory, 20, engine="faiss")
+
+    assert not rows
+    assert_the_same(found, nearest(queries @ memory.T, 20))
+
+
+def test_of_equal_vectors_the_first_is_the_nearest():
+    memory = unit_vectors(500).repeat(3, 1)
+    queries = memory[400:440]
+
+    values, index = nearest_vectors(queries, memory, 4, engine="faiss")
+
+    assert index[:, :3].tolist() == [[i, i + 500, i + 1000] for i in range(400, 440)]
+    assert_the_same((values, index), nearest(queries @ memory.T, 4))
+
+
+def test_where_more_are_equal_than_faiss_gives_the_whole_product_decides(monkeypatch):
+    memory = torch.cat([unit_vectors(2000), unit_vectors(1, seed=5).expand(200, -1)])
+    queries = torch.cat([unit_vectors(40, seed=1), memory[-40:]])
+    rows = products(monkeypatch)
+
+    values, index = nearest_vectors(queries, memory, 5, engine="faiss")
+
+    assert 0 < sum(rows) < 80
+    assert index[40:].tolist() == [list(range(2000, 2005))] * 40
+    assert_the_same((values, index), nearest(queries @ memory.T, 5))
+
+
+def test_a_vector_that_faiss_left_out_within_rounding_is_found(monkeypatch):
+    memory, queries = unit_vectors(3000), unit_vectors(40, seed=1)
+    similarities, index = faiss_nearest(queries, memory, 53)
+
+    def missing_the_nearest(*_):
+        """As a faiss would that rounds so badly that the nearest comes last."""
+        return similarities[:, :1].expand(-1, 52), index[:, 1:]
+
+    monkeypatch.setattr(neighbours, "faiss_nearest", missing_the_nearest)
+
+    found = nearest_vectors(queries, memory, 20, engine="faiss")
+
+    assert_the_same(found, nearest(queries @ memory.T, 20))
+
+
+@pytest.mark.parametrize(
+    ("num_vectors", "num_queries", "engine", "by_faiss"),
+    [
+        (14_000, 8, "auto", True),
+        (14_000, 7, "auto", False),
+        (13_000, 8, "auto", False),
+        (13_000, 8, "faiss", True),
+        (13_000, 7, "faiss", False),
+        (52, 8, "faiss", False),
+        (14_000, 8, "torch", False),
+    ],
+)
+def test_faiss_is_taken_where_it_helps(monkeypatch, num_vectors, num_queries, engine, by_faiss):
+    monkeypatch.setattr(neighbours, "_BLOCKWISE", 8 * 24)
+    rows = products(monkeypatch)
+
+    nearest_vectors(unit_vectors(num_queries), unit_vectors(num_vectors), 20, engine=engine)
+
+    assert bool(rows) != by_faiss
+
+
+def test_few_numbers_are_compared_by_a_product_unless_faiss_is_asked_for():
+    memory = unit_vectors(5, dim=512)
+    taken = [
+        takes_faiss(unit_vectors(count, dim=512), memory, engine)
+        for count in (255, 256)
+        for engine in ("auto", "faiss", "torch")
+    ]
+    assert taken == [False, True, False, True, True, False]
+
+
+def test_a_search_gives_its_engine_what_it_remembers():
+    memory, queries = unit_vectors(400), unit_vectors(9, seed=1)
+    by_engine = [
+        NeighbourSearch.of(3 * memory, engine).nearest(2 * queries, 7)
+        for engine in ("auto", "faiss", "torch")
+    ]
+    for values, index in by_engine:
+        assert (values - by_engine[0][0]).abs().max() < 1e-6
+        assert torch.equal(index, by_engine[0][1])
+
+
+def test_a_faiss_without_gpu_is_refused_for_tensors_of_a_gpu(monkeypatch):
+    faiss = ModuleType("faiss")
+    faiss.__version__ = "9.9"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "faiss", faiss)
+    with pytest.raises(MachineError, match=r"faiss 9.9 finds no GPU; take probe.engine=torch"):
+        faiss_nearest(*_elsewhere(), 3)
+
+
+def test_tensors_of_a_gpu_go_to_faiss_as_they_are(monkeypatch):
+    asked = []
+
+    def knn_gpu(*arguments, **options):
+        asked.append((arguments, options))
+        return arguments[1:3]
+
+    faiss = SimpleNamespace(
+        METRIC_INNER_PRODUCT=0, StandardGpuResources=str, get_num_gpus=lambda: 1, knn_gpu=knn_gpu
+    )
+    for name in ("faiss", "faiss.contrib", "faiss.contrib.torch_utils"):
+        monkeypatch.setitem(sys.modules, name, faiss)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: pytest.MonkeyPatch.context())
+    neighbours._gpu_memory.cache_clear()
+    queries, memory = _elsewhere()
+
+    found = neighbours._faiss_nearest_on_gpu(faiss, queries, memory, 3)
+
+    neighbours._gpu_memory.cache_clear()
+    ((arguments, options),) = asked
+    assert (found[0] is queries, found[1] is memory, arguments[3]) == (True, True, 3)
+    assert options == {"metric": 0, "device": 0}
+
+
+def test_on_a_gpu_faiss_is_taken_where_it_is_asked_for():
+    queries, memory = (torch.empty(count, 4, device="meta") for count in (8, 10**6))
+    taken = {
+        engine: neighbours._is_for_faiss(queries, memory, 20, engine)
+        for engine in ("auto", "faiss", "torch")
+    }
+    assert taken == {"auto": False, "faiss": True, "torch": False}
+    assert not neighbours._is_for_faiss(queries, memory, 2017, "faiss")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_faiss_on_a_gpu_gives_what_the_product_gives():
+    memory, queries = unit_vectors(20_000).cuda(), unit_vectors(200, seed=1).cuda()
+
+    values, index = nearest_vectors(queries, memory, 20, engine="faiss")
+
+    expected = nearest(queries @ memory.T, 20)
+    torch.testing.assert_close(values, expected[0], rtol=0, atol=1e-5)
+    assert (index == expected[1]).double().mean() > 0.999
+
+
+def _elsewhere() -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and memory that are not on the CPU and hold nothing."""
+    return torch.empty(2, 4, device="meta"), torch.empty(8, 4, device="meta")
