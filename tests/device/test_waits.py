@@ -1,0 +1,44 @@
+"""How often the host waits for the device in each unit of work; no more than is said here."""
+
+import pytest
+
+from tests.device.units import UNITS
+from tests.support.simulated_cuda import is_simulated
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not is_simulated(), reason="counts on the simulated device"),
+]
+# Waits, and uploads from memory that is not pinned.
+LIMITS = {
+    "training step, softmax": (0, 0),
+    "training step, linear": (0, 0),
+    "training step, osa_qr": (12, 12),
+    "training step, osa_newton_schulz": (12, 12),
+    "training step, graying svd": (12, 0),
+    "training step, graying dct": (0, 0),
+    "training step, SOAP with a refresh": (0, 0),
+    "TokenCut, batch": (8, 5),
+    "feature cache, batch": (25, 1),
+    "heads' step, upsample4": (8, 4),
+    "heads' step, full_resolution": (9, 4),
+    "heads' step, histogram": (6, 2),
+    "heads' step, majority": (6, 2),
+    "heads' step, labels of 100 x 100": (0, 10),
+    "L-BFGS, iteration": (2, 0),
+    "scored segmentation, batch, squash": (363, 4),
+    "scored segmentation, batch, patch": (31, 4),
+    "scored segmentation, batch, slide": (31, 4),
+    "scored retrieval, batch": (58, 4),
+    "k-NN and classification, batch": (25, 1),
+    "PCA, image": (13, 1),
+}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_unit_waits_no_more_often_than_is_said(tmp_path, unit):
+    counts = UNITS[unit](tmp_path)
+
+    most_waits, most_uploads = LIMITS[unit]
+    assert counts.waits <= most_waits, counts.places
+    assert counts.uploads <= most_uploads, counts.places
