@@ -1,6 +1,6 @@
-"""How often the host waits for a GPU, by unit of work, counted on the simulated device.
+r"""How often the host waits for a GPU, by unit of work, counted on the simulated device.
 
-    python -m tests.benchmarks.device_waits --column before \\
+    python -m tests.benchmarks.device_waits --column before \
         --json results/benchmarks/device_waits.json --table results/tables/device_waits.md
 
 Counts, not times: they do not depend on the machine. A column that is in the file already is
