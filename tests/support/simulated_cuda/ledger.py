@@ -9,6 +9,8 @@ from pathlib import Path
 
 _ROOT = str(Path(__file__).parents[3])
 _ITSELF = str(Path(__file__).parent)
+# Who asks for a copy is of interest, not what makes it.
+_TRANSFERS = f"{_ROOT}/ssl_bench/system/transfers.py"
 _PACKAGES = tuple(f"{_ROOT}/{name}/" for name in ("ssl_bench", "pretrain", "probes"))
 
 
@@ -94,7 +96,7 @@ def where() -> str:
     frame, fallback = sys._getframe(1), "?"
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_PACKAGES):
+        if name.startswith(_PACKAGES) and name != _TRANSFERS:
             return f"{name[len(_ROOT) + 1 :]}:{frame.f_lineno}"
         if fallback == "?" and name.startswith(f"{_ROOT}/tests/") and not name.startswith(_ITSELF):
             fallback = f"{name[len(_ROOT) + 1 :]}:{frame.f_lineno}"
