@@ -150,13 +150,19 @@ def solved(module):
 
 MISTAKES = {
     "an image that is not moved": (
-        features, "images.to(self.device, torch.float32)", "images.float()", extracted,
+        features, "sent(images, self.device).to(torch.float32)", "images.float()", extracted,
     ),
     "a start vector of the host": (
-        eigensolver_batched, "start = start.to(trivial) *", "start = start.double() *", solved,
+        eigensolver_batched,
+        "sent(start, trivial.device).to(trivial.dtype) *",
+        "start.double() *",
+        solved,
     ),
     "numpy of the device": (
-        eigensolver_batched, "found.vectors.cpu().numpy()", "found.vectors.numpy()", solved,
+        eigensolver_batched,
+        "fetched([found.vectors, found.eigenvalues",
+        "list([found.vectors, found.eigenvalues",
+        solved,
     ),
     "a generator of the host": (
         eigensolver_batched,

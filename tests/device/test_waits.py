@@ -18,7 +18,7 @@ LIMITS = {
     "training step, graying svd": (12, 0),
     "training step, graying dct": (0, 0),
     "training step, SOAP with a refresh": (0, 0),
-    "TokenCut, batch": (8, 5),
+    "TokenCut, batch": (2, 0),
     "feature cache, batch": (1, 0),
     "heads' step, upsample4": (0, 0),
     "heads' step, full_resolution": (0, 0),

@@ -27,7 +27,7 @@ from probes.retrieval import Retrieval
 from probes.segmentation.probe import Segmentation
 from probes.tokencut.cuts import PatchGrid
 from probes.tokencut.eigensolver import GraphPool
-from probes.tokencut.extraction import extract
+from probes.tokencut.extraction import extracted
 from probes.tokencut.probe import TokenCut
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
@@ -199,7 +199,8 @@ def tokencut_batch(facets: Iterable[str] = ("key",)) -> Counts:
     def work(number: int) -> None:
         with GraphPool(1) as pool:
             for _ in batches(range(number), 1):
-                probe._find_all(extract(extractor, samples, grids[0]), grids, pool)
+                with extracted(extractor, samples, grids[0]) as features:
+                    probe._find_all(features, grids, pool)
 
     return counts_of(work, 1, 2)
 
