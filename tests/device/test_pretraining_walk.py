@@ -1,6 +1,11 @@
 """`pretrain` on a device: every objective, optimizer and architecture, from start to resume."""
 
 import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -127,3 +132,30 @@ def test_the_parts_that_say_so_are_compiled(photos):
     trained(photos, "run", "dino")
 
     assert LEDGER.compiled.total() > 0
+
+
+@pytest.mark.skipif(not is_simulated(), reason="needs two real devices, which NCCL asks for")
+def test_two_processes_learn_what_one_does(photos):
+    words = ("optimizer=soap", "train.precision=float32", "train.compile=false")
+    alone = trained(photos, "alone", "mae", *words, "train.accumulation=2")
+    command = [
+        *(sys.executable, "-W", "ignore", "-m", "tests.support.simulated_cuda", "pretrain"),
+        *("--data-root", str(photos / "train"), "--device", "cuda", "--out", "two"),
+        *("objective=mae", *SMALL, *OBJECTIVES["mae"], *words),
+    ]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    shared = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    shared["PYTHONPATH"] = str(Path(__file__).parents[2])
+    processes = [
+        subprocess.Popen(command, env={**shared, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    assert [process.wait(timeout=240) for process in processes] == [0, 0]
+
+    # Masks are drawn by each process for itself; the images and rates are those of one.
+    together = log_rows("two")
+    names = ("step", "epoch", "lr", "weight_decay")
+    assert [[row[n] for n in names] for row in together] == [[r[n] for n in names] for r in alone]
+    assert all(math.isfinite(row["gradient_norm"]) for row in together)
