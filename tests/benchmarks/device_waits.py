@@ -24,9 +24,11 @@ _INTRODUCTION = """\
 
 Counted on the simulated device of `tests/support/simulated_cuda`; no GPU was used and no time was
 measured. In each field: how often the host reads something back and waits for it, and after the
-stroke how often it sends something from memory that is not pinned. A training step is DINO's with
-AdamW, four blocks that pass three times; all else is of twelve blocks, a batch of three images,
-heads with two learning rates.
+stroke how often it sends something from memory that is not pinned, which waits unless it is small
+and nobody asked to wait. A training step is DINO's with AdamW, four blocks that pass three times,
+between refreshes of SOAP's bases or with one; a step of a run is all that `ssl-bench pretrain` does
+in one, two blocks; all else is of twelve blocks, a batch of three images, heads with two learning
+rates.
 """
 
 

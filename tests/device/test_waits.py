@@ -18,6 +18,10 @@ LIMITS = {
     "training step, graying svd": (12, 0),
     "training step, graying dct": (0, 0),
     "training step, SOAP with a refresh": (0, 0),
+    # Small ones, of the augmentation, which do not wait.
+    "step of a run, dino": (0, 40),
+    "step of a run, mae": (0, 1),
+    "step of a run, supervised": (0, 1),
     "TokenCut, batch": (2, 0),
     "feature cache, batch": (1, 0),
     "heads' step, upsample4": (0, 0),

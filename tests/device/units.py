@@ -1,6 +1,8 @@
 """Units of work on a device, counted on the simulated one: how often the host waits in each."""
 
+import io
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,15 @@ from probes.tokencut.cuts import PatchGrid
 from probes.tokencut.eigensolver import GraphPool
 from probes.tokencut.extraction import extracted
 from probes.tokencut.probe import TokenCut
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from tests.benchmarks.pretrain import Setting
+from tests.device.runs import OBJECTIVES, SMALL
 from tests.support.colours import ColourDataset, probe_context
+from tests.support.faults import class_folders
 from tests.support.simulated_cuda.counts import Counts, counts_of
 
 CUDA = torch.device("cuda")
@@ -77,6 +82,21 @@ def soap_step() -> Counts:
     """With SOAP, a refresh in each."""
     model = ViTConfig(image_size=32, patch_size=8, dim=12, depth=1, num_heads=2)
     return counts_of(_Steps(model, Soap(precondition_frequency=1)).take, 1, 3)
+
+
+def step_of_a_run(folder: Path, objective: str) -> Counts:
+    """All of it: reading, cutting, training, the log."""
+    root = class_folders(folder / objective)
+    data = root if objective == "supervised" else root / "train"
+    words = ["pretrain", "--data-root", str(data), "--device", "cuda", "--overwrite"]
+    words += ["--out", str(folder / f"{objective}-run"), f"objective={objective}"]
+
+    def work(number: int) -> None:
+        more = [*SMALL, *OBJECTIVES[objective], f"train.max_steps={number}"]
+        with patch.dict(mfu._SIDE, cuda=64), redirect_stderr(io.StringIO()):
+            assert main([*words, *more]) == 0
+
+    return counts_of(work, 4, 8)
 
 
 def _encoder(config: ViTConfig = _TINY) -> Any:
@@ -249,6 +269,9 @@ UNITS: dict[str, Callable[[Path], Counts]] = {
     "training step, graying svd": lambda _: training_step(graying="svd"),
     "training step, graying dct": lambda _: training_step(graying="dct"),
     "training step, SOAP with a refresh": lambda _: soap_step(),
+    "step of a run, dino": lambda folder: step_of_a_run(folder, "dino"),
+    "step of a run, mae": lambda folder: step_of_a_run(folder, "mae"),
+    "step of a run, supervised": lambda folder: step_of_a_run(folder, "supervised"),
     "TokenCut, batch": lambda _: tokencut_batch(),
     "feature cache, batch": feature_cache_batch,
     "heads' step, upsample4": lambda folder: heads_step(folder, "upsample4"),
@@ -264,5 +287,5 @@ UNITS: dict[str, Callable[[Path], Counts]] = {
     "k-NN and classification, batch": image_vectors_batch,
     "PCA, image": pca_image,
 }
-"""A training step is of four blocks, which pass three times; all else is of twelve, a batch of
-three images."""
+"""A training step is of four blocks, which pass three times; a run has two; all else is of twelve
+blocks, a batch of three images."""
