@@ -116,6 +116,18 @@ def test_only_pinned_memory_is_sent_without_waiting():
     assert sum(found.uploads.values()) == 4
 
 
+def test_what_is_fetched_is_there_after_a_wait_and_not_before():
+    values, event = torch.arange(3.0).to(CUDA), torch.cuda.Event()
+    target = torch.empty(3, pin_memory=True).copy_(values, non_blocking=True)
+    event.record()
+    values += 1
+    early = target.tolist()
+    event.synchronize()
+
+    assert early != [0, 1, 2]
+    assert target.tolist() == [0, 1, 2]
+
+
 def test_autocast_casts_what_that_of_cuda_casts():
     layer = torch.nn.Linear(4, 2).to(CUDA)
     with torch.autocast("cuda", torch.bfloat16):

@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 _ROOT = str(Path(__file__).parents[3])
 _ITSELF = str(Path(__file__).parent)
 # Who asks for a copy is of interest, not what makes it.
@@ -38,6 +41,7 @@ class Ledger:
             wait as well.
         pinned_uploads: Copies to the device from pinned memory that do not wait.
         downloads: Copies to pinned memory that do not wait.
+        on_their_way: Those that are not there yet, and what they will hold.
         event_waits: The host waits until the device has come so far.
         compiled: Modules that would have been compiled.
         forbids_waits: As `torch.cuda.set_sync_debug_mode("error")`.
@@ -51,6 +55,7 @@ class Ledger:
     compiled: Counter[str] = field(default_factory=Counter)
     num_operators: int = 0
     forbids_waits: bool = False
+    on_their_way: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False)
 
     def reset(self) -> None:
         for counter in (self.waits, self.uploads, self.pinned_uploads, self.downloads):
@@ -69,6 +74,24 @@ class Ledger:
         if self.forbids_waits:
             raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {event.where}")
         self.waits[event] += times
+        self.arrive()
+
+    def wait_for_event(self) -> None:
+        """The host waits until the device has come so far."""
+        self.event_waits[Event("Event.synchronize", where())] += 1
+        self.arrive()
+
+    def send_back(self, target: Tensor, source: Tensor) -> None:
+        """Copy to pinned memory, which holds something else until the next wait."""
+        self.downloads[Event("copy to pinned memory", where())] += 1
+        self.on_their_way.append((target, source.detach().clone()))
+        target.copy_(_wrong(source))
+
+    def arrive(self) -> None:
+        """What is on its way to pinned memory is there."""
+        for target, source in self.on_their_way:
+            target.copy_(source)
+        self.on_their_way.clear()
 
     def upload(self, what: str, *, pinned: bool, waits: bool) -> None:
         """Something is copied to the device."""
@@ -89,6 +112,13 @@ class Ledger:
     def _counters(self) -> dict[str, Counter[Event]]:
         names = ("waits", "uploads", "pinned_uploads", "downloads", "event_waits")
         return {name: getattr(self, name) for name in names}
+
+
+def _wrong(values: Tensor) -> Tensor:
+    """Not one value is right."""
+    if values.dtype == torch.bool:
+        return ~values
+    return values + 1 if not values.is_floating_point() else torch.full_like(values, torch.nan)
 
 
 def where() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tests.support.simulated_cuda.asking import CURRENT
-from tests.support.simulated_cuda.ledger import LEDGER, Event, where
+from tests.support.simulated_cuda.ledger import LEDGER
 from tests.support.simulated_cuda.places import names_device
 
 NAME = "simulated CUDA device"
@@ -72,7 +72,7 @@ class CudaEvent:
     def wait(self, _: Any = None) -> None: ...
 
     def synchronize(self) -> None:
-        LEDGER.event_waits[Event("Event.synchronize", where())] += 1
+        LEDGER.wait_for_event()
 
     def query(self) -> bool:
         return True

@@ -72,7 +72,8 @@ class Operators(TorchDispatchMode):
         if Place.DEVICE in places:
             operator = operator_of(func)
             if operator.name == "aten::copy_":
-                _copy(args, options)
+                if _is_on_its_way(args, options):
+                    return args[0]
             elif operator.name not in BOOKKEEPING:
                 _check(operator, args, options, given)
         found = func(*args, **options)
@@ -80,10 +81,16 @@ class Operators(TorchDispatchMode):
         return found
 
 
-def _copy(args: Sequence[Any], options: dict[str, Any]) -> None:
+def _is_on_its_way(args: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Enter a copy; whether it arrives with the next wait, and not now."""
     target, source = args[0], args[1]
-    non_blocking = args[2] if len(args) > 2 else options.get("non_blocking", False)
-    count_transfer(place_of(source), place_of(target), non_blocking=bool(non_blocking))
+    non_blocking = bool(args[2] if len(args) > 2 else options.get("non_blocking", False))
+    places = place_of(source), place_of(target)
+    count_transfer(*places, non_blocking=non_blocking)
+    if places != (Place.DEVICE, Place.PINNED) or not non_blocking:
+        return False
+    LEDGER.send_back(target, source)
+    return True
 
 
 def _check(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.simulated_cuda.ledger import LEDGER, Event, where
+from tests.support.simulated_cuda.ledger import LEDGER, where
 from tests.support.simulated_cuda.places import (
     Place,
     SimulatedDeviceError,
@@ -25,9 +25,7 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
     if source is Place.DEVICE and target is not Place.DEVICE:
         if not non_blocking:
             LEDGER.wait("copy to the host")
-        elif target is Place.PINNED:
-            LEDGER.downloads[Event("copy to pinned memory", where())] += 1
-        else:
+        elif target is not Place.PINNED:
             raise SimulatedDeviceError(
                 f"non_blocking copy to memory that is not pinned, read before it is there, at "
                 f"{where()}"
