@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: quickstart test test-all coverage lint wheel-check constraints audit clean
+.PHONY: quickstart test test-all test-device coverage lint wheel-check constraints audit clean
 
 quickstart: $(READY)
 	$(BIN)/ssl-bench quickstart
@@ -13,6 +13,11 @@ test: $(READY) lint
 
 test-all: $(READY) lint
 	$(BIN)/pytest -n 2 --durations=8
+	$(MAKE) test-device
+
+# What needs a GPU, on one that exists in Python alone; patches torch, so in processes of its own.
+test-device: $(READY)
+	$(BIN)/pytest -n 2 -p tests.support.simulated_cuda.plugin -m gpu --durations=8
 
 # Its tracer makes the tests 1.4 times as long, so that no other target asks for it.
 coverage: $(READY)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor
 
-from probes.features.cache import TrainingPass, extract
+from probes.features.cache import TrainingPass, check, extract
 from probes.features.neighbours import NeighbourSearch
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches, read_ahead
@@ -35,6 +35,7 @@ from ssl_bench.intervals import few_images_warning
 from ssl_bench.metrics import class_counts
 from ssl_bench.neighbours import Engine
 from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED
+from ssl_bench.system.transfers import fetched, sent
 
 _METRICS = ("miou", "pixel_accuracy")
 _NOT_SETTINGS = frozenset({"protocol", "memory_gib", "cache", "num_workers", "engine", "guesses"})
@@ -195,14 +196,19 @@ class Retrieval:
         for batch in batches(shown, self.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
-            blocks = extract(training_pass.extractor, self.facet, windows, ids)
+            blocks, sums = extract(training_pass.extractor, self.facet, windows, ids)
             votes = [self._votes(blocks[layer], search, labels) for layer, search in memory.items()]
+            counts = []
             for position, item in enumerate(batch):
                 logits = torch.stack([vote[position] for vote in votes])[None]
                 predicted = scoring.predict(logits, item)
-                target = item.mask.to(predicted.device)
-                per_image[number] = class_counts(predicted, target, classes)
-                number += 1
+                target = sent(item.mask, predicted.device)
+                counts.append(class_counts(predicted, target, classes))
+            # Together, because the host waits for each fetching.
+            sums, counts = fetched([sums, torch.stack(counts)])
+            check(training_pass.extractor, sums, ids)
+            per_image[number : number + len(batch)] = counts
+            number += len(batch)
         return per_image
 
     def _votes(

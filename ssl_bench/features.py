@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import Encoder
+from ssl_bench.system.transfers import fetched, sent
 
 Facet = Literal["token", "token_normed", "cls", "cls_normed", "key", "query", "value"]
 Features = dict[int, dict[Facet, Tensor]]
@@ -57,8 +58,6 @@ class FeatureExtractor:
         self._mean = torch.tensor(encoder.mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(encoder.std, device=self.device).view(3, 1, 1)
 
-    # Not inference_mode: heads trained on the features need to save them for backward.
-    @torch.no_grad()
     def __call__(
         self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str] = ()
     ) -> Features:
@@ -75,6 +74,20 @@ class FeatureExtractor:
             ConfigurationError: The patch does not divide height and width, and `pad` is off.
             CheckpointError: Features are not finite, or the encoder does not compute them.
         """
+        found, sums = self.unchecked(images)
+        self.check(fetched([sums])[0], ids)
+        return found
+
+    # Not inference_mode: heads trained on the features need to save them for backward.
+    @torch.no_grad()
+    def unchecked(
+        self, images: Float[Tensor, "batch 3 height width"]
+    ) -> tuple[Features, Float[Tensor, "features batch"]]:
+        """As a call, but features may not be finite; `check` takes the sums and says so.
+
+        For work that fetches something from the device in any case: the sums go along with it, and
+        the host waits once.
+        """
         images = self._prepared(images)
         grid = (images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size)
         found: Features = {layer: {} for layer in self.layers}
@@ -85,13 +98,32 @@ class FeatureExtractor:
             suppress(_DeepestLayerDone),
         ):
             self._module(images)
-        return self._checked(found, ids)
+        self._require_all(found)
+        # Sums, because they are one pass without a copy.
+        sums = [value.flatten(1).sum(1) for item in found.values() for value in item.values()]
+        ordered: Features = {
+            layer: {facet: features[facet] for facet in self.facets}
+            for layer, features in found.items()
+        }
+        return ordered, torch.stack(sums)
+
+    def check(self, sums: Float[Tensor, "features batch"], ids: Sequence[str] = ()) -> None:
+        """Raise a CheckpointError if the sums that `unchecked` gave are not finite."""
+        spoilt = (~sums.isfinite()).nonzero()
+        if len(spoilt):
+            index, image = spoilt[0].tolist()
+            name = ids[image] if ids else f"image {image} of the batch"
+            raise CheckpointError(
+                f"layer {self.layers[index // len(self.facets)]} of {self.encoder.name} gives "
+                f"features that are not finite for {name}; its training "
+                "diverged, or the encoder needs dtype=float32"
+            )
 
     def _prepared(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch 3 padded_height padded_width"]:
         height, width = images.shape[-2:]
-        images = (images.to(self.device, torch.float32) - self._mean) / self._std
+        images = (sent(images, self.device).to(torch.float32) - self._mean) / self._std
         if self.pad:
             return pad_to_patch(images, self.patch_size)
         if height % self.patch_size or width % self.patch_size:
@@ -157,7 +189,7 @@ class FeatureExtractor:
     ) -> Float[Tensor, "batch rows cols width"]:
         return tokens[:, self.encoder.num_prefix_tokens :].unflatten(1, grid).float()
 
-    def _checked(self, found: Features, ids: Sequence[str]) -> Features:
+    def _require_all(self, found: Features) -> None:
         for layer, features in found.items():
             silent = [facet for facet in self.facets if facet not in features]
             if silent:
@@ -165,21 +197,6 @@ class FeatureExtractor:
                     f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
                     "qkv layer; ask for facet=token"
                 )
-        # Sums, because they are one pass without a copy; and one wait for the device, not many.
-        sums = [value.flatten(1).sum(1) for item in found.values() for value in item.values()]
-        spoilt = (~torch.stack(sums).isfinite()).nonzero()
-        if len(spoilt):
-            index, image = spoilt[0].tolist()
-            name = ids[image] if ids else f"image {image} of the batch"
-            raise CheckpointError(
-                f"layer {self.layers[index // len(self.facets)]} of {self.encoder.name} gives "
-                f"features that are not finite for {name}; its training "
-                "diverged, or the encoder needs dtype=float32"
-            )
-        return {
-            layer: {facet: features[facet] for facet in self.facets}
-            for layer, features in found.items()
-        }
 
 
 class _DeepestLayerDone(Exception):

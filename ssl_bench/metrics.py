@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Float64, Int64, UInt8
+from jaxtyping import Float, Float64, Int64, Integer, UInt8
 from torch import Tensor
 
 from ssl_bench.neighbours import Engine, nearest_vectors
@@ -25,16 +25,43 @@ def class_counts(
     All that IoU and pixel accuracy need of a confusion matrix, in 3 / classes of its size; int64,
     because float32 counts stop growing at 2^24 pixels.
     """
-    counted = target != IGNORED
-    heads, true = len(predicted), target[counted]
+    heads, true = len(predicted), target.flatten()
+    size, given = heads * num_classes, predicted.flatten(1)
     # int32: a head has fewer than 2^31 / 256 pixels an image, and bincount reads half the bytes.
     first = torch.arange(heads, dtype=torch.int32, device=target.device)[:, None] * num_classes
-    cells = predicted[:, counted].int() + first
-    right = cells.masked_fill(predicted[:, counted] != true, heads * num_classes)
-    size = heads * num_classes
-    of_true = torch.bincount(true, minlength=num_classes).expand(heads, -1)
-    by_head = [torch.bincount(c.flatten(), minlength=size)[:size] for c in (right, cells)]
+    # What does not count goes behind all classes: a device would have to say how much is left.
+    cells = (given.int() + first).masked_fill_(true == IGNORED, size)
+    right = cells.masked_fill(given != true, size)
+    of_true = value_counts(true, IGNORED + 1)[:num_classes].expand(heads, -1)
+    by_head = [value_counts(c.flatten(), size + 1)[:size] for c in (right, cells)]
     return torch.stack([*(c.reshape(heads, -1) for c in by_head), of_true], 1)
+
+
+def value_counts(
+    values: Integer[Tensor, " places"],
+    size: int,
+    weights: Float[Tensor, " places"] | None = None,
+) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
+    """How often each number from 0 to `size` - 1 occurs, or the sum of its weights.
+
+    As `torch.bincount`, which makes the host wait for the extremes of what lies on a device.
+    """
+    if values.device.type == "cpu":
+        return torch.bincount(values, weights, size)
+    return scattered_counts(values, size, weights)
+
+
+def scattered_counts(
+    values: Integer[Tensor, " places"],
+    size: int,
+    weights: Float[Tensor, " places"] | None = None,
+) -> Int64[Tensor, " {size}"] | Float64[Tensor, " {size}"]:
+    """`value_counts` by additions on the spot, which a device does without being asked."""
+    if weights is None:
+        ones = torch.ones(1, dtype=torch.int64, device=values.device)
+        return ones.new_zeros(size).scatter_add_(0, values.long(), ones.expand(len(values)))
+    wide = weights.double()
+    return wide.new_zeros(size).scatter_add_(0, values.long(), wide)
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,6 +21,7 @@ from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import Progress
 from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.system.transfers import fetched
 
 # Takes the features of some entries of the layer of an index.
 Put = Callable[[int, Sequence[int], Tensor], None]
@@ -154,18 +155,25 @@ class TrainingPass:
         ids, views = [item.image_id for item in batch], self.views.count
         for number in range(views):
             images = torch.stack([item.images[number] for item in batch])
-            features = extract(self.extractor, self.facet, images, ids)
             entries = range(first * views + number, (first + len(batch)) * views, views)
-            for index, layer in enumerate(self._layers):
-                half = features[layer].half()
-                finite = half.isfinite().flatten(1).all(1)
-                if not finite.all():
-                    raise CheckpointError(
-                        f"layer {layer} of {self.extractor.encoder.name} gives features beyond "
-                        f"float16 (65504) for image {ids[int(finite.logical_not().nonzero()[0])]}; "
-                        "try probe.norm=final"
-                    )
-                put(index, entries, half.cpu())
+            for index, half in enumerate(self._halves(images, ids)):
+                put(index, entries, half)
+
+    def _halves(
+        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
+    ) -> list[Float16[Tensor, "batch rows cols dim"]]:
+        """Features of a batch by layer in host memory, which waits for them once."""
+        features, sums = extract(self.extractor, self.facet, images, ids)
+        halves = [features[layer].half() for layer in self._layers]
+        finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
+        sums, finite, *halves = fetched([sums, finite, *halves])
+        check(self.extractor, sums, ids)
+        for index, image in finite.logical_not().nonzero().tolist():
+            raise CheckpointError(
+                f"layer {self._layers[index]} of {self.extractor.encoder.name} gives features "
+                f"beyond float16 (65504) for image {ids[image]}; try probe.norm=final"
+            )
+        return halves
 
 
 def _put(
@@ -182,17 +190,26 @@ def extract(
     facet: Facet,
     images: Float[Tensor, "batch 3 height width"],
     ids: Sequence[str],
-) -> dict[int, Float[Tensor, "batch rows cols dim"]]:
-    """Features of a batch by layer.
+) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
+    """Features of a batch by layer, and what `check` wants to know of them.
 
     Raises:
-        CheckpointError: they are not finite; the message names the images.
+        CheckpointError: they are not finite, where the host need not wait to know.
     """
+    features, sums = extractor.unchecked(images)
+    if not sums.is_cuda:
+        check(extractor, sums, ids)
+    return {layer: facets[facet] for layer, facets in features.items()}, sums
+
+
+def check(
+    extractor: FeatureExtractor, sums: Float[Tensor, "layers batch"], ids: Sequence[str]
+) -> None:
+    """Raise a CheckpointError that names the images if features are not finite."""
     try:
-        features = extractor(images.to(extractor.device, non_blocking=True))
+        extractor.check(sums)
     except CheckpointError as error:
         raise CheckpointError(f"{error} (the batch: {', '.join(ids)})") from error
-    return {layer: facets[facet] for layer, facets in features.items()}
 
 
 def standardization(

@@ -13,8 +13,9 @@ from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import Facet, FeatureExtractor, Features
 from ssl_bench.metrics import LabelledFeatures
+from ssl_bench.system.transfers import fetched, sent
 
 FACETS: dict[str, tuple[Facet, ...]] = {
     "cls": ("cls_normed",),
@@ -96,14 +97,16 @@ class ImagePass:
         shown = self.context.progress(prepared, f"{images.split} images", len(indices))
         labels: list[int] = []
         for batch in batches(shown, self.batch_size):
-            pixels = torch.stack([pixels for pixels, _ in batch]).to(self.context.device)
+            pixels = sent(torch.stack([pixels for pixels, _ in batch]), self.context.device)
             rows = slice(len(labels), len(labels) + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
-            by_layer = extractor(pixels.float() / 255, ids)
-            for number, layer in enumerate(layers):
-                for facet, values in found.items():
-                    parts = [_as_vectors(by_layer[layer][part]) for part in FACETS[facet]]
-                    values[number, rows] = torch.cat(parts, 1).cpu()
+            by_layer, sums = extractor.unchecked(pixels.float() / 255)
+            vectors = [_by_layer(by_layer, facet) for facet in found]
+            # Together, because the host waits for each fetching.
+            sums, *vectors = fetched([sums, *vectors])
+            extractor.check(sums, ids)
+            for values, some in zip(found.values(), vectors, strict=True):
+                values[:, rows] = some
             labels += [label for _, label in batch]
         return ImageFeatures(tuple(layers), found, torch.tensor(labels))
 
@@ -137,6 +140,13 @@ def is_constant(features: Float[Tensor, "images dim"]) -> bool:
     """Whether all images look the same to the block."""
     unit = F.normalize(features, dim=1)
     return bool((unit - unit[0]).abs().max() < _CONSTANT)
+
+
+def _by_layer(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
+    found = []
+    for by_part in features.values():
+        found.append(torch.cat([_as_vectors(by_part[part]) for part in FACETS[facet]], 1))
+    return torch.stack(found)
 
 
 def _as_vectors(

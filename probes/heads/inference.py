@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 
@@ -18,6 +19,8 @@ def predict_pixels(
     four patches around a pixel agree so does the pixel, and elsewhere a class is upsampled only if
     it can win somewhere between its four patches.
     """
+    if logits.is_cuda:
+        return predict_upsampled(logits, height, width)
     y = _lines(height, logits.shape[1], logits.device)
     x = _lines(width, logits.shape[2], logits.device)
     winners = logits.argmax(-1).to(torch.uint8)
@@ -27,6 +30,21 @@ def predict_pixels(
     predicted = corners[0][:, y.gap_of_pixel][:, :, x.gap_of_pixel].contiguous()
     _predict_cells(predicted, logits, mixed.nonzero(), y, x)
     return predicted
+
+
+def predict_upsampled(
+    logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
+) -> UInt8[Tensor, "heads height width"]:
+    """The same by way of all upsampled logits, those of a few heads at a time.
+
+    For devices, which would have to say first where patches agree.
+    """
+    maps = logits.movedim(-1, 1)
+    pixel_bytes = maps.shape[1] * maps.element_size()
+    at_once = max(1, PIECE_BYTES[logits.device.type] // (height * width * pixel_bytes))
+    size = (height, width)
+    predicted = [F.interpolate(m, size, mode="bilinear").argmax(1) for m in maps.split(at_once)]
+    return torch.cat(predicted).to(torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,30 @@ class _Point:
 
 
 @dataclass(frozen=True)
+class _Ended:
+    """Which problems have ended, and how."""
+
+    converged: Bool[Tensor, " problems"]
+    stalled: Bool[Tensor, " problems"]
+
+    @property
+    def done(self) -> Bool[Tensor, " problems"]:
+        return self.converged | self.stalled
+
+
+@dataclass(frozen=True)
+class _Tolerances:
+    gradient: float
+    loss: float
+
+    def ended(self, before: _Point, after: _Point, stalled: Bool[Tensor, " problems"]) -> _Ended:
+        """Where a step from one point to another leads; what has stalled once stays so."""
+        decrease = before.loss - after.loss
+        gained_nothing = decrease <= self.loss * before.loss.abs()
+        return _Ended(_is_flat(after, self.gradient), stalled | gained_nothing)
+
+
+@dataclass(frozen=True)
 class _Pair:
     """A step and how the gradient changed on it; of weight zero where that says nothing."""
 
@@ -67,17 +91,16 @@ def minimise(
     is enough: a convex function curves upwards along every step.
     """
     point, pairs = _Point(start, *objective(start)), []
+    tolerances = _Tolerances(gradient_tolerance, loss_tolerance)
     converged, iteration = _is_flat(point, gradient_tolerance), 0
-    stalled = torch.zeros_like(converged)
-    while iteration < max_iterations and not (converged | stalled).all():
-        direction = _direction(point.gradient, pairs)
-        following = _line_search(objective, point, direction, converged | stalled)
-        decrease = point.loss - following.loss
-        converged = _is_flat(following, gradient_tolerance)
-        stalled |= decrease <= loss_tolerance * point.loss.abs()
+    ended = _Ended(converged, torch.zeros_like(converged))
+    is_over = bool(ended.done.all())
+    while iteration < max_iterations and not is_over:
+        search = _LineSearch(objective, point, _direction(point.gradient, pairs), tolerances)
+        following, ended, is_over = search.step(ended)
         pairs = [*pairs, _pair(point, following)][-memory:]
         point, iteration = following, iteration + 1
-    return Minimum(point.values, converged, stalled & ~converged, iteration)
+    return Minimum(point.values, ended.converged, ended.stalled & ~ended.converged, iteration)
 
 
 def _is_flat(point: _Point, tolerance: float) -> Bool[Tensor, " problems"]:
@@ -110,28 +133,36 @@ def _curvature_scale(pairs: Sequence[_Pair]) -> _Each:
     return scale
 
 
-def _line_search(
-    objective: Callable[[_Values], tuple[_Each, _Values]],
-    point: _Point,
-    direction: _Values,
-    done: Bool[Tensor, " problems"],
-) -> _Point:
+@dataclass(frozen=True)
+class _LineSearch:
     """Halve each problem's step until its loss falls enough; those that never do stay."""
-    slope, following = _dot(point.gradient, direction), point
-    length = torch.where(done, 0.0, 1.0).to(point.loss)
-    for _ in range(_HALVINGS):
-        values = point.values + length[:, None] * direction
-        loss, gradient = objective(values)
-        fell = (loss <= point.loss + _SUFFICIENT * length * slope) | (length == 0)
-        following = _Point(
-            torch.where(fell[:, None], values, point.values),
-            torch.where(fell, loss, point.loss),
-            torch.where(fell[:, None], gradient, point.gradient),
-        )
-        if fell.all():
-            break
-        length = torch.where(fell, length, length / 2)
-    return following
+
+    objective: Callable[[_Values], tuple[_Each, _Values]]
+    point: _Point
+    direction: _Values
+    tolerances: _Tolerances
+
+    def step(self, before: _Ended) -> tuple[_Point, _Ended, bool]:
+        """Where the step leads, which problems end there, and whether all do."""
+        point, following, is_over = self.point, self.point, False
+        slope, ended = _dot(point.gradient, self.direction), before
+        length = torch.where(before.done, 0.0, 1.0).to(point.loss)
+        for _ in range(_HALVINGS):
+            values = point.values + length[:, None] * self.direction
+            loss, gradient = self.objective(values)
+            fell = (loss <= point.loss + _SUFFICIENT * length * slope) | (length == 0)
+            following = _Point(
+                torch.where(fell[:, None], values, point.values),
+                torch.where(fell, loss, point.loss),
+                torch.where(fell[:, None], gradient, point.gradient),
+            )
+            ended = self.tolerances.ended(point, following, before.stalled)
+            # Both at once: on a device the host waits for each answer.
+            have_fallen, is_over = torch.stack([fell.all(), ended.done.all()]).tolist()
+            if have_fallen:
+                break
+            length = torch.where(fell, length, length / 2)
+        return following, ended, is_over
 
 
 def _pair(before: _Point, after: _Point) -> _Pair:

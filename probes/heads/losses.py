@@ -18,6 +18,7 @@ from probes.heads.upsampled_logsumexp import (
     logsumexp,
     summed_logsumexp,
 )
+from ssl_bench.metrics import value_counts
 from ssl_bench.scores import IGNORED
 
 Logits = Float[Tensor, "heads classes batch rows cols"]
@@ -151,11 +152,12 @@ class UpsampledLoss:
         kept = cells.clamp(max=classes).flatten(1).long()
         _, columns = kept.shape
         index = kept * columns + torch.arange(columns, device=labels.device)
-        weights = corner_weights(self.pixels_per_patch).to(labels.device)
+        weights, size = (
+            corner_weights(self.pixels_per_patch, labels.device),
+            (classes + 1) * columns,
+        )
         corners = [
-            torch.bincount(
-                index.flatten(), side.repeat_interleave(columns), (classes + 1) * columns
-            )
+            value_counts(index.flatten(), size, side.repeat_interleave(columns))
             for side in weights.T
         ]
         by_corner = torch.stack(corners).view(4, classes + 1, *cells.shape[1:])[:, :classes]
@@ -222,15 +224,19 @@ class ResampledLoss:
 
     def _matrices(self, like: Tensor) -> tuple[Tensor, Tensor]:
         sides = (self.rows, self.cols)
-        down, across = (resampling_matrix(patches, self.size).to(like) for patches in sides)
+        down, across = (
+            resampling_matrix(patches, self.size, like.device).to(like) for patches in sides
+        )
         return down, across
 
 
-def resampling_matrix(patches: int, size: int) -> Float[Tensor, "size patches"]:
+def resampling_matrix(
+    patches: int, size: int, device: torch.device | None = None
+) -> Float[Tensor, "size patches"]:
     """Bilinear weights (`align_corners=False`) of patches in pixels, along one axis."""
-    position = (torch.arange(size, dtype=torch.float64) + 0.5) * (patches / size) - 0.5
-    position = position.clamp(0, patches - 1)
-    distance = position[:, None] - torch.arange(patches)
+    pixels = torch.arange(size, dtype=torch.float64, device=device)
+    position = ((pixels + 0.5) * (patches / size) - 0.5).clamp(0, patches - 1)
+    distance = position[:, None] - torch.arange(patches, device=device)
     return (1 - distance.abs()).clamp(min=0)
 
 
@@ -246,7 +252,7 @@ def label_histograms(
     patch = down[:, None] * cols + across
     index = labels.clamp(max=classes).int() * (rows * cols) + patch
     size = (classes + 1) * rows * cols
-    counts = torch.stack([torch.bincount(one.flatten(), minlength=size) for one in index])
+    counts = torch.stack([value_counts(one.flatten(), size) for one in index])
     return counts.view(-1, classes + 1, rows, cols).transpose(0, 1)[:classes].float()
 
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor
 
-from probes.features.cache import extract
+from probes.features.cache import check, extract
 from probes.features.stream import batches
 from probes.heads.scored_images import ScoredImage, Scoring
 from probes.heads.sgd import LayerGroup, TrainedHeads
@@ -17,6 +17,7 @@ from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_esti
 from ssl_bench.metrics import class_counts
 from ssl_bench.results import PerImage
 from ssl_bench.scores import iou_per_class, mean_iou, pixel_accuracy
+from ssl_bench.system.transfers import fetched, sent
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,23 @@ class ScoredStream:
         for batch in batches(items, self.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
-            by_layer = extract(extractor, facet, windows, ids)
-            first = 0
+            by_layer, sums = extract(extractor, facet, windows, ids)
+            counts, first = [], 0
+            drawn: list[Tensor] = []
             for item in batch:
                 some = slice(first, first + len(item.windows))
                 features = {layer: blocks[some] for layer, blocks in by_layer.items()}
                 predicted = self.predict(features, item)
-                per_image[number] = self.count_one(predicted, item.mask)
-                if number < self.keep:
-                    kept.append(predicted.cpu())
-                number, first = number + 1, some.stop
+                counts.append(self.count_one(predicted, item.mask))
+                if number + len(drawn) < self.keep:
+                    drawn.append(predicted)
+                first = some.stop
+            # Together, because the host waits for each fetching.
+            sums, counts, *drawn = fetched([sums, torch.stack(counts), *drawn])
+            check(extractor, sums, ids)
+            per_image[number : number + len(batch)] = counts
+            kept += drawn
+            number += len(batch)
         return per_image, kept
 
     def predict(
@@ -76,7 +84,7 @@ class ScoredStream:
         mask: UInt8[Tensor, "height width"],
     ) -> Int64[Tensor, "sources values 3 classes"]:
         """Right, predicted and true pixels by class, for the heads of all sources."""
-        target = mask.to(predicted.device)
+        target = sent(mask, predicted.device)
         counts = class_counts(predicted.flatten(0, 1), target, self.classes)
         return counts.unflatten(0, predicted.shape[:2])
 

@@ -16,6 +16,7 @@ from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress
+from ssl_bench.system.transfers import sent
 
 # The layers whose features, concatenated, one head sees.
 LayerGroup = tuple[int, ...]
@@ -117,7 +118,7 @@ class HeadTraining:
         shown = progress(range(len(batches)), f"heads of layers {first} to {last}", len(batches))
         for step in shown:
             chosen = batches[step]
-            labels = features.labels[chosen].to(self.device)
+            labels = sent(features.labels[chosen], self.device)
             bank.step(
                 joined(take(blocks, chosen, self.device), len(sources)),
                 self.loss,
@@ -195,7 +196,7 @@ def take(
     device: torch.device,
 ) -> Float[Tensor, "layers some rows cols dim"]:
     """Some entries, on the device of the heads."""
-    return blocks.index_select(1, chosen.to(blocks.device)).to(device)
+    return sent(blocks.index_select(1, sent(chosen, blocks.device)), device)
 
 
 def near_blocks(

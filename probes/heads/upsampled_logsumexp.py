@@ -34,7 +34,8 @@ def summed_logsumexp(corners: Corners, counted: Counted) -> Sums:
         counted: Weight of each pixel, row by row in its cell; their number is a square.
     """
     side = _side(counted)
-    if side < _POWERS_FROM:
+    # A device would have to say first which heads are gentle, and exponentials cost it little.
+    if side < _POWERS_FROM or corners.is_cuda:
         return by_exponentials(corners, counted)
     gentle = _is_gentle(corners)
     if gentle.all():
@@ -48,7 +49,7 @@ def summed_logsumexp(corners: Corners, counted: Counted) -> Sums:
 
 def by_exponentials(corners: Corners, counted: Counted) -> Sums:
     """A product with the bilinear weights, a softmax, and the product with their transpose."""
-    weights = corner_weights(_side(counted)).to(corners)
+    weights = corner_weights(_side(counted), corners.device).to(corners)
     total, gradient = corners.new_zeros(corners.shape[1]), torch.zeros_like(corners)
     for heads, cells, pixels in product(*_cuts(corners, len(counted), pieces=1)):
         part = corners[:, heads, :, cells]
@@ -116,21 +117,21 @@ def _is_gentle(corners: Corners) -> Bool[Tensor, " heads"]:
     return (high - low).amax((1, 2)) < _LARGEST_STEP
 
 
-def corner_weights(side: int) -> Float[Tensor, "pixels 4"]:
+def corner_weights(side: int, device: torch.device | None = None) -> Float[Tensor, "pixels 4"]:
     """Bilinear weights of the four surrounding patches for the pixels of one cell.
 
     A cell lies between four patch centers; its pixels are those of bilinear upsampling with
     `align_corners=False`. Corners: upper left, upper right, lower left, lower right.
     """
-    after = _positions(side)
+    after = _positions(side, device)
     sides = torch.stack([1 - after, after], -1)
     return torch.einsum("yi,xj->yxij", sides, sides).reshape(-1, 4)
 
 
-def _positions(side: int) -> Float[Tensor, " side"]:
+def _positions(side: int, device: torch.device | None = None) -> Float[Tensor, " side"]:
     """How far each pixel of a cell lies between two patch centers."""
     first = 0.5 if side % 2 == 0 else 0.0
-    return (torch.arange(side, dtype=torch.float64) + first) / side
+    return (torch.arange(side, dtype=torch.float64, device=device) + first) / side
 
 
 def logsumexp(logits: Tensor, shares: Tensor, axis: int) -> Tensor:

@@ -41,6 +41,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import mean_estimate
+from ssl_bench.system.transfers import fetched
 
 _TILES_A_ROW = 13
 _SMALL_SPREAD = 10.0
@@ -168,8 +169,10 @@ class PCA:
         for number in context.progress(range(total), "pca", total):
             sample = samples[number] if number < len(samples) else images[number]
             image = resize(sample.image, self.image_size, extractor.patch_size)
-            blocks = extractor(image[None].to(context.device), [sample.image_id])
-            found = {layer: facets[self.facet][0].cpu() for layer, facets in blocks.items()}
+            blocks, sums = extractor.unchecked(image[None])
+            sums, *maps = fetched([sums, *(facets[self.facet][0] for facets in blocks.values())])
+            extractor.check(sums, [sample.image_id])
+            found = dict(zip(blocks, maps, strict=True))
             for layer, sums in moments.items():
                 sums.add(found[layer].flatten(0, 1))
             if number < len(samples):

@@ -25,6 +25,7 @@ from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Progress, Score
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.files import write_text_atomically
+from ssl_bench.system.transfers import sent
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class SegmentationRun:
         positions = sorted(self.split.held_out)
         for position in self._progress(positions, "held-out images", len(positions)):
             entry = position * self.training_pass.views.count
-            of_entry = features.of_entry(entry)[:, None].to(self.training.device)
+            of_entry = sent(features.of_entry(entry)[:, None], self.training.device)
             blocks = dict(zip(features.layers, of_entry, strict=True))
             sample = self.training_pass.images[self.split.indices[position]]
             image = self.scoring.prepare(sample)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from probes.tokencut.eigensolver import ACCEPTED_ANGLE, FiedlerVector, second_eigenvector
 from ssl_bench.errors import DataError
+from ssl_bench.system.transfers import fetched, sent
 
 BlockProduct = Callable[[Tensor], Tensor]
 
@@ -58,7 +59,8 @@ def second_eigenvectors(
     Raises:
         DataError: a valid token is NaN or infinite.
     """
-    links = _links(features, valid, tau)
+    norms = features.float().norm(dim=-1, keepdim=True)
+    links = _links(features, norms, valid, tau)
     counts = links.sum(-1, dtype=torch.float64)
     num_tokens = valid.sum(-1, keepdim=True)
     degrees = eps * num_tokens + (1 - eps) * counts
@@ -74,7 +76,11 @@ def second_eigenvectors(
         return inverse_roots[..., None] * ((1 - eps) * linked + everywhere)
 
     basis, projection = _krylov_space(product, trivial, steps)
-    values, weights, residual = _last_ritz_pair(projection)
+    # The host waits once for both; graphs of what is not finite are finite, and of no use.
+    projection, are_finite = fetched([projection, (norms[..., 0].isfinite() | ~valid).all()])
+    if not are_finite:
+        raise DataError("features must be finite, some tokens are not")
+    values, weights, residual = (sent(x, basis.device) for x in _last_ritz_pair(projection))
     found = torch.einsum("gtk,gk->gt", basis[..., : weights.shape[-1]], weights)
     gaps = values[:, 1] - values[:, 0]
     vectors = inverse_roots * found
@@ -111,8 +117,8 @@ def _certified(
 ) -> list[FiedlerVector | None]:
     valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     found = second_eigenvectors(tokens, valid, tau=tau, eps=eps)
-    eigenvalues, gaps = found.eigenvalues.tolist(), found.gaps.tolist()
-    angles, vectors = found.certificates.tolist(), found.vectors.cpu().numpy()
+    vectors, *scalars = fetched([found.vectors, found.eigenvalues, found.gaps, found.certificates])
+    (eigenvalues, gaps, angles), vectors = (x.tolist() for x in scalars), vectors.numpy()
     return [
         FiedlerVector(vectors[i], eigenvalues[i], gaps[i], angles[i], degenerate=False)
         if angles[i] < ACCEPTED_ANGLE
@@ -146,11 +152,11 @@ def solve_batch(
 
 
 def _links(
-    features: Float[Tensor, "graphs tokens dim"], valid: Bool[Tensor, "graphs tokens"], tau: float
+    features: Float[Tensor, "graphs tokens dim"],
+    norms: Float32[Tensor, "graphs tokens 1"],
+    valid: Bool[Tensor, "graphs tokens"],
+    tau: float,
 ) -> Float32[Tensor, "graphs tokens tokens"]:
-    norms = features.float().norm(dim=-1, keepdim=True)
-    if not norms[valid].isfinite().all():
-        raise DataError("features must be finite, some tokens are not")
     unit = (features.float() / norms.clamp(min=1e-12)).masked_fill(~valid[..., None], 0)
     links = torch.bmm(unit, unit.mT)
     links.diagonal(dim1=1, dim2=2).copy_(valid & (norms[..., 0] > 0))
@@ -167,7 +173,7 @@ def _krylov_space(
     projection = trivial.new_zeros(num_graphs, size + _WIDTH, size)
     basis[..., 0] = trivial
     start = torch.randn(num_tokens, _WIDTH, generator=torch.Generator().manual_seed(0))
-    start = start.to(trivial) * (trivial != 0)[..., None]
+    start = sent(start, trivial.device).to(trivial.dtype) * (trivial != 0)[..., None]
     _append_block(basis, 1, start)
     for first in range(0, size, _WIDTH):
         block = product(basis[..., 1 + first : 1 + first + _WIDTH])
@@ -204,16 +210,15 @@ def _last_ritz_pair(
 ) -> tuple[
     Float64[Tensor, "graphs 2"], Float64[Tensor, "graphs vectors"], Float64[Tensor, " graphs"]
 ]:
-    """The two largest Ritz values, rising, the weights of the larger, its residual."""
-    # On the host: batched eigh of small matrices is slow on devices.
-    host = projection.cpu()
-    size = host.shape[-1]
-    values, vectors = np.linalg.eigh(host[:, :size].numpy())
+    """The two largest Ritz values, rising, the weights of the larger, its residual.
+
+    On the host: batched eigh of small matrices is slow on devices.
+    """
+    size = projection.shape[-1]
+    values, vectors = np.linalg.eigh(projection[:, :size].numpy())
     weights = torch.from_numpy(vectors[..., -1].copy())
-    outside = host[:, size:] @ weights[..., None]
-    largest = torch.from_numpy(values[:, -2:].copy())
-    residual = outside.norm(dim=(1, 2))
-    return largest.to(projection), weights.to(projection), residual.to(projection)
+    outside = projection[:, size:] @ weights[..., None]
+    return torch.from_numpy(values[:, -2:].copy()), weights, outside.norm(dim=(1, 2))
 
 
 def _sign_of_largest(

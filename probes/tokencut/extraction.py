@@ -1,6 +1,7 @@
 """The features that are cut: patches of one image, and the grid that they lie on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from jaxtyping import Float
 from torch import Tensor
@@ -9,30 +10,42 @@ from probes.tokencut.cuts import PatchGrid
 from probes.tokencut.scores import cell_name
 from probes.tokencut.shape_batches import padded_batch
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.features import FeatureExtractor
+from ssl_bench.system.transfers import on_its_way
 
 BatchFeatures = dict[str, Float[Tensor, "batch rows cols dim"]]
 
 
-def extract(
+@contextmanager
+def extracted(
     extractor: FeatureExtractor, samples: Sequence[Sample], grid: PatchGrid
-) -> BatchFeatures:
+) -> Iterator[BatchFeatures]:
     """Features by cell of images whose patches fill the same grid, each at its native size.
 
     Padding is right and below, zero after normalisation.
 
     Raises:
-        CheckpointError: they are not finite.
+        CheckpointError: they are not finite. Of a device it is known when the block ends, which
+            must have waited for it in between.
     """
     height, width = (extractor.patch_size * side for side in grid.shape)
     images = padded_batch(samples, (height, width), extractor.encoder.mean)
-    features = extractor(images, [sample.image_id for sample in samples])
-    return {
-        cell_name(layer, facet): values
-        for layer, facets in features.items()
-        for facet, values in facets.items()
-    }
+    features, sums = extractor.unchecked(images)
+    ids, sums = [sample.image_id for sample in samples], on_its_way(sums)
+    if extractor.device.type == "cpu":
+        extractor.check(sums, ids)
+    try:
+        yield {
+            cell_name(layer, facet): values
+            for layer, facets in features.items()
+            for facet, values in facets.items()
+        }
+    except DataError:
+        # What is wrong with the graphs may be wrong with the features already.
+        extractor.check(sums, ids)
+        raise
+    extractor.check(sums, ids)
 
 
 def grid_of(sample: Sample, patch_size: int) -> PatchGrid:

@@ -20,6 +20,7 @@ from probes.tokencut.cuts import (
 )
 from probes.tokencut.eigensolver import FiedlerVector, solve
 from probes.tokencut.graph import similarity_graph
+from ssl_bench.system.transfers import sent
 
 Tokens = Float[Tensor, "tokens dim"]
 Solver = Callable[[Sequence[Tokens]], Sequence[FiedlerVector]]
@@ -82,7 +83,7 @@ class MaskCutSearch:
 
     def tokens(self) -> Tokens:
         """Features of the graph that is to be cut next."""
-        painted = torch.from_numpy(self.painted).to(self._all_tokens.device)
+        painted = sent(torch.from_numpy(self.painted), self._all_tokens.device)
         return self._all_tokens.masked_fill(painted[:, None], 0)
 
     def take(self, spectrum: FiedlerVector) -> None:

@@ -15,7 +15,7 @@ from probes.pictures import sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, cut_out, discover
 from probes.tokencut.eigensolver import FiedlerVector, GraphPool
 from probes.tokencut.eigensolver_batched import solve_batch
-from probes.tokencut.extraction import BatchFeatures, extract, grid_of, require
+from probes.tokencut.extraction import BatchFeatures, extracted, grid_of, require
 from probes.tokencut.files import DiscoveryFiles
 from probes.tokencut.gallery import Gallery
 from probes.tokencut.log import DiscoveryLog, ImageResult, image_result
@@ -182,7 +182,8 @@ class TokenCut(Cut):
         with GraphPool(torch.get_num_threads()) as pool:
             for batch in same_shape(samples, shape, size):
                 grids = [grid_of(sample, extractor.patch_size) for sample in batch]
-                found = self._find_all(extract(extractor, batch, grids[0]), grids, pool)
+                with extracted(extractor, batch, grids[0]) as features:
+                    found = self._find_all(features, grids, pool)
                 yield from zip(batch, found, strict=True)
 
     def _draw(

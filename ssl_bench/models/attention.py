@@ -160,7 +160,9 @@ def phi(skew: Square) -> Square:
     doublings = _doublings(skew)
     small = skew * torch.exp2(-doublings.to(skew.dtype))
     value = _taylor(small)
-    # A copy without values, such as FLOPs are counted on, cannot say how many.
+    # The host waits for this number: more doublings than are needed would cost a device more, in
+    # time and in what it must keep for the gradient. A copy without values, such as FLOPs are
+    # counted on, cannot say how many.
     count = 0 if skew.is_meta else int(doublings.max())
     for number in range(count):
         is_due = number < doublings
@@ -183,8 +185,9 @@ def _taylor(small: Square) -> Square:
     square = small @ small
     identity = torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
     powers = torch.stack([identity.expand_as(small), small, square, square @ small])
-    terms = [1 / math.factorial(number + 1) for number in range(_DEGREE)]
-    coefficients = torch.tensor(terms, dtype=small.dtype, device=small.device).view(-1, 4)
+    # Made where they are used: to send them, the host would have to wait for the device.
+    numbers = torch.arange(1, _DEGREE + 1, dtype=torch.float64, device=small.device)
+    coefficients = numbers.cumprod(0).reciprocal().to(small.dtype).view(-1, 4)
     low, middle, high = torch.tensordot(coefficients, powers, dims=1)
     fourth = square @ square
     return low + fourth @ (middle + fourth @ high)

@@ -49,7 +49,8 @@ def gray_by_svd(x: Tokens, exponent: float) -> Tokens:
     shorter side. Gradients are finite for repeated singular values and for singular matrices,
     where those of `torch.linalg.svd` are not; second derivatives are not to be had.
     """
-    # The decomposition stops at what is not finite; such an image shall give NaN instead.
+    # The decomposition stops at what is not finite, and to know it the host waits for a device;
+    # such an image shall give NaN instead.
     finite = x.isfinite().all(dim=(1, 2), keepdim=True)
     point = torch.where(finite, x, 0.0).detach()
     u, s, vh = torch.linalg.svd(point, full_matrices=False)

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassJaccardIndex
 
-from ssl_bench.metrics import class_counts
+from ssl_bench.metrics import class_counts, scattered_counts
 from ssl_bench.models.initialisers.statistics import effective_rank
 from ssl_bench.scores import iou_per_class, is_hit, mean_iou, pixel_accuracy
 
@@ -126,3 +126,15 @@ def test_effective_rank_counts_equal_directions():
     spread = torch.cat([torch.eye(6)[:4], -torch.eye(6)[:4]]) @ rotation
     assert effective_rank(spread + 5) == pytest.approx(4, abs=1e-4)
     assert effective_rank(torch.ones(3, 6)) == 0
+
+
+def test_counts_added_on_the_spot_are_those_of_bincount():
+    values = torch.randint(0, 9, (200,), generator=torch.Generator().manual_seed(0))
+    # Sums of these are exact in any order.
+    weights = torch.arange(200) / 8
+
+    assert torch.equal(scattered_counts(values, 11), torch.bincount(values, minlength=11))
+    assert torch.equal(
+        scattered_counts(values.to(torch.uint8), 11, weights),
+        torch.bincount(values, weights.double(), 11),
+    )

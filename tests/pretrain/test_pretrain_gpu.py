@@ -12,11 +12,14 @@ from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig
 from tests.benchmarks.pretrain import Setting
+from tests.support.simulated_cuda import is_simulated
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+real = pytest.mark.skipif(is_simulated(), reason="a simulated device neither compiles nor rounds")
 
 MODEL = ViTConfig(image_size=32, patch_size=8, dim=64, depth=2, num_heads=2)
 OBJECTIVE = Dino(
@@ -66,6 +69,7 @@ def test_no_step_waits_for_the_device(recipe, compiled):
     assert all(report["loss"].isfinite() for report in reports)
 
 
+@real
 def test_a_compiled_run_learns_what_an_eager_one_does():
     eager, compiled = (
         Steps(AdamW(lr=5e-3), compile=compile_, precision="float32").losses(range(20))
@@ -75,6 +79,7 @@ def test_a_compiled_run_learns_what_an_eager_one_does():
     torch.testing.assert_close(compiled, eager, atol=1e-3, rtol=1e-3)
 
 
+@real
 def test_after_the_first_steps_nothing_is_compiled_again():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -87,6 +92,7 @@ def test_after_the_first_steps_nothing_is_compiled_again():
     assert 0 < graphs == torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@real
 @pytest.mark.parametrize("recipe", [AdamW(lr=5e-3), Soap(lr=5e-3)], ids=["adamw", "soap"])
 def test_a_bfloat16_run_learns_what_a_float32_one_does(recipe):
     high, low = (

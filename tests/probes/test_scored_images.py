@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from probes.features.views import resized
-from probes.heads.inference import predict_pixels
+from probes.heads.inference import predict_pixels, predict_upsampled
 from probes.heads.scored_images import PatchScoring, SlidingScoring, SquashedScoring
 from ssl_bench.data.samples import Sample
 
@@ -18,10 +18,11 @@ def _scene(height=24, width=36):
 
 @pytest.mark.parametrize("size", [(37, 53), (64, 64), (5, 3)])
 @pytest.mark.parametrize("classes", [2, 21, 255])
-def test_predicted_pixels_equal_the_largest_interpolated_logit(size, classes):
+@pytest.mark.parametrize("predict", [predict_pixels, predict_upsampled])
+def test_predicted_pixels_equal_the_largest_interpolated_logit(size, classes, predict):
     logits = torch.randn(3, 6, 5, classes, generator=torch.Generator().manual_seed(0))
     upsampled = F.interpolate(logits.movedim(-1, 1), size, mode="bilinear")
-    predicted = predict_pixels(logits, *size).long()
+    predicted = predict(logits, *size).long()
     best = upsampled.gather(1, predicted[:, None])[:, 0]
     torch.testing.assert_close(best, upsampled.amax(1))
 

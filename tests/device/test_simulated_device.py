@@ -1,0 +1,209 @@
+"""The simulated device refuses, counts and allows what a real one does, planted mistakes too."""
+
+import copy
+import inspect
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from probes.tokencut import eigensolver_batched
+from ssl_bench import features, metrics
+from tests.support.colours import tiny_encoder
+from tests.support.simulated_cuda import LEDGER, is_simulated
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not is_simulated(), reason="is about the simulated device"),
+]
+CUDA = torch.device("cuda")
+
+
+def here(*shape):
+    return torch.randn(*shape, device=CUDA)
+
+
+REFUSED = {
+    "a sum of both": lambda: here(3, 4) + torch.randn(3, 4),
+    "an update of the host": lambda: torch.zeros(3).add_(here(3)),
+    "an update of a scalar of the host": lambda: torch.zeros(()).add_(here(3).sum()),
+    "a row of the host among others": lambda: torch.cat([here(1, 4), torch.zeros(1, 4)]),
+    "a scalar of the host among others": lambda: torch.stack([here(()), torch.zeros(())]),
+    "an index of the device for the host": lambda: torch.arange(4)[
+        torch.ones(2, device=CUDA).long()
+    ],
+    "a product with weights of the host": lambda: torch.nn.Linear(4, 2)(here(3, 4)),
+    "numpy": lambda: here(3).numpy(),
+    "numpy by the side door": lambda: np.asarray(here(3)),
+    "a generator of the host": lambda: torch.randn(3, device=CUDA, generator=torch.Generator()),
+    "a generator of the device": lambda: torch.randn(3, generator=torch.Generator(CUDA)),
+    "a copy that is read too early": lambda: here(3).to("cpu", non_blocking=True),
+    "pinning the device": lambda: here(3).pin_memory(),
+}
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_what_a_device_refuses_is_refused(mistake):
+    with pytest.raises((RuntimeError, TypeError), match=r"device|cuda|pinned"):
+        REFUSED[mistake]()
+
+
+def test_gradients_copies_and_threads_stay_on_the_device():
+    layer = torch.nn.Linear(4, 2).to(CUDA)
+    (layer(here(3, 4)) * torch.tensor(2.0)).sum().backward()
+    with ThreadPoolExecutor(1) as pool:
+        in_thread = pool.submit(lambda: layer.weight + 1).result()
+
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.is_cuda
+    assert copy.deepcopy(layer).weight.is_cuda
+    assert in_thread.device == torch.device("cuda:0")
+    assert torch.zeros(3).device.type == "cpu"
+
+
+def test_a_gradient_returns_to_where_its_value_came_from():
+    weights = torch.ones(3, requires_grad=True)
+    (weights.to(CUDA) * here(3)).sum().backward()
+
+    assert weights.grad is not None
+    assert not weights.grad.is_cuda
+
+
+WAITS = {
+    "item": (lambda x: x.sum().item(), 1),
+    "float": (lambda x: float(x.sum()), 1),
+    "a condition": (lambda x: bool((x > 0).all()), 1),
+    "a list": (lambda x: x.tolist(), 1),
+    "a copy": (lambda x: x.cpu(), 1),
+    "a mask": (lambda x: x[x > 0], 1),
+    "places": (lambda x: (x > 0).nonzero(), 1),
+    "counting": (lambda x: (x > 0).long().bincount(), 2),
+    "an eigendecomposition": (lambda x: torch.linalg.eigh(x[:, None] * x), 1),
+    "a QR decomposition": (lambda x: torch.linalg.qr(x[:, None] * x), 0),
+    "filling a mask": (lambda x: x.masked_fill_(x > 0, 1.0), 0),
+    "filling a mask by its index": (lambda x: x.__setitem__(x > 0, 1.0), 0),
+    "indicators": (lambda x: F.one_hot((x > 0).long(), 2), 0),
+    "a copy to pinned memory": (
+        lambda x: torch.empty(5, pin_memory=True).copy_(x, non_blocking=True), 0,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WAITS)
+def test_waits_are_counted_where_they_are(what):
+    (work, expected), x = WAITS[what], here(5)
+    with LEDGER.counting() as found:
+        work(x)
+
+    assert sum(found.waits.values()) == expected
+    assert all("test_simulated_device.py:" in event.where for event in found.waits)
+
+
+def test_only_pinned_memory_is_sent_without_waiting():
+    pinned, plain = torch.ones(3).pin_memory(), torch.ones(3)
+    with LEDGER.counting() as found:
+        pinned.to(CUDA, non_blocking=True)
+        pinned.to(CUDA)
+        plain.to(CUDA, non_blocking=True)
+        torch.tensor([1.0], device=CUDA)
+        here(3)[[0, 1]]
+
+    assert sum(found.pinned_uploads.values()) == 1
+    assert sum(found.uploads.values()) == 4
+
+
+def test_what_is_fetched_is_there_after_a_wait_and_not_before():
+    values, event = torch.arange(3.0).to(CUDA), torch.cuda.Event()
+    target = torch.empty(3, pin_memory=True).copy_(values, non_blocking=True)
+    event.record()
+    values += 1
+    early = target.tolist()
+    event.synchronize()
+
+    assert early != [0, 1, 2]
+    assert target.tolist() == [0, 1, 2]
+
+
+def test_autocast_casts_what_that_of_cuda_casts():
+    layer = torch.nn.Linear(4, 2).to(CUDA)
+    with torch.autocast("cuda", torch.bfloat16):
+        low = layer(here(3, 4))
+        assert torch.is_autocast_enabled("cuda")
+        assert low.dtype == F.gelu(low).dtype == torch.bfloat16
+        assert low.softmax(-1).dtype == low.sum().dtype == F.layer_norm(low, (2,)).dtype
+        assert low.sum().dtype == torch.float32
+
+
+def planted(module: ModuleType, right: str, wrong: str) -> ModuleType:
+    """The module as it would be with another line."""
+    source = inspect.getsource(module)
+    assert source.count(right) == 1, f"{right!r} is not in {module.__name__} once"
+    twin = ModuleType(f"{module.__name__}_planted")
+    twin.__file__ = module.__file__
+    # Dataclasses look for the module of their annotations.
+    sys.modules[twin.__name__] = twin
+    exec(compile(source.replace(right, wrong), str(module.__file__), "exec"), vars(twin))
+    return twin
+
+
+def extracted(module):
+    encoder = tiny_encoder()
+    return module.FeatureExtractor(encoder, layers=[0], device=CUDA)(torch.rand(1, 3, 32, 32))
+
+
+def solved(module):
+    tokens = here(2, 100, 8)
+    return module.solve_batch(tokens, tau=0.2, eps=1e-5)
+
+
+MISTAKES = {
+    "an image that is not moved": (
+        features, "sent(images, self.device).to(torch.float32)", "images.float()", extracted,
+    ),
+    "a start vector of the host": (
+        eigensolver_batched,
+        "sent(start, trivial.device).to(trivial.dtype) *",
+        "start.double() *",
+        solved,
+    ),
+    "numpy of the device": (
+        eigensolver_batched,
+        "fetched([found.vectors, found.eigenvalues",
+        "list([found.vectors, found.eigenvalues",
+        solved,
+    ),
+    "a generator of the host": (
+        eigensolver_batched,
+        "generator=torch.Generator().manual_seed(0))",
+        "generator=torch.Generator().manual_seed(0), device=trivial.device)",
+        solved,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_planted_mistake_is_caught(mistake):
+    module, right, wrong, work = MISTAKES[mistake]
+    work(module)
+    with pytest.raises((RuntimeError, TypeError), match=r"device|cuda"):
+        work(planted(module, right, wrong))
+
+
+def test_a_planted_wait_is_counted():
+    logits, targets = here(2, 7, 5), torch.randint(5, (7,), device=CUDA)
+    stray = planted(
+        metrics,
+        "own = scores.gather(-1, targets",
+        "scores.sum().item(); own = scores.gather(-1, targets",
+    )
+    counts = []
+    for module in (metrics, stray):
+        with LEDGER.counting() as found:
+            module.class_rank(logits, targets)
+        counts.append(sum(found.waits.values()))
+
+    assert counts == [0, 1]
