@@ -66,7 +66,7 @@ def _target(component: Any) -> str:
     return f"{type(component).__module__}.{type(component).__qualname__}"
 
 
-def _default(item: Field) -> Any:
+def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from ssl_bench.system.transfers import fetched, sent
 
 Facet = Literal["token", "token_normed", "cls", "cls_normed", "key", "query", "value"]
 Features = dict[int, dict[Facet, Tensor]]
+Hook = Callable[[nn.Module, tuple[Any, ...], Tensor], None]
 
 FACETS: tuple[Facet, ...] = get_args(Facet)
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
@@ -27,8 +28,8 @@ class FeatureExtractor:
         encoder: Is moved to `device`.
         layers: Block indices from 0 to depth - 1.
         facets: "token": patches after the block; "token_normed": the same through the encoder's
-            final norm; "cls" and "cls_normed": likewise the first token; "key", "query", "value":
-            thirds of the qkv layer's output, heads concatenated.
+            final norm; "cls", "cls_normed": the first token, before and after it; "key", "query",
+            "value": thirds of the qkv layer's output, heads concatenated.
         device: As torch names it.
         dtype: Below float32 the encoder runs under autocast; features are float32 always.
         pad: Pad right and bottom to a multiple of the patch with zeros, after normalisation, as
@@ -158,8 +159,8 @@ class FeatureExtractor:
             for handle in handles:
                 handle.remove()
 
-    def _keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Callable:
-        def keep(_block: nn.Module, _inputs: tuple, output: Tensor) -> None:
+    def _keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Hook:
+        def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
             # Convolutional blocks give maps; their norm, like all norms, takes tokens.
             tokens = output.flatten(2).transpose(1, 2) if output.ndim == 4 else output
             if "token" in self.facets:
@@ -175,8 +176,8 @@ class FeatureExtractor:
 
         return keep
 
-    def _qkv_keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Callable:
-        def keep(_qkv: nn.Module, _inputs: tuple, output: Tensor) -> None:
+    def _qkv_keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Hook:
+        def keep(_qkv: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
             for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
                 if facet in self.facets:
                     # A copy, so that the other two thirds can go.
@@ -203,7 +204,7 @@ class _DeepestLayerDone(Exception):
     """Ends the forward pass early."""
 
 
-def _stop(_block: nn.Module, _inputs: tuple, _output: Tensor) -> None:
+def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Tensor) -> None:
     raise _DeepestLayerDone
 
 

@@ -82,7 +82,7 @@ def block_passes(
 
 
 def _keeper(seen: dict[int, tuple[Tensor, Tensor]], layer: int) -> Any:
-    def keep(_block: nn.Module, inputs: tuple, output: Tensor) -> None:
+    def keep(_block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         seen[layer] = (inputs[0][0], output[0])
 
     return keep

@@ -16,6 +16,7 @@ from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress
+from ssl_bench.system.device import free_memory
 from ssl_bench.system.transfers import sent
 
 # The layers whose features, concatenated, one head sees.
@@ -206,5 +207,4 @@ def near_blocks(
     blocks = features.of_layers([layer for source in sources for layer in source])
     if device.type != "cuda":
         return blocks
-    free, _ = torch.cuda.mem_get_info(device)
-    return blocks.to(device) if 2 * blocks.nbytes <= free else blocks
+    return blocks.to(device) if 2 * blocks.nbytes <= free_memory(device) else blocks

@@ -20,7 +20,7 @@ ACCEPTED_ANGLE = 1e-5
 _CONVERGED = 1e-7
 _REFINED = 1e-6
 # Below this many tokens the dense solver is the faster one.
-_DENSE_TOKENS = 64
+DENSE_TOKENS = 64
 _MAX_PRODUCTS = 240
 _PRODUCTS_BEFORE_TESTS = 12
 _MAX_REFINEMENTS = 4
@@ -72,7 +72,7 @@ def solve(graph: Graph) -> FiedlerVector:
         return _solve_pair(graph)
     if graph.is_uniform():
         return _solve_uniform(graph)
-    if len(graph.degrees) <= _DENSE_TOKENS:
+    if len(graph.degrees) <= DENSE_TOKENS:
         return solve_dense(graph)
     found = _solve_lanczos(graph)
     return found if found.certificate < ACCEPTED_ANGLE else solve_dense(graph)

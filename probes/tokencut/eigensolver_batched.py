@@ -9,7 +9,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Float64
 from torch import Tensor
 
-from probes.tokencut.eigensolver import ACCEPTED_ANGLE, FiedlerVector, second_eigenvector
+from probes.tokencut.eigensolver import (
+    ACCEPTED_ANGLE,
+    DENSE_TOKENS,
+    FiedlerVector,
+    second_eigenvector,
+)
 from ssl_bench.errors import DataError
 from ssl_bench.system.transfers import fetched, sent
 
@@ -61,7 +66,8 @@ def second_eigenvectors(
     """
     norms = features.float().norm(dim=-1, keepdim=True)
     links = _links(features, norms, valid, tau)
-    counts = links.sum(-1, dtype=torch.float64)
+    # Exact, for they are ones; summed as float64 they would be copied first.
+    counts = links.sum(-1).double()
     num_tokens = valid.sum(-1, keepdim=True)
     degrees = eps * num_tokens + (1 - eps) * counts
     inverse_roots = torch.where(valid, degrees.rsqrt(), 0)
@@ -101,6 +107,8 @@ def certified_batch(
 ) -> list[FiedlerVector | None]:
     """Graphs of one size on their device; None where their angle is not certified.
 
+    None for all small graphs, whose dense decomposition is the faster way.
+
     Args:
         tokens: As in `second_eigenvectors`.
         tau: As in `second_eigenvectors`.
@@ -108,6 +116,9 @@ def certified_batch(
         links_at_once: Pairs of tokens, over all graphs, whose similarity is kept together; four
             bytes each.
     """
+    if tokens.shape[1] <= DENSE_TOKENS:
+        # Too few for the steps: directions that do not exist would pass for eigenvectors.
+        return [None] * len(tokens)
     parts = tokens.split(max(1, links_at_once // tokens.shape[1] ** 2))
     return [found for part in parts for found in _certified(part, tau=tau, eps=eps)]
 
@@ -160,7 +171,7 @@ def _links(
     unit = (features.float() / norms.clamp(min=1e-12)).masked_fill(~valid[..., None], 0)
     links = torch.bmm(unit, unit.mT)
     links.diagonal(dim1=1, dim2=2).copy_(valid & (norms[..., 0] > 0))
-    return links.gt_(tau) if tau >= 0 else links.gt_(tau) * (valid[:, None] & valid[..., None])
+    return links.gt_(tau) if tau >= 0 else links.gt_(tau).mul_(valid[:, None] & valid[..., None])
 
 
 def _krylov_space(

@@ -165,7 +165,7 @@ def _loaded(point: metadata.EntryPoint) -> type:
     return found
 
 
-def _default(item: Field) -> Any:
+def _default(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 

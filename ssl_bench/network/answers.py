@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from queue import Empty, SimpleQueue
 from threading import Thread
+from typing import IO
 
 from ssl_bench.errors import MachineError
 
@@ -138,7 +139,15 @@ def _within(
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follows them unless they give up encryption."""
 
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
+    def redirect_request(
+        self,
+        req: urllib.request.Request,
+        fp: IO[bytes],
+        code: int,
+        msg: str,
+        headers: http.client.HTTPMessage,
+        newurl: str,
+    ) -> urllib.request.Request | None:
         old, new = (urllib.parse.urlsplit(url).scheme for url in (req.full_url, newurl))
         if new not in (old, "https"):
             raise Refused(f"{req.full_url} leads from {old} to {newurl}, which is refused")

@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -175,11 +176,14 @@ def _read_array(content: io.BytesIO, most_bytes: int) -> np.ndarray:
         return np.load(io.BytesIO(file.read(size)), allow_pickle=False)
 
 
+_KINDS: dict[Any, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}
+
+
 def _checked(record: Record) -> Record:
     """The record, once its fields are known to be of their kinds: a file may hold anything."""
     for item in fields(record):
         value = getattr(record, item.name)
-        kinds = {str: (str,), int: (int,), float: (int, float)}.get(item.type, (type(value),))
+        kinds = _KINDS.get(item.type, (type(value),))
         if item.name in ("settings", "details", "architecture", "changed"):
             kinds = (dict,)
         # Not isinstance, for which true and false are whole numbers.

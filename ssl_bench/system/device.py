@@ -42,6 +42,12 @@ def _usable(name: str) -> torch.device:
     return device
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that tensors may still take on a GPU, those among them that torch keeps for reuse."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def usable_cores() -> int:
     """How many cores this process may use; a scheduler gives fewer than the machine has."""
     # Not every system tells.

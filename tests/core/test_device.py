@@ -4,7 +4,7 @@ import torch
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.results.provenance import device_name
 from ssl_bench.system import device as module
-from ssl_bench.system.device import choose_device
+from ssl_bench.system.device import choose_device, free_memory
 
 
 @pytest.fixture
@@ -42,6 +42,14 @@ def test_float32_is_float32_on_a_gpu_and_its_name_says_so(two_gpus):
     choose_device("cuda")
 
     assert device_name(torch.device("cuda")) == "cuda: H200, TF32 off"
+
+
+def test_what_torch_keeps_for_reuse_counts_as_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 25)
+
+    assert free_memory(torch.device("cuda")) == 10 + 35
 
 
 def test_a_device_that_is_unknown_or_absent_is_named():

@@ -3,6 +3,7 @@ import pytest
 import scipy.linalg
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
+from torch.profiler import ProfilerActivity, profile
 
 from probes.tokencut import eigensolver
 from probes.tokencut.eigensolver import GraphPool, second_eigenvector
@@ -263,6 +264,32 @@ def test_a_batch_that_is_solved_in_parts_gives_what_it_gives_as_a_whole():
         assert one is not None
         assert other is not None
         assert one.vector == pytest.approx(other.vector, abs=1e-9)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 24, 49, 64, 65])
+def test_small_graphs_of_a_batch_are_what_each_is_alone(tokens):
+    graphs = np.stack([clouds(tokens, seed) for seed in range(3)])
+
+    found = solve_batch(torch.from_numpy(graphs), tau=TAU, eps=EPS)
+
+    for one, graph in zip(found, graphs, strict=True):
+        alone = second_eigenvector(graph, tau=TAU, eps=EPS)
+        assert one.degenerate == alone.degenerate
+        assert one.gap == pytest.approx(alone.gap, rel=1e-3, abs=1e-9)
+        assert alone.degenerate or one.vector == pytest.approx(alone.vector, abs=1e-6)
+
+
+def test_a_batch_holds_the_links_of_its_graphs_once_in_four_bytes_each():
+    features = torch.from_numpy(np.stack([clouds(400, seed) for seed in range(2)]))
+    links = 2 * 400**2
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        found = certified_batch(features, tau=TAU, eps=EPS)
+
+    assert all(found)
+    taken = [event.self_cpu_memory_usage for event in watched.events() or ()]
+    # Smaller ones are the vectors of the Krylov space.
+    assert [size for size in taken if size > 2 * links] == [4 * links]
 
 
 def chain_16():
