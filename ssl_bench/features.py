@@ -1,5 +1,6 @@
 """The only gate between encoders and probes: images in [0, 1] in, features of any block out."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, get_args
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import Encoder
+from ssl_bench.system.memory import is_out_of_memory
+from ssl_bench.system.progress import say
 from ssl_bench.system.transfers import fetched, sent
 
 Facet = Literal["token", "token_normed", "cls", "cls_normed", "key", "query", "value"]
@@ -54,6 +57,7 @@ class FeatureExtractor:
         self.device = torch.device(device)
         self.dtype = dtype
         self.pad = pad
+        self._at_once = sys.maxsize
         self.patch_size, self.dim, self.depth = encoder.patch_size, encoder.dim, encoder.depth
         self._module = encoder.module.to(self.device)
         self._mean = torch.tensor(encoder.mean, device=self.device).view(3, 1, 1)
@@ -87,8 +91,35 @@ class FeatureExtractor:
         """As a call, but features may not be finite; `check` takes the sums and says so.
 
         For work that fetches something from the device in any case: the sums go along with it, and
-        the host waits once.
+        the host waits once. Where memory does not suffice, the batch is halved, here and from then
+        on.
         """
+        while True:
+            at_once = max(1, min(self._at_once, len(images)))
+            try:
+                found = [self._of_part(part) for part in images.split(at_once)]
+                break
+            except RuntimeError as error:
+                if at_once == 1 or not is_out_of_memory(error):
+                    raise
+            # Not inside the handler: the error keeps alive what filled the memory.
+            self._at_once = at_once // 2
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            say(
+                f"memory does not suffice for {at_once} images at once: {self._at_once} from now on"
+            )
+        if len(found) == 1:
+            return found[0]
+        joined: Features = {
+            layer: {f: torch.cat([part[layer][f] for part, _ in found]) for f in self.facets}
+            for layer in self.layers
+        }
+        return joined, torch.cat([sums for _, sums in found], 1)
+
+    def _of_part(
+        self, images: Float[Tensor, "batch 3 height width"]
+    ) -> tuple[Features, Float[Tensor, "features batch"]]:
         images = self._prepared(images)
         grid = (images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size)
         found: Features = {layer: {} for layer in self.layers}

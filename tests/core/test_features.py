@@ -381,3 +381,56 @@ def test_layers_are_resolved_in_their_order_without_doubles(layers, expected):
 def test_layers_that_mean_nothing_are_refused(layers, said):
     with pytest.raises(ConfigurationError, match=said):
         resolve_layers(layers, 12)
+
+
+@pytest.fixture
+def crowded():
+    """An encoder on whose device three images are too many, and the sizes that it was given."""
+    encoder, given = ours(), []
+
+    def refuse(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        given.append(len(arguments[0]))
+        if given[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with encoder.module.register_forward_pre_hook(refuse):
+        yield encoder, given
+
+
+def test_a_batch_that_is_too_large_is_halved_and_its_features_are_the_same(crowded, capsys):
+    encoder, given = crowded
+    images = torch.rand(7, 3, 32, 32)
+    whole = FeatureExtractor(ours(), layers=ALL, facets=["token", "cls"])(images)
+    extractor = FeatureExtractor(encoder, layers=ALL, facets=["token", "cls"])
+
+    parts = extractor(images)
+
+    assert given == [7, 3, 1, 1, 1, 1, 1, 1, 1]
+    assert largest_difference(parts, whole) < 1e-6
+    assert capsys.readouterr().err.splitlines() == [
+        "memory does not suffice for 7 images at once: 3 from now on",
+        "memory does not suffice for 3 images at once: 1 from now on",
+    ]
+    given.clear()
+    extractor(images[:3])
+    assert given == [1, 1, 1]
+    assert not capsys.readouterr().err
+
+
+def test_what_is_not_finite_is_found_in_any_part_of_a_batch(crowded):
+    encoder, _ = crowded
+    images = torch.rand(5, 3, 32, 32)
+    images[3] = torch.nan
+
+    with pytest.raises(CheckpointError, match="not finite for d"):
+        FeatureExtractor(encoder, layers=ALL)(images, ids="abcde")
+
+
+def test_one_image_that_is_too_large_ends_with_the_error_of_the_device():
+    encoder = ours()
+
+    def refuse(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with encoder.module.register_forward_pre_hook(refuse), pytest.raises(torch.OutOfMemoryError):
+        FeatureExtractor(encoder, layers=ALL)(torch.rand(2, 3, 32, 32))
