@@ -48,7 +48,7 @@ _BESIDE_PREFIXES = {
 _HEADS = {r"(?:head|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
 # Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
-_HARMLESS = [
+_HARMLESS: list[Any] = [
     argparse.Namespace,
     np.dtype,
     np.dtypes.Float32DType,
