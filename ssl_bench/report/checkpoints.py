@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
-from ssl_bench.system.naming import encoder_folder
+from ssl_bench.system.naming import encoder_folder, in_order
 from ssl_bench.tables.series import model_names
 
 NUM_COLOURS = 8
@@ -50,7 +50,10 @@ class Checkpoint:
 def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
     """The checkpoints of some records, ordered by name."""
     latest = {record.encoder_id: record for record in records}
-    named = sorted((name, encoder) for encoder, name in model_names(records).items())
+    named = sorted(
+        ((name, encoder) for encoder, name in model_names(records).items()),
+        key=lambda pair: in_order(pair[0]),
+    )
     colours = _colours([name for name, _ in named])
     return tuple(
         Checkpoint(

@@ -33,6 +33,16 @@ def file_name(text: str, *, added: int = 0) -> str:
     return f"{_first_bytes(plain, _LONGEST - added - 1 - _DIGITS)}~{digest}"
 
 
+def in_order(name: str) -> tuple[list[tuple[int, str]], str]:
+    """Key that sorts names as people count: `run@10` before `run@100`, and that after `run@50`."""
+    parts = re.split(r"([0-9]+)", name)
+    # Texts and numbers by turns. A number is known by its length first, for it may be any.
+    numbers = (part.lstrip("0") for part in parts[1::2])
+    keys = [(0, part) for part in parts]
+    keys[1::2] = [(len(number), number) for number in numbers]
+    return keys, name
+
+
 def encoder_name(model: str) -> str:
     """The first part of `encoder_folder`."""
     return file_name(model, added=1 + _SHA_DIGITS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record
+from ssl_bench.system.naming import in_order
 from ssl_bench.tables.entry import Entry, mean_entry
 from ssl_bench.tables.notes import dagger_note, provenance
 from ssl_bench.tables.printing.sheets import Cell, Sheet, render_tables
@@ -117,7 +118,7 @@ def _depth_table(records: Sequence[Record], differing: str, names: Mapping[str, 
         cells[record.layer, columns[record.encoder_id]].append(record)
     return DepthTable(
         title=title(records[0]) + differing,
-        models=tuple(sorted(set(columns.values()))),
+        models=tuple(sorted(set(columns.values()), key=in_order)),
         layers=tuple(sorted({record.layer for record in records})),
         entries={cell: mean_entry(seeds) for cell, seeds in cells.items()},
         provenance=provenance(records),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
+from ssl_bench.system.naming import in_order
 from ssl_bench.tables.layer_selection import (
     CHOICE_NOTES,
     NO_IMAGES_NOTE,
@@ -225,7 +226,7 @@ def paper_table(
         encoders={row: by_id[encoder] for row, encoder in asked.items() if encoder in by_id},
         ours=ours,
         unused=unused,
-        recorded=tuple(sorted({record.model for record in records})),
+        recorded=tuple(sorted({record.model for record in records}, key=in_order)),
     )
 
 

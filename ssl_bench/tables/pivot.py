@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.system.naming import in_order
 from ssl_bench.tables.layer_selection import (
     CHOICE_NOTES,
     NO_IMAGES_NOTE,
@@ -163,7 +164,7 @@ def pivot_table(records: Sequence[Record], store: ResultStore, choice: str) -> P
     alone = all(chosen is not None and len(chosen.offered) == 1 for chosen in cells.values())
     return PivotTable(
         choice="block" if alone else choice,
-        models=tuple(sorted(models.values())),
+        models=tuple(sorted(models.values(), key=in_order)),
         columns={name: group[0] for name, group in zip(names, groups, strict=True)},
         cells=cells,
     )

@@ -9,7 +9,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.unpacking import unpack
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.naming import encoder_folder, file_name
+from ssl_bench.system.naming import encoder_folder, file_name, in_order
 from tests.support.faults import encoder_file, mask, picture, probing, records, save_mask
 
 LONG = {"244 bytes": "n" * 240, "255 bytes": "n" * 251, "characters of three bytes": "画" * 83}
@@ -105,3 +105,11 @@ def test_weights_whose_name_leaves_no_room_for_a_sidecar_have_none(place, capsys
 
     assert main(["models", str(weights)]) == 4
     assert "is missing, so" in capsys.readouterr().err
+
+
+def test_names_are_in_the_order_in_which_people_count():
+    names = ["run@100", "run@50", "run", "run@10", "run@010", "vit_b16", "vit_b8", "9" * 5000, "10"]
+
+    assert sorted(names, key=in_order) == [
+        "10", "9" * 5000, "run", "run@010", "run@10", "run@50", "run@100", "vit_b8", "vit_b16",
+    ]  # fmt: skip

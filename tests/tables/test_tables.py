@@ -9,6 +9,7 @@ import pytest
 from matplotlib import pyplot
 
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.tables.depth import depth_tables, render
 from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.notes import provenance
@@ -176,6 +177,15 @@ def test_two_checkpoints_of_one_name_are_told_apart():
     (table,) = depth_tables([RECORD, replace(SKIPLESS, model="skip")])
 
     assert table.models == NAMES
+
+
+def test_epochs_of_a_run_stand_in_the_order_of_their_numbers():
+    runs = [replace(RECORD, model=f"skip@{n}", checkpoint_sha256=f"{n:064}") for n in (100, 50, 10)]
+
+    (table,) = depth_tables(runs)
+
+    assert table.models == ("skip@10", "skip@50", "skip@100")
+    assert [c.name for c in checkpoints_of(runs)] == ["skip@10", "skip@50", "skip@100"]
 
 
 def test_an_unknown_format_names_the_known_ones():
