@@ -8,7 +8,7 @@ import scipy.ndimage
 from jaxtyping import Bool, Float, Float32, Float64, Shaped
 from torch import Tensor
 
-from probes.tokencut.eigensolver import FiedlerVector, second_eigenvector
+from probes.tokencut.spectral.eigensolver import FiedlerVector, second_eigenvector
 from ssl_bench.composition.fields import InnerShare, Within
 
 TIE = 1e-6

@@ -18,8 +18,8 @@ from probes.tokencut.cuts import (
     component_of,
     split_at_mean,
 )
-from probes.tokencut.eigensolver import FiedlerVector, solve
-from probes.tokencut.graph import similarity_graph
+from probes.tokencut.spectral.eigensolver import FiedlerVector, solve
+from probes.tokencut.spectral.graph import similarity_graph
 from ssl_bench.system.transfers import sent
 
 Tokens = Float[Tensor, "tokens dim"]

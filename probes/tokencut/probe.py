@@ -13,8 +13,6 @@ from torch import Tensor
 from probes.features.stream import read_ahead
 from probes.pictures import sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, cut_out, discover
-from probes.tokencut.eigensolver import FiedlerVector, GraphPool
-from probes.tokencut.eigensolver_batched import solve_batch
 from probes.tokencut.extraction import BatchFeatures, extracted, grid_of, require
 from probes.tokencut.files import DiscoveryFiles
 from probes.tokencut.gallery import Gallery
@@ -24,6 +22,8 @@ from probes.tokencut.maskcut import MaskCutSearch, maskcut, search_together
 from probes.tokencut.panels import panel, save_masks
 from probes.tokencut.scores import cell_name, corloc_score
 from probes.tokencut.shape_batches import same_shape
+from probes.tokencut.spectral.eigensolver import FiedlerVector, GraphPool
+from probes.tokencut.spectral.eigensolver_batched import solve_batch
 from ssl_bench import __version__
 from ssl_bench.composition.fields import Count, CountOrZero, check_fields
 from ssl_bench.composition.presets import changed_settings

@@ -102,7 +102,7 @@ def reference(features):
 
 
 def ours(features):
-    from probes.tokencut.eigensolver import second_eigenvector
+    from probes.tokencut.spectral.eigensolver import second_eigenvector
 
     return second_eigenvector(features, tau=TAU, eps=EPS).vector
 
@@ -197,7 +197,7 @@ def _peak_megabytes(solver: Callable, features) -> float:
 
 
 def throughput_section(options: Options) -> tuple[str, list[Row]]:
-    from probes.tokencut.eigensolver import GraphPool
+    from probes.tokencut.spectral.eigensolver import GraphPool
 
     rows = []
     with GraphPool(2) as pool:
@@ -318,7 +318,7 @@ def agreement_section(options: Options) -> tuple[str, list[Row]]:
 def gpu_section(options: Options) -> tuple[str, list[Row]]:
     import torch
 
-    from probes.tokencut.eigensolver_batched import solve_batch
+    from probes.tokencut.spectral.eigensolver_batched import solve_batch
 
     if not torch.cuda.is_available():
         return "No GPU here: the batched form was not timed", []

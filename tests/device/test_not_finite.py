@@ -9,9 +9,9 @@ import torch
 from probes.pca.probe import PCA
 from probes.retrieval import Retrieval
 from probes.tokencut.cuts import PatchGrid
-from probes.tokencut.eigensolver import GraphPool
 from probes.tokencut.extraction import extracted
 from probes.tokencut.probe import TokenCut
+from probes.tokencut.spectral.eigensolver import GraphPool
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor

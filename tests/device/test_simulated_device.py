@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.tokencut import eigensolver_batched
+from probes.tokencut.spectral import eigensolver_batched
 from ssl_bench import features, metrics
 from tests.support.colours import tiny_encoder
 from tests.support.simulated_cuda import LEDGER, is_simulated

@@ -28,9 +28,9 @@ from probes.pca.probe import PCA
 from probes.retrieval import Retrieval
 from probes.segmentation.probe import Segmentation
 from probes.tokencut.cuts import PatchGrid
-from probes.tokencut.eigensolver import GraphPool
 from probes.tokencut.extraction import extracted
 from probes.tokencut.probe import TokenCut
+from probes.tokencut.spectral.eigensolver import GraphPool
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext

@@ -5,10 +5,14 @@ import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 from torch.profiler import ProfilerActivity, profile
 
-from probes.tokencut import eigensolver
-from probes.tokencut.eigensolver import GraphPool, second_eigenvector
-from probes.tokencut.eigensolver_batched import certified_batch, second_eigenvectors, solve_batch
-from probes.tokencut.graph import similarity_graph
+from probes.tokencut.spectral import eigensolver
+from probes.tokencut.spectral.eigensolver import GraphPool, second_eigenvector
+from probes.tokencut.spectral.eigensolver_batched import (
+    certified_batch,
+    second_eigenvectors,
+    solve_batch,
+)
+from probes.tokencut.spectral.graph import similarity_graph
 from ssl_bench.errors import DataError
 
 TAU, EPS = 0.2, 1e-5

@@ -4,8 +4,8 @@ import pytest
 import skimage.data
 import torch
 
-from probes.tokencut.eigensolver import second_eigenvector
-from probes.tokencut.eigensolver_batched import solve_batch
+from probes.tokencut.spectral.eigensolver import second_eigenvector
+from probes.tokencut.spectral.eigensolver_batched import solve_batch
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model

@@ -3,15 +3,15 @@ import pytest
 import torch
 
 from probes.tokencut.cuts import Cut, PatchGrid, discover
-from probes.tokencut.eigensolver import FiedlerVector, second_eigenvector
-from probes.tokencut.eigensolver_batched import solve_batch
-from probes.tokencut.graph import similarity_graph
 from probes.tokencut.maskcut import (
     MaskCutSearch,
     maskcut,
     search_together,
     split_off_the_corners,
 )
+from probes.tokencut.spectral.eigensolver import FiedlerVector, second_eigenvector
+from probes.tokencut.spectral.eigensolver_batched import solve_batch
+from probes.tokencut.spectral.graph import similarity_graph
 from tests.support.scenes import mosaic, scene
 
 GRID = PatchGrid(height=60, width=80, patch_size=10)

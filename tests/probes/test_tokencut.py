@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from probes.tokencut.cuts import Cut, PatchGrid, discover
-from probes.tokencut.eigensolver import GraphPool
 from probes.tokencut.log import DiscoveryLog, ImageResult, unpack_mask
 from probes.tokencut.probe import TokenCut
 from probes.tokencut.scores import corloc_score
+from probes.tokencut.spectral.eigensolver import GraphPool
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample

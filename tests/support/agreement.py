@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, cut_out, discover
-from probes.tokencut.eigensolver_batched import solve_batch
+from probes.tokencut.spectral.eigensolver_batched import solve_batch
 
 TAU, EPS = 0.2, 1e-5
 

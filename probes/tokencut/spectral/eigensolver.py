@@ -10,7 +10,7 @@ import scipy.linalg
 from jaxtyping import Float32, Float64
 from threadpoolctl import ThreadpoolController
 
-from probes.tokencut.graph import Graph, similarity_graph
+from probes.tokencut.spectral.graph import Graph, similarity_graph
 
 T = TypeVar("T")
 R = TypeVar("R")

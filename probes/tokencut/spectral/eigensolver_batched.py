@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Float32, Float64
 from torch import Tensor
 
-from probes.tokencut.eigensolver import (
+from probes.tokencut.spectral.eigensolver import (
     ACCEPTED_ANGLE,
     DENSE_TOKENS,
     FiedlerVector,
@@ -27,7 +27,7 @@ _ROUNDING = 2e-7
 
 @dataclass(frozen=True)
 class SecondEigenvectors:
-    """As `probes.tokencut.eigensolver.FiedlerVector`, for graphs padded to one size.
+    """As `probes.tokencut.spectral.eigensolver.FiedlerVector`, for graphs padded to one size.
 
     Attributes:
         vectors: 0 at tokens that are not valid.
@@ -57,8 +57,8 @@ def second_eigenvectors(
     Args:
         features: Tokens of different images, padded to the same number.
         valid: False at padding, which is left out of the graphs.
-        tau: As in `probes.tokencut.graph.similarity_graph`.
-        eps: As in `probes.tokencut.graph.similarity_graph`.
+        tau: As in `probes.tokencut.spectral.graph.similarity_graph`.
+        eps: As in `probes.tokencut.spectral.graph.similarity_graph`.
         steps: Each costs one pass over the links.
 
     Raises:

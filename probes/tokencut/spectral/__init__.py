@@ -1,0 +1,1 @@
+"""Graphs of patches and the second eigenvectors of their normalised cut."""
