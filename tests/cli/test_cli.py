@@ -16,6 +16,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import compose_config, keys
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
 from ssl_bench.results import ResultStore
+from tests.support.without_torch import REPOSITORY, said_without_torch
 
 CONFIG = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2)
 
@@ -52,8 +53,7 @@ def test_help_imports_nothing_heavy():
 
 
 def test_what_reads_records_takes_no_torch(tmp_path):
-    source = Path(__file__).parents[2]
-    shutil.copytree(source / "results" / "dino_photographs", tmp_path / "results")
+    shutil.copytree(REPOSITORY / "results" / "dino_photographs", tmp_path / "results")
     commands = [
         ["table"],
         ["table", "--pivot"],
@@ -63,20 +63,7 @@ def test_what_reads_records_takes_no_torch(tmp_path):
         ["data", "list"],
         ["data", "list", "coco_stuff"],
     ]
-    code = (
-        "import sys; from ssl_bench.cli.__main__ import main\n"
-        f"assert not any([main(command) for command in {commands}])\n"
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(source)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    said_without_torch(tmp_path, commands)
 
 
 def test_the_newest_checkpoint_is_taken_and_said(workplace, capsys):

@@ -1,0 +1,28 @@
+"""Commands in a process of their own, which must not import torch."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def said_without_torch(folder: Path, commands: Sequence[Sequence[str]]) -> str:
+    """What commands, carried out in a folder one after the other, print on stdout."""
+    code = (
+        "import sys; from ssl_bench.cli.__main__ import main\n"
+        f"assert not any([main(command) for command in {[list(one) for one in commands]}])\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
