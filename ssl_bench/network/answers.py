@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import IO
+from typing import Any
 
 from ssl_bench.errors import MachineError
 
@@ -142,7 +142,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self,
         req: urllib.request.Request,
-        fp: IO[bytes],
+        fp: Any,
         code: int,
         msg: str,
         headers: http.client.HTTPMessage,
