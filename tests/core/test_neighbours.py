@@ -11,6 +11,7 @@ from probes.features.neighbours import NeighbourSearch
 from ssl_bench import neighbours
 from ssl_bench.errors import MachineError
 from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors, takes_faiss
+from tests.support.simulated_cuda import is_simulated
 
 
 def unit_vectors(count: int, dim: int = 24, seed: int = 0) -> torch.Tensor:
@@ -170,6 +171,7 @@ def test_on_a_gpu_faiss_is_taken_where_it_is_asked_for():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(is_simulated(), reason="faiss's kernels need a real device")
 def test_faiss_on_a_gpu_gives_what_the_product_gives():
     memory, queries = unit_vectors(20_000).cuda(), unit_vectors(200, seed=1).cuda()
 
