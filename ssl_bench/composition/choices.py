@@ -4,9 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ssl_bench.composition.components import (
-    entry_points,
-)
+from ssl_bench.composition.components import entry_points
 from ssl_bench.composition.fields import shown
 from ssl_bench.composition.papers import Experiment, experiments
 from ssl_bench.errors import ConfigurationError

@@ -77,6 +77,7 @@ def test_the_newest_checkpoint_is_taken_and_said(workplace, capsys):
     assert {record.model for record in records} == {"newer"}
     assert records[0].num_images == 3
     assert records[0].settings["image_size"] == 40
+    assert records[0].changed == {"image_size": 40}
 
 
 def test_finished_cells_are_skipped_until_overwrite(workplace, capsys):
