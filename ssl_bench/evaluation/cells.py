@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from ssl_bench.data.files.readable import ReadableDataset, summary
+from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation.probe import Probe
 from ssl_bench.results.record import TRAINED_ON, CellKey, TrainingImages
@@ -63,7 +64,7 @@ def cell_keys(
 def cell_settings(question: Question) -> dict[str, Any]:
     """What changes the number and has no field of its own in a key.
 
-    Cost: opens the training images and reads them for their fingerprint, so ask once.
+    Cost: reads the training images for their fingerprint, so ask once.
     """
     gone = left_out(question.dataset)
     fitted = question.probe.training_images(question.dataset)
@@ -82,4 +83,5 @@ def trained_on(images: ImageSet) -> TrainingImages:
 
 
 def left_out(dataset: Dataset) -> dict[str, list[str]]:
-    return dataset.left_out() if isinstance(dataset, ReadableDataset) else {}
+    sieve = dataset.dataset if isinstance(dataset, OpenedOnce) else dataset
+    return sieve.left_out() if isinstance(sieve, ReadableDataset) else {}

@@ -2,13 +2,14 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, summary
+from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.evaluation.cells import cell_keys, cell_settings, left_out
@@ -53,7 +54,8 @@ class Evaluation:
         """
         while True:
             try:
-                return self._run(store, say=say, overwrite=overwrite)
+                whole = replace(self, dataset=OpenedOnce(self.dataset))
+                return whole._run(store, say=say, overwrite=overwrite)
             except UnreadableImage as error:
                 sieve = self.dataset
                 if not isinstance(sieve, ReadableDataset):
