@@ -1,0 +1,41 @@
+"""A dataset whose sets are opened once, however many ask for them."""
+
+from collections.abc import Callable
+
+from ssl_bench.data.samples import Dataset, ImageSet
+
+
+class OpenedOnce:
+    """A dataset as it was when each of its sets was asked for first; of that time are all answers.
+
+    Opening a set looks at all of its files.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self._opened: dict[str, ImageSet] = {}
+
+    @property
+    def name(self) -> str:
+        return self.dataset.name
+
+    @property
+    def supports(self) -> frozenset[str]:
+        return self.dataset.supports
+
+    def train(self) -> ImageSet:
+        return self._once("train", self.dataset.train)
+
+    def val(self) -> ImageSet:
+        return self._once("val", self.dataset.val)
+
+    def discovery(self) -> ImageSet:
+        return self._once("discovery", self.dataset.discovery)
+
+    def images(self) -> ImageSet:
+        return self._once("images", self.dataset.images)
+
+    def _once(self, role: str, opened: Callable[[], ImageSet]) -> ImageSet:
+        if role not in self._opened:
+            self._opened[role] = opened()
+        return self._opened[role]
