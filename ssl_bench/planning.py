@@ -9,9 +9,17 @@ from omegaconf import DictConfig
 
 from ssl_bench.composition.choices import choices, nearest
 from ssl_bench.composition.components import TARGET, component_class
-from ssl_bench.composition.compose import as_plain, build, compose_config, has_key, keys, with_root
+from ssl_bench.composition.compose import (
+    as_plain,
+    build,
+    choice_group,
+    compose_config,
+    has_key,
+    keys,
+    with_root,
+)
 from ssl_bench.composition.fields import Place, Seed, require, shown
-from ssl_bench.composition.presets import preset_group, protocols
+from ssl_bench.composition.presets import protocols
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.known_by_stat import DatasetByStat
 from ssl_bench.data.samples import Dataset
@@ -19,6 +27,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation, Probe
 from ssl_bench.models import Encoder
 
+PROTOCOL = "probe.protocol"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -79,7 +88,13 @@ def plan_probes(
         DataError: nothing fits, such as tokencut on a dataset without boxes.
     """
     pairs = [(task, dataset) for dataset in datasets for task in tasks]
-    defaults = [compose_config("probing", _base(*pair)) for pair in pairs]
+    plain = [compose_config("probing", _base(*pair)) for pair in pairs]
+    # What is chosen by name comes first, for it decides which keys there are.
+    named = [[o for o in overrides if _names(o, p[0])] for p in pairs]
+    defaults = [
+        compose_config("probing", [*_base(*p), *(o for o in some if _takes(o, p[0], default))])
+        for p, some, default in zip(pairs, named, plain, strict=True)
+    ]
     for override in overrides:
         _require_taker(override, pairs, defaults)
     plan = [
@@ -129,8 +144,7 @@ def probing_config(
     Raises:
         ConfigurationError: unknown choice, key or a value of the wrong type.
     """
-    grouped = [_protocol_as_group(override, task) for override in overrides]
-    return compose_config("probing", [*_base(task, dataset), *with_root(grouped, root)])
+    return compose_config("probing", [*_base(task, dataset), *with_root(overrides, root)])
 
 
 def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) -> PlannedProbe:
@@ -158,18 +172,17 @@ def _key_and_value(override: str) -> tuple[str, str]:
     return key, value
 
 
-def _protocol_as_group(override: str, task: str) -> str:
-    # Protocols that are presets live in files; for the user they are a value like any other.
-    key, value = _key_and_value(override)
-    is_preset = key == "probe.protocol" and choices(preset_group(task))
-    return f"{preset_group(task)}={value}" if is_preset else override
+def _names(override: str, task: str) -> list[str]:
+    """What the key of an override can be for a task, where that is the name of a file."""
+    group = choice_group(_key_and_value(override)[0], {"probe": task})
+    return choices(group) if group else []
 
 
 def _takes(override: str, task: str, default: DictConfig) -> bool:
     key, value = _key_and_value(override)
-    if key == "probe.protocol":
-        known = _protocols(task, default)
-        return not known or value in known
+    known = _protocols(task, default) if key == PROTOCOL else _names(override, task)
+    if known:
+        return value in known
     if key.startswith(("probe.", "dataset.")):
         return has_key(default, key)
     return True
@@ -188,15 +201,33 @@ def _require_taker(
     if any(_takes(override, task, default) for task, default in takers):
         return
     key, value = _key_and_value(override)
-    if key == "probe.protocol":
-        known = {p for t, d in zip(tasks, defaults, strict=True) for p in _protocols(t, d)}
-        raise ConfigurationError(f"unknown protocol {shown(value)}; {nearest(value, known)}")
-    _refuse_key(key, {name for default in defaults for name in keys(default)}, pairs[0][1])
+    known = {name for task in tasks for name in _names(override, task)}
+    if key == PROTOCOL:
+        known |= {p for t, d in zip(tasks, defaults, strict=True) for p in _protocols(t, d)}
+    if known:
+        raise ConfigurationError(
+            f"unknown {key.removeprefix('probe.')} {shown(value)}; {nearest(value, known)}"
+        )
+    _refuse_key(key, {name for default in defaults for name in keys(default)}, tasks, pairs[0][1])
 
 
-def _refuse_key(key: str, known: set[str], dataset: str) -> NoReturn:
+def _refuse_key(key: str, known: set[str], tasks: Sequence[str], dataset: str) -> NoReturn:
     others = {task: compose_config("probing", _base(task, dataset)) for task in choices("probe")}
     owners = [task for task, config in others.items() if has_key(config, key)]
+    if named := _having(key, tasks, dataset):
+        raise ConfigurationError(f"{key} is a setting of {' or '.join(named)} alone")
     if owners:
         raise ConfigurationError(f"{key} is a setting of --task {', '.join(owners)} alone")
     raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, known)}")
+
+
+def _having(key: str, tasks: Sequence[str], dataset: str) -> list[str]:
+    """Choices by name under which a key exists, such as "probe.training=lbfgs"."""
+    part = key.rpartition(".")[0]
+    found = []
+    for task in tasks:
+        for name in _names(f"{part}=", task):
+            chosen = f"{part}={name}"
+            if has_key(compose_config("probing", [*_base(task, dataset), chosen]), key):
+                found.append(chosen)
+    return list(dict.fromkeys(found))

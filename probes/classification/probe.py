@@ -1,34 +1,24 @@
 """Linear classification: which classes can a linear head tell apart in each block?"""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from probes.classification.report import metrics
 from probes.classification.run import ClassificationRun
+from probes.classification.training import HeadFitting, LogisticRegression
 from probes.features.image import FACETS, ImagePass, asked_facets
 from probes.features.split import TrainingSplit
-from probes.heads.logistic import LogisticTraining
 from probes.heads.losses import LabelLoss
-from probes.heads.optimizers import SGD, Schedule
-from probes.heads.sgd import (
-    HeadTraining,
-    LayerGroup,
-    Training,
-    settings_without,
-    sources_of,
-)
+from probes.heads.sgd import Heads, LayerGroup, sources_of
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
-    Positive,
     PositiveOrZero,
     PositiveShare,
-    Rate,
     ShareBelowOne,
     Threads,
     check_fields,
-    require_some,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation import ProbeContext, Score
@@ -38,16 +28,13 @@ _NOT_SETTINGS = frozenset(
     {
         "protocol",
         "facet",
+        "training",
         "encoder_batch_size",
         "memory_gib",
         "num_workers",
         "guesses",
     }
 )
-# That of scikit-learn's LogisticRegression.
-_TOLERANCE = 1e-4
-_OF_SGD = frozenset({"learning_rates", "epochs", "batch_size"})
-_OF_LBFGS = frozenset({"c_values", "max_iterations"})
 
 
 @dataclass(frozen=True)
@@ -60,11 +47,7 @@ class LinearClassification:
             "cls_patch_mean", both concatenated; all after the encoder's final norm.
         layers_mode: "single": one head a block. "last4": one head on the last four blocks up to the
             last asked one, concatenated.
-        optimizer: "lbfgs" fits logistic regressions to the end, one for each of `c_values`. "sgd"
-            takes steps with momentum .9, one head for each of `learning_rates`, which fall to zero
-            with a cosine.
-        c_values: C of scikit-learn's logistic regression: weight of the loss against the penalty.
-        batch_size: Images of a step.
+        training: How heads are fitted, a file of configs/probe/classification/training.
         standardise: Each channel over the training images.
         holdout: Share of the training images that choose C or the rate; once they have chosen, all
             training images are fitted. With 0 only the oracle is scored.
@@ -78,12 +61,7 @@ class LinearClassification:
     protocol: str = "ssl_bench"
     facet: str | Sequence[str] = "cls"
     layers_mode: Literal["single", "last4"] = "single"
-    optimizer: Literal["lbfgs", "sgd"] = "lbfgs"
-    c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-    max_iterations: Count = 1000
-    learning_rates: Sequence[Rate] = ()
-    epochs: Count = 100
-    batch_size: Count = 1024
+    training: HeadFitting = field(default_factory=LogisticRegression)
     standardise: bool = True
     holdout: ShareBelowOne = 0.1
     train_images: Count | None = None
@@ -101,8 +79,6 @@ class LinearClassification:
     def __post_init__(self) -> None:
         check_fields(self, "probe")
         asked_facets(self.facet, tuple(FACETS))
-        grid = "c_values" if self.optimizer == "lbfgs" else "learning_rates"
-        require_some(f"probe.{grid}", getattr(self, grid))
 
     @property
     def facets(self) -> tuple[str, ...]:
@@ -127,8 +103,8 @@ class LinearClassification:
         return dataset.train()
 
     def settings(self) -> dict[str, Any]:
-        unused = _OF_SGD if self.optimizer == "lbfgs" else _OF_LBFGS
-        return settings_without(_NOT_SETTINGS | unused, asdict(self))
+        own = {name: value for name, value in vars(self).items() if name not in _NOT_SETTINGS}
+        return own | self.training.settings()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -152,7 +128,7 @@ class LinearClassification:
                 batch_size=self.encoder_batch_size,
                 workers=self.num_workers,
             ),
-            training=self._training(context, len(val_images.class_names)),
+            training=self.training.of_heads(self._heads(context, len(val_images.class_names))),
             split=TrainingSplit.draw(
                 train_images, at_most=self.train_images, holdout=self.holdout, seed=context.seed
             ),
@@ -164,28 +140,11 @@ class LinearClassification:
         )
         yield from run.scores()
 
-    def _training(self, context: ProbeContext, classes: int) -> Training:
-        if self.optimizer == "sgd":
-            return HeadTraining(
-                values=tuple(float(rate) for rate in self.learning_rates),
-                epochs=self.epochs,
-                batch_size=self.batch_size,
-                loss=LabelLoss(),
-                optimizer=SGD(weight_decay=0.0),
-                schedule=Schedule("cosine", warmup=0.0),
-                standardize=self.standardise,
-                classes=classes,
-                seed=context.seed,
-                device=context.device,
-            )
-        return LogisticTraining(
-            values=tuple(float(c) for c in self.c_values),
-            max_iterations=self.max_iterations,
-            batch_size=self.batch_size,
+    def _heads(self, context: ProbeContext, classes: int) -> Heads:
+        return Heads(
             loss=LabelLoss(),
             standardize=self.standardise,
             classes=classes,
             seed=context.seed,
             device=context.device,
-            gradient_tolerance=_TOLERANCE,
         )

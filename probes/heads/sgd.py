@@ -1,9 +1,9 @@
 """Training a bank of heads on cached features."""
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
@@ -36,12 +36,15 @@ def sources_of(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
     return [(layer,) for layer in sorted(layers)]
 
 
-def settings_without(left_out: Set[str], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a probe of linear heads that its records carry, 1 and 1.0 of a grid alike."""
-    grids = {
-        name: [float(rate) for rate in fields[name]] for name in ("learning_rates", "c_values")
-    }
-    return {name: value for name, value in {**fields, **grids}.items() if name not in left_out}
+@dataclass(frozen=True)
+class Heads:
+    """What every way to fit heads must know of them."""
+
+    loss: PixelLoss
+    standardize: bool
+    classes: int
+    seed: int
+    device: torch.device
 
 
 @runtime_checkable

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from ssl_bench.composition.compose import as_plain, build, compose_config, key_lines, with_root
+from ssl_bench.composition.compose import as_plain, build, compose_config, with_root
+from ssl_bench.composition.key_lines import key_lines
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.endings import is_heard
 from ssl_bench.system.progress import say

@@ -29,7 +29,7 @@ PRETRAINING = (
     "train.max_steps=48",
     "train.max_minutes=1",
 )
-PROBING = ("probe.protocol=fast", "probe.image_size=128", "probe.epochs=10")
+PROBING = ("probe.protocol=fast", "probe.image_size=128", "probe.training.epochs=10")
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -1,7 +1,6 @@
 """From YAML files and overrides to components; below this file there is no DictConfig."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -29,7 +28,6 @@ from ssl_bench.composition.components import (
     constructed,
     entry_point_call,
     entry_points,
-    legal_values,
 )
 from ssl_bench.composition.fields import shown
 from ssl_bench.errors import ConfigurationError
@@ -46,16 +44,31 @@ def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
         ConfigurationError: unknown group choice, key or a value of the wrong type, in one line.
     """
     parsed = [_parsed(override) for override in overrides]
-    for key, value in parsed:
-        _check_choice(root, key, value)
-    chosen = [(key, value) for key, value in parsed if _is_choice(key)]
-    defaults = _defaults(config_folder(), root, tuple(f"{key}={value}" for key, value in chosen))
+    chosen = {key: value for key, value in parsed if _is_choice(key)}
+    named = [(choice_group(key, chosen) or key, key, value) for key, value in parsed]
+    for group, key, value in named:
+        _check_choice(root, group, key, value)
+    groups = [f"{group}={value}" for group, _, value in named if _is_choice(group)]
+    defaults = _defaults(config_folder(), root, tuple(groups))
     config = deepcopy(defaults)
-    for key, value in parsed:
-        if not _is_choice(key):
+    for group, key, value in named:
+        if not _is_choice(group):
             _set(config, key, value)
     _require_same_components(defaults, config)
     return config
+
+
+def choice_group(key: str, chosen: Mapping[str, Any]) -> str | None:
+    """The folder whose files are what a key can be; None where it takes values.
+
+    Args:
+        key: Such as "probe.loss".
+        chosen: The files that are chosen of groups: with {"probe": "segmentation"} the folder is
+            "probe/segmentation/loss".
+    """
+    group, _, field = key.partition(".")
+    folder = f"{group}/{chosen.get(group)}/{field}"
+    return folder if field and _is_choice(folder) else None
 
 
 def with_root(overrides: Sequence[str], root: str | None) -> list[str]:
@@ -87,27 +100,12 @@ def as_plain(config: DictConfig) -> dict[str, Any]:
 
 
 def has_key(config: DictConfig, key: str) -> bool:
-    return key in _flatten(config)
+    return key in flattened(config)
 
 
 def keys(config: DictConfig) -> list[str]:
-    """What can be overridden, such as "probe.epochs"."""
-    return [key for key in _flatten(config) if not key.endswith("_target_")]
-
-
-def key_lines(configs: Sequence[DictConfig]) -> list[str]:
-    """Every key with its value and what it takes, one a line, as "train.seed=0  a whole ...".
-
-    A line that several configurations have in common stands once.
-    """
-    return list(dict.fromkeys(line for config in configs for line in _key_lines(config)))
-
-
-def _key_lines(config: DictConfig) -> list[str]:
-    legal = legal_values(OmegaConf.to_container(config, resolve=False))
-    said = {key: f"{key}={json.dumps(_flatten(config)[key])}" for key in keys(config)}
-    width = min(max(map(len, said.values())), LONG)
-    return [f"{text:{width}}  {legal.get(key, '')}".rstrip() for key, text in said.items()]
+    """What can be overridden, such as "probe.training.epochs"."""
+    return [key for key in flattened(config) if not key.endswith("_target_")]
 
 
 @cache
@@ -116,19 +114,42 @@ def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
 
     Composed once, because it takes a tenth of a second each time.
     """
+    calls = {choice: call for choice in groups if (call := _component(choice))}
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            said = OmegaConf.to_container(compose(root, list(groups)), resolve=False)
+            config = compose(root, [choice for choice in groups if choice not in calls])
+            said: Any = OmegaConf.to_container(config, resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(_one_line(error)) from error
+    for choice, call in calls.items():
+        group, _, field = choice.partition("=")[0].split("/")
+        said[group][field] = call
     whole = DictConfig(completed(said, ""))
     OmegaConf.set_struct(whole, True)
     return whole
 
 
+def _component(choice: str) -> dict[str, Any]:
+    """The call that a choice like "probe/segmentation/loss=histogram" puts in place of a field.
+
+    Nothing where its file holds values of many fields, as that of a protocol does.
+    """
+    folder, _, name = choice.partition("=")
+    file = config_folder() / folder / f"{name}.yaml"
+    said = read_file(file) if folder.count("/") == 2 else {}
+    return said if TARGET in said else {}
+
+
+def read_file(file: Path) -> dict[str, Any]:
+    """What one file of `configs/` says by itself."""
+    config = OmegaConf.load(file)
+    assert isinstance(config, DictConfig)
+    return as_plain(config)
+
+
 @cache
 def _groups(folder: Path) -> frozenset[str]:
-    """Folders of `configs/` whose files are choices, such as "probe/segmentation_protocol"."""
+    """Folders of `configs/` whose files are choices, such as "probe/segmentation/loss"."""
     below = (path.parent.relative_to(folder).as_posix() for path in folder.rglob("*.yaml"))
     return frozenset(below) - {"."}
 
@@ -161,24 +182,24 @@ def _parsed(override: str) -> tuple[str, Any]:
     )
 
 
-def _check_choice(root: str, key: str, value: Any) -> None:
-    if not _is_choice(key):
+def _check_choice(root: str, group: str, key: str, value: Any) -> None:
+    if not _is_choice(group):
         return
-    if value not in (valid := choices(key)):
+    if value not in (valid := choices(group)):
         raise ConfigurationError(
             f"unknown {key}={shown(value)} for {root}; {nearest(str(value), valid)}"
         )
-    if value in files(key):
+    if value in files(group):
         return
     store = ConfigStore.instance().store
-    if value in (runs := runs_of_papers(key)):
-        store(group=key, name=value, node=runs[value].node(), package="_global_")
+    if value in (runs := runs_of_papers(group)):
+        store(group=group, name=value, node=runs[value].node(), package="_global_")
     else:
-        store(group=key, name=value, node=entry_point_call(entry_points(key)[value]))
+        store(group=group, name=value, node=entry_point_call(entry_points(group)[value]))
 
 
 def _set(config: DictConfig, key: str, value: Any) -> None:
-    known = _flatten(config)
+    known = flattened(config)
     parents = {name.rsplit(".", depth)[0] for name in known for depth in range(name.count(".") + 1)}
     if key not in known and key not in parents:
         raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, keys(config))}")
@@ -220,7 +241,7 @@ def _mappings(config: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     return walk("", OmegaConf.to_container(config, resolve=False))
 
 
-def _flatten(config: DictConfig) -> dict[str, Any]:
+def flattened(config: DictConfig) -> dict[str, Any]:
     """Dotted key -> value for every leaf; an empty mapping is a leaf."""
     leaves: dict[str, Any] = {}
 

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
 
-from omegaconf import DictConfig, OmegaConf
-
 from ssl_bench.composition.choices import choices, config_folder
-from ssl_bench.composition.components import defaults
-from ssl_bench.composition.compose import as_plain
+from ssl_bench.composition.components import constructed, defaults
+from ssl_bench.composition.compose import read_file
 from ssl_bench.system.escaping import plain_json
 
 
@@ -37,7 +35,7 @@ def protocols(task: str, probe: type) -> list[str]:
 
 def preset_group(task: str) -> str:
     """Folder of the presets of a task below `configs/`; most tasks have none."""
-    return f"probe/{task}_protocol"
+    return f"probe/{task}/protocol"
 
 
 def changed_settings(probe: Preset) -> dict[str, Any]:
@@ -53,18 +51,26 @@ def changed_settings(probe: Preset) -> dict[str, Any]:
         defaults(type(probe)) | {"protocol": probe.protocol} | (_values(probe) if known else {})
     )
     usual = replace(probe, **values)
-    settings = usual.settings()
+    # What only another choice has, such as C of L-BFGS, is compared with its own default.
+    settings = {**_other_defaults(probe, usual), **usual.settings()}
     return {
         name: value
         for name, value in sorted(probe.settings().items())
-        # What only another choice uses, such as C of L-BFGS, has its value all the same.
-        if plain_json(value) != plain_json(settings.get(name, getattr(usual, name, None)))
+        if plain_json(value) != plain_json(settings.get(name))
     }
+
+
+def _other_defaults(probe: Preset, usual: Preset) -> dict[str, Any]:
+    """Defaults of all fields, those of the components of a probe among them."""
+    parts = [getattr(probe, item.name) for item in fields(probe)]  # type: ignore[arg-type]
+    found = {name: getattr(usual, name) for name in defaults(type(probe))}
+    for part in parts:
+        if is_dataclass(part):
+            found |= defaults(type(part))
+    return found
 
 
 def _values(probe: Preset) -> dict[str, Any]:
     """What the file of a protocol says."""
     file = config_folder() / preset_group(probe.task) / f"{probe.protocol}.yaml"
-    config = OmegaConf.load(file)
-    assert isinstance(config, DictConfig)
-    return as_plain(config)
+    return constructed(read_file(file), "probe")

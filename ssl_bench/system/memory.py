@@ -20,8 +20,8 @@ _WORDS = (
     "failed to map segment",
 )
 _REMEDIES = {
-    "probe": "lower probe.batch_size, probe.image_size or probe.memory_gib where the task has "
-    "them, or ask for fewer --layer",
+    "probe": "lower probe.batch_size (of linear heads probe.training.batch_size), "
+    "probe.image_size or probe.memory_gib where the task has them, or ask for fewer --layer",
     "sweep": "take --jobs 1, lower probe.batch_size or probe.memory_gib, or ask for fewer --layer",
     "pretrain": "lower train.batch_size, raise train.accumulation, take train.num_workers=0 or a "
     "smaller model",

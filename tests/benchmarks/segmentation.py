@@ -29,12 +29,13 @@ from probes.features.standardization import Standardization
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
 from probes.heads.optimizers import HeadAdamW
-from probes.segmentation.probe import HALF_DECADES, Segmentation
+from probes.segmentation.components import HALF_DECADES
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from tests.benchmarks.provenance import provenance
+from tests.support.heads import segmentation
 
 PATCH = 16
 HEIGHT, WIDTH = 375, 500
@@ -110,7 +111,7 @@ class RandomDataset:
 
 def probe_seconds(options: Options, loss: str, *, layers: int, rates: int) -> float:
     """Train and score with the probe as users run it."""
-    probe = Segmentation(
+    probe = segmentation(
         loss=loss,
         learning_rates=HALF_DECADES[:rates],
         epochs=options.epochs,

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from scipy.stats import spearmanr
 
-from probes.segmentation.probe import Segmentation
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.samples import Dataset
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.system.progress import show_progress
 from tests.benchmarks.provenance import provenance
+from tests.support.heads import segmentation
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 
@@ -30,7 +30,7 @@ def block_scores(
     encoder: Encoder, dataset: Dataset, loss: str, options: argparse.Namespace
 ) -> list[float]:
     """Mean IoU of every block."""
-    probe = Segmentation(
+    probe = segmentation(
         loss=loss,
         learning_rates=RATES,
         epochs=options.epochs,

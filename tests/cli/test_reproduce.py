@@ -66,14 +66,18 @@ def test_the_plan_of_table_2_is_four_runs_and_a_probe_for_each_cell():
 
 
 def test_overrides_reach_the_runs_or_the_probes_and_leave_out_what_they_make_impossible():
-    plan = plan_of("table2", "train.max_steps=20", "probe.epochs=2", "data.root=/in", device="cpu")
+    plan = plan_of(
+        "table2", "train.max_steps=20", "probe.training.epochs=2", "data.root=/in", device="cpu"
+    )
 
     assert {re.sub(r"\S*(skip\w*)", "*", line) for line in words(plan, of_runs=True)} == {
         "pretrain * train.warmup_epochs=null objective.teacher_temperature_epochs=null "
         "train.max_steps=20 data.root=/in --out * --resume "
         "--device cpu"
     }
-    assert all(line.endswith("probe.epochs=2 --device cpu") for line in words(plan, of_runs=False))
+    assert all(
+        line.endswith("probe.training.epochs=2 --device cpu") for line in words(plan, of_runs=False)
+    )
     assert plan.unreached == ("skipless, adamw, 200 epochs", "skipless, soap, 200 epochs")
     assert len(words(plan, of_runs=False)) == 4 * 6
     own = plan_of("table2", "train.max_steps=20", "train.warmup_epochs=0").steps[0].words

@@ -35,7 +35,7 @@ from tests.support.faults import (
 
 HERE = "cpu: x86_64, 2 threads"
 PHOTOS = ["--task", "pca", "--dataset", "folder", "--data-root", "photos"]
-SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.epochs=2"]
+SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"]
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_tasks_go_to_datasets_that_have_labels_for_them_each_with_its_own_root(p
     ]
     assert all(job["layers"] == [1] for job in plan["jobs"])
     # An override reaches the probes that have such a key, and their commands hold no other.
-    epochs = [job["task"] for job in plan["jobs"] if "probe.epochs=2" in job["command"]]
+    epochs = [job["task"] for job in plan["jobs"] if "probe.training.epochs=2" in job["command"]]
     assert epochs == ["segmentation"]
 
 

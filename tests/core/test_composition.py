@@ -96,9 +96,9 @@ def test_every_file_of_a_group_composes_and_builds(group):
 
 
 def test_the_presets_of_a_probe_keep_its_keys():
-    for preset in choices("probe/segmentation_protocol"):
+    for preset in choices("probe/segmentation/protocol"):
         config = compose_config(
-            "probing", ["probe=segmentation", f"probe/segmentation_protocol={preset}"]
+            "probing", ["probe=segmentation", f"probe/segmentation/protocol={preset}"]
         )
 
         assert build(config.probe).protocol == preset

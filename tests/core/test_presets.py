@@ -91,7 +91,7 @@ def test_a_probe_of_somebody_else_has_protocols_of_any_name():
 
 
 def test_a_protocol_that_no_file_knows_has_nothing_to_differ_from():
-    assert changed_settings(Segmentation(protocol="theirs", epochs=2)) == {}
+    assert changed_settings(Segmentation(protocol="theirs", panels=2)) == {}
 
 
 def test_what_was_changed_stands_behind_the_name_of_the_protocol():

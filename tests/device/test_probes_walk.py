@@ -15,9 +15,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-SEGMENTATION = ("probe.image_size=32", "probe.epochs=2", "probe.batch_size=3")
+SEGMENTATION = ("probe.image_size=32", "probe.training.epochs=2", "probe.training.batch_size=3")
 RETRIEVAL = ("probe.image_size=32", "probe.neighbours=5")
-HEADS = ("probe.batch_size=4", "probe.epochs=2")
+HEADS = ("probe.training.batch_size=4", "probe.training.epochs=2")
 WALKS = {
     "segmentation": ("segmentation", "voc2012", *SEGMENTATION),
     "segmentation, multi": ("segmentation", "voc2012", *SEGMENTATION, "probe.layers_mode=multi"),
@@ -28,8 +28,9 @@ WALKS = {
     ),
     "segmentation, capi": (
         "segmentation", "voc2012", "probe.protocol=capi", "probe.image_size=32",
-        "probe.batch_size=2", "probe.max_iterations=4", "probe.c_values=[0.01,1.0]",
-        "probe.holdout=0.4", "probe.score_size=32",
+        "probe.training.batch_size=2", "probe.training.max_iterations=4",
+        "probe.training.c_values=[0.01,1.0]",
+        "probe.holdout=0.4", "probe.inference.score_size=32",
     ),
     "segmentation, cutting_the_skip": (
         "segmentation", "voc2012", *SEGMENTATION, "probe.protocol=cutting_the_skip",
@@ -48,7 +49,7 @@ WALKS = {
     ),
     "conditioning": ("conditioning", "folder"),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,patch_mean]"),
-    "classification": ("classification", "class_folders", "probe.c_values=[0.01,1.0]"),
+    "classification": ("classification", "class_folders", "probe.training.c_values=[0.01,1.0]"),
     "classification, dino": ("classification", "class_folders", "probe.protocol=dino", *HEADS),
     "classification, dinov2": (
         "classification", "class_folders", "probe.protocol=dinov2", *HEADS,

@@ -40,6 +40,7 @@ from tests.benchmarks.pretrain import Setting
 from tests.device.runs import OBJECTIVES, SMALL
 from tests.support.colours import ColourDataset, probe_context
 from tests.support.faults import class_folders
+from tests.support.heads import segmentation
 from tests.support.simulated_cuda.counts import Counts, counts_of
 
 CUDA = torch.device("cuda")
@@ -115,7 +116,7 @@ def _segmentation(**changes: Any) -> Segmentation:
         "image_size": 32, "epochs": 1, "batch_size": _BATCH, "holdout": 0.0, "panels": 0,
         "learning_rates": (1e-3, 1e-2),
     }  # fmt: skip
-    return Segmentation(**{**fixed, **changes})
+    return segmentation(fixed, **changes)
 
 
 def feature_cache_batch(folder: Path) -> Counts:
@@ -145,14 +146,14 @@ def heads_step(folder: Path, loss: str) -> Counts:
 
 def scored_segmentation(folder: Path, scoring: str) -> Counts:
     """A batch of three images, heads of twelve blocks and two rates."""
-    probe = _segmentation(scoring=scoring)
+    probe = _segmentation(inference=scoring)
     run = probe.prepared(_context(folder, _BATCH))
     heads = run.train(run.features())
     extractor = run.training_pass.extractor
 
     def work(number: int) -> None:
         images = ColourDataset(num_val=number * _BATCH).val()
-        items = [probe._scoring(extractor.encoder).prepare(one) for one in images]
+        items = [run.scoring.prepare(one) for one in images]
         _stream(heads, run).count(extractor, "token", items, len(items))
 
     return counts_of(work, 1, 3)

@@ -288,10 +288,22 @@ def test_fault_72_an_image_is_not_damaged_where_memory_does_not_suffice(place, c
         (["knn", "probe.batch_size=0"], "probe.batch_size expects a whole number"),
         (["retrieval", "probe.score_size=-1"], "probe.score_size expects a whole number"),
         (["classification", "probe.image_size=0"], "probe.image_size expects a whole number"),
-        (["classification", "probe.c_values=[nan]"], "probe.c_values expects a list"),
-        (["classification", "probe.c_values=[inf,1]"], "probe.c_values expects a list"),
-        (["segmentation", "probe.learning_rates=[-1.0]"], "probe.learning_rates expects a list"),
-        (["segmentation", "probe.weight_decay=-1"], "probe.weight_decay expects a number"),
+        (
+            ["classification", "probe.training.c_values=[nan]"],
+            "probe.training.c_values expects a list",
+        ),
+        (
+            ["classification", "probe.training.c_values=[inf,1]"],
+            "probe.training.c_values expects a list",
+        ),
+        (
+            ["segmentation", "probe.training.learning_rates=[-1.0]"],
+            "probe.training.learning_rates expects a list",
+        ),
+        (
+            ["segmentation", "probe.training.weight_decay=-1"],
+            "probe.training.weight_decay expects a number",
+        ),
         (["tokencut", "probe.tau=7"], "probe.tau expects a number in [-1, 1)"),
     ],
 )

@@ -273,7 +273,7 @@ def test_fault_11_a_mask_without_any_label_is_counted_and_the_metric_finite(plac
     save_mask(base / "SegmentationClass/t1.png", ignored)
     save_mask(base / "SegmentationClass/v1.png", ignored)
     # Alone in its batch, the image has no pixel to take the mean of.
-    alone = [f"probe.batch_size={batch_size}", "probe.epochs=40"]
+    alone = [f"probe.training.batch_size={batch_size}", "probe.training.epochs=40"]
 
     assert main(probing("segmentation", "voc2012", place, *alone)) == 0
 

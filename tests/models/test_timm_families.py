@@ -234,7 +234,7 @@ def test_every_probe_runs_on_every_kind_of_tokens(name, tmp_path, monkeypatch, c
         ("tokencut",),
         ("pca",),
         ("retrieval", size),
-        ("segmentation", "probe.protocol=fast", "probe.epochs=1", size),
+        ("segmentation", "probe.protocol=fast", "probe.training.epochs=1", size),
     ):
         assert main([*words, "--task", task, *toy, *options]) == 0, capsys.readouterr().err
     knn = ["--task", "knn", "--dataset", "class_folders", "--data-root", "pictures",

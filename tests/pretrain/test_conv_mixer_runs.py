@@ -154,7 +154,7 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
     small = ["probe.image_size=64", "probe.num_workers=1"]
     for task, more in {
         "knn": knn,
-        "segmentation": [*toy, "probe.protocol=fast", *small, "probe.epochs=2"],
+        "segmentation": [*toy, "probe.protocol=fast", *small, "probe.training.epochs=2"],
         "pca": [*toy, "probe.image_size=64", "probe.num_images=2"],
         "retrieval": [*toy, *small, "probe.neighbours=5"],
         "tokencut": [*toy, "probe.facet=token"],

@@ -14,6 +14,7 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 from probes.classification.probe import LinearClassification
+from probes.classification.training import Momentum
 from probes.features.image import ImagePass
 from probes.features.split import TrainingSplit
 from probes.features.training import FeaturesInMemory
@@ -28,12 +29,12 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import coloured_classes
-from tests.support.configured import configured
 from tests.support.faults import class_folders, probing, records
+from tests.support.heads import classification
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
 QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_workers": 1}
-SGD_QUICK: dict[str, Any] = {"optimizer": "sgd", "learning_rates": [0.1, 0.3], "epochs": 20}
+SGD_QUICK: dict[str, Any] = {"training": "sgd", "learning_rates": [0.1, 0.3], "epochs": 20}
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def context(dataset: Any, **changes: Any) -> ProbeContext:
 
 
 def scores(dataset: Any, *, within: dict[str, Any] | None = None, **changes: Any):
-    probe = LinearClassification(**{**QUICK, **changes})
+    probe = classification(QUICK, **changes)
     found = probe.run(context(dataset, **(within or {})))
     return {(s.layer, s.facet, s.metric): s for s in found}
 
@@ -131,7 +132,7 @@ def root(tmp_path_factory) -> Path:
 
 
 def test_colours_are_told_apart_in_every_block_and_every_asked_cell_is_scored(root):
-    probe = LinearClassification(**QUICK, facet=["patch_mean", "cls", "cls_patch_mean"])
+    probe = classification(QUICK, facet=["patch_mean", "cls", "cls_patch_mean"])
     found = list(probe.run(context(ClassFolders(root))))
 
     assert isinstance(probe, Probe)
@@ -323,9 +324,10 @@ def test_the_images_that_choose_are_not_fitted_until_they_have_chosen():
 
 def test_a_rate_that_makes_a_head_diverge_is_never_right_and_never_chosen(monkeypatch):
     # No legal rate is so large that five epochs are enough.
-    monkeypatch.setattr("probes.classification.probe.check_fields", lambda *_: None)
-    rates = [0.1, 1e38]
-    found = scores(greys(), optimizer="sgd", learning_rates=rates, epochs=5)
+    monkeypatch.setattr("probes.classification.training.check_fields", lambda *_: None)
+    training = Momentum(learning_rates=[0.1, 1e38], epochs=5)
+    probe = replace(classification(QUICK), training=training)
+    found = {(s.layer, s.facet, s.metric): s for s in probe.run(context(greys()))}
 
     details = found[0, "cls", "top1_holdout"].details
     assert details["learning_rate"] == 0.1
@@ -372,21 +374,20 @@ def test_an_encoder_without_a_class_token_has_its_mean_patch():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"c_values": []}, "probe.c_values expects one value or more"),
-        ({"c_values": [0.0, 1.0]}, "probe.c_values expects a list .* a number in"),
-        ({"optimizer": "sgd"}, "probe.learning_rates expects one value or more"),
-        ({"optimizer": "adam"}, "probe.optimizer expects lbfgs or sgd"),
+        ({"c_values": []}, "probe.training.c_values expects one value or more"),
+        ({"c_values": [0.0, 1.0]}, "probe.training.c_values expects a list .* a number in"),
+        ({"training": "sgd", "learning_rates": []}, "probe.training.learning_rates expects one"),
         ({"layers_mode": "multi"}, "probe.layers_mode expects single or last4"),
         ({"facet": "token"}, "probe.facet must be among cls, patch_mean, cls_patch_mean"),
         ({"facet": []}, "probe.facet must be among"),
-        ({"epochs": 0}, "probe.epochs expects a whole number in"),
+        ({"training": "sgd", "epochs": 0}, "probe.training.epochs expects a whole number in"),
         ({"holdout": 1.0}, "probe.holdout expects a number in"),
         ({"crop_share": 0.0}, "probe.crop_share expects a number in"),
     ],
 )
 def test_options_without_meaning_are_refused(options, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
-        configured(LinearClassification, **options)
+        classification(**options)
 
 
 def test_protocols_are_files_and_what_does_not_apply_is_no_setting():

@@ -7,6 +7,7 @@ import torch
 
 from probes.features import cache as feature_cache
 from probes.features.views import WholeImage, nearest_labels
+from probes.segmentation.components import Steps
 from ssl_bench.errors import CheckpointError, MachineError
 from tests.benchmarks.memory import LiveBytes
 from tests.support.colours import (
@@ -99,7 +100,7 @@ def test_features_are_found_again_by_a_run_that_asks_the_same(tmp_path):
     probe = quick_probe(memory_gib=0.0, cache=str(tmp_path), epochs=1, train_images=16)
     list(probe.run(probe_context(tmp_path)))
     # What has no part in the features.
-    other = replace(probe, epochs=2, batch_size=3, num_workers=1)
+    other = replace(probe, training=Steps(epochs=2, batch_size=3), num_workers=1)
     score = next(iter(other.run(probe_context(tmp_path))))
     assert score.details["encoder_passes"] == 0
 

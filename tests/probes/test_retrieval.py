@@ -112,7 +112,7 @@ def test_a_wrong_hyperparameter_is_named(wrong):
 
 @pytest.mark.parametrize("protocol", ["ssl_bench", "hbird"])
 def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol):
-    overrides = [f"probe/retrieval_protocol={protocol}", "probe.image_size=64"]
+    overrides = [f"probe/retrieval/protocol={protocol}", "probe.image_size=64"]
     probe = build(compose_config("probing", ["probe=retrieval", *overrides]).probe)
     assert (probe.protocol, probe.image_size) == (protocol, 64)
     assert bool(probe.guesses) == (protocol != "ssl_bench")

@@ -24,7 +24,7 @@ from tests.support.colours import (
     score_values,
     tiny_encoder,
 )
-from tests.support.configured import configured
+from tests.support.heads import segmentation
 
 PHOTOS = {
     "voc2012": ["dataset=voc2012"],
@@ -188,12 +188,12 @@ def test_the_norm_is_applied_before_the_heads(tmp_path):
 
 def test_logistic_heads_are_chosen_by_the_held_out_images_and_fitted_to_all(tmp_path):
     changes = {
-        "optimizer": "lbfgs",
+        "training": "lbfgs",
         "c_values": [1e-5, 1e-1],
         "loss": "majority",
-        "scoring": "patch",
+        "inference": "patch",
     }
-    probe = quick_probe(**changes, refit=True, holdout=0.3, learning_rates=[])
+    probe = quick_probe(**changes, refit=True, holdout=0.3)
     run = probe.prepared(probe_context(tmp_path))
     features, progress = run.features(), run.training_pass.progress
     fitted = run.training.train(features, run.sources, torch.arange(18), progress)
@@ -266,25 +266,30 @@ def test_a_size_that_the_patch_does_not_divide_is_refused_with_the_nearest(tmp_p
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("loss", "fine"),
         ("norm", "batch"),
         ("layers_mode", "all"),
-        ("learning_rates", []),
-        ("learning_rates", [0.1, -0.1]),
-        ("epochs", 0),
+        ("training.learning_rates", []),
+        ("training.learning_rates", [0.1, -0.1]),
+        ("training.epochs", 0),
         ("views", 3),
         ("holdout", 1.0),
         ("crops", "some"),
-        ("optimizer", "adam"),
-        ("schedule", "poly"),
-        ("scoring", "whole"),
-        ("refit", True),
-        ("max_iterations", 0),
+        ("loss.factor", 0),
+        ("training.optimizer", "adam"),
+        ("training.schedule", "poly"),
+        ("inference.score_size", 0),
     ],
 )
 def test_a_wrong_hyperparameter_is_named(field, value):
     with pytest.raises(ConfigurationError, match=f"probe.{field}"):
-        configured(Segmentation, **{field: value})
+        segmentation(**{field.rpartition(".")[2]: value})
+
+
+def test_logistic_regression_cannot_be_fitted_again_without_held_out_images():
+    with pytest.raises(ConfigurationError, match=r"probe\.training\.refit must be false unless"):
+        segmentation(training="lbfgs", refit=True, holdout=0.0)
+    with pytest.raises(ConfigurationError, match=r"probe\.training\.max_iterations expects"):
+        segmentation(training="lbfgs", max_iterations=0)
 
 
 def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
@@ -311,7 +316,7 @@ def test_panels_have_the_size_of_the_photograph_whatever_size_was_scored(tmp_pat
         assert picture.width >= 3 * 192
 
 
-@pytest.mark.parametrize("changes", [{"crops": "resized"}, {"scoring": "slide"}])
+@pytest.mark.parametrize("changes", [{"crops": "resized"}, {"inference": "slide"}])
 def test_held_out_images_need_whole_squashed_images(changes):
     with pytest.raises(ConfigurationError, match=r"probe.holdout must be 0 unless"):
         quick_probe(**changes)
@@ -333,10 +338,10 @@ def _composed(*overrides: str) -> Segmentation:
     ],
 )
 def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol, values):
-    probe = _composed(f"probe/segmentation_protocol={protocol}", "probe.epochs=2")
+    probe = _composed(f"probe/segmentation/protocol={protocol}", "probe.panels=2")
     assert probe.protocol == protocol
-    assert probe.epochs == 2
-    assert {name: getattr(probe, name) for name in values} == values
+    assert probe.panels == 2
+    assert values.items() <= probe.settings().items()
     assert bool(probe.guesses) == (protocol not in ("ssl_bench", "fast"))
     assert json.loads(json.dumps(probe.settings())) == probe.settings()
 
@@ -348,8 +353,9 @@ def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol, values
 def test_every_protocol_runs_with_joined_layers_and_records_name_the_guesses(
     tmp_path, protocol, mode
 ):
-    small = ["probe.epochs=1", "probe.image_size=32", "probe.panels=0", "probe.max_iterations=3"]
-    choice = [f"probe/segmentation_protocol={protocol}", f"probe.layers_mode={mode}"]
+    few = "max_iterations=3" if protocol == "capi" else "epochs=1"
+    small = [f"probe.training.{few}", "probe.image_size=32", "probe.panels=0"]
+    choice = [f"probe/segmentation/protocol={protocol}", f"probe.layers_mode={mode}"]
     probe = _composed(*choice, *small, f"probe.cache={tmp_path}")
     context = probe_context(tmp_path)
     scores = list(probe.run(context))

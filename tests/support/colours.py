@@ -13,6 +13,7 @@ from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
+from tests.support.heads import segmentation
 
 CLASS_NAMES = ("red", "green", "blue", "never")
 SIZES = ((24, 32), (32, 24), (40, 28))
@@ -124,7 +125,7 @@ class Counter:
 
 
 def quick_probe(**changes: Any) -> Segmentation:
-    return Segmentation(**{**QUICK, **changes})
+    return segmentation(QUICK, **changes)
 
 
 def score_values(scores):

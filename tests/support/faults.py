@@ -30,10 +30,10 @@ OBJECT = """<annotation><object><name>cat</name><bndbox>
 SMALL = {
     "pca": ["probe.image_size=32"],
     "tokencut": [],
-    "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.epochs=2"],
+    "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"],
     "retrieval": ["probe.image_size=32", "probe.neighbours=5"],
     "knn": ["probe.neighbours=[1,2]"],
-    "classification": ["probe.c_values=[0.01,1.0]"],
+    "classification": ["probe.training.c_values=[0.01,1.0]"],
 }
 PRETRAIN = (
     "model=vit_tiny_skip", "model.image_size=16", "model.patch_size=8", "model.dim=24",

@@ -1,0 +1,258 @@
+"""What linear segmentation is put together from: a loss, a way to train, a way to infer.
+
+Each is chosen by the name of a file, such as `probe.loss=histogram`; its `settings` are what
+records say of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from probes.heads import losses, scored_images
+from probes.heads.logistic import LogisticTraining
+from probes.heads.optimizers import SGD, HeadAdamW, Schedule
+from probes.heads.sgd import Heads, HeadTraining, Training
+from ssl_bench.composition.fields import (
+    Count,
+    Pixels,
+    Positive,
+    PositiveOrZero,
+    Rate,
+    ShareBelowOne,
+    check_fields,
+    require_some,
+)
+from ssl_bench.models import Encoder
+
+HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+_OF_CAPI = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)
+
+
+@runtime_checkable
+class Loss(Protocol):
+    """What the logits of the patches are held against."""
+
+    def settings(self) -> dict[str, Any]: ...
+
+    def of_pixels(self, image_size: int, patch: int) -> losses.PixelLoss:
+        """The loss for square images of so many pixels a side."""
+        ...
+
+
+@runtime_checkable
+class HeadFitting(Protocol):
+    """How heads are fitted.
+
+    Attributes:
+        batch_size: Images that are looked at together.
+        refit: Fit to all training images once the held-out ones have chosen.
+    """
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def refit(self) -> bool: ...
+
+    def settings(self) -> dict[str, Any]: ...
+
+    def of_heads(self, heads: Heads) -> Training: ...
+
+
+@runtime_checkable
+class Inference(Protocol):
+    """How a whole image is segmented."""
+
+    def settings(self) -> dict[str, Any]: ...
+
+    def of_images(self, image_size: int, encoder: Encoder) -> scored_images.Scoring: ...
+
+
+@dataclass(frozen=True)
+class Upsampled:
+    """Bilinear logits against labels.
+
+    Attributes:
+        factor: The labels have so many times the side of the token grid; that of the image if None.
+    """
+
+    factor: Count | None = 4
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.loss")
+
+    def settings(self) -> dict[str, Any]:
+        return {"loss": f"upsample{self.factor}" if self.factor else "full_resolution"}
+
+    def of_pixels(self, image_size: int, patch: int) -> losses.UpsampledLoss:
+        del image_size
+        return losses.UpsampledLoss(self.factor or patch)
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """Bilinear logits against labels of a size of their own.
+
+    Attributes:
+        size: Their side in pixels.
+    """
+
+    size: Pixels = 100
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.loss")
+
+    def settings(self) -> dict[str, Any]:
+        return {"loss": str(self.size)}
+
+    def of_pixels(self, image_size: int, patch: int) -> losses.ResampledLoss:
+        return losses.ResampledLoss(image_size // patch, image_size // patch, self.size)
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Patch logits against the histogram of the labels under the patch."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"loss": "histogram"}
+
+    def of_pixels(self, image_size: int, patch: int) -> losses.HistogramLoss:
+        del image_size
+        return losses.HistogramLoss(patch)
+
+
+@dataclass(frozen=True)
+class Majority:
+    """Patch logits against the most frequent label under the patch."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"loss": "majority"}
+
+    def of_pixels(self, image_size: int, patch: int) -> losses.ModeLoss:
+        del image_size
+        return losses.ModeLoss(patch)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A number of optimizer steps.
+
+    Attributes:
+        learning_rates: All are trained; which one counts is chosen afterwards.
+        batch_size: Images of a step.
+        warmup: Share of the steps in which the learning rate rises.
+    """
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rates: Sequence[Rate] = HALF_DECADES
+    epochs: Count = 30
+    batch_size: Count = 16
+    schedule: Literal["cosine", "linear", "constant", "drop"] = "cosine"
+    warmup: ShareBelowOne = 0.05
+    weight_decay: PositiveOrZero = 1e-4
+
+    refit = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.training")
+        require_some("probe.training.learning_rates", self.learning_rates)
+
+    def settings(self) -> dict[str, Any]:
+        return asdict(self) | {"learning_rates": _floats(self.learning_rates)}
+
+    def of_heads(self, heads: Heads) -> HeadTraining:
+        optimizer = {"adamw": HeadAdamW, "sgd": SGD}[self.optimizer]
+        return HeadTraining(
+            values=tuple(_floats(self.learning_rates)),
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            optimizer=optimizer(weight_decay=self.weight_decay),
+            schedule=Schedule(self.schedule, self.warmup),
+            **vars(heads),
+        )
+
+
+@dataclass(frozen=True)
+class LogisticRegression:
+    """Logistic regressions, each fitted to its end by L-BFGS.
+
+    Attributes:
+        c_values: C of scikit-learn's: weight of the loss against the penalty. All are fitted;
+            which one counts is chosen afterwards.
+        batch_size: Images that are looked at together; the result does not depend on it.
+        refit: Fit to all training images once the held-out ones have chosen.
+    """
+
+    c_values: Sequence[Positive] = _OF_CAPI
+    max_iterations: Count = 1000
+    batch_size: Count = 16
+    refit: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.training")
+        require_some("probe.training.c_values", self.c_values)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "optimizer": "lbfgs",
+            "c_values": _floats(self.c_values),
+            "max_iterations": self.max_iterations,
+            "refit": self.refit,
+        }
+
+    def of_heads(self, heads: Heads) -> LogisticTraining:
+        return LogisticTraining(
+            values=tuple(_floats(self.c_values)),
+            max_iterations=self.max_iterations,
+            batch_size=self.batch_size,
+            **vars(heads),
+        )
+
+
+@dataclass(frozen=True)
+class Squashed:
+    """Images are squashed to squares, logits upsampled bilinearly.
+
+    Attributes:
+        score_size: Masks are reduced to this size before scoring; the original size if None.
+    """
+
+    score_size: Pixels | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.inference")
+
+    def settings(self) -> dict[str, Any]:
+        return {"scoring": "squash", "score_size": self.score_size}
+
+    def of_images(self, image_size: int, encoder: Encoder) -> scored_images.Scoring:
+        del encoder
+        return scored_images.SquashedScoring(image_size, self.score_size)
+
+
+@dataclass(frozen=True)
+class ByPatch(Squashed):
+    """Images are squashed to squares, and each pixel takes the class of its patch."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"scoring": "patch", "score_size": self.score_size}
+
+    def of_images(self, image_size: int, encoder: Encoder) -> scored_images.Scoring:
+        del encoder
+        return scored_images.PatchScoring(image_size, self.score_size)
+
+
+@dataclass(frozen=True)
+class SlidingWindows:
+    """Windows slide over the image at its own shape."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"scoring": "slide", "score_size": None}
+
+    def of_images(self, image_size: int, encoder: Encoder) -> scored_images.Scoring:
+        return scored_images.SlidingScoring(image_size, encoder.mean)
+
+
+def _floats(grid: Sequence[float]) -> list[float]:
+    """1 and 1.0 of a grid alike."""
+    return [float(value) for value in grid]

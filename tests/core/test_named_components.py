@@ -1,0 +1,109 @@
+"""Parts of a probe that are chosen by name: `probe.loss=histogram`."""
+
+import json
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.choices import choices, config_folder
+from ssl_bench.composition.presets import changed_settings
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.planning import plan_probes
+
+DATA = {"segmentation": "toy", "classification": "class_folders"}
+PARTS = [
+    (task, field.name, file.stem)
+    for task in DATA
+    for field in (config_folder() / "probe" / task).iterdir()
+    for file in field.glob("*.yaml")
+    if field.name != "protocol"
+]
+
+
+def built(task: str, *overrides: str):
+    (planned,) = plan_probes([task], [DATA[task]], overrides)
+    return planned.probe
+
+
+def refused(task: str, *overrides: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        built(task, *overrides)
+    return str(caught.value)
+
+
+def test_the_parts_of_linear_heads_are_loss_training_and_inference():
+    assert {(task, field) for task, field, _ in PARTS} == {
+        ("segmentation", "loss"),
+        ("segmentation", "training"),
+        ("segmentation", "inference"),
+        ("classification", "training"),
+    }
+
+
+@pytest.mark.parametrize(("task", "field", "name"), PARTS)
+def test_every_part_is_built_by_its_name_alone(task, field, name):
+    probe = built(task, f"probe.{field}={name}", *(["probe.holdout=0.0"] * (name == "slide")))
+
+    settings = getattr(probe, field).settings()
+    assert settings.items() <= probe.settings().items()
+    assert json.loads(json.dumps(probe.settings())) == probe.settings()
+    others = [getattr(built(task), field).settings()]
+    assert (settings == others[0]) == (name == _default(task, field))
+
+
+def _default(task: str, field: str) -> str:
+    usual = {"loss": "upsample4", "inference": "squash"}
+    return usual.get(field, "adamw" if task == "segmentation" else "lbfgs")
+
+
+def test_values_of_a_part_are_keys_of_their_own_wherever_they_stand():
+    first = built("segmentation", "probe.training.c_values=[1.0]", "probe.training=lbfgs")
+    last = built("segmentation", "probe.training=lbfgs", "probe.training.c_values=[1.0]")
+
+    assert first.settings()["c_values"] == [1.0]
+    assert first == last
+    assert changed_settings(first) == {"optimizer": "lbfgs", "c_values": [1.0]}
+
+
+def test_values_that_the_choice_does_not_use_name_the_choice_that_does():
+    assert refused("segmentation", "probe.training.c_values=[1]") == (
+        "probe.training.c_values is a setting of probe.training=lbfgs alone"
+    )
+    assert refused("classification", "probe.training.epochs=3") == (
+        "probe.training.epochs is a setting of probe.training=sgd alone"
+    )
+    assert "alone" in refused("segmentation", "probe.protocol=capi", "probe.training.epochs=3")
+
+
+def test_a_name_replaces_all_that_the_protocol_says_of_the_part():
+    probe = built("segmentation", "probe.protocol=capi", "probe.training=sgd")
+
+    assert probe.training == built("segmentation", "probe.training=sgd").training
+    assert changed_settings(probe) == {"optimizer": "sgd"}
+    assert probe.loss == built("segmentation", "probe.protocol=capi").loss
+
+
+def test_a_wrong_name_gets_the_right_ones():
+    assert refused("segmentation", "probe.loss=histogramm") == (
+        "unknown loss 'histogramm'; did you mean histogram?"
+    )
+    assert "unknown training 'adam'" in refused("segmentation", "probe.training=adam")
+    assert "unknown loss" in refused("segmentation", "probe.loss={_target_: os.system}")
+    assert "name code to run" in refused("segmentation", "probe.loss._target_=os.system")
+
+
+def test_a_part_reaches_the_tasks_that_have_one_of_that_name():
+    plan = plan_probes(list(DATA), list(DATA.values()), ["probe.training=adamw"])
+
+    overrides = {planned.probe.task: planned.overrides for planned in plan}
+    assert overrides == {"segmentation": ("probe.training=adamw",), "classification": ()}
+
+
+@pytest.mark.parametrize(("task", "field", "name"), PARTS)
+def test_keys_tell_the_name_of_each_part_and_what_else_it_can_be(task, field, name, capsys):
+    words = ["probe", "--task", task, "--dataset", DATA[task], "--keys", f"probe.{field}={name}"]
+    assert main(words) == 0
+
+    lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
+    found = {said: legal[0].strip() for said, *legal in lines if said.startswith(f"probe.{field}=")}
+    assert found == {f"probe.{field}={name}": " or ".join(choices(f"probe/{task}/{field}"))}
