@@ -44,10 +44,10 @@ def _list(options: argparse.Namespace) -> int:
     """Print a line for each dataset, or all about one."""
     if options.target is not None:
         source = _source(options.target)
-        told = _told(source)
-        print(json_text(told) if options.json else "\n".join(_about(told, source)))
+        row = _as_json(source)
+        print(json_text(row) if options.json else "\n".join(_about(row, source)))
     elif options.json:
-        print(json_text([_told(source) for source in SOURCES.values()]))
+        print(json_text([_as_json(source) for source in SOURCES.values()]))
     else:
         print("\n".join(_line(source) for source in SOURCES.values()))
         print("`ssl-bench data list NAME` shows one with its tree, files and classes")
@@ -67,7 +67,7 @@ def _line(source: Source) -> str:
     return f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}"
 
 
-def _told(source: Source) -> dict[str, Any]:
+def _as_json(source: Source) -> dict[str, Any]:
     """All that is known of a dataset, as JSON types."""
     dataset = _built(source.name, None)
     roles = [role for role in _ROLES if role in dataset.supports]

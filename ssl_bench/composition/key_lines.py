@@ -38,7 +38,7 @@ def _lines(config: DictConfig) -> list[str]:
 def _named(plain: Mapping[str, Any], key: str, value: Any) -> tuple[str | None, str]:
     """The folder whose files a key can be, and which of them it is; None where it takes values."""
     top, _, field = key.partition(".")
-    parts = plain[top]
+    parts = plain.get(top)
     if not (isinstance(parts, Mapping) and TARGET in parts):
         return None, ""
     kind = component_class(parts[TARGET], top)

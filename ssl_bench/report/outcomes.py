@@ -33,7 +33,8 @@ class Extremes:
     """The images of a panel at the best block of a checkpoint.
 
     Attributes:
-        worst: From the worst one on; likewise `best`.
+        worst: From the worst one on.
+        best: From the best one on.
         num_scored: Images with at least one class.
     """
 

@@ -40,8 +40,7 @@ def carry_out(plan: Plan, execute: Execute, *, debug: bool) -> Iterator[Outcome]
     `execute` runs `ssl-bench` with words and gives its exit code.
 
     Raises:
-        Preempted: a run was asked to stop, and everything is saved.
-        KeyboardInterrupt: likewise.
+        Preempted, KeyboardInterrupt: a run was asked to stop, and everything is saved.
     """
     failed: set[str] = set()
     for number, step in enumerate(plan.steps, 1):

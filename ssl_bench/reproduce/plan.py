@@ -26,7 +26,8 @@ class Asked:
         out: Folder of the records.
         roots: Where images lie, by the name of a dataset or of images to train on.
         overrides: Those of probes and datasets reach the probes, all others every run.
-        rows: Only these; all if there is none. Likewise `datasets`.
+        rows: Only these; all if there is none.
+        datasets: Only these; all if there is none.
     """
 
     runs: Path
@@ -61,7 +62,7 @@ class Step:
         needs: The run that must be finished before; None where there is none.
         words: `ssl-bench` with these.
         columns: Of the table, which it fills; none for a run.
-        rows: Likewise.
+        rows: Of the table, in which these columns are.
     """
 
     title: str

@@ -49,7 +49,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     states = {run.name: run_state(plan.asked.folder(run.name)) for run in plan.runs}
     if plan.runs:
         left = [run for run in plan.runs if not _is_finished(states[run.name])]
-        yield f"{len(plan.runs)} runs, {_said_cost(plan.runs)}; {len(left)} not finished"
+        yield f"{len(plan.runs)} runs, {_cost_text(plan.runs)}; {len(left)} not finished"
     yield f"images: {said_gigabytes(plan.images)}"
     supervised = [c.dataset for c in plan.table.columns if c.task == SUPERVISED]
     if supervised and plan.runs:
@@ -70,7 +70,7 @@ def _is_finished(state: RunState | None) -> bool:
     return state is not None and state.is_finished
 
 
-def _said_cost(runs: Sequence[Experiment]) -> str:
+def _cost_text(runs: Sequence[Experiment]) -> str:
     if all(run.gpu_hours is None for run in runs):
         return said_hours(runs)
     return f"{said_hours(runs)} of one H200 by arithmetic, not measured ({_NO_COST})"

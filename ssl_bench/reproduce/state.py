@@ -25,7 +25,7 @@ class RunState:
 
     Attributes:
         step: Optimizer steps taken.
-        epoch: Likewise, in passes over the images.
+        epoch: Passes over the images in these steps.
     """
 
     step: int

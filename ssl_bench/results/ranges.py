@@ -30,7 +30,7 @@ def parsed(content: bytes) -> dict[str, Any]:
     """The fields of a record's file, with its numbers as they were before they were JSON.
 
     Raises:
-        ValueError: it is something else; likewise TypeError, KeyError, OverflowError.
+        ValueError, TypeError, KeyError, OverflowError: it is something else.
     """
     try:
         fields = json.loads(content, parse_constant=_refuse)
@@ -65,7 +65,7 @@ def colour_of(values: Any) -> tuple[float, float, float]:
     """Mean or deviation of a record.
 
     Raises:
-        ValueError: it is no colour; likewise TypeError.
+        ValueError, TypeError: it is no colour.
     """
     red, green, blue = map(_number, values)
     if not all(map(math.isfinite, (red, green, blue))):

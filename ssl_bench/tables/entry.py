@@ -17,7 +17,8 @@ class Entry:
     """One cell: the mean over seeds with its 95 % interval, in the unit of its records.
 
     Attributes:
-        low: Of the interval, the mean over seeds; None without one; likewise `high`.
+        low: Of the interval, the mean over seeds; None without one.
+        high: As `low`.
         arbitrary: Percent of the images whose answer rounding chose; None where none can be.
         records: What the numbers are from, one a seed, or several a seed where blocks are mixed.
     """

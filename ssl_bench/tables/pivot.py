@@ -175,16 +175,16 @@ def column_names(records: Sequence[Record]) -> list[str]:
     metrics = len({record.metric for record in records}) > 1
     words = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
     for field in ("split", "task", "facet"):
-        words = _told_apart(words, [[getattr(record, field)] for record in records])
-    words = _told_apart(words, [[record.named_protocol] for record in records])
+        words = _distinguished(words, [[getattr(record, field)] for record in records])
+    words = _distinguished(words, [[record.named_protocol] for record in records])
     last = []
     for name, record in zip(words, records, strict=True):
         rivals = [r for w, r in zip(words, records, strict=True) if w == name]
         last.append(differing_settings(record, rivals))
-    return [", ".join(name) for name in _told_apart(words, last)]
+    return [", ".join(name) for name in _distinguished(words, last)]
 
 
-def _told_apart(names: Sequence[list[str]], more: Sequence[list[str]]) -> list[list[str]]:
+def _distinguished(names: Sequence[list[str]], more: Sequence[list[str]]) -> list[list[str]]:
     """Names with more words where equal ones get different words."""
     together: dict[tuple[str, ...], set[tuple[str, ...]]] = defaultdict(set)
     for name, words in zip(names, more, strict=True):

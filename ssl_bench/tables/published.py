@@ -24,7 +24,9 @@ class PublishedColumn:
     """What a published column measures.
 
     Attributes:
-        task: Name of this suite's probe; empty where there is none. Likewise `dataset`, `metric`.
+        task: Name of this suite's probe; empty where there is none.
+        dataset: Name of its dataset; empty where there is none.
+        metric: Name in its records; empty where there is none.
         facets: Of records that measure the same kind of feature; any if there are none.
         layers_modes: How many blocks a head sees there: one, unless something else is said.
         num_images: Of the usual whole split, which papers do not always name; None for times.

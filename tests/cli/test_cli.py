@@ -284,6 +284,6 @@ def test_every_key_is_listed_with_what_it_takes(place, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^probe\.neighbours=.* a list such as \[1,2\]", out, re.MULTILINE)
     assert main(["probe", "--task", "segmentation", "--keys", "probe.protocol=neco"]) == 0
-    assert re.search(r"^probe\.epochs=25 ", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^probe\.training\.epochs=25 ", capsys.readouterr().out, re.MULTILINE)
     assert main(["probe", "--task", "knn", "--keys", "probe.nothing=1"]) == 2
     assert "unknown key" in capsys.readouterr().err

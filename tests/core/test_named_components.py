@@ -1,6 +1,7 @@
 """Parts of a probe that are chosen by name: `probe.loss=histogram`."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ PARTS = [
 ]
 
 
-def built(task: str, *overrides: str):
+def built(task: str, *overrides: str) -> Any:
     (planned,) = plan_probes([task], [DATA[task]], overrides)
     return planned.probe
 

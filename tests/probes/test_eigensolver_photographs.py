@@ -51,6 +51,14 @@ def check(counts, at_least: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("batched", [False, True])
+def test_every_graph_of_a_photograph_keeps_the_promises(batched):
+    counts = kept([skimage.data.chelsea()], batched=batched)
+
+    check(counts, {"same box": 17, "|cos| > .9999": 17, "complete graphs flagged": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batched", [False, True])
 def test_every_graph_of_four_photographs_keeps_the_promises(batched):
     images = [getattr(skimage.data, name)() for name in NAMES]
 

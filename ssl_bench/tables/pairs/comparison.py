@@ -25,7 +25,8 @@ class Difference:
     """Second minus first, in points, over the same images.
 
     Attributes:
-        low: Of the 95 % interval, NaN where the images do not tell; likewise `high`.
+        low: Of the 95 % interval, NaN where the images do not tell.
+        high: As `low`.
         layers: The blocks behind both sides.
     """
 
@@ -102,7 +103,7 @@ def best_blocks(first: Scored, second: Scored) -> list[Difference]:
 
 
 def between_blocks(scored: Scored) -> list[Difference]:
-    """Every block against the best one on the scored images, and the held-out choice likewise."""
+    """Every block, and the one of the held-out choice, against the best on the scored images."""
     best, blocks = scored.blocks[scored.best], sorted(scored.blocks)
     rows = [
         difference(str(layer), best, scored.blocks[layer], ((scored.best,), (layer,)))
