@@ -21,8 +21,9 @@ from ssl_bench.reproduce.state import run_state
 from ssl_bench.sweep.slurm import SlurmOptions
 from ssl_bench.tables.published import published_tables
 from tests.cli.test_sweep_slurm import SRUN
-from tests.support.faults import class_folders, fails, log_rows, photo_folder, voc
+from tests.support.faults import class_folders, fails, photo_folder, voc
 from tests.support.faults import records as recorded
+from tests.support.runs import log_rows
 from tests.support.without_torch import said_without_torch
 
 TWO_ARMS = ["--row", "skip, adamw", "--row", "skipless, adamw"]

@@ -16,7 +16,8 @@ from ssl_bench.cli.parser import build_parser
 from ssl_bench.models import load_encoder
 from ssl_bench.sweep.slurm import CommandTask, SlurmOptions, submit_array
 from tests.cli.test_sweep import PHOTOS, values
-from tests.support.faults import PRETRAIN, encoder_file, fails, log_rows, photo_folder
+from tests.support.faults import PRETRAIN, encoder_file, fails, photo_folder
+from tests.support.runs import log_rows
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ import torch
 from pretrain.crops.multi import MultiCrop
 from ssl_bench.cli.__main__ import main
 from tests.device.runs import OBJECTIVES, SMALL
-from tests.support.faults import class_folders, end_after_parts, log_rows
+from tests.support.faults import class_folders
+from tests.support.runs import end_after_parts, log_rows
 from tests.support.simulated_cuda import LEDGER, is_simulated
 
 pytestmark = [

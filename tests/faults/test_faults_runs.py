@@ -26,13 +26,13 @@ from tests.support.faults import (
     exit_code,
     fails,
     fork,
-    log_rows,
     picture,
     pretraining,
     probing,
     records,
     small_files,
 )
+from tests.support.runs import log_rows
 
 CPU = torch.device("cpu")
 NO_TIME = "train.max_minutes=0.0"  # one step, then everything is saved

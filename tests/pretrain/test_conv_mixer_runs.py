@@ -15,15 +15,15 @@ from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.runtime.distributed import Ranks
-from pretrain.runtime.state import load_state
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import ConfigurationError, Preempted
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, build_encoder, load_encoder
 from ssl_bench.results import ResultStore
-from tests.support.faults import class_folders, end_after_parts, log_rows
+from tests.support.faults import class_folders
+from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
 CPU = torch.device("cpu")
 TINY = ConvMixerConfig(image_size=16, patch_size=4, dim=12, depth=3, kernel_size=3)
@@ -104,22 +104,12 @@ def plan_of(root, config=TINY, **changes) -> Pretraining:
 
 @pytest.mark.parametrize("optimizer", [AdamW(lr=0.3), Soap(lr=0.3, precondition_frequency=2)])
 def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
-    pictures, tmp_path, monkeypatch, optimizer
+    pictures, tmp_path, optimizer
 ):
     plan = plan_of(pictures, replace(TINY, frozen_filters=True), optimizer=optimizer)
-    path = plan.run(tmp_path / "whole", device="cpu")
-    end_after_parts(monkeypatch, SingleCrop, 3)
-    with pytest.raises(Preempted):
-        plan.run(tmp_path / "stopped", device="cpu")
-    monkeypatch.undo()
-    plan.run(tmp_path / "stopped", resume=True, device="cpu")
 
-    one, other = (load_state(tmp_path / name, CPU)[0]["learner"] for name in ("whole", "stopped"))
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
-    assert log_rows(str(tmp_path / "whole")) == log_rows(str(tmp_path / "stopped"))
-    assert (path.parent / "last.safetensors").read_bytes() == (
-        tmp_path / "stopped" / "last.safetensors"
-    ).read_bytes()
+    path = assert_goes_on_to_the_bit(plan, tmp_path, parts=3, steps=3)
+
     weights, start = load_encoder(str(path)).module.state_dict(), build_encoder(TINY, seed=3)
     changed = {n for n, v in start.state_dict().items() if not torch.equal(v, weights[n])}
     assert changed == {name for name in weights if not name.endswith("depthwise.weight")}

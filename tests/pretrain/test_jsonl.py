@@ -7,7 +7,8 @@ import pytest
 
 from pretrain.logging.jsonl import Journal
 from ssl_bench.cli.__main__ import main
-from tests.support.faults import log_rows, pretraining
+from tests.support.faults import pretraining
+from tests.support.runs import log_rows
 
 ROW = '{"step": %d, "loss": 0.5}'
 STRANGE = {

@@ -17,7 +17,8 @@ from pretrain.runtime.lock import held
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.files import sha256_of
-from tests.support.faults import exit_code, fails, fork, log_rows, pretraining
+from tests.support.faults import exit_code, fails, fork, pretraining
+from tests.support.runs import log_rows
 
 LONG = "train.max_steps=100000"
 FORK = multiprocessing.get_context("fork")

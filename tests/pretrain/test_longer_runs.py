@@ -19,8 +19,8 @@ from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import read_digests, sha256_of
-from tests.pretrain.test_train import assert_same_run, make_album, rows_of, tiny
-from tests.support.faults import end_after_parts
+from tests.pretrain.test_train import make_album, tiny
+from tests.support.runs import assert_same_run, end_after_parts, log_rows
 
 CPU = torch.device("cpu")
 # Thirteen pictures, two a step.
@@ -151,11 +151,11 @@ def test_a_longer_run_goes_on_where_the_shorter_ended(album, tmp_path):
 
     long.run(tmp_path, extend=True, device="cpu")
 
-    rows = rows_of(tmp_path)
+    rows = log_rows(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 2 * STEPS_PER_EPOCH + 1))
     # From there on the schedules are those of a run that was planned so from the start.
     long.run(tmp_path / "whole", device="cpu")
-    planned = [row["lr"] for row in rows_of(tmp_path / "whole")]
+    planned = [row["lr"] for row in log_rows(tmp_path / "whole")]
     assert [row["lr"] for row in rows[STEPS_PER_EPOCH:]] == planned[STEPS_PER_EPOCH:]
     assert [row["lr"] for row in rows[:STEPS_PER_EPOCH]] != planned[:STEPS_PER_EPOCH]
     assert (tmp_path / "epoch0002.safetensors").is_file()

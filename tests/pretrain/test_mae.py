@@ -1,6 +1,5 @@
 """Masked autoencoding: what is hidden, what is painted, and runs that do it."""
 
-import json
 import math
 import statistics
 from dataclasses import replace
@@ -18,15 +17,14 @@ from pretrain.objectives.mae import Mae, MaeDecoder, patchify, take
 from pretrain.objectives.objective import Classifier, Learner, Objective, ViewMaker
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.folder import LOG
 from pretrain.runtime.state import load_state
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError, Preempted
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, EncoderConfig, ViTConfig, load_encoder
-from tests.support.faults import end_after_parts
+from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
 CPU = torch.device("cpu")
 TINY = ViTConfig(image_size=16, patch_size=4, dim=24, depth=2, num_heads=2)
@@ -340,29 +338,8 @@ def plan_of(album, **train) -> Pretraining:
     )
 
 
-def rows_of(out):
-    timed = ("images_per_second", "data_wait", "mfu")
-    rows = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
-
-
-def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
-    album, tmp_path, monkeypatch
-):
-    plan = plan_of(album, accumulation=2)
-    plan.run(tmp_path / "whole", device="cpu")
-    end_after_parts(monkeypatch, PlainCrop, 7)
-    with pytest.raises(Preempted):
-        plan.run(tmp_path / "stopped", device="cpu")
-    monkeypatch.undo()
-    assert len(rows_of(tmp_path / "stopped")) == 4
-    helped = replace(plan, train=replace(plan.train, num_workers=2))
-    helped.run(tmp_path / "stopped", resume=True, device="cpu")
-
-    one, other = (load_state(tmp_path / n, CPU)[0] for n in ("whole", "stopped"))
-    assert one["learner"].keys() == other["learner"].keys()
-    assert all(torch.equal(v, other["learner"][k]) for k, v in one["learner"].items())
-    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "stopped")
+def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(album, tmp_path):
+    assert_goes_on_to_the_bit(plan_of(album, accumulation=2), tmp_path, parts=7, workers=2)
 
 
 def test_a_run_leaves_its_encoder_and_a_loss_beside_that_of_the_mean(album, tmp_path):
@@ -373,7 +350,7 @@ def test_a_run_leaves_its_encoder_and_a_loss_beside_that_of_the_mean(album, tmp_
     assert (encoder.num_registers, encoder.native_size) == (1, (16, 16))
     for name, value in encoder.module.state_dict().items():
         assert torch.equal(value, weights[f"student.backbone.{name}"])
-    rows = rows_of(tmp_path)
+    rows = log_rows(tmp_path)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["mean_loss"] for row in rows] == pytest.approx([47 / 48] * 8, abs=1e-3)
     assert rows[-1]["loss"] < rows[0]["loss"]
@@ -388,5 +365,5 @@ def test_a_compiled_run_learns_what_an_eager_one_does(album, tmp_path):
 
     compiled.run(tmp_path / "compiled", device="cpu")
 
-    losses = [[row["loss"] for row in rows_of(tmp_path / n)] for n in ("eager", "compiled")]
+    losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("eager", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -1,6 +1,5 @@
 """What a run measures of itself now and then, and that it is the same run without."""
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -25,12 +24,12 @@ from probes.knn import KNN
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.errors import ConfigurationError, DataError, Preempted
+from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, load_encoder
 from ssl_bench.system.progress import show_progress
-from tests.support.faults import end_after_parts
+from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
 CPU = torch.device("cpu")
 TIMED = ("images_per_second", "data_wait", "mfu")
@@ -71,11 +70,6 @@ KNN_ONLY = Monitor(knn_epochs=1, neighbours=4, crop_share=1.0)
 BOTH = replace(KNN_ONLY, accuracy_epochs=1)
 
 
-def rows_of(out):
-    rows = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in TIMED} for row in rows]
-
-
 def without(rows, names):
     return [{k: v for k, v in row.items() if k not in names} for row in rows]
 
@@ -92,7 +86,7 @@ def test_a_monitored_run_is_the_run_without_to_the_bit_and_says_what_it_found(
 
     plan_of(root, objective, monitor).run(tmp_path / "seen", device="cpu")
 
-    plain, seen = rows_of(tmp_path / "plain"), rows_of(tmp_path / "seen")
+    plain, seen = log_rows(tmp_path / "plain"), log_rows(tmp_path / "seen")
     assert without(seen, MEASURES) == plain
     # Six steps an epoch, and the last one.
     names = ["knn_top1", "val_top1"] if objective else ["knn_top1"]
@@ -105,20 +99,8 @@ def test_a_monitored_run_is_the_run_without_to_the_bit_and_says_what_it_found(
     assert f"knn_top1 {seen[5]['knn_top1']:.1f} %" in said[0]
 
 
-def test_a_run_that_was_stopped_measures_what_an_uninterrupted_one_does(
-    root, tmp_path, monkeypatch
-):
-    plan = plan_of(root, monitor=KNN_ONLY)
-    plan.run(tmp_path / "whole", device="cpu")
-    end_after_parts(monkeypatch, MultiCrop, 6)
-    with pytest.raises(Preempted):
-        plan.run(tmp_path / "stopped", device="cpu")
-    monkeypatch.undo()
-    plan.run(tmp_path / "stopped", resume=True, device="cpu")
-
-    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "stopped")
-    states = [load_state(tmp_path / name, CPU)[0]["learner"] for name in ("whole", "stopped")]
-    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+def test_a_run_that_was_stopped_measures_what_an_uninterrupted_one_does(root, tmp_path):
+    assert_goes_on_to_the_bit(plan_of(root, monitor=KNN_ONLY), tmp_path, parts=6, steps=6)
 
 
 def test_the_monitor_finds_what_the_probe_finds_in_the_saved_encoder(root, tmp_path):
@@ -132,7 +114,7 @@ def test_the_monitor_finds_what_the_probe_finds_in_the_saved_encoder(root, tmp_p
     )  # fmt: skip
     (found,) = [score for score in probe.run(context) if score.metric == "top1_k3"]
 
-    assert rows_of(tmp_path)[-1]["knn_top1"] == pytest.approx(found.value)
+    assert log_rows(tmp_path)[-1]["knn_top1"] == pytest.approx(found.value)
 
 
 def test_validation_accuracy_is_that_of_the_saved_head_on_central_squares(root, tmp_path):
@@ -148,8 +130,8 @@ def test_validation_accuracy_is_that_of_the_saved_head_on_central_squares(root, 
         features = extractor(pixels[None].float() / 255)[1]["cls_normed"]
         logits = features @ state["student.head.weight"].T + state["student.head.bias"]
         right += int(logits.argmax() == val[index].label)
-    assert rows_of(tmp_path)[-1]["val_top1"] == pytest.approx(100 * right / len(val))
-    assert [row["step"] for row in rows_of(tmp_path) if "val_top1" in row] == [8]
+    assert log_rows(tmp_path)[-1]["val_top1"] == pytest.approx(100 * right / len(val))
+    assert [row["step"] for row in log_rows(tmp_path) if "val_top1" in row] == [8]
 
 
 def test_measuring_draws_no_random_number_and_gives_the_same_twice(root):
@@ -202,7 +184,7 @@ def test_an_encoder_that_diverged_measures_nothing(root, tmp_path, monkeypatch):
     plan = plan_of(root, monitor=KNN_ONLY)
     replace(plan, train=replace(plan.train, max_steps=6)).run(tmp_path, device="cpu")
 
-    assert rows_of(tmp_path)[-1]["knn_top1"] is None
+    assert log_rows(tmp_path)[-1]["knn_top1"] is None
 
 
 def test_a_broken_validation_image_is_named_and_the_steps_before_it_are_kept(root, tmp_path):
@@ -218,7 +200,7 @@ def test_a_broken_validation_image_is_named_and_the_steps_before_it_are_kept(roo
     with pytest.raises(DataError, match=r"broken\.png"):
         plan.run(tmp_path / "out", device="cpu")
 
-    assert load_state(tmp_path / "out", CPU)[0]["step"] == len(rows_of(tmp_path / "out")) == 6
+    assert load_state(tmp_path / "out", CPU)[0]["step"] == len(log_rows(tmp_path / "out")) == 6
 
 
 def test_a_module_is_as_it_was_after_evaluating():
@@ -276,7 +258,7 @@ def test_what_is_monitored_may_change_when_a_run_goes_on(root, tmp_path):
 
     replace(plan, monitor=KNN_ONLY).run(tmp_path, resume=True, device="cpu")
 
-    assert [row["step"] for row in rows_of(tmp_path) if "knn_top1" in row] == [6, 8]
+    assert [row["step"] for row in log_rows(tmp_path) if "knn_top1" in row] == [6, 8]
 
 
 def test_the_yaml_file_says_what_the_dataclass_defaults_to():

@@ -12,7 +12,8 @@ from pretrain.schedules import Timeline
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig
 from tests.pretrain.test_resume_older import CPU, change, pictures, stopped_after_a_step
-from tests.pretrain.test_train import assert_same_run, tiny
+from tests.pretrain.test_train import tiny
+from tests.support.runs import assert_same_run
 
 __all__ = ["pictures"]
 LONG, SHORT = Timeline(3000, 10), Timeline(300, 10)

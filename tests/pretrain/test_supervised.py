@@ -1,6 +1,5 @@
 """Supervised training: its images, its loss, its runs."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -15,15 +14,14 @@ from pretrain.objectives.objective import Classifier, Learner, Objective
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.folder import LOG
 from pretrain.runtime.state import load_state
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.layouts.class_folders import ClassFolders
-from ssl_bench.errors import ConfigurationError, Preempted
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, load_encoder
-from tests.support.faults import end_after_parts
+from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
 CPU = torch.device("cpu")
 TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2, drop_path=0.1)
@@ -57,12 +55,6 @@ def plan_of(root, **train) -> Pretraining:
         data=DataOptions(root=str(root), labels=True),
         train=TrainOptions(**options),
     )
-
-
-def rows_of(out):
-    timed = ("images_per_second", "data_wait", "mfu")
-    rows = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows]
 
 
 def learner_of(objective=None, names=NAMES):
@@ -130,26 +122,8 @@ def test_the_number_of_classes_is_that_of_the_images():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
-    root, tmp_path, monkeypatch, workers
-):
-    plan = plan_of(root)
-    plan.run(tmp_path / "whole", device="cpu")
-    end_after_parts(monkeypatch, SingleCrop, 4)
-    with pytest.raises(Preempted):
-        plan.run(tmp_path / "stopped", device="cpu")
-    monkeypatch.undo()
-    assert len(rows_of(tmp_path / "stopped")) == 4
-    helped = replace(plan, train=replace(plan.train, num_workers=workers))
-    helped.run(tmp_path / "stopped", resume=True, device="cpu")
-
-    one, other = (load_state(tmp_path / n, CPU)[0] for n in ("whole", "stopped"))
-    assert one["learner"].keys() == other["learner"].keys()
-    assert all(torch.equal(v, other["learner"][k]) for k, v in one["learner"].items())
-    for number, moments in one["optimizer"]["state"].items():
-        for name, value in moments.items():
-            assert torch.equal(value, other["optimizer"]["state"][number][name])
-    assert rows_of(tmp_path / "whole") == rows_of(tmp_path / "stopped")
+def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(root, tmp_path, workers):
+    assert_goes_on_to_the_bit(plan_of(root), tmp_path, workers=workers)
 
 
 def test_a_run_shows_each_image_as_often_as_it_was_said(root, tmp_path, monkeypatch):
@@ -173,7 +147,7 @@ def test_a_run_learns_to_tell_two_colours_and_leaves_its_encoder(root, tmp_path)
 
     path = plan.run(tmp_path, device="cpu")
 
-    rows = rows_of(tmp_path)
+    rows = log_rows(tmp_path)
     assert rows[-1]["train_top1"] == 100
     assert rows[-1]["loss"] < 0.4 < rows[0]["loss"]
     weights = load_state(tmp_path, CPU)[0]["learner"]

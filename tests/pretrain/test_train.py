@@ -1,6 +1,5 @@
 """Real runs of a tiny encoder: what they leave behind, and how they stop and go on."""
 
-import json
 import math
 import os
 import re
@@ -22,16 +21,14 @@ from pretrain.logging import jsonl
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.folder import BOARD, ENCODER, LOG
+from pretrain.runtime.folder import BOARD, LOG
 from pretrain.runtime.state import load_state
 from pretrain.schedules import Cosine
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
 from ssl_bench.models import ViTConfig, load_encoder
-
-CPU = torch.device("cpu")
-TIMED = ("images_per_second", "data_wait", "mfu")
+from tests.support.runs import CPU, assert_goes_on_to_the_bit, assert_same_run, log_rows
 
 
 def make_album(root: Path) -> Path:
@@ -66,34 +63,6 @@ def tiny(album, *, skip=True, drop_path=0.0, optimizer=None, **train) -> Pretrai
     )
 
 
-def rows_of(out):
-    return [json.loads(line) for line in (out / LOG).read_text().splitlines()]
-
-
-def untimed(out):
-    return [{k: v for k, v in row.items() if k not in TIMED} for row in rows_of(out)]
-
-
-def flat(value, prefix=""):
-    if isinstance(value, dict):
-        return {k: v for key in value for k, v in flat(value[key], f"{prefix}/{key}").items()}
-    if isinstance(value, list | tuple):
-        return flat(dict(enumerate(value)), prefix)
-    return {prefix: value}
-
-
-def assert_same_run(one, other):
-    states = [flat(load_state(out, CPU)[0]) for out in (one, other)]
-    assert states[0].keys() == states[1].keys()
-    for key, value in states[0].items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, states[1][key]), key
-        elif not key.startswith("/configuration/train/num_workers"):
-            assert value == states[1][key], key
-    assert untimed(one) == untimed(other)
-    assert (one / ENCODER).read_bytes() == (other / ENCODER).read_bytes()
-
-
 def do_at(monkeypatch, call, action):
     """Run an action when the crops of the given step are finished, before the step is taken."""
     finish, calls = MultiCrop.finish, []
@@ -119,7 +88,7 @@ def test_a_run_leaves_an_encoder_that_is_its_teacher_and_a_row_a_step(album, tmp
         if name.startswith("teacher.backbone.")
     }
     assert all(torch.equal(v, teacher[k]) for k, v in encoder.module.state_dict().items())
-    rows = rows_of(out)
+    rows = log_rows(out, timed=True)
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["epoch"] for row in rows] == [0] * 6 + [1] * 2
     assert list(rows[0])[:3] == ["step", "epoch", "loss"]
@@ -136,7 +105,7 @@ def test_rates_reach_the_optimizer_and_biases_are_never_decayed(album, tmp_path)
     tiny(album).run(tmp_path, device="cpu")
 
     decayed, exempt = load_state(tmp_path, CPU)[0]["optimizer"]["param_groups"]
-    last = rows_of(tmp_path)[-1]
+    last = log_rows(tmp_path)[-1]
     assert decayed["lr"] == exempt["lr"] == last["lr"] > 0
     assert (decayed["weight_decay"], exempt["weight_decay"]) == (last["weight_decay"], 0)
     assert last["weight_decay"] == pytest.approx(0.4 - 0.18 * (1 - math.cos(math.pi / 8)))
@@ -151,20 +120,11 @@ def test_rates_reach_the_optimizer_and_biases_are_never_decayed(album, tmp_path)
     ],
 )
 def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
-    album, tmp_path, monkeypatch, number, error, optimizer
+    album, tmp_path, number, error, optimizer
 ):
     plan = tiny(album, optimizer=optimizer, drop_path=0.2)
-    plan.run(tmp_path / "whole", device="cpu")
 
-    do_at(monkeypatch, 4, lambda: os.kill(os.getpid(), number))
-    with pytest.raises(error):
-        plan.run(tmp_path / "stopped", device="cpu")
-    monkeypatch.undo()
-    assert [row["step"] for row in rows_of(tmp_path / "stopped")] == [1, 2, 3, 4]
-    plan.run(tmp_path / "stopped", resume=True, device="cpu")
-
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert_goes_on_to_the_bit(plan, tmp_path, sent=number, error=error)
 
 
 @pytest.mark.parametrize("torn", [True, False])
@@ -179,7 +139,7 @@ def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(
         plan.run(tmp_path / "killed", device="cpu")
     monkeypatch.undo()
     log = tmp_path / "killed" / LOG
-    assert len(rows_of(tmp_path / "killed")) == 7
+    assert len(log_rows(tmp_path / "killed")) == 7
     if torn:
         log.write_text("".join(log.read_text().splitlines(keepends=True)[:6]) + '{"step": 7, "l')
     helped = replace(plan, train=replace(plan.train, num_workers=2))
@@ -193,7 +153,7 @@ def test_a_run_asked_to_stop_in_its_last_step_is_simply_done(album, tmp_path, mo
 
     tiny(album).run(tmp_path, device="cpu")
 
-    assert len(rows_of(tmp_path)) == 8
+    assert len(log_rows(tmp_path)) == 8
 
 
 def test_the_rows_of_the_log_are_curves_of_tensorboard_too(album, tmp_path):
@@ -204,7 +164,7 @@ def test_the_rows_of_the_log_are_curves_of_tensorboard_too(album, tmp_path):
     accumulator = events.EventAccumulator(str(tmp_path / BOARD))
     accumulator.Reload()
     points = [(event.step, event.value) for event in accumulator.Scalars("loss")]
-    assert points == [(row["step"], pytest.approx(row["loss"])) for row in rows_of(tmp_path)]
+    assert points == [(row["step"], pytest.approx(row["loss"])) for row in log_rows(tmp_path)]
 
 
 def test_a_missing_tensorboard_is_noticed_before_anything_is_written(album, tmp_path, monkeypatch):
@@ -222,11 +182,11 @@ def test_time_that_is_up_saves_and_says_so(album, tmp_path, capsys):
 
     plan.run(tmp_path, device="cpu")
 
-    assert len(rows_of(tmp_path)) == 1
+    assert len(log_rows(tmp_path)) == 1
     assert "time is up after step 1 of 8" in capsys.readouterr().err
     forever = replace(plan, train=replace(plan.train, max_minutes=None))
     forever.run(tmp_path, resume=True, device="cpu")
-    assert len(rows_of(tmp_path)) == 8
+    assert len(log_rows(tmp_path)) == 8
 
 
 def test_without_a_terminal_a_line_now_and_then_tells_how_far_the_run_is(
@@ -256,7 +216,7 @@ def test_a_folder_with_a_run_is_refused_resumed_or_overwritten(album, tmp_path):
     assert (tmp_path / LOG).read_text() == before
     plan.run(tmp_path, overwrite=True, device="cpu")
     assert (tmp_path / LOG).read_text() != before
-    assert len(rows_of(tmp_path)) == 2
+    assert len(log_rows(tmp_path)) == 2
 
 
 def test_only_what_changes_the_numbers_may_not_change(album, tmp_path):
@@ -305,7 +265,7 @@ def test_a_step_that_is_not_finite_teaches_nothing(album, tmp_path, monkeypatch)
 
     tiny(album).run(tmp_path, device="cpu")
 
-    rows = rows_of(tmp_path)
+    rows = log_rows(tmp_path)
     assert [row["loss"] is None for row in rows] == [False] * 3 + [True] + [False] * 4
     weights = load_state(tmp_path, CPU)[0]["learner"].values()
     assert all(weight.isfinite().all() for weight in weights)
@@ -351,7 +311,7 @@ def test_a_broken_picture_is_named_and_the_steps_before_it_are_kept(album, tmp_p
         plan.run(tmp_path / "out", device="cpu")
 
     assert "\n" not in str(refusal.value)
-    assert load_state(tmp_path / "out", CPU)[0]["step"] == len(rows_of(tmp_path / "out"))
+    assert load_state(tmp_path / "out", CPU)[0]["step"] == len(log_rows(tmp_path / "out"))
 
 
 def test_a_batch_that_the_images_do_not_fill_is_refused(album, tmp_path):
@@ -384,7 +344,7 @@ def test_a_skipless_encoder_trains_in_bfloat16_too(album, tmp_path):
         plan = tiny(album, skip=False, max_steps=2, precision=precision)
         plan.run(tmp_path / precision, device="cpu")
 
-    high, low = (rows_of(tmp_path / name)[0]["loss"] for name in ("float32", "bfloat16"))
+    high, low = (log_rows(tmp_path / name)[0]["loss"] for name in ("float32", "bfloat16"))
     assert low == pytest.approx(high, rel=0.05)
     assert low != high
 
@@ -419,7 +379,7 @@ def test_two_processes_learn_what_one_does(album, tmp_path):
     one, two = (load_state(tmp_path / n, CPU)[0]["learner"] for n in ("one", "two"))
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-4, rtol=1e-3, msg=name)
-    losses = [[row["loss"] for row in rows_of(tmp_path / name)] for name in ("one", "two")]
+    losses = [[row["loss"] for row in log_rows(tmp_path / name)] for name in ("one", "two")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -431,5 +391,5 @@ def test_a_compiled_run_learns_what_an_eager_one_does(album, tmp_path):
 
     compiled.run(tmp_path / "compiled", device="cpu")
 
-    losses = [[row["loss"] for row in rows_of(tmp_path / n)] for n in ("eager", "compiled")]
+    losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("eager", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

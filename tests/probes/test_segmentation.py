@@ -129,9 +129,9 @@ def test_the_held_out_rate_is_not_chosen_on_the_scored_images(tmp_path):
 
 def test_a_rate_at_the_edge_of_the_grid_is_warned_of(tmp_path):
     context = probe_context(tmp_path, layers=(3,))
-    edge = next(iter(quick_probe(learning_rates=[1e-6, 1e-2]).run(context)))
-    alone = next(iter(quick_probe(learning_rates=[1e-2]).run(context)))
-    inner = next(iter(quick_probe(learning_rates=[1e-7, 1e-2, 1e3]).run(context)))
+    edge = next(iter(quick_probe(learning_rates=[1e-6, 1e-2], epochs=2).run(context)))
+    alone = next(iter(quick_probe(learning_rates=[1e-2], epochs=2).run(context)))
+    inner = next(iter(quick_probe(learning_rates=[1e-7, 1e-2, 1e3], epochs=2).run(context)))
     assert "0.01 is at the edge" in edge.details["warnings"][0]
     assert alone.details["warnings"] == inner.details["warnings"] == few_images_warning(7)
 

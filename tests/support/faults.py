@@ -1,7 +1,6 @@
 """Small places in which the real commands meet real faults."""
 
 import io
-import json
 import os
 import resource
 import signal
@@ -10,7 +9,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import jaxtyping
 import numpy as np
@@ -206,25 +204,6 @@ def encoded(kind: str, image: Image.Image) -> bytes:
     memory = io.BytesIO()
     image.save(memory, kind)
     return memory.getvalue()
-
-
-def log_rows(run: str, *, timed: bool = False) -> list[dict]:
-    rows = [json.loads(line) for line in Path(run, "log.jsonl").read_text().splitlines()]
-    clock = () if timed else ("images_per_second", "data_wait", "mfu")
-    return [{k: v for k, v in row.items() if k not in clock} for row in rows]
-
-
-def end_after_parts(monkeypatch: Any, crops: type, number: int) -> None:
-    """Let a scheduler end this process when so many parts of batches have come to the device."""
-    finish, calls = crops.finish, []
-
-    def interrupted(self, *arguments):
-        calls.append(1)
-        if len(calls) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return finish(self, *arguments)
-
-    monkeypatch.setattr(crops, "finish", interrupted)
 
 
 @contextmanager

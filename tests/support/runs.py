@@ -1,0 +1,100 @@
+"""Runs of pretraining: their logs, whether two are the same, and what it takes to stop one."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.runtime.folder import ENCODER, LOG
+from pretrain.runtime.state import load_state
+from pretrain.train import Pretraining
+from ssl_bench.errors import Preempted
+
+CPU = torch.device("cpu")
+TIMED = ("images_per_second", "data_wait", "mfu")
+
+
+def log_rows(run: str | Path, *, timed: bool = False) -> list[dict[str, Any]]:
+    """The rows of a run's log, without what hangs on the clock unless `timed`."""
+    rows = [json.loads(line) for line in Path(run, LOG).read_text().splitlines()]
+    return [{k: v for k, v in row.items() if timed or k not in TIMED} for row in rows]
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """Same state, log and encoder to the bit, but for the number of data workers."""
+    states = [_flat(load_state(out, CPU)[0]) for out in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    for key, value in states[0].items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, states[1][key]), key
+        elif not key.startswith("/configuration/train/num_workers"):
+            assert value == states[1][key], key
+    assert log_rows(one) == log_rows(other)
+    assert (one / ENCODER).read_bytes() == (other / ENCODER).read_bytes()
+
+
+def end_after_parts(
+    monkeypatch: pytest.MonkeyPatch, crops: type, number: int, sent: int = signal.SIGTERM
+) -> None:
+    """Send this process a signal when so many parts of batches have come to the device."""
+    finish, calls = crops.finish, []  # type: ignore[attr-defined]
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == number:
+            os.kill(os.getpid(), sent)
+        return finish(self, *arguments)
+
+    monkeypatch.setattr(crops, "finish", interrupted)
+
+
+def assert_goes_on_to_the_bit(
+    plan: Pretraining,
+    folder: Path,
+    *,
+    parts: int = 4,
+    steps: int = 4,
+    sent: int = signal.SIGTERM,
+    error: type[BaseException] = Preempted,
+    workers: int | None = None,
+) -> Path:
+    """A run that is stopped and goes on is one that was never stopped.
+
+    Args:
+        plan: Of a run of more steps than `steps`.
+        folder: Where both runs go, "whole" and "stopped".
+        parts: After which the signal comes; several where a step accumulates.
+        steps: That the stopped run has taken then.
+        sent: The signal.
+        error: How the stopped run ends.
+        workers: Of the second half, where that has others.
+
+    Returns:
+        The encoder of the whole run.
+    """
+    path = plan.run(folder / "whole", device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        end_after_parts(patch, type(plan.objective.crops), parts, sent)
+        with pytest.raises(error):
+            plan.run(folder / "stopped", device="cpu")
+    assert [row["step"] for row in log_rows(folder / "stopped")] == list(range(1, steps + 1))
+    if workers is not None:
+        plan = replace(plan, train=replace(plan.train, num_workers=workers))
+    plan.run(folder / "stopped", resume=True, device="cpu")
+    assert_same_run(folder / "whole", folder / "stopped")
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    return path
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {k: v for key in value for k, v in _flat(value[key], f"{prefix}/{key}").items()}
+    if isinstance(value, list | tuple):
+        return _flat(dict(enumerate(value)), prefix)
+    return {prefix: value}
