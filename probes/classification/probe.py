@@ -6,9 +6,10 @@ from typing import Any, Literal
 
 from probes.classification.report import metrics
 from probes.classification.run import ClassificationRun
-from probes.classification.training import HeadFitting, LogisticRegression
+from probes.classification.training import ImageRegression
 from probes.features.image import FACETS, ImagePass, asked_facets
 from probes.features.split import TrainingSplit
+from probes.heads.fitting import HeadFitting
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import Heads, LayerGroup, sources_of
 from ssl_bench.composition.fields import (
@@ -61,7 +62,7 @@ class LinearClassification:
     protocol: str = "ssl_bench"
     facet: str | Sequence[str] = "cls"
     layers_mode: Literal["single", "last4"] = "single"
-    training: HeadFitting = field(default_factory=LogisticRegression)
+    training: HeadFitting = field(default_factory=ImageRegression)
     standardise: bool = True
     holdout: ShareBelowOne = 0.1
     train_images: Count | None = None

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from probes.heads import losses, scored_images
-from probes.heads.logistic import LogisticTraining
+from probes.heads.fitting import HeadFitting, LogisticRegression, floats
 from probes.heads.optimizers import SGD, HeadAdamW, Schedule
-from probes.heads.sgd import Heads, HeadTraining, Training
+from probes.heads.sgd import Heads, HeadTraining
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
@@ -40,8 +40,8 @@ class Loss(Protocol):
 
 
 @runtime_checkable
-class HeadFitting(Protocol):
-    """How heads are fitted.
+class PatchHeadFitting(HeadFitting, Protocol):
+    """How heads of patches are fitted.
 
     Attributes:
         batch_size: Images that are looked at together.
@@ -53,10 +53,6 @@ class HeadFitting(Protocol):
 
     @property
     def refit(self) -> bool: ...
-
-    def settings(self) -> dict[str, Any]: ...
-
-    def of_heads(self, heads: Heads) -> Training: ...
 
 
 @runtime_checkable
@@ -158,12 +154,12 @@ class Steps:
         require_some("probe.training.learning_rates", self.learning_rates)
 
     def settings(self) -> dict[str, Any]:
-        return asdict(self) | {"learning_rates": _floats(self.learning_rates)}
+        return asdict(self) | {"learning_rates": floats(self.learning_rates)}
 
     def of_heads(self, heads: Heads) -> HeadTraining:
         optimizer = {"adamw": HeadAdamW, "sgd": SGD}[self.optimizer]
         return HeadTraining(
-            values=tuple(_floats(self.learning_rates)),
+            values=tuple(floats(self.learning_rates)),
             epochs=self.epochs,
             batch_size=self.batch_size,
             optimizer=optimizer(weight_decay=self.weight_decay),
@@ -173,40 +169,18 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class LogisticRegression:
-    """Logistic regressions, each fitted to its end by L-BFGS.
+class PatchRegression(LogisticRegression):
+    """Logistic regressions of patches.
 
     Attributes:
-        c_values: C of scikit-learn's: weight of the loss against the penalty. All are fitted;
-            which one counts is chosen afterwards.
-        batch_size: Images that are looked at together; the result does not depend on it.
         refit: Fit to all training images once the held-out ones have chosen.
     """
 
     c_values: Sequence[Positive] = _OF_CAPI
-    max_iterations: Count = 1000
-    batch_size: Count = 16
     refit: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self, "probe.training")
-        require_some("probe.training.c_values", self.c_values)
-
     def settings(self) -> dict[str, Any]:
-        return {
-            "optimizer": "lbfgs",
-            "c_values": _floats(self.c_values),
-            "max_iterations": self.max_iterations,
-            "refit": self.refit,
-        }
-
-    def of_heads(self, heads: Heads) -> LogisticTraining:
-        return LogisticTraining(
-            values=tuple(_floats(self.c_values)),
-            max_iterations=self.max_iterations,
-            batch_size=self.batch_size,
-            **vars(heads),
-        )
+        return {**super().settings(), "refit": self.refit}
 
 
 @dataclass(frozen=True)
@@ -251,8 +225,3 @@ class SlidingWindows:
 
     def of_images(self, image_size: int, encoder: Encoder) -> scored_images.Scoring:
         return scored_images.SlidingScoring(image_size, encoder.mean)
-
-
-def _floats(grid: Sequence[float]) -> list[float]:
-    """1 and 1.0 of a grid alike."""
-    return [float(value) for value in grid]

@@ -10,9 +10,9 @@ from probes.features.views import ResizedCrops, ScaledCrops, TrainingViews, Whol
 from probes.heads.losses import PixelLoss
 from probes.heads.sgd import Heads, LayerGroup, sources_of
 from probes.segmentation.components import (
-    HeadFitting,
     Inference,
     Loss,
+    PatchHeadFitting,
     SlidingWindows,
     Squashed,
     Steps,
@@ -72,7 +72,7 @@ class Segmentation:
     layers_mode: Literal["single", "multi", "last4"] = "single"
     image_size: Pixels = 512
     loss: Loss = field(default_factory=Upsampled)
-    training: HeadFitting = field(default_factory=Steps)
+    training: PatchHeadFitting = field(default_factory=Steps)
     inference: Inference = field(default_factory=Squashed)
     norm: Literal["none", "final", "standardize"] = "standardize"
     crops: Literal["whole", "resized", "scaled"] = "whole"
