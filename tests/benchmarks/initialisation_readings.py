@@ -102,7 +102,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         "Made by `tests/benchmarks/initialisation_readings.py`: supervised, CIFAR-10 at 32 px,",
         f"width 192, 12 blocks, patch 4, {rows[0]['steps']} steps of {BATCH} images, one seed.",
         f"Loss and accuracy are of the training images, means over the last {LAST} steps.",
-        f"`one token`: percent of the patches of {IMAGES} unseen images, after the last block, whose",
+        f"`one token`: percent of the patches of {IMAGES} unseen images after the last block whose",
         "cosine with their image's mean patch is above .99; probes see no more than what is left.",
         "",
         *dict.fromkeys(row["provenance"] for row in rows),
