@@ -11,7 +11,7 @@ from ssl_bench.data.files.readable import ReadableDataset
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.addresses import kept_epoch
-from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes
+from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, refuse
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import remove_orphans_below
 from ssl_bench.system.progress import say
@@ -29,12 +29,18 @@ def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[
     tasks = asked_names("task", options.task, choices("probe"))
     datasets = asked_names("dataset", options.dataset, choices("dataset"))
     require_choice("--on-bad-image", options.on_bad_image, ON_BAD_IMAGE)
-    plan = plan_probes(tasks, datasets, overrides, dataset_roots(options.data_root, datasets))
+    roots = dataset_roots(options.data_root, datasets)
+    unfit = _leave_out if options.task == "all" else refuse
+    plan = plan_probes(tasks, datasets, overrides, roots, unfit=unfit)
     if options.on_bad_image == "skip":
         plan = [replace(planned, dataset=ReadableDataset(planned.dataset)) for planned in plan]
     for planned in plan:
         planned.require_images()
     return plan
+
+
+def _leave_out(why: str) -> None:
+    say(f"left out: {why}")
 
 
 def opened_store(folder: str) -> ResultStore:

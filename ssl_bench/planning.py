@@ -1,6 +1,6 @@
 """Which probe runs on which dataset: composed and built in full before anything is computed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
@@ -73,18 +73,32 @@ class PlannedProbe:
         )
 
 
+def refuse(why: str) -> NoReturn:
+    """What `plan_probes` does about tasks that nothing fits.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(f"{why}; leave the task out or choose another --dataset")
+
+
 def plan_probes(
     tasks: Sequence[str],
     datasets: Sequence[str],
     overrides: Sequence[str],
     roots: Mapping[str, str] | None = None,
+    *,
+    unfit: Callable[[str], None] = refuse,
 ) -> list[PlannedProbe]:
     """Pair tasks with the datasets that have what they need; `roots` says where those lie.
+
+    `unfit` is told, in one line, why tasks are left out.
 
     An override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key.
 
     Raises:
-        ConfigurationError: no task or dataset has the key, or a value is wrong.
+        ConfigurationError: no task or dataset has the key, a value is wrong, or a task fits none of
+            the datasets.
         DataError: nothing fits, such as tokencut on a dataset without boxes.
     """
     pairs = [(task, dataset) for dataset in datasets for task in tasks]
@@ -105,10 +119,17 @@ def plan_probes(
     ]
     fitting = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
     if not fitting:
-        roles = sorted({f"{p.probe.task} needs {p.probe.role}" for p in plan})
-        have = sorted({f"{p.dataset.name} has {sorted(p.dataset.supports)}" for p in plan})
-        raise DataError(f"{'; '.join(roles)}; {'; '.join(have)}; choose another --dataset")
+        raise DataError(f"{_misfit(plan)}; choose another --dataset")
+    found = {planned.choice[0] for planned in fitting}
+    if without := [planned for planned in plan if planned.choice[0] not in found]:
+        unfit(_misfit(without))
     return fitting
+
+
+def _misfit(plan: Sequence[PlannedProbe]) -> str:
+    needs = sorted({f"{one.probe.task} needs {one.probe.role}" for one in plan})
+    have = sorted({f"{o.dataset.name} has {', '.join(sorted(o.dataset.supports))}" for o in plan})
+    return f"{'; '.join(needs)}; {'; '.join(have)}"
 
 
 def dataset_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:

@@ -1,10 +1,10 @@
 """From the words that are typed to the command that they name."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from importlib import import_module
 
+from ssl_bench.cli.mistakes import near_flag, require_known_words
 from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.paths import expanded
@@ -19,6 +19,8 @@ def run(arguments: Sequence[str]) -> int:
         SslBenchError: the arguments or what they ask for are wrong.
     """
     parser = build_parser()
+    commands = _commands(parser)
+    require_known_words(parser, commands, arguments)
     options, rest = parser.parse_known_args(_with_values_joined(arguments))
     for name in _PATHS:
         if (text := getattr(options, name, None)) is not None:
@@ -26,9 +28,8 @@ def run(arguments: Sequence[str]) -> int:
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     unknown = [word for word in rest if word not in overrides]
     if unknown:
-        flags = [flag for flag in _flags(parser, options.command) if flag != "-h"]
-        close = difflib.get_close_matches(unknown[0], flags, n=2)
-        hint = f"did you mean {' or '.join(close)}?" if close else f"flags: {', '.join(flags)}"
+        flags = [f for a in commands[options.command]._actions for f in a.option_strings]
+        hint = near_flag(options.command, flags, unknown[0])
         raise ConfigurationError(f"unknown argument {unknown[0]!r}; {hint}")
     if overrides and options.command not in WITH_OVERRIDES:
         raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
@@ -53,6 +54,8 @@ def _with_values_joined(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _flags(parser: argparse.ArgumentParser, command: str) -> list[str]:
-    subparsers = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return [flag for a in subparsers.choices[command]._actions for flag in a.option_strings]
+def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """Each command with its own parser."""
+    return dict(
+        next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    )

@@ -39,6 +39,41 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return f"valid: {', '.join(names[:_SHOWN])}{more}"
 
 
+# What other programs and papers call them.
+_CALLED = {
+    "task": {
+        "linear": "classification or segmentation",
+        "linear_probe": "classification or segmentation",
+        "linear_classification": "classification",
+        "seg": "segmentation",
+        "semseg": "segmentation",
+        "k-nn": "knn",
+        "nn": "knn",
+        "discovery": "tokencut",
+        "object_discovery": "tokencut",
+        "corloc": "tokencut",
+        "lost": "tokencut, with probe.method=lost",
+        "maskcut": "tokencut, with probe.method=maskcut",
+        "hummingbird": "retrieval",
+        "hbird": "retrieval, with probe.protocol=hbird",
+        "jacobian": "conditioning, with probe.protocol=jacobian_exact",
+        "cka": "conditioning",
+    },
+    "dataset": {
+        "imagenet": "class_folders, with --data-root FOLDER of train/CLASS and val/CLASS",
+        "imagenet1k": "class_folders, with --data-root FOLDER of train/CLASS and val/CLASS",
+        "imagefolder": "class_folders, or folder for pictures without classes",
+        "images": "folder",
+        "photos": "folder",
+        "voc": "voc2012 or voc2007",
+        "pascal": "voc2012 or voc2007",
+        "coco": "coco_stuff or coco20k",
+        "ade": "ade20k",
+    },
+    "format": {"html": "`ssl-bench report`, which writes pages", "md": "markdown", "tex": "latex"},
+}
+
+
 def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
     """Give back a name that is one of the valid ones.
 
@@ -46,7 +81,9 @@ def require_choice(kind: str, name: str, valid: Sequence[str]) -> str:
         ConfigurationError: it is not; the message names the nearest.
     """
     if name not in valid:
-        raise ConfigurationError(f"unknown {kind} {shown(name)}; {nearest(name, valid)}")
+        called = _CALLED.get(kind, {}).get(name.lower())
+        hint = f"did you mean {called}?" if called else nearest(name, valid)
+        raise ConfigurationError(f"unknown {kind} {shown(name)}; {hint}")
     return name
 
 

@@ -82,7 +82,9 @@ def _from_path(uri: str) -> Encoder:
         folder = path.parent
         raise CheckpointError(f"{folder} is a folder of Hugging Face; type local-dir:{folder}")
     if not path.is_file():
-        raise CheckpointError(f"no checkpoint at {path}; give {_KINDS}")
+        hint = _address_of(uri)
+        wanted = f"did you mean {hint}?" if hint else f"give {_KINDS}"
+        raise CheckpointError(f"no checkpoint at {path}; {wanted}")
     if path.suffix == ".safetensors" and is_ours(path):
         model, digest = load_checkpoint(path)
         keys = len(model.state_dict())
@@ -96,6 +98,24 @@ def _from_path(uri: str) -> Encoder:
             contents=Contents("ssl-bench", file=path, epoch=stated_epoch(path)),
         )
     return _from_foreign_file(path, uri, name_of(path))
+
+
+def _address_of(name: str) -> str | None:
+    """The address of a model that is known elsewhere by a name, None if nobody knows it."""
+    for repository, names in HUB_WEIGHTS.items():
+        if name in names:
+            return f"torchhub:{repository}:{name}"
+    if re.fullmatch(r"[\w-]+/[\w.-]+", name) and not Path(name).parent.is_dir():
+        return f"hf-hub:{name}"
+    if "/" in name or not _is_of_timm(name.partition(".")[0]):
+        return None
+    return f"timm:{name}" if "." in name else f"timm:{name}.TAG (random weights without a tag)"
+
+
+def _is_of_timm(name: str) -> bool:
+    import timm
+
+    return timm.is_model(name)
 
 
 def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:

@@ -1,0 +1,124 @@
+"""Words that people bring from other programs, and what they are called here."""
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+
+from ssl_bench.errors import ConfigurationError
+
+_COMMANDS = {
+    "train": "pretrain",
+    "fit": "pretrain",
+    "eval": "probe",
+    "evaluate": "probe",
+    "test": "probe",
+    "run": "probe",
+    "extract": "probe",
+    "list": "models` or `ssl-bench data list",
+    "ls": "models` or `ssl-bench data list",
+    "plot": "table --figure FILE` or `ssl-bench report",
+    "figure": "table --figure FILE` or `ssl-bench report",
+    "html": "report",
+    "show": "report",
+    "diff": "compare",
+    "datasets": "data list",
+    "download": "data download",
+    "check": "doctor` or `ssl-bench data check",
+    "demo": "quickstart",
+    "help": "--help",
+    "version": "--version",
+}
+_FLAGS = {
+    "--checkpoint": ("model", "ckpt", "weights", "encoder", "backbone", "pretrained", "run"),
+    "--task": ("tasks", "probe", "metric-task"),
+    "--layer": ("layers", "block", "blocks", "depth"),
+    "--dataset": ("datasets", "dataset-name"),
+    "--data-root": ("data", "root", "data-dir", "data-path", "images", "image-folder"),
+    "--out": ("output", "output-dir", "out-dir", "results", "save-dir", "outdir"),
+    "--device": ("gpu", "gpus", "cuda", "cpu"),
+    "--overwrite": ("force", "rerun", "no-cache"),
+    "--resume": ("continue",),
+    "--jobs": ("workers", "parallel", "n-jobs"),
+    "--format": ("output-format", "style"),
+    "--keys": ("config", "options", "list-options", "print-config"),
+}
+# What is no flag but a value of the configuration, by command.
+_VALUES = {
+    "probe": {
+        "seed": "seed=0",
+        "dtype": "dtype=bfloat16",
+        "epochs": "probe.training.epochs=10",
+        "lr": "probe.training.learning_rates=[1e-3]",
+        "batch-size": "probe.training.batch_size=16 or probe.batch_size=16",
+        "image-size": "probe.image_size=224",
+        "img-size": "probe.image_size=224",
+        "k": "probe.neighbours=[20]",
+        "nb-knn": "probe.neighbours=[20]",
+        "tau": "probe.tau=0.2",
+        "protocol": "probe.protocol=NAME",
+        "facet": "probe.facet=key",
+        "which-features": "probe.facet=key",
+        "num-workers": "probe.num_workers=4",
+    },
+    "pretrain": {
+        "seed": "train.seed=0",
+        "model": "model=vit_small_skip",
+        "arch": "model=vit_small_skip",
+        "epochs": "train.epochs=100",
+        "lr": "optimizer.lr=5e-4",
+        "batch-size": "train.batch_size=256",
+        "num-workers": "train.num_workers=8",
+        "optimizer": "optimizer=soap",
+        "patch-size": "model.patch_size=16",
+        "config": "experiment=NAME",
+        "dataset": "data.root=FOLDER",
+    },
+}
+_VALUES["sweep"] = _VALUES["probe"]
+
+
+Commands = Mapping[str, argparse.ArgumentParser]
+
+
+def require_known_words(
+    parser: argparse.ArgumentParser, commands: Commands, words: Sequence[str]
+) -> None:
+    """Refuse a command or a flag that there is not, before something else is found missing.
+
+    Raises:
+        ConfigurationError: names the word and what it is called here.
+    """
+    command = next((word for word in words if not word.startswith("-")), None)
+    if command is None:
+        return
+    if words[0].startswith("-") and any(word in commands for word in words):
+        raise ConfigurationError(f"the command comes first: ssl-bench COMMAND {words[0]} ...")
+    if command not in commands:
+        raise ConfigurationError(f"unknown command {command!r}; {_near_command(command, commands)}")
+    flags = [flag for a in commands[command]._actions for flag in a.option_strings]
+    known = [*flags, *(flag for a in parser._actions for flag in a.option_strings)]
+    for word in words:
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and not any(one.startswith(flag) for one in known):
+            hint = near_flag(command, flags, flag)
+            raise ConfigurationError(f"unknown argument {word!r}; {hint}")
+
+
+def near_flag(command: str, flags: Sequence[str], word: str) -> str:
+    """What may have been meant by a word that is no flag of a command."""
+    name = word.lstrip("-").replace("_", "-")
+    if value := _VALUES.get(command, {}).get(name):
+        return f"write it without dashes, as KEY=VALUE: {value}"
+    meant = [flag for flag in flags if flag == f"--{name}" or name in _FLAGS.get(flag, ())]
+    close = meant or difflib.get_close_matches(word, flags, n=2)
+    others = [flag for flag in flags if flag != "-h"]
+    return f"did you mean {' or '.join(close)}?" if close else f"flags: {', '.join(others)}"
+
+
+def _near_command(word: str, commands: Commands) -> str:
+    meant = _COMMANDS.get(word.lower()) or next(
+        iter(difflib.get_close_matches(word, commands, n=1)), None
+    )
+    if meant:
+        return f"did you mean `ssl-bench {meant}`?"
+    return f"commands: {', '.join(commands)}; `ssl-bench --help` has examples"

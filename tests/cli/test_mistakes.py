@@ -1,0 +1,81 @@
+"""What people type who know other programs, and the line that tells them how it is done here."""
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+
+PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
+MISTAKES = [
+    ("train", "`ssl-bench pretrain`"),
+    ("trian", "`ssl-bench pretrain`"),
+    ("eval --task pca", "`ssl-bench probe`"),
+    ("list", "`ssl-bench models` or `ssl-bench data list`"),
+    ("plot", "`ssl-bench table --figure FILE`"),
+    ("pretain", "`ssl-bench pretrain`"),
+    ("nonsense", "commands: probe, sweep, pretrain"),
+    ("--device cpu probe", "the command comes first"),
+    ("probe --model x", "--checkpoint"),
+    ("probe --weights x", "--checkpoint"),
+    ("probe --tasks pca", "--task?"),
+    ("probe --layers 3", "--layer?"),
+    ("probe --block 3", "--layer?"),
+    ("probe --data_root x", "--data-root?"),
+    ("probe --data x", "could match --dataset, --data-root"),
+    ("probe --output x", "--out?"),
+    ("probe --gpu 0", "--device?"),
+    ("probe --force", "--overwrite?"),
+    ("probe --checkpiont x", "--checkpoint?"),
+    ("probe --epochs 3", "KEY=VALUE: probe.training.epochs=10"),
+    ("probe --lr 0.1", "KEY=VALUE: probe.training.learning_rates=[1e-3]"),
+    ("probe --seed 3", "KEY=VALUE: seed=0"),
+    ("probe --tau 0.3", "KEY=VALUE: probe.tau=0.2"),
+    ("sweep --batch-size 3", "KEY=VALUE: probe.training.batch_size=16"),
+    ("pretrain --model vit_small", "KEY=VALUE: model=vit_small_skip"),
+    ("pretrain --arch vit_small", "KEY=VALUE: model=vit_small_skip"),
+    ("pretrain --epochs 3", "KEY=VALUE: train.epochs=100"),
+    ("pretrain --lr 3", "KEY=VALUE: optimizer.lr=5e-4"),
+    ("pretrain --num_workers 3", "KEY=VALUE: train.num_workers=8"),
+    ("pretrain model=vit_smal_skip", "vit_small_skip"),
+    ("pretrain train.epoch=3", "train.epochs"),
+    (f"{PCA} probe.epochs=3", "unknown key 'probe.epochs'"),
+    ("probe --task segmentation probe.epochs=3", "probe.training.epochs"),
+    ("probe --task segmentation probe.lr=3", "unknown key"),
+    ("probe --task linear", "classification or segmentation"),
+    ("probe --task seg", "did you mean segmentation?"),
+    ("probe --task kn", "did you mean knn?"),
+    ("probe --task pca --dataset imagenet", "class_folders, with --data-root"),
+    ("probe --task pca --dataset voc", "voc2012 or voc2007"),
+    ("probe --task pca --checkpoint facebook/dinov2-small", "hf-hub:facebook/dinov2-small"),
+    ("probe --task pca --checkpoint dino_vits16", "torchhub:facebookresearch/dino:dino_vits16"),
+    ("probe --task pca --checkpoint vit_small_patch16_224", "timm:vit_small_patch16_224.TAG"),
+    (
+        "probe --task pca --checkpoint vit_small_patch16_224.dino",
+        "timm:vit_small_patch16_224.dino?",
+    ),
+    ("probe --task pca --checkpoint nowhere.pth", "give a run folder"),
+    ("probe --task pca --layer 11", "no checkpoint below runs/"),
+    (f"{PCA} --layer 11", "layers must lie in 0..1"),
+    ("probe --task tokencut,knn --dataset toy", "knn needs classification; toy has discovery"),
+    ("table --format html", "`ssl-bench report`"),
+    ("table --format md", "did you mean markdown?"),
+]
+
+
+@pytest.mark.parametrize(("words", "mend"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_a_typical_mistake_gets_one_line_with_its_mend(place, capsys, words, mend):
+    assert main(words.split()) in (2, 3, 4)
+
+    *_, line = capsys.readouterr().err.splitlines()
+    assert mend in line
+    assert "[" not in line.partition(mend)[0], "no Python lists"
+
+
+def test_tasks_that_nothing_fits_are_named_where_all_were_asked_for(place, capsys):
+    words = PCA.replace("probe --task pca", "sweep --task all").split()
+
+    assert main([*words, "--dry-run"]) == 0
+
+    (line,) = [one for one in capsys.readouterr().err.splitlines() if "left out: " in one]
+    for task in ("classification", "knn", "retrieval", "segmentation"):
+        assert f"{task} needs " in line
+    assert "folder has discovery, images" in line
