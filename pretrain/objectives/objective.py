@@ -98,7 +98,11 @@ class Classifier(Protocol):
 
 @runtime_checkable
 class ViewMaker(Protocol):
-    """From samples to the views a learner takes: the part for the CPU, then that for the device."""
+    """From samples to the views a learner takes: the part for the CPU, then that for the device.
+
+    What `cut` gives comes through a DataLoader, which makes lists of tuples and pins what has
+    `pin_memory`: give tensors, lists of them, or a class such as `LabelledCrops`.
+    """
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]: ...
 

@@ -126,7 +126,7 @@ def test_every_field_of_every_class_can_be_overridden(group):
     # Of experiments the recipes alone: the runs of papers give values to keys that these have.
     for name in sorted(path.stem for path in (config_folder() / group).glob("*.yaml")):
         config = compose_config(root, [*base, f"{group}={name}"])
-        said = {key.rpartition(".")[0] for key in keys(config)} | set(keys(config))
+        said = {key.rsplit(".", n)[0] for key in keys(config) for n in range(key.count(".") + 1)}
         for key, kind in _components(config):
             names = [f"{key}.{item.name}".lstrip(".") for item in fields(kind) if item.init]
             assert set(names) <= said
