@@ -6,7 +6,8 @@ r"""What bfloat16 changes in every metric of every probe, block by block, on a C
 
 Each probe runs twice on the same images with the same seed, with `dtype=float32` and with
 `dtype=bfloat16`, which is autocast around the encoder; what follows the encoder is float32 in both.
-Photographs of few classes and few pixels: the changes are of interest, not the scores.
+Photographs of few classes and few pixels: the changes are of interest, not the scores. Encoders
+that are in the file already and are not asked for stay.
 """
 
 import argparse
@@ -15,13 +16,14 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ssl_bench.evaluation import Evaluation
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import Record, ResultStore
@@ -30,7 +32,9 @@ from tests.benchmarks.provenance import provenance
 
 Row = dict[str, Any]
 DTYPES = (torch.float32, torch.bfloat16)
-TOY = ("dataset.num_train=40", "dataset.num_val=20")
+FACETS: tuple[Facet, ...] = ("token", "key")
+TOY = ("dataset.num_train=24", "dataset.num_val=16")
+_HEADS = ("probe.training.epochs=3", "probe.training.learning_rates=[1e-3,1e-2]")
 SMALL = ("probe.image_size=128",)
 _INTRODUCTION = """\
 # float32 and bfloat16
@@ -58,7 +62,7 @@ QUESTIONS = (
         Question(task, dataset, (*more, *(TOY if dataset == "toy" else ())))
         for dataset in ("toy", "voc2012")
         for task, more in {
-            "segmentation": (*SMALL, "probe.panels=0", "probe.training.epochs=3"),
+            "segmentation": (*SMALL, "probe.panels=0", *_HEADS),
             "tokencut": ("probe.panels=0",),
             "retrieval": SMALL,
             "pca": (*SMALL, "probe.num_images=8"),
@@ -79,15 +83,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--table", type=Path, required=True)
     options = parser.parse_args(arguments)
     roots = {"voc2012": options.photos, "class_folders": options.classes}
-    encoders = dict(named.split("=", 1) for named in options.encoder)
-    found = {
-        "provenance": provenance(),
-        "encoders": {name: _described(load_encoder(uri)) for name, uri in encoders.items()},
-        "features": list(feature_errors(encoders, roots)),
-        "rows": list(rows(encoders, roots)),
-    }
-    options.json.write_text(json.dumps(found, indent=1) + "\n")
-    options.table.write_text(page(found))
+    line = provenance()
+    for name, uri in (named.split("=", 1) for named in options.encoder):
+        found = {
+            "provenance": line,
+            "encoder": _described(load_encoder(uri)),
+            "features": list(feature_errors(name, uri, roots)),
+            "rows": list(rows(name, uri, roots)),
+        }
+        kept = json.loads(options.json.read_text()) if options.json.is_file() else {}
+        every = dict(sorted((kept | {name: found}).items()))
+        options.json.write_text(json.dumps(every, indent=1) + "\n")
+        options.table.write_text(page(every))
 
 
 def _described(encoder: Encoder) -> str:
@@ -96,34 +103,35 @@ def _described(encoder: Encoder) -> str:
     return f"ViT of width {encoder.dim} and {encoder.depth} blocks, {length}"
 
 
-def rows(encoders: Mapping[str, str], roots: Mapping[str, str]) -> Iterator[Row]:
+def rows(name: str, uri: str, roots: Mapping[str, str]) -> Iterator[Row]:
     """A metric of a facet in both types, by block."""
-    for name, uri in encoders.items():
-        for question in QUESTIONS:
-            say(f"{name}: {question.task} on {question.dataset}")
-            pairs = zip(*(_records(uri, question, roots, dtype) for dtype in DTYPES), strict=True)
-            by_metric: dict[tuple[str, str], list[tuple[Record, Record]]] = {}
-            for plain, low in pairs:
-                assert (plain.layer, plain.facet, plain.metric) == (
-                    low.layer,
-                    low.facet,
-                    low.metric,
-                )
-                by_metric.setdefault((plain.facet, plain.metric), []).append((plain, low))
-            for (facet, metric), both in by_metric.items():
-                yield {
-                    "encoder": name,
-                    "task": question.task,
-                    "dataset": question.dataset,
-                    "facet": facet,
-                    "metric": metric,
-                    "unit": both[0][0].unit,
-                    "images": both[0][0].num_images,
-                    "blocks": [plain.layer for plain, _ in both],
-                    "float32": [plain.value for plain, _ in both],
-                    "bfloat16": [low.value for _, low in both],
-                    "half_width": [_half_width(plain) for plain, _ in both],
-                }
+    for question in QUESTIONS:
+        say(f"{name}: {question.task} on {question.dataset}")
+        plain, low = (
+            {
+                cell: list(records)
+                for cell, records in groupby(_records(uri, question, roots, dtype), key=_cell)
+            }
+            for dtype in DTYPES
+        )
+        for (facet, metric), records in plain.items():
+            yield {
+                "encoder": name,
+                "task": question.task,
+                "dataset": question.dataset,
+                "facet": facet,
+                "metric": metric,
+                "unit": records[0].unit,
+                "images": records[0].num_images,
+                "blocks": [record.layer for record in records],
+                "float32": [record.value for record in records],
+                "bfloat16": [record.value for record in low[facet, metric]],
+                "half_width": [_half_width(record) for record in records],
+            }
+
+
+def _cell(record: Record) -> tuple[str, str]:
+    return record.facet, record.metric
 
 
 def _records(
@@ -138,31 +146,30 @@ def _records(
             encoder, plan.dataset, plan.probe, tuple(layers), 0, torch.device("cpu"), dtype
         )
         found = evaluation.run(ResultStore(Path(folder)), say=lambda _: None)
-    return sorted(found, key=lambda record: (record.facet, record.metric, record.layer))
+    return sorted(found, key=lambda record: (*_cell(record), record.layer))
 
 
 def _half_width(record: Record) -> float | None:
     return None if record.ci95 is None else (record.ci95[1] - record.ci95[0]) / 2
 
 
-def feature_errors(encoders: Mapping[str, str], roots: Mapping[str, str]) -> Iterator[Row]:
+def feature_errors(name: str, uri: str, roots: Mapping[str, str]) -> Iterator[Row]:
     """Norm of the difference over the norm, all patches of four photographs, in percent."""
     (plan,) = plan_probes(["pca"], ["voc2012"], ["probe.num_images=4"], roots)
     pictures: Any = plan.dataset
     images = torch.stack([_square(pictures.images()[index].image) for index in range(4)])
-    for name, uri in encoders.items():
-        encoder = load_encoder(uri)
-        layers, facets = range(encoder.depth), ("token", "key")
-        plain, low = (
-            FeatureExtractor(encoder, layers=layers, facets=facets, dtype=dtype)(images)
-            for dtype in DTYPES
-        )
-        for facet in facets:
-            errors = [
-                100 * ((low[i][facet] - plain[i][facet]).norm() / plain[i][facet].norm()).item()
-                for i in layers
-            ]
-            yield {"encoder": name, "facet": facet, "percent": errors}
+    encoder = load_encoder(uri)
+    layers = range(encoder.depth)
+    plain, low = (
+        FeatureExtractor(encoder, layers=layers, facets=FACETS, dtype=dtype)(images)
+        for dtype in DTYPES
+    )
+    for facet in FACETS:
+        errors = [
+            100 * ((low[i][facet] - plain[i][facet]).norm() / plain[i][facet].norm()).item()
+            for i in layers
+        ]
+        yield {"encoder": name, "facet": facet, "percent": errors}
 
 
 def _square(pixels: Any) -> torch.Tensor:
@@ -172,13 +179,19 @@ def _square(pixels: Any) -> torch.Tensor:
 
 def page(found: Mapping[str, Any]) -> str:
     """Markdown: what changes most, the features themselves, every block."""
-    rows = [row for row in found["rows"] if row["task"] != "conditioning"]
-    lines = [_INTRODUCTION, found["provenance"], ""]
-    lines += [f"{name}: {text}\n" for name, text in found["encoders"].items()]
+    every = [row for one in found.values() for row in one["rows"]]
+    rows = [row for row in every if row["task"] != "conditioning"]
+    lines = [_INTRODUCTION]
+    lines += [f"{name}: {one['encoder']}; {one['provenance']}\n" for name, one in found.items()]
     lines += ["## The largest change of any block", "", *_largest(rows), ""]
-    lines += [*_unchanged(found["rows"]), ""]
+    lines += [*_unchanged(every), ""]
     lines += ["## Features", "", "Norm of the change over the norm, %.", ""]
-    lines += [*_features(found["features"]), "", "## Every block", ""]
+    lines += [
+        *_features([row for one in found.values() for row in one["features"]]),
+        "",
+        "## Every block",
+        "",
+    ]
     lines += ["float32, and what bfloat16 adds to it.", "", *_blocks(rows)]
     return "\n".join(lines) + "\n"
 
