@@ -1,7 +1,7 @@
 r"""What bfloat16 changes in every metric of every probe, block by block, on a CPU.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.bfloat16 \
-        --encoder skip=RUN --encoder skipless=RUN --photos VOC2012 --classes CLASS_FOLDERS \
+        --encoder skip=RUN --encoder skipless=RUN --photos PHOTOS --classes CLASS_FOLDERS \
         --json results/benchmarks/bfloat16.json --table results/tables/bfloat16.md
 
 Each probe runs twice on the same images with the same seed, with `dtype=float32` and with
@@ -63,11 +63,12 @@ QUESTIONS = (
         for dataset in ("toy", "voc2012")
         for task, more in {
             "segmentation": (*SMALL, "probe.panels=0", *_HEADS),
-            "tokencut": ("probe.panels=0",),
             "retrieval": SMALL,
             "pca": (*SMALL, "probe.num_images=8"),
         }.items()
     ),
+    Question("tokencut", "toy", ("probe.panels=0", *TOY)),
+    Question("tokencut", "coco20k", ("probe.panels=0",)),
     Question("conditioning", "voc2012", ("probe.image_size=64", "probe.num_images=2")),
     Question("knn", "class_folders", ("probe.facet=[cls,patch_mean]", "probe.neighbours=[20]")),
     Question("classification", "class_folders"),
@@ -77,12 +78,13 @@ QUESTIONS = (
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--encoder", action="append", required=True, help="NAME=RUN")
-    parser.add_argument("--photos", required=True, help="a folder in the layout of VOC 2012")
+    parser.add_argument("--photos", required=True, help="a folder with VOCdevkit and COCO")
     parser.add_argument("--classes", required=True, help="a folder of class folders")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--table", type=Path, required=True)
     options = parser.parse_args(arguments)
-    roots = {"voc2012": options.photos, "class_folders": options.classes}
+    photos, classes = options.photos, options.classes
+    roots = {"voc2012": photos, "coco20k": f"{photos}/COCO", "class_folders": classes}
     line = provenance()
     for name, uri in (named.split("=", 1) for named in options.encoder):
         found = {
