@@ -1,26 +1,23 @@
 """Orthogonal self-attention: a rotation of the tokens in place of weighted means of them."""
 
 import math
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.matrix_functions.exponential import phi
+from ssl_bench.models.matrix_functions.orthonormal import orthonormal_basis
+from ssl_bench.models.matrix_functions.precision import without_autocast
 
 Basis = Literal["qr", "newton_schulz"]
 Tokens = Float[Tensor, "batch tokens dim"]
 HeadTokens = Float[Tensor, "batch heads tokens width"]
-Square = Float[Tensor, "*batch rank rank"]
 
 NEWTON_SCHULZ_ITERATIONS = 6
 _NORM_FLOOR = 1e-7
-# Taylor polynomial of the exponential: three groups of four terms, all but the constant one.
-_DEGREE = 12
-# More would scale to zero what float32 can hold.
-_MOST_DOUBLINGS = 100
 
 
 class OrthogonalAttention(nn.Module):
@@ -83,12 +80,6 @@ class OrthogonalAttention(nn.Module):
             return _rotated_in_basis(newton_schulz_basis(m), m, v, scale)
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Products keep the precision of their factors meanwhile."""
-    # Tensors without values, on which FLOPs are counted, have none.
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
-
-
 def _rotated_in_basis(
     basis: Float[Tensor, "batch heads tokens rank"],
     m: Float[Tensor, "batch heads tokens twice_width"],
@@ -112,7 +103,7 @@ def _rotated_in_span(
     `outside` is zero but for rounding. Its derivative is not: with it the derivative is that of
     V + M phi(J M^T M) J M^T V = exp(S) V, where S = M J M^T.
     """
-    basis = torch.linalg.qr(m.detach()).Q
+    basis = orthonormal_basis(m)
     inside = basis.mT @ m
     outside = m - basis @ inside
     turned = scale * _turned(inside)
@@ -148,46 +139,3 @@ def newton_schulz_basis(
         step = 1.5 * identity - 0.5 * gram
         product = product @ step
     return start @ product
-
-
-def phi(skew: Square) -> Square:
-    """(exp(S) - I) S^-1 = I + S / 2 + S^2 / 6 + ... of skew-symmetric matrices, singular ones too.
-
-    Taylor polynomial of S / 2^n, then n times phi(2 X) = phi(X) + phi(X) X phi(X) / 2. Products
-    alone, so that gradients cost twice the values; those of `torch.matrix_exp` take the exponential
-    of a matrix of twice the side.
-    """
-    doublings = _doublings(skew)
-    small = skew * torch.exp2(-doublings.to(skew.dtype))
-    value = _taylor(small)
-    # The host waits for this number: more doublings than are needed would cost a device more, in
-    # time and in what it must keep for the gradient. A copy without values, such as FLOPs are
-    # counted on, cannot say how many.
-    count = 0 if skew.is_meta else int(doublings.max())
-    for number in range(count):
-        is_due = number < doublings
-        value = torch.where(is_due, value + value @ small @ value / 2, value)
-        small = torch.where(is_due, 2 * small, small)
-    return value
-
-
-def _doublings(skew: Square) -> Int64[Tensor, "*batch 1 1"]:
-    """How often each matrix must be halved until the polynomial is exact to rounding."""
-    largest = (torch.finfo(skew.dtype).eps * math.factorial(_DEGREE + 1)) ** (1 / (_DEGREE + 1))
-    # Singular values of a skew-symmetric matrix come in pairs.
-    bound = torch.linalg.matrix_norm(skew.detach(), keepdim=True) / math.sqrt(2)
-    exponent = torch.log2(bound / largest).ceil().nan_to_num(0.0)
-    return exponent.clamp(0, _MOST_DOUBLINGS).long()
-
-
-def _taylor(small: Square) -> Square:
-    """Sum of X^n / (n + 1)! for n below the degree, in five products."""
-    square = small @ small
-    identity = torch.eye(small.shape[-1], dtype=small.dtype, device=small.device)
-    powers = torch.stack([identity.expand_as(small), small, square, square @ small])
-    # Made where they are used: to send them, the host would have to wait for the device.
-    numbers = torch.arange(1, _DEGREE + 1, dtype=torch.float64, device=small.device)
-    coefficients = numbers.cumprod(0).reciprocal().to(small.dtype).view(-1, 4)
-    low, middle, high = torch.tensordot(coefficients, powers, dims=1)
-    fourth = square @ square
-    return low + fourth @ (middle + fourth @ high)

@@ -1,13 +1,15 @@
 """Token graying: the small singular values of an image's tokens raised, all else kept."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.models.attention import without_autocast
 from ssl_bench.models.config import GrayingKind
+from ssl_bench.models.matrix_functions.power import raised
+from ssl_bench.models.matrix_functions.precision import without_autocast
 
 Tokens = Float[Tensor, "batch tokens dim"]
 Rows = Float[Tensor, "batch rows size"]
@@ -32,7 +34,7 @@ class TokenGraying(nn.Module):
     def forward(self, x: Tokens) -> Tokens:
         if self.kind == "none":
             return x
-        gray = gray_by_svd if self.kind == "svd" else gray_by_dct
+        gray = gray_by_dct if self.kind == "dct" else _svd_graying(x)
         # No decomposition takes bfloat16, and its cosines are not orthogonal.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x.device):
@@ -42,12 +44,18 @@ class TokenGraying(nn.Module):
         return f"kind={self.kind}, exponent={self.exponent}"
 
 
+def _svd_graying(x: Tokens) -> Callable[[Tokens, float], Tokens]:
+    """For a GPU the way without a decomposition, unless float64 is asked for, which probes do."""
+    return raised if x.is_cuda and x.dtype != torch.float64 else gray_by_svd
+
+
 def gray_by_svd(x: Tokens, exponent: float) -> Tokens:
     """U diag(s_max (s / s_max)^exponent) V^T of x = U diag(s) V^T.
 
     The largest singular value stays, the condition number is raised to the exponent. Cubic in the
     shorter side. Gradients are finite for repeated singular values and for singular matrices,
-    where those of `torch.linalg.svd` are not; second derivatives are not to be had.
+    where those of `torch.linalg.svd` are not; second derivatives are not to be had. On CUDA the
+    host waits for the decomposition: see `ssl_bench.models.matrix_functions.power`.
     """
     # The decomposition stops at what is not finite, and to know it the host waits for a device;
     # such an image shall give NaN instead.

@@ -83,6 +83,8 @@ WAITS = {
     "places": (lambda x: (x > 0).nonzero(), 1),
     "counting": (lambda x: (x > 0).long().bincount(), 2),
     "an eigendecomposition": (lambda x: torch.linalg.eigh(x[:, None] * x), 1),
+    "an exponential of matrices": (lambda x: torch.linalg.matrix_exp(x[:, None] * x), 1),
+    "Cholesky factors": (lambda x: torch.linalg.cholesky_ex(x[:, None] * x + x.square().sum()), 0),
     "a QR decomposition": (lambda x: torch.linalg.qr(x[:, None] * x), 0),
     "filling a mask": (lambda x: x.masked_fill_(x > 0, 1.0), 0),
     "filling a mask by its index": (lambda x: x.__setitem__(x > 0, 1.0), 0),

@@ -129,9 +129,9 @@ def feature_cache_batch(folder: Path) -> Counts:
     return counts_of(work, 1, 3)
 
 
-def heads_step(folder: Path, loss: str) -> Counts:
+def heads_step(folder: Path, loss: str, **changes: Any) -> Counts:
     """Two learning rates for each of twelve blocks."""
-    probe = _segmentation(loss=loss)
+    probe = _segmentation(loss=loss, **changes)
     run = probe.prepared(_context(folder, 2 * _BATCH))
     features = run.features()
 
@@ -279,7 +279,7 @@ UNITS: dict[str, Callable[[Path], Counts]] = {
     "heads' step, full_resolution": lambda folder: heads_step(folder, "full_resolution"),
     "heads' step, histogram": lambda folder: heads_step(folder, "histogram"),
     "heads' step, majority": lambda folder: heads_step(folder, "majority"),
-    "heads' step, labels of 100 x 100": lambda folder: heads_step(folder, "100"),
+    "heads' step, labels of 100 x 100": lambda folder: heads_step(folder, "resampled", size=100),
     "L-BFGS, iteration": lambda _: lbfgs_iteration(),
     "scored segmentation, batch, squash": lambda folder: scored_segmentation(folder, "squash"),
     "scored segmentation, batch, patch": lambda folder: scored_segmentation(folder, "patch"),

@@ -26,6 +26,8 @@ WAITS = {
     "aten::_linalg_eigh": 1,
     "aten::linalg_eig": 1,
     "aten::linalg_lstsq": 1,
+    # How often each matrix is squared.
+    "aten::linalg_matrix_exp": 1,
 }
 INDEXING = frozenset(
     f"aten::{name}"

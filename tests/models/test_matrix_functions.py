@@ -1,0 +1,202 @@
+"""What runs on a GPU in the place of decompositions, against them, in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ssl_bench.models.attention import OrthogonalAttention
+from ssl_bench.models.graying import gray_by_svd
+from ssl_bench.models.matrix_functions.exponential import (
+    most_doublings,
+    phi,
+    phi_without_waiting,
+)
+from ssl_bench.models.matrix_functions.orthonormal import cholesky_basis
+from ssl_bench.models.matrix_functions.power import raised
+
+ANGLES = [0.0, 1e-8, 0.1, 3.0, 200.0, 1e4]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def with_values(values: Tensor, rows: int, cols: int) -> Tensor:
+    """Two matrices with these singular values."""
+    left, right = (
+        torch.linalg.qr(drawn(2, size, len(values), seed=size)).Q for size in (rows, cols)
+    )
+    return (left * values) @ right.mT
+
+
+def rotating(norm: float, count: int = 2, side: int = 8) -> Tensor:
+    """Skew-symmetric matrices, float32."""
+    x = drawn(count, side, side)
+    skew = x - x.mT
+    return (skew * norm / torch.linalg.matrix_norm(skew, 2)[:, None, None]).float()
+
+
+@pytest.mark.parametrize("norm", ANGLES)
+def test_phi_without_waiting_is_phi_bit_by_bit(norm):
+    skew = rotating(norm)
+    assert torch.equal(phi_without_waiting(skew), phi(skew))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_doublings_are_enough_as_long_as_rounding_leaves_angles(dtype):
+    # The largest matrix that is left as it is: rounding moves its angles by 2^-7.
+    largest = (torch.finfo(dtype).eps * math.factorial(13)) ** (1 / 13) * 2 ** most_doublings(dtype)
+    assert largest * torch.finfo(dtype).eps == pytest.approx(2**-7, rel=1)
+    angle = torch.tensor(0.999 * largest, dtype=dtype)
+    skew = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=dtype) * angle
+    exponential = torch.eye(2, dtype=dtype) + phi_without_waiting(skew) @ skew
+    cosine, sine = angle.double().cos(), angle.double().sin()
+    expected = torch.stack([cosine, -sine, sine, cosine]).view(2, 2)
+    torch.testing.assert_close(exponential.double(), expected, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("norm", [1e6, 1e15])
+def test_beyond_them_it_is_a_rotation_still_and_its_gradient_finite(norm):
+    skew = rotating(norm).requires_grad_()
+    phi_without_waiting(skew).sum().backward()
+    assert skew.grad is not None
+    assert skew.grad.isfinite().all()
+    skew = skew.detach().double()
+    exponential = torch.eye(8) + phi_without_waiting(skew.float()).double() @ skew
+    error = exponential.mT @ exponential - torch.eye(8)
+    assert error.abs().max() < 0.05
+
+
+def test_matrices_of_any_norm_stand_side_by_side():
+    skew = torch.cat([rotating(norm, count=1) for norm in ANGLES])
+    alone = torch.cat([phi_without_waiting(one[None]) for one in skew])
+    assert torch.equal(phi_without_waiting(skew), alone)
+
+
+@pytest.mark.parametrize("norm", [0.1, 3.0, 30.0])
+def test_the_gradient_of_phi_without_waiting_is_that_of_its_doublings(norm):
+    weights = drawn(2, 8, 8, seed=1)
+    found = []
+    for function, dtype in ((phi_without_waiting, torch.float32), (phi, torch.float64)):
+        skew = rotating(norm).to(dtype).requires_grad_()
+        (function(skew) * weights.to(dtype)).sum().backward()
+        assert skew.grad is not None
+        found.append(skew.grad.double())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_the_gradient_of_phi_agrees_with_finite_differences_beyond_skewness():
+    x = (0.3 * drawn(1, 3, 3)).requires_grad_()
+    assert torch.autograd.gradcheck(phi_without_waiting, (x,))
+
+
+@pytest.mark.parametrize("shape", [(30, 8), (8, 8), (5, 8), (1, 8)])
+@pytest.mark.parametrize("decades", [0, 3, 7, 12])
+def test_a_cholesky_basis_is_orthonormal_and_holds_the_columns(shape, decades):
+    rank = min(shape)
+    m = with_values(torch.logspace(0, -decades, rank).double(), *shape).float()
+    basis = cholesky_basis(m).double()
+    assert (m - basis @ (basis.mT @ m.double())).abs().max() < 2e-7
+    assert torch.linalg.svdvals(basis)[:, :rank].sub(1).abs().max() < 2e-6
+
+
+def test_a_cholesky_basis_of_nothing_is_nothing():
+    assert torch.equal(cholesky_basis(torch.zeros(2, 5, 3)), torch.zeros(2, 5, 3))
+
+
+def test_a_cholesky_basis_spoils_no_image_but_that_which_is_not_finite():
+    m = drawn(2, 9, 4).float()
+    expected = cholesky_basis(m)[1]
+    m[0, 3, 2] = math.nan
+    assert torch.equal(cholesky_basis(m)[1], expected)
+    assert cholesky_basis(m)[0].isnan().any()
+
+
+@pytest.mark.parametrize("count", [1, 5, 8, 30])
+@pytest.mark.parametrize("alpha", [0.1, 1.0])
+def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypatch):
+    torch.manual_seed(0)
+    attention, x = OrthogonalAttention(12, 3, "qr", alpha), drawn(2, count, 12, seed=1)
+    weights = drawn(2, count, 12, seed=2)
+    expected = _values_and_gradients(attention.double(), x, weights)
+    monkeypatch.setattr("ssl_bench.models.attention.orthonormal_basis", cholesky_basis)
+    monkeypatch.setattr("ssl_bench.models.attention.phi", phi_without_waiting)
+    ours = _values_and_gradients(attention.float(), x.float(), weights.float())
+    for one, other in zip(ours, expected, strict=True):
+        scale = other.abs().max().clamp_min(1)
+        torch.testing.assert_close(one.double() / scale, other / scale, rtol=0, atol=1e-5)
+
+
+def _values_and_gradients(
+    attention: OrthogonalAttention, start: Tensor, weights: Tensor
+) -> list[Tensor]:
+    x = start.clone().requires_grad_()
+    value = attention(x)
+    given = [x, *attention.parameters()]
+    return [value.detach(), *torch.autograd.grad((value * weights).sum(), given)]
+
+
+@pytest.mark.parametrize("shape", [(20, 12), (12, 20), (12, 12), (65, 40)])
+@pytest.mark.parametrize("decades", [0.5, 3, 5])
+@pytest.mark.parametrize("exponent", [0.5, 0.7, 0.95])
+def test_raised_singular_values_are_those_of_the_decomposition(shape, decades, exponent):
+    x = with_values(torch.logspace(1, 1 - decades, min(shape)).double(), *shape).float()
+    weights = drawn(*x.shape, seed=3)
+    found = []
+    for function, start in ((raised, x), (gray_by_svd, x.double())):
+        given = start.clone().requires_grad_()
+        value = function(given, exponent)
+        (gradient,) = torch.autograd.grad((value * weights.to(value.dtype)).sum(), given)
+        scales = 10.0, gradient.abs().max()
+        found += [value.detach().double() / scales[0], gradient.double() / scales[1]]
+    torch.testing.assert_close(found[0], found[2], rtol=0, atol=2e-6)
+    torch.testing.assert_close(found[1], found[3], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("values", [(3, 1, 1, 1), (3, 2, 2, 0.01, 0.01), (3, 1, 1 + 1e-12, 0.5)])
+def test_gradients_of_repeated_values_are_those_of_the_decomposition(values):
+    x = with_values(torch.tensor(values, dtype=torch.float64), 7, 9)
+    x, weights = x[:, : len(values)].contiguous(), drawn(2, len(values), 9, seed=3)
+    gradients = []
+    for function in (raised, gray_by_svd):
+        given = x.clone().requires_grad_()
+        gradients += torch.autograd.grad((function(given, 0.6) * weights).sum(), given)
+    torch.testing.assert_close(*gradients, rtol=0, atol=3e-5 * gradients[1].abs().max().item())
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1.0, 1e15])
+@pytest.mark.parametrize("case", ["full rank", "the same tokens", "one entry", "one token"])
+def test_raising_singular_matrices_gives_finite_values_and_gradients(case, factor):
+    x = {
+        "full rank": drawn(1, 7, 5),
+        "the same tokens": drawn(1, 1, 5).expand(1, 7, 5),
+        "one entry": torch.eye(7, 5)[None] * torch.eye(7)[:, :1],
+        "one token": drawn(1, 1, 5),
+    }[case].float() * factor
+    given = x.clone().requires_grad_()
+    value = raised(given, 0.5)
+    value.backward(drawn(*x.shape, seed=3).float())
+    assert given.grad is not None
+    assert value.isfinite().all()
+    assert given.grad.isfinite().all()
+    if case != "full rank":
+        torch.testing.assert_close(
+            value / max(factor, 1e-38), x / max(factor, 1e-38), rtol=0, atol=1e-5
+        )
+
+
+def test_raising_spoils_no_image_but_that_which_is_not_finite():
+    x = drawn(2, 7, 5).float()
+    expected = raised(x, 0.7)[1]
+    x[0, 3, 2] = math.nan
+    result = raised(x, 0.7)
+    assert not result[0].isfinite().any()
+    assert torch.equal(result[1], expected)
+
+
+def test_an_exponent_of_one_raises_nothing():
+    x = drawn(2, 7, 5).float()
+    assert torch.equal(raised(x, 1.0), x)
+    torch.testing.assert_close(raised(x, 0.999999), x, rtol=0, atol=1e-5)
