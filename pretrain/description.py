@@ -14,6 +14,7 @@ _FREE = (
     "data.keep_encoded",
     "train.max_minutes",
     "train.num_workers",
+    "train.shared_memory_gib",
     "train.compile",
     "train.tensorboard",
     "train.checkpoint_minutes",

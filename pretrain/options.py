@@ -1,6 +1,5 @@
 """Options of a pretraining run."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -8,6 +7,7 @@ from typing import Annotated, Literal
 import torch
 
 from pretrain.openings import WARMUP
+from pretrain.runtime.distributed import processes_here
 from pretrain.schedules import Cosine, Schedule, Timeline, Triangle
 from ssl_bench.composition.fields import (
     Count,
@@ -123,6 +123,8 @@ class TrainOptions:
             crop. The epoch keeps its length, with as many times fewer images. DeiT takes 3.
         num_workers: Processes that read and crop images; 0 for none. Without a number: one for
             each CPU core the process may use beside a GPU, none beside a CPU that computes.
+        shared_memory_gib: What the workers of all processes of a machine take of /dev/shm at most.
+            Less than half of it is free: that half. Batches come in smaller pieces then.
         warmup_epochs: Of the learning rate, at most the whole run. Without a number 10, but at most
             a tenth of the run.
         schedule: Of the learning rate: a warm-up and a cosine down to `final_lr`, or the triangle
@@ -153,6 +155,7 @@ class TrainOptions:
     accumulation: Count = 1
     repeats: Count = 1
     num_workers: Workers | None = None
+    shared_memory_gib: Positive = 2.0
     seed: Seed = 0
     warmup_epochs: PositiveOrZero | None = None
     schedule: Literal["cosine", "triangular"] = "cosine"
@@ -220,8 +223,7 @@ class TrainOptions:
             return self.num_workers
         if device.type == "cpu":
             return 0
-        processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return min(_MOST_WORKERS, max(1, usable_cores() // processes_here))
+        return min(_MOST_WORKERS, max(1, usable_cores() // processes_here()))
 
     def autocasts(self, device: torch.device) -> bool:
         """Whether products are computed in bfloat16."""

@@ -13,9 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch.utils.data import DataLoader
 
 from pretrain.accuracy import Trained, record_accuracy
 from pretrain.description import LENGTH, describe, differences, in_full
@@ -32,12 +30,9 @@ from pretrain.runtime.distributed import Ranks
 from pretrain.runtime.fine_tuning import SHA256, init_from, sha256_at_resume
 from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG
 from pretrain.runtime.lock import Hold
-from pretrain.runtime.signals import (
-    StopRequest,
-    deaths_of_workers_wait,
-    leave_signals_to_the_parent,
-)
+from pretrain.runtime.signals import StopRequest
 from pretrain.runtime.state import load_state, save_state
+from pretrain.runtime.workers import arriving, plan_workers
 from pretrain.step import Trainer
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import (
@@ -75,6 +70,8 @@ class Run:
         self.description = describe(plan) | which
         self.description[OPENINGS] = opening_steps(self.description, self.timeline)
         self.batches = _batches(plan, images, ranks)
+        asked = plan.train.workers(ranks.device)
+        self.workers = plan_workers(self.batches, asked, plan.train.shared_memory_gib)
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
         )
@@ -167,6 +164,8 @@ class Run:
         with closing(report):
             if self._news:
                 report.say(self._news)
+            if self.workers.asked:
+                report.say(str(self.workers))
             try:
                 self._loop(report)
             except (DataError, MachineError):
@@ -273,23 +272,30 @@ class Run:
         """Crops of all parts that are still to come; closing it ends the data workers."""
         num_parts, device = self.plan.train.accumulation, self.ranks.device
         remaining = range(self.step * num_parts, self.timeline.total_steps * num_parts)
-        loader = DataLoader(
-            self.batches,
-            batch_size=None,
-            sampler=remaining,
-            num_workers=self.plan.train.workers(device),
-            pin_memory=device.type == "cuda",
-            worker_init_fn=leave_signals_to_the_parent,
-            # It draws a number when iterated, which must not come out of the global generator.
-            generator=torch.Generator(),
-        )
         self.clock.begin()
-        with closing(_arriving(loader)) as arriving:
+        with closing(arriving(self.batches, self.workers, remaining, device)) as pieces:
             for _ in remaining:
-                with self.clock.waiting():
-                    part = next(arriving)
-                self._agree(part if isinstance(part, SslBenchError) else None)
+                part, error = None, None
+                try:
+                    part = self._next_part(pieces)
+                except SslBenchError as met:
+                    error = met
+                self._agree(error)
                 yield part
+
+    def _next_part(self, pieces: Iterator[Any]) -> Any:
+        """The crops of a part, of which each piece is taken as soon as it is there."""
+        coming = (self._next_piece(pieces) for _ in range(self.workers.pieces))
+        if self.workers.pieces == 1:
+            return next(coming)
+        return self.plan.objective.crops.join(coming, self.ranks.device)
+
+    def _next_piece(self, pieces: Iterator[Any]) -> Any:
+        with self.clock.waiting():
+            piece = next(pieces)
+        if isinstance(piece, SslBenchError):
+            raise piece
+        return piece
 
     def _row(self) -> dict[str, Any]:
         """What the log says of the step just taken, apart from what the device computes."""
@@ -354,25 +360,6 @@ def _batches(plan: Plan, images: ImageSet, ranks: Ranks) -> Batches:
         seed=options.seed,
         repeats=options.repeats,
     )
-
-
-def _arriving(loader: DataLoader[Any]) -> Generator[Any, None, None]:
-    """What the data workers send; the last is an error if one of them dies."""
-    arriving = None
-    try:
-        arriving = iter(loader)
-        with deaths_of_workers_wait():
-            yield from arriving
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        yield MachineError(
-            f"a data worker died ({str(error).splitlines()[0]}); memory or /dev/shm may be too "
-            "small: try train.num_workers=0"
-        )
-    finally:
-        # A traceback may keep this frame alive, and with it the workers.
-        del arriving
 
 
 def _is_finite(weights: Mapping[str, Any]) -> bool:

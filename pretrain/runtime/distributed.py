@@ -114,6 +114,11 @@ def _sendable(error: Exception | None, rank: int) -> SslBenchError | None:
     return MachineError(f"process {rank} failed: {type(error).__name__}: {error}")
 
 
+def processes_here() -> int:
+    """How many processes of the run this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @contextmanager
 def joined(device: torch.device) -> Iterator[Ranks]:
     """Join the processes that torchrun's environment variables name, if there are any."""

@@ -87,6 +87,17 @@ def test_a_conv_mixer_trains(photos):
     assert len(log_rows("run")) == 3
 
 
+# Three pieces of one image fit into the kibibytes, three of two do not.
+@pytest.mark.parametrize(("objective", "kib"), [("dino", 201), ("mae", 15), ("supervised", 76)])
+def test_batches_that_come_in_pieces_are_those_that_come_whole(photos, objective, kib, capsys):
+    whole = trained(photos, "whole", objective)
+    cut = ("train.num_workers=1", f"train.shared_memory_gib={kib / 2**20:.8f}")
+    pieces = trained(photos, "pieces", objective, *cut)
+
+    assert "batches in 2 pieces" in capsys.readouterr().err
+    assert pieces == whole
+
+
 def test_accumulation_workers_clipping_and_monitors_work_together(photos):
     rows = trained(
         photos, "run", "supervised", "train.accumulation=2", "train.num_workers=1",
