@@ -21,6 +21,7 @@ _FREE = (
     "train.checkpoint_epochs",
     "train.keep_epochs",
     "train.keep_every",
+    "train.timeout_minutes",
     "train.non_finite_patience",
     "train.collapse_patience",
     *KEYS,  # what they come to, the state says in steps

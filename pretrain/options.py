@@ -20,6 +20,7 @@ from ssl_bench.composition.fields import (
     RateOrZero,
     Seed,
     Share,
+    Within,
     Workers,
     check_fields,
 )
@@ -35,6 +36,7 @@ from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
 from ssl_bench.system.device import usable_cores
 
 _MOST_WORKERS = 16
+_MINUTES_A_WEEK = 10_080
 Epochs = Annotated[Sequence[Count], Items(0, 10_000)]
 
 
@@ -143,6 +145,8 @@ class TrainOptions:
         keep_epochs: After these epochs the encoder is kept for good, as `epoch0100.safetensors`,
             which `ssl-bench probe` finds as `RUN@100`.
         keep_every: The encoder is also kept for good after every so many epochs.
+        timeout_minutes: How long processes wait for one of them within a step, for the first with
+            its monitor above all, before they give up.
         non_finite_patience: Steps in a row without a finite gradient before the run stops.
         collapse_patience: Steps in a row with a collapsed teacher before the run stops.
         tensorboard: Write the rows of the log for TensorBoard too (extra `track`).
@@ -173,6 +177,7 @@ class TrainOptions:
     checkpoint_epochs: Count | None = None
     keep_epochs: Epochs | None = None
     keep_every: Count | None = None
+    timeout_minutes: Annotated[float, Within(0, _MINUTES_A_WEEK, above=True)] = 60.0
     non_finite_patience: Count = 10
     collapse_patience: Count = 500
     tensorboard: bool = False
