@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,8 @@ def test_closing_waits_for_what_is_under_way():
 
 def test_a_copy_stays_as_it_was_and_keeps_classes_and_what_occurs_twice():
     weight, stack = torch.ones(3), torch.arange(6.0).view(2, 3)
-    state = OrderedDict(own=weight, again=weight, rows=[stack[0], stack[1]], n={"step": 4}, t=(1,))
+    state: OrderedDict[str, Any] = OrderedDict(own=weight, again=weight, n={"step": 4}, t=(1,))
+    state["rows"] = [stack[0], stack[1]]
     state._metadata = {"": 2}  # pyright: ignore[reportAttributeAccessIssue]
 
     found = copied(state)

@@ -46,8 +46,8 @@ def break_image() -> None:
     """The part of this process cannot be read at that step."""
     whole = Batches.__getitem__
 
-    def broken(self: Batches, part: int) -> Any:
-        return DataError("photos/3.png is cut short") if part == AT else whole(self, part)
+    def broken(self: Batches, piece: int) -> Any:
+        return DataError("photos/3.png is cut short") if piece == AT else whole(self, piece)
 
     Batches.__getitem__ = broken
 
@@ -66,10 +66,10 @@ def signalled(number: signal.Signals) -> Callable[[], None]:
     def arrange() -> None:
         whole = Batches.__getitem__
 
-        def signalling(self: Batches, part: int) -> Any:
-            if part == AT:
+        def signalling(self: Batches, piece: int) -> Any:
+            if piece == AT:
                 os.kill(os.getpid(), number)
-            return whole(self, part)
+            return whole(self, piece)
 
         Batches.__getitem__ = signalling
 
@@ -90,10 +90,10 @@ def fill_disk() -> None:
 def lose_worker() -> None:
     whole = Batches.__getitem__
 
-    def killed(self: Batches, part: int) -> Any:
-        if part == AT:
+    def killed(self: Batches, piece: int) -> Any:
+        if piece == AT:
             raise RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed.")
-        return whole(self, part)
+        return whole(self, piece)
 
     Batches.__getitem__ = killed
 
