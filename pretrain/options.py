@@ -1,6 +1,5 @@
 """Options of a pretraining run."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -8,6 +7,7 @@ from typing import Annotated, Literal
 import torch
 
 from pretrain.openings import WARMUP
+from pretrain.runtime.distributed import processes_here
 from pretrain.schedules import Cosine, Schedule, Timeline, Triangle
 from ssl_bench.composition.fields import (
     Count,
@@ -20,6 +20,7 @@ from ssl_bench.composition.fields import (
     RateOrZero,
     Seed,
     Share,
+    Within,
     Workers,
     check_fields,
 )
@@ -35,6 +36,7 @@ from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
 from ssl_bench.system.device import usable_cores
 
 _MOST_WORKERS = 16
+_MINUTES_A_WEEK = 10_080
 Epochs = Annotated[Sequence[Count], Items(0, 10_000)]
 
 
@@ -123,6 +125,8 @@ class TrainOptions:
             crop. The epoch keeps its length, with as many times fewer images. DeiT takes 3.
         num_workers: Processes that read and crop images; 0 for none. Without a number: one for
             each CPU core the process may use beside a GPU, none beside a CPU that computes.
+        shared_memory_gib: What the workers of all processes of a machine take of /dev/shm at most.
+            Less than half of it is free: that half. Batches come in smaller pieces then.
         warmup_epochs: Of the learning rate, at most the whole run. Without a number 10, but at most
             a tenth of the run.
         schedule: Of the learning rate: a warm-up and a cosine down to `final_lr`, or the triangle
@@ -141,6 +145,8 @@ class TrainOptions:
         keep_epochs: After these epochs the encoder is kept for good, as `epoch0100.safetensors`,
             which `ssl-bench probe` finds as `RUN@100`.
         keep_every: The encoder is also kept for good after every so many epochs.
+        timeout_minutes: How long processes wait for one of them within a step, for the first with
+            its monitor above all, before they give up.
         non_finite_patience: Steps in a row without a finite gradient before the run stops.
         collapse_patience: Steps in a row with a collapsed teacher before the run stops.
         tensorboard: Write the rows of the log for TensorBoard too (extra `track`).
@@ -153,6 +159,7 @@ class TrainOptions:
     accumulation: Count = 1
     repeats: Count = 1
     num_workers: Workers | None = None
+    shared_memory_gib: Positive = 2.0
     seed: Seed = 0
     warmup_epochs: PositiveOrZero | None = None
     schedule: Literal["cosine", "triangular"] = "cosine"
@@ -170,6 +177,7 @@ class TrainOptions:
     checkpoint_epochs: Count | None = None
     keep_epochs: Epochs | None = None
     keep_every: Count | None = None
+    timeout_minutes: Annotated[float, Within(0, _MINUTES_A_WEEK, above=True)] = 60.0
     non_finite_patience: Count = 10
     collapse_patience: Count = 500
     tensorboard: bool = False
@@ -220,8 +228,7 @@ class TrainOptions:
             return self.num_workers
         if device.type == "cpu":
             return 0
-        processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return min(_MOST_WORKERS, max(1, usable_cores() // processes_here))
+        return min(_MOST_WORKERS, max(1, usable_cores() // processes_here()))
 
     def autocasts(self, device: torch.device) -> bool:
         """Whether products are computed in bfloat16."""

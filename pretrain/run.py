@@ -6,16 +6,14 @@ Longer than other files: what a step reads, decides and leaves is one story, tol
 import hashlib
 import os
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
-from torch.utils.data import DataLoader
 
 from pretrain.accuracy import Trained, record_accuracy
 from pretrain.description import LENGTH, describe, differences, in_full
@@ -30,14 +28,12 @@ from pretrain.plan import Plan
 from pretrain.runtime.batches import Batches, Share, in_memory
 from pretrain.runtime.distributed import Ranks
 from pretrain.runtime.fine_tuning import SHA256, init_from, sha256_at_resume
-from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG
+from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG, SavedEncoder, Saver
 from pretrain.runtime.lock import Hold
-from pretrain.runtime.signals import (
-    StopRequest,
-    deaths_of_workers_wait,
-    leave_signals_to_the_parent,
-)
-from pretrain.runtime.state import load_state, save_state
+from pretrain.runtime.signals import StopRequest
+from pretrain.runtime.state import load_state
+from pretrain.runtime.workers import arriving, plan_workers
+from pretrain.runtime.writer import copied_module
 from pretrain.step import Trainer
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import (
@@ -48,9 +44,11 @@ from ssl_bench.errors import (
     SslBenchError,
 )
 from ssl_bench.evaluation import trained_on
-from ssl_bench.models.loading.addresses import kept_name
-from ssl_bench.models.loading.checkpoint import colours_metadata, save_encoder
+from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.files import write_text_atomically
+
+# A monitor that takes longer than both, the second of the training before it, is mentioned.
+_MONITOR_SECONDS, _MONITOR_SHARE = 1.0, 0.1
 
 
 class Run:
@@ -65,7 +63,7 @@ class Run:
         hold: Hold | None,
     ) -> None:
         self.plan, self.out, self.ranks, self.request = plan, out, ranks, request
-        self.hold = hold
+        self.saver = Saver(out, hold) if hold is not None else None
         self.clock = Clock()
         images = plan.data.open()
         self._num_images = len(images)
@@ -75,6 +73,8 @@ class Run:
         self.description = describe(plan) | which
         self.description[OPENINGS] = opening_steps(self.description, self.timeline)
         self.batches = _batches(plan, images, ranks)
+        asked = plan.train.workers(ranks.device)
+        self.workers = plan_workers(self.batches, asked, plan.train.shared_memory_gib)
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
         )
@@ -164,18 +164,23 @@ class Run:
         report = StepLog(
             self._journal(), done=self.step, total=total, ranks=self.ranks, watch=watch
         )
-        with closing(report):
+        with ExitStack() as stack:
+            stack.enter_context(closing(report))
+            if self.saver is not None:
+                stack.enter_context(closing(self.saver))
             if self._news:
                 report.say(self._news)
+            if self.workers.asked:
+                report.say(str(self.workers))
             try:
                 self._loop(report)
             except (DataError, MachineError):
                 # Nobody leaves before it is done: torchrun ends those that are left.
                 with self.ranks.together():
-                    self.save(report)
+                    self._save_and_wait(report)
                 raise
             with self.ranks.together():
-                self.save(report)
+                self._save_and_wait(report)
             if self.step < total:
                 self._leave(report)
             else:
@@ -190,26 +195,29 @@ class Run:
         return Journal(self.out / LOG, last_step=self.step, board=board)
 
     def save(self, report: StepLog) -> None:
-        """Write training state and encoder, once all steps so far are known to be sound."""
+        """Leave training state and encoder, once all steps so far are known to be sound.
+
+        Waits for their copy alone; what goes wrong with the files, a later step is told.
+        """
         report.settle(everything=True)
-        if self.hold is not None:
-            self.hold.require()
+        if self.saver is not None:
             state = {"step": self.step, "configuration": self.description}
             state |= {"extensions": self.extensions, **self.trainer.state_dict()}
-            # A broken one would push out the last good one.
-            if _is_finite(state["learner"]):
-                save_state(self.out, state)
-                self._save_encoder(self.out / ENCODER)
-            else:
-                report.say(f"step {self.step}: weights are not finite, the checkpoint is kept")
+            self.saver.save(state, self._encoder(), report.say)
         self.clock.mark_saved()
         report.save = False
 
-    def _save_encoder(self, path: Path) -> None:
+    def _save_and_wait(self, report: StepLog) -> None:
+        self.save(report)
+        if self.saver is not None:
+            self.saver.wait()
+
+    def _encoder(self) -> SavedEncoder:
+        """The encoder worth keeping, as it is now."""
         epoch = self.step / self.timeline.steps_per_epoch
         metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
         metadata |= colours_metadata(self.plan.data.colours)
-        save_encoder(path, self.trainer.learner.encoder, metadata)
+        return SavedEncoder(copied_module(self.trainer.learner.encoder), metadata)
 
     def _loop(self, report: StepLog) -> None:
         """Take steps until the last, or until a process wants to stop or cannot go on."""
@@ -243,6 +251,8 @@ class Run:
     def _settle(self, report: StepLog) -> None:
         """Write what is due after a step."""
         report.settle()
+        if self.saver is not None:
+            self.saver.check()
         self._keep(report)
         if report.save and not report.stop and self.step < self.timeline.total_steps:
             self.save(report)
@@ -250,21 +260,25 @@ class Run:
     def _keep(self, report: StepLog) -> None:
         """Leave the encoder of an epoch that is to be kept, when the epoch is over."""
         epoch, steps_more = divmod(self.step, self.timeline.steps_per_epoch)
-        if steps_more or not self.plan.train.keeps(epoch) or self.hold is None:
+        if steps_more or not self.plan.train.keeps(epoch) or self.saver is None:
             return
         report.settle(everything=True)
-        self.hold.require()
-        path = self.out / kept_name(epoch)
-        self._save_encoder(path)
-        report.say(f"epoch {epoch}: kept {path.name}")
+        self.saver.keep(epoch, self._encoder(), report.say)
 
     def _measures(self, report: StepLog) -> dict[str, float]:
         """What the monitor finds after this step, if it is its turn; one process measures."""
         if self.observer is None or not self.ranks.is_first:
             return {}
+        trained = self.clock.seconds_since_begin
         measures = self.observer.measures(self.step)
         if measures:
             report.say(f"step {self.step}/{self.timeline.total_steps}  {described(measures)}")
+            took = self.clock.seconds_since_begin - trained
+            if took > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
+                report.say(
+                    f"the monitor took {took:.0f} s after {trained:.0f} s of training; "
+                    "monitor.train_images, .val_images and its epochs say how long"
+                )
             # The time it took is not that of the next step.
             self.clock.begin()
         return measures
@@ -273,23 +287,30 @@ class Run:
         """Crops of all parts that are still to come; closing it ends the data workers."""
         num_parts, device = self.plan.train.accumulation, self.ranks.device
         remaining = range(self.step * num_parts, self.timeline.total_steps * num_parts)
-        loader = DataLoader(
-            self.batches,
-            batch_size=None,
-            sampler=remaining,
-            num_workers=self.plan.train.workers(device),
-            pin_memory=device.type == "cuda",
-            worker_init_fn=leave_signals_to_the_parent,
-            # It draws a number when iterated, which must not come out of the global generator.
-            generator=torch.Generator(),
-        )
         self.clock.begin()
-        with closing(_arriving(loader)) as arriving:
+        with closing(arriving(self.batches, self.workers, remaining, device)) as pieces:
             for _ in remaining:
-                with self.clock.waiting():
-                    part = next(arriving)
-                self._agree(part if isinstance(part, SslBenchError) else None)
+                part, error = None, None
+                try:
+                    part = self._next_part(pieces)
+                except SslBenchError as met:
+                    error = met
+                self._agree(error)
                 yield part
+
+    def _next_part(self, pieces: Iterator[Any]) -> Any:
+        """The crops of a part, of which each piece is taken as soon as it is there."""
+        coming = (self._next_piece(pieces) for _ in range(self.workers.pieces))
+        if self.workers.pieces == 1:
+            return next(coming)
+        return self.plan.objective.crops.join(coming, self.ranks.device)
+
+    def _next_piece(self, pieces: Iterator[Any]) -> Any:
+        with self.clock.waiting():
+            piece = next(pieces)
+        if isinstance(piece, SslBenchError):
+            raise piece
+        return piece
 
     def _row(self) -> dict[str, Any]:
         """What the log says of the step just taken, apart from what the device computes."""
@@ -354,29 +375,6 @@ def _batches(plan: Plan, images: ImageSet, ranks: Ranks) -> Batches:
         seed=options.seed,
         repeats=options.repeats,
     )
-
-
-def _arriving(loader: DataLoader[Any]) -> Generator[Any, None, None]:
-    """What the data workers send; the last is an error if one of them dies."""
-    arriving = None
-    try:
-        arriving = iter(loader)
-        with deaths_of_workers_wait():
-            yield from arriving
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        yield MachineError(
-            f"a data worker died ({str(error).splitlines()[0]}); memory or /dev/shm may be too "
-            "small: try train.num_workers=0"
-        )
-    finally:
-        # A traceback may keep this frame alive, and with it the workers.
-        del arriving
-
-
-def _is_finite(weights: Mapping[str, Any]) -> bool:
-    return all(bool(value.isfinite().all()) for value in weights.values())
 
 
 def _digest(images: ImageSet) -> str:

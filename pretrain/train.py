@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class Pretraining(Plan):
             require_apart(self.init_from, out)
         with ExitStack() as stack:
             request = stack.enter_context(stop_requests())
-            ranks = stack.enter_context(joined(choose_device(device and str(device))))
+            timeout = timedelta(minutes=self.train.timeout_minutes)
+            ranks = stack.enter_context(joined(choose_device(device and str(device)), timeout))
             stack.enter_context(deterministic(self.train.deterministic))
             on_cuda = ranks.device.type == "cuda"
             stack.enter_context(torch.random.fork_rng([ranks.device] if on_cuda else []))

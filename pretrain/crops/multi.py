@@ -12,6 +12,7 @@ from jaxtyping import Float64, Int64, Shaped, UInt8
 from torch import Tensor
 
 from pretrain.crops.augmentation import AugmentationParams, Images, apply_looks
+from pretrain.crops.groups import CropGroup, joined, stacked
 from ssl_bench.composition.fields import (
     Items,
     Pixels,
@@ -30,17 +31,6 @@ _ATTEMPTS = 10
 # Random numbers of a view.
 _BOX_NUMBERS, _LOOK_NUMBERS = 2 * _ATTEMPTS + 2, 14
 _REFERENCE_SIZE = 224
-
-
-@dataclass(frozen=True)
-class CropGroup:
-    """Views of one size, 8-bit: first the first view of every image, then the second, ..."""
-
-    pixels: UInt8[Tensor, "views 3 size size"]
-    looks: AugmentationParams
-
-    def pin_memory(self) -> "CropGroup":
-        return type(self)(self.pixels.pin_memory(), self.looks)
 
 
 # For the first large crop, the second, and the small ones.
@@ -121,8 +111,19 @@ class MultiCrop:
                 for view in views
                 for image, box in zip(images, view, strict=True)
             ]
-            groups.append(CropGroup(_stacked(crops), rows))
+            groups.append(CropGroup(stacked(crops), rows))
         return tuple(groups)
+
+    def join(
+        self, pieces: Iterable[Sequence[CropGroup]], device: torch.device
+    ) -> tuple[CropGroup, ...]:
+        """The groups of all images: of each view, those of one piece after those of another."""
+        copies = [[group.taken(device) for group in piece] for piece in pieces]
+        views = (2, self.num_locals)
+        return tuple(
+            joined(groups, num_views)
+            for groups, num_views in zip(zip(*copies, strict=True), views, strict=False)
+        )
 
     def draw(
         self,
@@ -242,11 +243,6 @@ def crop(
     top, left, height, width = box.tolist()
     part = image[None, top : top + height, left : left + width].permute(0, 3, 1, 2)
     return F.interpolate(part, size=(size, size), mode="bicubic", antialias=True)[0]
-
-
-def _stacked(crops: Sequence[UInt8[Tensor, "3 _ _"]]) -> UInt8[Tensor, "views 3 _ _"]:
-    """In one piece, with the three values of a pixel side by side."""
-    return torch.stack([pixels.permute(1, 2, 0) for pixels in crops]).permute(0, 3, 1, 2)
 
 
 def _writeable(image: UInt8[np.ndarray, "height width 3"]) -> UInt8[Tensor, "height width 3"]:

@@ -9,6 +9,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from pretrain.crops.augmentation import Images, normalise
+from pretrain.crops.groups import taken
 from pretrain.crops.multi import crop, draw_boxes
 from ssl_bench.composition.fields import Share, ShareSpan, Span, check_fields
 from ssl_bench.data.samples import Sample
@@ -65,6 +66,12 @@ class PlainCrop:
         # PyTorch warns about memory it may not write to.
         pixels = crop(torch.from_numpy(image if image.flags.writeable else image.copy()), box, size)
         return pixels.flip(-1) if generator.random() < self.flip_probability else pixels
+
+    def join(
+        self, pieces: Iterable[UInt8[Tensor, "_ 3 size size"]], device: torch.device
+    ) -> UInt8[Tensor, "batch 3 size size"]:
+        """All images in one piece, on the device."""
+        return torch.cat([taken(pixels, device) for pixels in pieces])
 
     def finish(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pretrain.crops.augmentation import Images, jitter, normalise
 from pretrain.crops.erasing import draw_rectangle, draw_square, erase, grey_out
+from pretrain.crops.groups import taken
 from pretrain.crops.mixing import Mixing, Mixture, mix
 from pretrain.crops.plain import PlainCrop
 from pretrain.crops.rand_augment import LARGEST_MAGNITUDE, RandAugment, apply_operations
@@ -29,6 +30,7 @@ from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 
 # Brightness, contrast and saturation: no hue.
 _NUM_JITTERS = 3
+_BY_IMAGE = ("pixels", "labels", "order", "factors", "hidden", "erased")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,12 @@ class LabelledCrops:
 
     def pin_memory(self) -> "LabelledCrops":
         return replace(self, pixels=self.pixels.pin_memory(), labels=self.labels.pin_memory())
+
+    def taken(self, device: torch.device) -> "LabelledCrops":
+        """A copy with pixels and labels on a device."""
+        copies = {name: getattr(self, name).clone() for name in _BY_IMAGE[2:]}
+        there = {"pixels": taken(self.pixels, device), "labels": taken(self.labels, device)}
+        return replace(self, **there, **copies)
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,12 @@ class SingleCrop:
             noise_seed=int(generators[0].integers(2**62)),
             mixture=self.mixing.draw(generators[0], size),
         )
+
+    def join(self, pieces: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
+        """All crops; what belongs to the whole part is what the first piece says."""
+        copies = [piece.taken(device) for piece in pieces]
+        whole = {name: torch.cat([getattr(one, name) for one in copies]) for name in _BY_IMAGE}
+        return replace(copies[0], **whole)
 
     def finish(
         self, groups: LabelledCrops, device: torch.device, colours: Colours = IMAGENET_COLOURS

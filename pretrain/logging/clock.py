@@ -9,7 +9,7 @@ class Clock:
     """Seconds of each step, and how many of them were spent waiting for data."""
 
     def __init__(self) -> None:
-        self._start = self._saved = self._lap = time.monotonic()
+        self._start = self._saved = self._lap = self._begun = time.monotonic()
         self._waited = 0.0
 
     @contextmanager
@@ -27,8 +27,13 @@ class Clock:
         return max(seconds, 1e-9), waited
 
     def begin(self) -> None:
-        """Start the first lap here; what came before was preparation."""
-        self._lap = time.monotonic()
+        """Start the first lap here; what came before was preparation, or a pause."""
+        self._lap = self._begun = time.monotonic()
+
+    @property
+    def seconds_since_begin(self) -> float:
+        """Since the training began, or went on after a pause."""
+        return time.monotonic() - self._begun
 
     def mark_saved(self) -> None:
         self._saved = time.monotonic()

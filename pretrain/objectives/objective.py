@@ -113,6 +113,13 @@ class ViewMaker(Protocol):
         sizes: Sequence[int],
     ) -> Any: ...
 
+    def join(self, pieces: Iterable[Any], device: torch.device) -> Any:
+        """What was cut from some images, then some more, ...: on the device, as if cut at once.
+
+        Each piece is copied as it comes, so that the memory of the worker that cut it is free.
+        """
+        ...
+
     def finish(
         self, groups: Any, device: torch.device, colours: Colours = IMAGENET_COLOURS
     ) -> Views: ...

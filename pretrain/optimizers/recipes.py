@@ -70,6 +70,7 @@ class Soap:
         lr: At batch 256. No rate is published for DINO: AdamW's is the starting point of a sweep
             over 0.25 to 2 times its value. The optimizer's own default, 3e-3, is for language
             models.
+        stagger: On CUDA if not said.
     """
 
     lr: RateOrZero = 5e-4
@@ -78,13 +79,14 @@ class Soap:
     eps: PositiveShare = 1e-8
     precondition_frequency: Count = 10
     max_precond_dim: Count = 10_000
-    stagger: bool = False
+    stagger: bool | None = None
     shard_refreshes: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "optimizer")
 
     def build(self, groups: list[dict[str, Any]]) -> SOAP:
+        on_cuda = any(parameter.is_cuda for group in groups for parameter in group["params"])
         return SOAP(
             groups,
             lr=self.lr,
@@ -93,7 +95,7 @@ class Soap:
             eps=self.eps,
             precondition_frequency=self.precondition_frequency,
             max_precond_dim=self.max_precond_dim,
-            stagger=self.stagger,
+            stagger=on_cuda if self.stagger is None else self.stagger,
             shard_refreshes=self.shard_refreshes,
         )
 

@@ -52,12 +52,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Batches(Dataset[Any]):
-    """Part number -> the crops of that part; step s has the parts s * num_parts onwards.
+    """Piece number -> the crops of that piece of a part of a batch.
+
+    Step s has the parts s * num_parts onwards, part p the pieces p * pieces onwards. The views of
+    an image are the same in pieces of any size.
 
     An image that cannot be read comes back as the `DataError` itself, since an exception would
     lose its one line on the way out of a worker process.
 
     Attributes:
+        pieces: That each part is cut in, equally many images each, give or take one.
         repeats: Times that each image of an epoch comes, one after the other, each time with
             randomness of its own. An epoch is as long as without, and so has as many times fewer
             images, drawn anew.
@@ -72,9 +76,12 @@ class Batches(Dataset[Any]):
     share: Share
     seed: int
     repeats: int = 1
+    pieces: int = 1
 
-    def __getitem__(self, part: int) -> Any:
-        keys = self.keys(part)
+    def __getitem__(self, piece: int) -> Any:
+        part, place = divmod(piece, self.pieces)
+        first, end = (self.share.size * edge // self.pieces for edge in (place, place + 1))
+        keys = self.keys(part)[first:end]
         try:
             opened = {index: self.images[index] for index in sorted({key[1] for key in keys})}
         except DataError as error:

@@ -114,9 +114,19 @@ def _sendable(error: Exception | None, rank: int) -> SslBenchError | None:
     return MachineError(f"process {rank} failed: {type(error).__name__}: {error}")
 
 
+def processes_here() -> int:
+    """How many processes of the run this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @contextmanager
-def joined(device: torch.device) -> Iterator[Ranks]:
-    """Join the processes that torchrun's environment variables name, if there are any."""
+def joined(device: torch.device, timeout: timedelta) -> Iterator[Ranks]:
+    """Join the processes that torchrun's environment variables name, if there are any.
+
+    Args:
+        device: Of this process.
+        timeout: How long one waits for another's part of a step before it gives up.
+    """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Ranks(device)
@@ -124,9 +134,9 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     try:
-        # Others give up after minutes, and reading all images takes more.
+        # Reading all images takes as long as it takes, and so does writing at the end.
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)
         assert isinstance(group, dist.ProcessGroup)
         yield Ranks(device, dist.get_rank(), count, group)

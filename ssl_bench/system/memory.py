@@ -1,9 +1,11 @@
 """Too little memory, under all the names that libraries have for it."""
 
+import os
 from collections.abc import Iterator
 
 from ssl_bench.errors import MachineError
 
+_SHARED = "/dev/shm"
 # NumPy, Pillow and Python raise MemoryError; the rest says it in words alone.
 _WORDS = (
     "can't allocate memory",
@@ -37,6 +39,15 @@ def pass_on_memory(error: Exception) -> None:
     """Raise an error of memory once more, where any other means that a file is damaged."""
     if is_out_of_memory(error):
         raise error
+
+
+def free_shared_memory() -> int | None:
+    """Bytes that processes may still share through /dev/shm; None where there is no such place."""
+    try:
+        found = os.statvfs(_SHARED)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize
 
 
 def memory_error(error: BaseException, command: str) -> MachineError:

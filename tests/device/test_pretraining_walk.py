@@ -47,6 +47,8 @@ def trained(photos, out, objective, *more, device="cuda"):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_device_learns_what_the_cpu_does(photos, objective, optimizer):
     same = (f"optimizer={optimizer}", "train.precision=float32", "train.compile=false")
+    # Which is a device's default and not a CPU's.
+    same += ("optimizer.stagger=true",) if optimizer == "soap" else ()
     on_device, on_cpu = (
         trained(photos, device, objective, *same, device=device) for device in ("cuda", "cpu")
     )
@@ -55,6 +57,23 @@ def test_a_device_learns_what_the_cpu_does(photos, objective, optimizer):
     names = ("lr", "epoch") if objective == "mae" and not is_simulated() else on_cpu[0]
     for row, other in zip(on_device, on_cpu, strict=True):
         assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-3)
+
+
+def test_on_a_device_soap_spreads_its_refreshes_unless_told(photos):
+    # Of three steps, so that each of those that are walked has some.
+    words = ("optimizer=soap", "optimizer.precondition_frequency=3", "train.max_steps=6")
+    words += ("train.precision=float32", "train.compile=false")
+    untold = trained(photos, "untold", "supervised", *words)
+    spread, at_once = (
+        trained(photos, f"stagger_{told}", "supervised", *words, f"optimizer.stagger={told}")
+        for told in ("true", "false")
+    )
+    cpu = trained(photos, "cpu", "supervised", *words, device="cpu")
+
+    assert untold == spread
+    assert untold != at_once
+    for row, other in zip(at_once, cpu, strict=True):
+        assert row == pytest.approx(other, rel=1e-3)
 
 
 MODELS = {
@@ -86,6 +105,17 @@ def test_a_conv_mixer_trains(photos):
     ]
     assert main(words) == 0
     assert len(log_rows("run")) == 3
+
+
+# Three pieces of one image fit into the kibibytes, three of two do not.
+@pytest.mark.parametrize(("objective", "kib"), [("dino", 201), ("mae", 15), ("supervised", 76)])
+def test_batches_that_come_in_pieces_are_those_that_come_whole(photos, objective, kib, capsys):
+    whole = trained(photos, "whole", objective)
+    cut = ("train.num_workers=1", f"train.shared_memory_gib={kib / 2**20:.8f}")
+    pieces = trained(photos, "pieces", objective, *cut)
+
+    assert "batches in 2 pieces" in capsys.readouterr().err
+    assert pieces == whole
 
 
 def test_accumulation_workers_clipping_and_monitors_work_together(photos):

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.optimizers import soap_stacks
-from pretrain.optimizers.recipes import parameter_groups
+from pretrain.optimizers.recipes import Soap, parameter_groups
 from pretrain.optimizers.soap import SOAP
 from ssl_bench.models import ViTConfig, build_vit
+from tests.benchmarks.soap_refresh import period
 from tests.support.plain_soap import (
     BETAS,
     FREQUENCY,
@@ -253,6 +254,27 @@ def test_a_step_never_reads_a_value_back_to_the_host():
             optimizer.step()
     assert counter.names["aten::linalg_qr"] > 0
     assert counter.names["aten::_local_scalar_dense"] == 0
+
+
+@pytest.mark.parametrize(("told", "spread"), [(None, False), (False, False), (True, True)])
+def test_on_a_cpu_refreshes_are_spread_only_where_asked(told, spread):
+    optimizer = Soap(stagger=told).build([{"params": [nn.Parameter(torch.zeros(2, 2))]}])
+
+    assert optimizer.param_groups[0]["stagger"] is spread
+
+
+def test_a_refresh_costs_the_flops_that_a_hand_counts():
+    student = nn.Linear(4, 6, bias=False, device="meta")
+
+    *_, refresh = steps = period(student, stagger=False, max_precond_dim=5)
+
+    # Statistics of the axis of 4, the gradient turned and the step turned back.
+    ordinary = 2 * (6 * 4 * 4) + 2 * 2 * (6 * 4 * 4)
+    # The average turned back, one power iteration, the average turned again.
+    more = 2 * 2 * (6 * 4 * 4) + 2 * 4**3
+    assert [(step.products, step.decompositions) for step in steps[:-1]] == [(ordinary, 0)] * 9
+    assert (refresh.products, refresh.decompositions) == (ordinary + more, 8 * 4**3 // 3)
+    assert refresh.ops > steps[0].ops
 
 
 def test_staggered_refreshes_are_spread_over_the_period():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pretrain.runtime.state import has_state, load_state
-from tests.support.faults import photo_folder
+from tests.support.faults import class_folders, photo_folder
 from tests.support.two_ranks import AT
 
 REPOSITORY = Path(__file__).parents[2]
@@ -26,16 +26,19 @@ EXPECTED = {
     "images": (3, "holds no images", None),
     "disk": (5, "No space left on device", AT + 1),
     "taken": (2, "already holds a run", None),
+    "states": (5, "No space left on device", AT - 1),
 }
-BOTH = [name for name in EXPECTED if name not in ("disk", "taken")]
+FIRST = ("disk", "taken", "states")
+BOTH = [name for name in EXPECTED if name not in FIRST]
 # Only the first process writes the log and looks at the folder.
-CASES = [*(f"{name}:{rank}" for name in BOTH for rank in range(2)), "disk:0", "taken:0"]
+CASES = [*(f"{name}:{rank}" for name in BOTH for rank in range(2)), *(f"{n}:0" for n in FIRST)]
 
 
-def ends(place: Path) -> dict[str, Any]:
+def ends(place: Path, cases: list[str]) -> dict[str, Any]:
     """How both processes ended, for each fault; all in a process of their own."""
     photos = photo_folder(place / "photos")
-    command = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(place), *CASES]
+    class_folders(place / "classes", 2)
+    command = [sys.executable, "-m", "tests.support.two_ranks", str(photos), str(place), *cases]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
@@ -59,7 +62,7 @@ def codes_of(fault: str, code: int) -> list[int]:
 # One test, because its processes are started once for all faults.
 @pytest.mark.slow
 def test_both_processes_end_together_saved_and_with_one_line(tmp_path):
-    found = ends(tmp_path)
+    found = ends(tmp_path, CASES)
 
     for fault in CASES:
         code, said, step = EXPECTED[fault.split(":")[0]]
@@ -68,3 +71,13 @@ def test_both_processes_end_together_saved_and_with_one_line(tmp_path):
         assert len(lines) == 1, (fault, lines)
         assert (said if fault != "SIGINT:0" else "interrupted") in lines[0], fault
         assert saved_step(tmp_path, fault) == step, fault
+
+
+@pytest.mark.slow
+def test_nobody_waits_for_a_disk_and_for_a_monitor_as_long_as_the_option_says(tmp_path):
+    found = ends(tmp_path, ["slow disk:0", "slow monitor:0", "slower monitor:0"])
+
+    assert found["slow disk:0"]["codes"] == [0, 0], found
+    assert found["slow monitor:0"]["codes"] == [0, 0], found
+    assert 0 not in found["slower monitor:0"]["codes"], found
+    assert saved_step(tmp_path, "slow disk:0") == 8

@@ -21,14 +21,19 @@ import torch._dynamo
 
 import pretrain.train  # noqa: F401 - once, before the processes are forked
 from pretrain.logging.jsonl import Journal
+from pretrain.monitor import Observer
 from pretrain.objectives.dino import DinoLearner
+from pretrain.runtime import state
 from pretrain.runtime.batches import Batches
 from ssl_bench.cli import __main__ as cli
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import DataError, MachineError
 
 AT = 3  # the step, from 0, in which it happens
-SECONDS = 60
+SECONDS = 90
+# Longer than processes have time to wait for each other, where they are told so.
+PAUSE = 16.0
+MONITOR = ("monitor.knn_epochs=9", "monitor.neighbours=2")
 OPTIONS = (
     *("model.dim=24", "model.depth=1", "model.image_size=16", "model.patch_size=8"),
     *("model.num_heads=2", "objective.out_dim=16", "objective.hidden_dim=8"),
@@ -41,8 +46,8 @@ def break_image() -> None:
     """The part of this process cannot be read at that step."""
     whole = Batches.__getitem__
 
-    def broken(self: Batches, part: int) -> Any:
-        return DataError("photos/3.png is cut short") if part == AT else whole(self, part)
+    def broken(self: Batches, piece: int) -> Any:
+        return DataError("photos/3.png is cut short") if piece == AT else whole(self, piece)
 
     Batches.__getitem__ = broken
 
@@ -61,10 +66,10 @@ def signalled(number: signal.Signals) -> Callable[[], None]:
     def arrange() -> None:
         whole = Batches.__getitem__
 
-        def signalling(self: Batches, part: int) -> Any:
-            if part == AT:
+        def signalling(self: Batches, piece: int) -> Any:
+            if piece == AT:
                 os.kill(os.getpid(), number)
-            return whole(self, part)
+            return whole(self, piece)
 
         Batches.__getitem__ = signalling
 
@@ -85,12 +90,45 @@ def fill_disk() -> None:
 def lose_worker() -> None:
     whole = Batches.__getitem__
 
-    def killed(self: Batches, part: int) -> Any:
-        if part == AT:
+    def killed(self: Batches, piece: int) -> Any:
+        if piece == AT:
             raise RuntimeError("DataLoader worker (pid 9) is killed by signal: Killed.")
-        return whole(self, part)
+        return whole(self, piece)
 
     Batches.__getitem__ = killed
+
+
+def fill_disk_of_states() -> None:
+    usual = state._write
+
+    def full(values: Any, file: Any) -> None:
+        if values["step"] > AT:
+            raise OSError(28, "No space left on device")
+        usual(values, file)
+
+    state._write = full
+
+
+def slow_disk() -> None:
+    usual = state._write
+
+    def slow(values: Any, file: Any) -> None:
+        if values["step"] < AT:
+            time.sleep(PAUSE)
+        usual(values, file)
+
+    state._write = slow
+
+
+def slow_monitor() -> None:
+    usual = Observer.measures
+
+    def slow(self: Observer, step: int) -> dict[str, float]:
+        if step == AT - 1:
+            time.sleep(PAUSE)
+        return usual(self, step)
+
+    Observer.measures = slow
 
 
 def hide_images() -> None:
@@ -110,6 +148,18 @@ FAULTS: dict[str, Callable[[], None]] = {
     "worker": lose_worker,
     "images": hide_images,
     "taken": lambda: None,
+    "states": fill_disk_of_states,
+    "slow disk": slow_disk,
+    "slow monitor": slow_monitor,
+    "slower monitor": slow_monitor,
+}
+# Words for faults that need more than the options.
+_SHORT = f"train.timeout_minutes={PAUSE / 2 / 60:.3f}"
+MORE: dict[str, tuple[str, ...]] = {
+    "states": ("train.checkpoint_epochs=1",),
+    "slow disk": ("train.checkpoint_epochs=1", _SHORT),
+    "slow monitor": MONITOR,
+    "slower monitor": (*MONITOR, _SHORT),
 }
 
 
@@ -123,7 +173,9 @@ def rank(number: int, port: int, fault: str, photos: Path, out: Path) -> None:
     said, code = io.StringIO(), 1
     try:
         with contextlib.redirect_stderr(said):
-            code = cli.main(["pretrain", "--out", str(out), f"data.root={photos}", *OPTIONS])
+            words = (f"data.root={photos}", *OPTIONS, *MORE.get(name, ()))
+            words += (f"monitor.root={photos.parent / 'classes'}",)
+            code = cli.main(["pretrain", "--out", str(out), *words])
     finally:
         Path(f"{out}.{number}").write_text(said.getvalue())
         # Not through the interpreter, which is that of the parent.

@@ -1,0 +1,274 @@
+"""Checkpoints are written while the run goes on: what is copied, and what ends a run."""
+
+import os
+import signal
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pretrain.crops.multi import MultiCrop
+from pretrain.logging.clock import Clock
+from pretrain.monitor import Observer
+from pretrain.runtime import folder, state
+from pretrain.runtime.state import load_state
+from pretrain.runtime.writer import Writer, copied, copied_module
+from ssl_bench.cli.__main__ import main
+from ssl_bench.models import build_vit, load_encoder
+from ssl_bench.system.files import sha256_of
+from tests.support.faults import (
+    TINY,
+    class_folders,
+    exit_code,
+    fails,
+    fork,
+    log_rows,
+    photo_folder,
+    pretraining,
+)
+
+CPU = torch.device("cpu")
+# Four pictures, two a step: saved after steps 2, 4 and 6.
+EVERY_EPOCH = "train.checkpoint_epochs=1"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    photo_folder(tmp_path / "photos")
+    return tmp_path
+
+
+class Gate:
+    """Work that takes until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.entered.set()
+        assert self.open.wait(10)
+
+
+def test_one_is_written_at_a_time_and_the_newest_of_a_name_replaces_what_waits():
+    writer, gate, done = Writer(), Gate(), []
+    writer.write("state", gate)
+    assert gate.entered.wait(10)
+    for number in range(3):
+        writer.write("state", lambda number=number: done.append(number))
+        writer.write(f"epoch{number}", lambda number=number: done.append(f"epoch{number}"))
+    assert done == []
+
+    gate.open.set()
+    writer.wait()
+
+    assert done == ["epoch0", "epoch1", 2, "epoch2"]
+
+
+def test_an_error_is_raised_once_where_somebody_looks_and_the_next_is_written():
+    writer, done = Writer(), []
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    writer.write("state", full)
+    writer.write("encoder", lambda: done.append(1))
+    with pytest.raises(OSError, match="No space left"):
+        writer.wait()
+
+    writer.check()
+    writer.write("state", lambda: done.append(2))
+    writer.close()
+    assert done == [1, 2]
+
+
+def test_closing_waits_for_what_is_under_way():
+    writer, gate = Writer(), Gate()
+    writer.write("state", gate)
+    threading.Timer(0.2, gate.open.set).start()
+
+    writer.close()
+
+    assert gate.open.is_set()
+
+
+def test_a_copy_stays_as_it_was_and_keeps_classes_and_what_occurs_twice():
+    weight, stack = torch.ones(3), torch.arange(6.0).view(2, 3)
+    state: OrderedDict[str, Any] = OrderedDict(own=weight, again=weight, n={"step": 4}, t=(1,))
+    state["rows"] = [stack[0], stack[1]]
+    state._metadata = {"": 2}  # pyright: ignore[reportAttributeAccessIssue]
+
+    found = copied(state)
+    weight.zero_()
+    stack.zero_()
+    state["n"]["step"] = 5
+
+    assert type(found) is OrderedDict
+    assert vars(found) == {"_metadata": {"": 2}}
+    assert found["own"].tolist() == [1, 1, 1]
+    assert found["again"] is found["own"]
+    assert [row.tolist() for row in found["rows"]] == [[0, 1, 2], [3, 4, 5]]
+    assert (found["n"], found["t"]) == ({"step": 4}, (1,))
+
+
+def test_a_copied_encoder_has_its_weights_and_buffers_and_none_of_the_original():
+    model = build_vit(TINY, seed=0)
+    model.register_buffer("seen", torch.ones(2), persistent=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    found = copied_module(model)
+    for value in [*model.parameters(), *model.buffers()]:
+        nn.init.zeros_(value)
+
+    assert found.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in found.state_dict().items())
+    assert found.get_buffer("seen").tolist() == [1, 1]
+
+
+def leaves(value, prefix="") -> dict:
+    if isinstance(value, dict):
+        return {k: v for key in value for k, v in leaves(value[key], f"{prefix}/{key}").items()}
+    if isinstance(value, list | tuple):
+        return leaves(dict(enumerate(value)), prefix)
+    return {prefix: value}
+
+
+def same(one: dict, other: dict) -> bool:
+    first, second = leaves(one), leaves(other)
+    return first.keys() == second.keys() and all(
+        torch.equal(v, second[k]) if isinstance(v, torch.Tensor) else v == second[k]
+        for k, v in first.items()
+    )
+
+
+def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monkeypatch):
+    words = ["optimizer=soap", "optimizer.precondition_frequency=2", EVERY_EPOCH]
+    usual, finish, taken, written = folder.save_state, MultiCrop.finish, [], {}
+
+    def counted(self, *arguments):
+        taken.append(1)
+        return finish(self, *arguments)
+
+    def slow(out, state):
+        # Until two more steps have begun.
+        end = time.monotonic() + 10
+        while state["step"] == 2 and len(taken) < 4 and time.monotonic() < end:
+            time.sleep(0.005)
+        written[state["step"]] = len(taken)
+        usual(out, state)
+        if state["step"] == 2:
+            (place / "second").mkdir()
+            usual(place / "second", state)
+
+    monkeypatch.setattr(MultiCrop, "finish", counted)
+    monkeypatch.setattr(folder, "save_state", slow)
+    assert main(pretraining(place / "photos", "run", *words)) == 0
+    monkeypatch.setattr(folder, "save_state", usual)
+
+    assert written[2] >= 4
+    assert written[6] == 6
+    # Two runs of one step each.
+    stopped = pretraining(place / "photos", "two", *words, "train.max_minutes=0.0")
+    assert main(stopped) == 0
+    assert main([*stopped, "--resume"]) == 0
+    one, other = (load_state(place / name, CPU)[0] for name in ("second", "two"))
+    assert all(same(one[part], other[part]) for part in ("step", "learner", "optimizer"))
+
+
+def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(place):
+    run = pretraining(place / "photos", "run", EVERY_EPOCH)
+    usual = state._write
+
+    def half_of_the_second(values, file) -> None:
+        usual(values, file)
+        if values["step"] == 4:
+            file.truncate(file.tell() // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed() -> int:
+        state._write = half_of_the_second
+        return main(run)
+
+    assert exit_code(fork(killed, stderr=place / "said")) == -signal.SIGKILL
+
+    assert list((place / "run").glob(".ssl-bench-*.tmp"))
+    assert load_state(place / "run", CPU)[0]["step"] == 2
+    load_encoder("run")
+    assert main([*run, "--resume"]) == 0
+    assert not list((place / "run").glob(".ssl-bench-*.tmp"))
+    assert main(pretraining(place / "photos", "whole", EVERY_EPOCH)) == 0
+    assert log_rows("run") == log_rows("whole")
+    assert sha256_of(Path("run/last.safetensors")) == sha256_of(Path("whole/last.safetensors"))
+
+
+def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(
+    place, capsys, monkeypatch
+):
+    usual, finish, full, taken = state._write, MultiCrop.finish, [], []
+
+    def waiting(self, *arguments):
+        taken.append(1)
+        # The fifth step ends after the fault.
+        end = time.monotonic() + 10
+        while len(taken) == 5 and not full and time.monotonic() < end:
+            time.sleep(0.005)
+        time.sleep(0.3 * (len(taken) == 5))
+        return finish(self, *arguments)
+
+    def filling(values, file) -> None:
+        if values["step"] == 4 or full:
+            full.append(1)
+            raise OSError(28, "No space left on device")
+        usual(values, file)
+
+    monkeypatch.setattr(state, "_write", filling)
+    monkeypatch.setattr(MultiCrop, "finish", waiting)
+    said = fails(capsys, pretraining(place / "photos", "run", EVERY_EPOCH), 5)
+
+    assert "cannot write" in said
+    assert "No space left on device; free space or choose another folder" in said
+    assert len(log_rows("run")) == 5
+    assert load_state(place / "run", CPU)[0]["step"] == 2
+
+
+def test_encoders_of_all_epochs_are_kept_however_slow_the_disk(place, capsys, monkeypatch):
+    usual = folder.save_encoder
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        usual(*arguments)
+
+    monkeypatch.setattr(folder, "save_encoder", slow)
+    assert main(pretraining(place / "photos", "run", "train.keep_every=1")) == 0
+
+    said = capsys.readouterr().err
+    for epoch in (1, 2, 3):
+        assert f"epoch {epoch}: kept epoch{epoch:04d}.safetensors" in said
+        load_encoder(f"run/epoch{epoch:04d}.safetensors")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.2])
+def test_a_monitor_that_takes_long_is_mentioned(place, capsys, monkeypatch, seconds):
+    usual = Observer.measures
+
+    def slow(self, step):
+        found = usual(self, step)
+        if found:
+            time.sleep(seconds)
+        return found
+
+    root = class_folders(place / "classes", 2)
+    monkeypatch.setattr(Observer, "measures", slow)
+    # As if the training before had taken four seconds.
+    monkeypatch.setattr(Clock, "begin", lambda self: setattr(self, "_begun", time.monotonic() - 4))
+    words = ("monitor.knn_epochs=9", f"monitor.root={root}", "monitor.neighbours=2")
+    assert main(pretraining(place / "photos", "run", *words)) == 0
+
+    lines = [line for line in capsys.readouterr().err.splitlines() if "the monitor took" in line]
+    assert len(lines) == (seconds > 1)
+    assert all("s of training; monitor.train_images" in line for line in lines)
