@@ -118,6 +118,3 @@ class _Steps:
     def __call__(self) -> None:
         self._trainer.take_step(self._step, self._parts)
         self._step += 1
-
-
-

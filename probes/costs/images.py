@@ -158,6 +158,7 @@ class ClassificationCost:
         def step() -> None:
             losses, parts = heads.loss_and_gradients(features, LabelLoss(), targets)
             by_head = torch.cat([parts[0].flatten(2), parts[1]], 2).flatten(0, 1)
-            by_head.double().mul_(0.5), losses.double().mul_(0.5)
+            for one in (by_head, losses):
+                one.double().mul_(0.5)
 
         return step

@@ -177,5 +177,3 @@ class SegmentationCost:
             place.fetched([sums, torch.stack(counts)])
 
         return step
-
-

@@ -1,1 +1,1 @@
-"""What work costs on a device: counted, predicted for devices that are not here, measured on one."""
+"""What work costs on a device: counted, predicted where there is none, measured where one is."""

@@ -25,8 +25,8 @@ _MAKING_NOTHING = frozenset(
 _PINNING = frozenset({"_pin_memory", "pin_memory"})
 # Of n x n matrices, times n^3 (of m x n ones, times m n^2): Golub and Van Loan, "Matrix
 # Computations", sections 5.2 (with Q formed) and 8.3.
-_FACTORISATIONS = {"linalg_qr": 8 / 3, "_linalg_eigh": 9.0, "_linalg_svd": 20.0}
-_SINGULAR_VALUES_ALONE = 8 / 3
+# Singular values without vectors: `svdvals` asks for these too only while a mode looks on.
+_FACTORISATIONS = {"linalg_qr": 8 / 3, "_linalg_eigh": 9.0, "_linalg_svd": 8 / 3}
 # What a processor is bound by before its memory is: a function of each value, or a look at each
 # that depends on the last.
 _FUNCTIONS = frozenset(
@@ -35,11 +35,16 @@ _FUNCTIONS = frozenset(
      "rand_like", "normal_", "upsample_bilinear2d", "upsample_bicubic2d"}
 )  # fmt: skip
 _SEARCHES = frozenset(
-    {"argmax", "argmin", "topk", "sort", "bincount", "scatter_add_", "scatter_add", "index_put_",
+    {"argmax", "argmin", "bincount", "scatter_add_", "scatter_add", "index_put_",
      "_index_put_impl_", "index", "gather", "nonzero", "masked_fill_", "masked_fill", "cumsum",
      "_unique2"}
 )  # fmt: skip
-Kind = Literal["product", "factorisation", "function", "search", "other"]
+_KINDS = {
+    **dict.fromkeys(_FUNCTIONS, "function"),
+    **dict.fromkeys(_SEARCHES, "search"),
+    **dict.fromkeys(("topk", "sort"), "sort"),
+}
+Kind = Literal["product", "factorisation", "function", "search", "sort", "other"]
 
 
 @dataclass(frozen=True)
@@ -188,11 +193,10 @@ def _operation(
         return Operation(name, flops, num_bytes, "product", values, dtype=dtype)
     if name in _FACTORISATIONS:
         *several, rows, cols = given[0].shape
-        alone = name == "_linalg_svd" and made[0].numel() == 0
-        factor = _SINGULAR_VALUES_ALONE if alone else _FACTORISATIONS[name]
-        flops = factor * prod(several) * max(rows, cols) * min(rows, cols) ** 2
+        size = prod(several) * max(rows, cols) * min(rows, cols) ** 2
+        flops = _FACTORISATIONS[name] * size
         return Operation(name, flops, num_bytes, "factorisation", values, dtype=dtype)
-    kind = "function" if name in _FUNCTIONS else "search" if name in _SEARCHES else "other"
+    kind: Any = _KINDS.get(name, "other")
     return Operation(name, 0.0, num_bytes, kind, values, dtype=dtype)
 
 

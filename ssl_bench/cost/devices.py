@@ -38,8 +38,8 @@ class Device:
         wait: Seconds that a wait of the host costs beside the work it waits for.
         attainable: Share of these FLOP/s that products reach, as `attainable_factorising` for QR,
             eigenvectors and singular values.
-        functions: Values/s of exponentials and the like, as `searches` of sorting and picking; a
-            GPU is bound by its memory first.
+        functions: Values/s of exponentials and the like, `searches` of picking, `sorts` of
+            sorting; a GPU is bound by its memory first.
         source: Where the figures stand, one address or several.
     """
 
@@ -59,6 +59,7 @@ class Device:
     attainable_factorising: float = _ATTAINABLE_FACTORISING
     functions: float = math.inf
     searches: float = math.inf
+    sorts: float = math.inf
 
     def peak(self, dtype: torch.dtype | None) -> float:
         """FLOP/s of products of this type; of float32 as torch is set, which is without TF32."""

@@ -21,7 +21,7 @@ def _computing(one: Operation, device: Device) -> float:
         return one.flops / (device.attainable * device.peak(one.dtype))
     if one.kind == "factorisation":
         return one.flops / (device.attainable_factorising * device.peak(one.dtype))
-    rates = {"function": device.functions, "search": device.searches}
+    rates = {"function": device.functions, "search": device.searches, "sort": device.sorts}
     return one.values / rates.get(one.kind, math.inf)
 
 
