@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
@@ -77,32 +77,31 @@ class Count:
         peak_bytes: Most that was held at a time of what was made meanwhile.
     """
 
-    operations: Counter[Operation] = field(default_factory=Counter)
+    operations: Mapping[Operation, int | float] = field(default_factory=dict)
     peak_bytes: float = 0.0
 
     @property
     def flops(self) -> float:
-        return sum(times * one.flops for one, times in self.operations.items())
+        return 1.0 * sum(times * one.flops for one, times in self.operations.items())
 
     @property
     def num_bytes(self) -> float:
-        return sum(times * one.num_bytes for one, times in self.operations.items())
+        return 1.0 * sum(times * one.num_bytes for one, times in self.operations.items())
 
     @property
     def launches(self) -> float:
-        return sum(self.operations.values())
+        return 1.0 * sum(self.operations.values())
 
     def scaled(self, times: float) -> "Count":
         """So many times as much, one after the other."""
-        operations: Counter[Operation] = Counter()
-        for one, number in self.operations.items():
-            operations[one] = number * times  # type: ignore[assignment]
+        operations = {one: number * times for one, number in self.operations.items()}
         return Count(operations, self.peak_bytes)
 
     def plus(self, other: "Count") -> "Count":
         """Both, one after the other."""
-        operations = Counter(self.operations)
-        operations.update(other.operations)
+        operations = dict(self.operations)
+        for one, number in other.operations.items():
+            operations[one] = operations.get(one, 0) + number
         return Count(operations, max(self.peak_bytes, other.peak_bytes))
 
 
@@ -151,7 +150,7 @@ class Ledger(TorchDispatchMode):
 
     def count(self) -> Count:
         """What came since the last `forget`, and the most that was held."""
-        return Count(Counter(self._operations), self._live.peak)
+        return Count(dict(self._operations), float(self._live.peak))
 
 
 class _LiveBytes:
@@ -184,7 +183,10 @@ def _operation(
 ) -> Operation:
     name, made = _name(func), _tensors(found)
     dtype = next((t.dtype for t in given if t.is_floating_point()), None)
-    num_bytes, devices = _traffic(name, given, made), {t.device.type for t in (*given, *made)}
+    num_bytes, devices = (
+        float(_traffic(name, given, made)),
+        {t.device.type for t in (*given, *made)},
+    )
     if name in ("_to_copy", "copy_") and len(devices) > 1:
         return Operation(name, 0.0, 0.0, link_bytes=num_bytes / 2)
     values = float(max((tensor.numel() for tensor in (*given, *made)), default=0))
@@ -209,7 +211,7 @@ def _formula(func: Any) -> Any:
     return flop_registry.get(plain)
 
 
-def _traffic(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> float:
+def _traffic(name: str, given: Sequence[Tensor], made: Sequence[Tensor]) -> int:
     written = sum(_bytes(tensor) for tensor in made)
     if name in _PICKING:
         return 2 * written + sum(_bytes(tensor) for tensor in given[1:])

@@ -29,11 +29,11 @@ class UnitCost:
     """
 
     name: str
-    times: float
+    times: int | float
     flops: float
     num_bytes: float
     launches: float
-    waits: float
+    waits: int | float
     seconds: float
     peak_bytes: float
     measured: float | None = None
@@ -49,14 +49,14 @@ class WorkCost:
 
     @property
     def seconds(self) -> float:
-        return sum(unit.times * unit.seconds for unit in self.units)
+        return 1.0 * sum(unit.times * unit.seconds for unit in self.units)
 
     @property
     def measured(self) -> float | None:
         """None where a unit was not measured."""
         found = [(unit.times, unit.measured) for unit in self.units]
         known = [times * each for times, each in found if each is not None]
-        return sum(known) if len(known) == len(found) else None
+        return 1.0 * sum(known) if len(known) == len(found) else None
 
     @property
     def peak_bytes(self) -> float:

@@ -25,7 +25,7 @@ def _computing(one: Operation, device: Device) -> float:
     return one.values / rates.get(one.kind, math.inf)
 
 
-def seconds(count: Count, device: Device, waits: float = 0.0) -> float:
+def seconds(count: Count, device: Device, waits: int | float = 0) -> float:
     """All of them in a row, and the host's waits."""
     total = sum(times * seconds_of(one, device) for one, times in count.operations.items())
     return total + waits * device.wait

@@ -25,10 +25,10 @@ class Unit:
     """
 
     name: str
-    times: float
+    times: int | float
     make: Callable[[Place, int], Step]
     parts: int = 1
-    waits: float = 0.0
+    waits: int | float = 0
     differentiates: bool = False
 
 

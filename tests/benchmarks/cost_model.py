@@ -54,11 +54,11 @@ _STEPS = Steps(batch_size=4)
 _CHECK = """\
 # The model of costs on a processor
 
-The model of `ssl-bench cost` with the rates of this processor, measured just before: a roofline over
-the operations that torch was asked for. One thread; times are those that the thread worked, the
-least of ten repetitions. A ratio of 1 is a right prediction, {allowed} the most that was hoped for.
-A processor has three rates more than a GPU here: of exponentials, of picking and of sorting, which
-a GPU does as fast as its memory gives the values.
+The model of `ssl-bench cost` with the rates of this processor, measured just before: a roofline
+over the operations that torch was asked for. One thread; times are those that the thread worked,
+the least of ten repetitions. A ratio of 1 is a right prediction, {allowed} the most that
+was hoped for. A processor has three rates more than a GPU here: of exponentials, of picking and of
+sorting, which a GPU does as fast as its memory gives the values.
 
 {provenance}
 
@@ -90,6 +90,7 @@ def units() -> dict[str, Unit]:
     soap = PretrainingCost(
         model=_SMALL, objective=_DINO, optimizer=Soap(max_precond_dim=1000), **eight
     )
+    segmentation = SegmentationCost(**scenes, model=_SMALL, probe=probe)
     works = {
         "DINO with AdamW, ViT of 192 x 4, 64 px": (dino, 0),
         "DINO with SOAP, between refreshes": (soap, 0),
@@ -97,10 +98,10 @@ def units() -> dict[str, Unit]:
         "supervised, ViT of 384 x 3, 96 px": (
             PretrainingCost(model=_WIDE, objective=Supervised(), num_classes=100, **eight), 0,
         ),
-        "segmentation, features, 128 px": (SegmentationCost(**scenes, model=_SMALL, probe=probe), 0),
-        "segmentation, heads' step": (SegmentationCost(**scenes, model=_SMALL, probe=probe), 1),
+        "segmentation, features, 128 px": (segmentation, 0),
+        "segmentation, heads' step": (segmentation, 1),
         "segmentation fast, heads' step": (SegmentationCost(**scenes, model=_SMALL, probe=fast), 1),
-        "segmentation, scored images": (SegmentationCost(**scenes, model=_SMALL, probe=probe), 3),
+        "segmentation, scored images": (segmentation, 3),
         "retrieval, scored images": (RetrievalCost(**scenes, model=_SMALL, probe=near), 1),
         "k-NN, images, ViT of 384 x 3": (KNNCost(3000, 100, model=_WIDE), 0),
         "k-NN, votes, bank of 20,000": (KNNCost(20_000, 4000, model=_WIDE), 1),
