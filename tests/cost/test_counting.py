@@ -43,7 +43,7 @@ def test_a_linear_layer_is_what_a_hand_counts():
     found = count(linear(3))
 
     # Weights and bias, images in, images out, of four bytes each.
-    moved = 4 * (7 * 5 + 7 + 3 * 5 + 3 * 7)
+    moved = 4.0 * (7 * 5 + 7 + 3 * 5 + 3 * 7)
     operation = Operation("addmm", 2.0 * 3 * 5 * 7, moved, "product", 35.0, dtype=torch.float32)
     assert found.operations == {operation: 1}
     # All of it and the image: 56 bytes more make no storage smaller or larger.
@@ -65,13 +65,22 @@ def test_views_and_empty_memory_are_no_launches():
     assert ledger.count().launches == 0
 
 
-def test_without_values_as_much_is_counted_as_with_them():
+def test_twice_the_images_are_twice_the_products_with_values_and_without():
+    once, twice = count(linear(3)), count_on(RealPlace(CPU), linear(6))
+
+    assert twice.flops == 2 * once.flops
+    assert count(linear(6)).operations == twice.operations
+
+
+@pytest.mark.slow
+def test_a_training_step_without_values_is_that_with_them():
     with_values, without = count_on(RealPlace(CPU), dino(2)), count(dino(2))
 
     assert with_values.operations == without.operations
     assert with_values.peak_bytes == without.peak_bytes
 
 
+@pytest.mark.slow
 def test_twice_the_batch_is_twice_the_products_and_so_are_two_parts():
     once, twice = count(dino(4)), count(dino(8))
     in_parts = count(dino(4, batch_size=8))
@@ -110,6 +119,7 @@ def test_the_peak_is_that_of_torchs_own_profiler():
     assert count(unit).peak_bytes - still == pytest.approx(most, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_refresh_of_soap_is_more_than_a_step_between_two():
     often = PretrainingCost(model=TINY, objective=Dino(out_dim=32), optimizer=Soap(), part=1,
                             batch_size=1, num_images=100)  # fmt: skip
