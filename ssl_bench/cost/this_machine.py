@@ -67,7 +67,7 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     return _rate(sum(2 * rows * side**2 for side in sides), work, device)
 
 
-def _rate(amount: float, work: Callable[[], object], device: torch.device) -> float:
+def _rate(amount: int | float, work: Callable[[], object], device: torch.device) -> float:
     return amount / best_seconds(work, device)
 
 
