@@ -1,5 +1,7 @@
 """What work asks of a device, counted with and without values."""
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import nn
@@ -108,8 +110,8 @@ def test_the_peak_is_that_of_torchs_own_profiler():
     step()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         step()
-    held = most = 0
-    for event in sorted(trace.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+    held, most, profiler = 0, 0, cast(Any, trace.profiler)
+    for event in sorted(profiler.kineto_results.events(), key=lambda e: e.start_ns()):
         if event.name() == "[memory]":
             held += event.nbytes()
             most = max(most, held)
