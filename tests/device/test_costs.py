@@ -1,12 +1,16 @@
 """`ssl-bench cost` on a device: measured and predicted side by side."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
+from ssl_bench.cli import cost
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cost import this_machine
+from ssl_bench.cost.counting import Count, Operation
+from ssl_bench.cost.predicting import Predictor
 from tests.support.simulated_cuda import is_simulated
 
 pytestmark = [
@@ -38,9 +42,11 @@ SMALL = {
 
 
 @pytest.fixture(autouse=True)
-def small_products(monkeypatch):
-    """Rates of a device that the table has no row for are measured with larger matrices."""
+def simulated(monkeypatch):
+    """Not on a simulated device: rates of large matrices, and another device without values."""
     if is_simulated():
+        some = Count({Operation("mm", 1e9, 1e6, "product", dtype=torch.float32): 1}, 1e6)
+        monkeypatch.setattr(cost, "Predictor", partial(Predictor, counting=lambda _: some))
         for name, value in (("_SIDES", (64,)), ("_ROWS", 64), ("_COPIED", 2**21)):
             monkeypatch.setitem(getattr(this_machine, name), "cuda", value)
 
@@ -53,6 +59,6 @@ def test_every_unit_is_measured_and_kept_beside_its_prediction(work, tmp_path, c
     (file,) = out.iterdir()
     content = json.loads(file.read_text())
     assert content["device"] == torch.cuda.get_device_name()
-    (cost,) = content["works"][work].values()
-    assert all(unit["measured"] > 0 and unit["seconds"] > 0 for unit in cost["units"])
+    (found,) = content["works"][work].values()
+    assert all(unit["measured"] > 0 and unit["seconds"] > 0 for unit in found["units"])
     assert "(measured " in capsys.readouterr().out
