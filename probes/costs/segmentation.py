@@ -18,7 +18,7 @@ from probes.segmentation.probe import Segmentation
 from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.cost.places import Place
 from ssl_bench.cost.work import Step, Unit
-from ssl_bench.models import ViTConfig
+from ssl_bench.models import Encoder, ViTConfig
 
 _HALF = 2
 
@@ -134,14 +134,14 @@ class SegmentationCost:
 
         return step
 
-    def _stream(self, place: Place) -> ScoredStream:
+    def _stream(self, place: Place, encoder: Encoder) -> ScoredStream:
         weight = torch.randn(
             self.model.depth, len(self._training.values), self.classes, self.model.dim,
             device=place.device,
         )  # fmt: skip
         sources = tuple((layer,) for layer in range(self.model.depth))
         heads = TrainedHeads(sources, weight, weight[..., 0].clone(), (0,) * len(sources), 0.0)
-        scoring = self.probe.inference.of_images(self.probe.image_size, None)  # type: ignore[arg-type]
+        scoring = self.probe.inference.of_images(self.probe.image_size, encoder)
         return ScoredStream([heads], scoring, self.classes, self.probe.training.batch_size, 0)
 
     def _image(self, place: Place) -> ScoredImage:
@@ -152,7 +152,8 @@ class SegmentationCost:
         return ScoredImage("", nothing, ((0, 0),), (side, side), mask)
 
     def _held_out(self, place: Place, _: int) -> Step:
-        stream, image = self._stream(place), self._image(place)
+        extractor = extractor_on(place, self.model, [0], [self.probe.facet])
+        stream, image = self._stream(place, extractor.encoder), self._image(place)
         entry = torch.zeros(1, self._side, self._side, self.model.dim, dtype=torch.float16)
 
         def step() -> None:
@@ -162,9 +163,9 @@ class SegmentationCost:
         return step
 
     def _scored(self, place: Place, _: int) -> Step:
-        stream, image = self._stream(place), self._image(place)
         layers, size = range(self.model.depth), (self.probe.image_size, self.probe.image_size)
         extractor = extractor_on(place, self.model, layers, [self.probe.facet])
+        stream, image = self._stream(place, extractor.encoder), self._image(place)
         images = pictures(self.probe.training.batch_size, size)
 
         def step() -> None:
