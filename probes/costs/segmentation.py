@@ -123,7 +123,7 @@ class SegmentationCost:
             rates=training.values, optimizer=training.optimizer, seed=0,
         )  # fmt: skip
         blocks = torch.zeros(shape, dtype=torch.float16, device=place.device if is_near else "cpu")
-        chosen = torch.arange(training.batch_size, device=blocks.device)
+        chosen = torch.arange(training.batch_size, device=blocks.device) % entries
         label_side = loss.label_size(side)
         labels = torch.zeros(training.batch_size, label_side, label_side, dtype=torch.uint8)
         rate = Schedule("constant", 0.0).factor(1, 2)
