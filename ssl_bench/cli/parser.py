@@ -22,10 +22,11 @@ examples:
   ssl-bench reproduce cutting_the_skip/table2
   ssl-bench compare runs/skip runs/skipless --task tokencut
   ssl-bench report --out results
+  ssl-bench cost --work pretrain_dino --device h100 cost.batch_size=512
 
 KEY=VALUE arguments are Hydra overrides of the files in configs/; a wrong key names the nearest.
 """
-WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data")
+WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data", "cost")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_quickstart(commands)
     _add_doctor(commands)
+    _add_cost(commands)
     _add_completion(commands)
     return parser
 
@@ -253,6 +255,20 @@ def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add = _command(commands, "doctor", summary).add_argument
     add("--data-root", metavar="DIR", help="look for datasets here, or in DATASET=DIR,DATASET=DIR")
     add("--json", action="store_true", help="print the findings as JSON")
+
+
+def _add_cost(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "predict what pretraining and probes take on a GPU; measure it where there is one"
+    add = _command(commands, "cost", summary).add_argument
+    add("--work", default="all", help="files of configs/cost with commas, or all (default all)")
+    add("--device", help="h100, h200, a100, rtx4090 or all: only predict for these")
+    add(
+        "--out",
+        default="results/devices",
+        metavar="DIR",
+        help="where a GPU's measurement goes (default results/devices)",
+    )
+    add("--json", action="store_true", help="print costs as JSON")
 
 
 def _add_completion(commands: "argparse._SubParsersAction[_Parser]") -> None:

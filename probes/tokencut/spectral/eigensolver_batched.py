@@ -64,6 +64,50 @@ def second_eigenvectors(
     Raises:
         DataError: a valid token is NaN or infinite.
     """
+    krylov = krylov_space(features, valid, tau=tau, eps=eps, steps=steps)
+    basis, projection, inverse_roots = krylov.basis, krylov.projection, krylov.inverse_roots
+    # The host waits once for both; graphs of what is not finite are finite, and of no use.
+    projection, are_finite = fetched([projection, krylov.are_finite])
+    if not are_finite:
+        raise DataError("features must be finite, some tokens are not")
+    values, weights, residual = (sent(x, basis.device) for x in _last_ritz_pair(projection))
+    found = torch.einsum("gtk,gk->gt", basis[..., : weights.shape[-1]], weights)
+    gaps = values[:, 1] - values[:, 0]
+    vectors = inverse_roots * found
+    return SecondEigenvectors(
+        vectors=vectors * _sign_of_largest(vectors),
+        eigenvalues=1 - values[:, 1],
+        gaps=gaps,
+        certificates=(residual.clamp(min=_ROUNDING) / gaps).clamp(max=torch.pi / 2),
+    )
+
+
+@dataclass(frozen=True)
+class KrylovSpace:
+    """What block Lanczos leaves on the device; see `second_eigenvectors`.
+
+    Attributes:
+        basis: Orthonormal, without the trivial vector.
+        projection: The product's lower band on it.
+        inverse_roots: Of the degrees, 0 at tokens that are not valid.
+        are_finite: Whether all valid tokens are.
+    """
+
+    basis: Float64[Tensor, "graphs tokens vectors"]
+    projection: Float64[Tensor, "graphs rows vectors"]
+    inverse_roots: Float64[Tensor, "graphs tokens"]
+    are_finite: Bool[Tensor, ""]
+
+
+def krylov_space(
+    features: Float[Tensor, "graphs tokens dim"],
+    valid: Bool[Tensor, "graphs tokens"],
+    *,
+    tau: float,
+    eps: float,
+    steps: int = 24,
+) -> KrylovSpace:
+    """The part of `second_eigenvectors` before the host's, for which nobody waits."""
     norms = features.float().norm(dim=-1, keepdim=True)
     links = _links(features, norms, valid, tau)
     # Exact, for they are ones; summed as float64 they would be copied first.
@@ -82,20 +126,8 @@ def second_eigenvectors(
         return inverse_roots[..., None] * ((1 - eps) * linked + everywhere)
 
     basis, projection = _krylov_space(product, trivial, steps)
-    # The host waits once for both; graphs of what is not finite are finite, and of no use.
-    projection, are_finite = fetched([projection, (norms[..., 0].isfinite() | ~valid).all()])
-    if not are_finite:
-        raise DataError("features must be finite, some tokens are not")
-    values, weights, residual = (sent(x, basis.device) for x in _last_ritz_pair(projection))
-    found = torch.einsum("gtk,gk->gt", basis[..., : weights.shape[-1]], weights)
-    gaps = values[:, 1] - values[:, 0]
-    vectors = inverse_roots * found
-    return SecondEigenvectors(
-        vectors=vectors * _sign_of_largest(vectors),
-        eigenvalues=1 - values[:, 1],
-        gaps=gaps,
-        certificates=(residual.clamp(min=_ROUNDING) / gaps).clamp(max=torch.pi / 2),
-    )
+    are_finite = (norms[..., 0].isfinite() | ~valid).all()
+    return KrylovSpace(basis, projection, inverse_roots, are_finite)
 
 
 def certified_batch(

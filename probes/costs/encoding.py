@@ -1,0 +1,28 @@
+"""Images through a frozen encoder, which every probe begins with."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ssl_bench.cost.places import Place
+from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+
+Size = tuple[int, int]
+
+
+def extractor_on(
+    place: Place, model: ViTConfig, layers: Sequence[int], facets: Sequence[Facet]
+) -> FeatureExtractor:
+    """Of an encoder with random weights, in float32."""
+    encoder = place.built(
+        lambda _: encoder_from_model(build_vit(model, seed=0), name="priced", sha256="none"),
+        lambda built: [built.module],
+    )
+    return FeatureExtractor(encoder, layers=layers, facets=facets, device=place.device)
+
+
+def pictures(count: int, size: Size) -> Tensor:
+    """In host memory, RGB in [0, 1]."""
+    return torch.rand(count, 3, *size)
