@@ -27,10 +27,10 @@ from tests.support.faults import (
     exit_code,
     fails,
     fork,
-    log_rows,
     photo_folder,
     pretraining,
 )
+from tests.support.runs import log_rows
 
 CPU = torch.device("cpu")
 # Four pictures, two a step: saved after steps 2, 4 and 6.
