@@ -20,6 +20,15 @@ from tests.support.web import WebServer  # noqa: E402
 torch.set_num_threads(1)
 
 
+# A backward pass of tensors without values starts threads of autograd, whatever their device, and
+# a process that was forked after that can train nothing.
+LAST = {"cost", "test_graphs.py"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not LAST.isdisjoint(item.path.parts))
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data: photos/ in the layouts of VOC, COCO and ADE20K, mnist/, cifar10/."""
