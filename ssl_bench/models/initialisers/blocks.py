@@ -89,7 +89,7 @@ class SkiplessInit:
         noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
         cancel_logit_scale: Multiply W_Q and W_K by d_h^1/4 each, so that the attention's usual
             1 / sqrt(d_h) cancels and the logits are those of the paper's formulas, which have no
-            such factor. Off: the first trials trained better with the factor.
+            such factor. Off: short runs trained better with the factor.
         suo_gain: Scale the orthogonal matrices of the MLP by max(sqrt(out / in), 1).
 
     Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5; defaults are
@@ -100,7 +100,7 @@ class SkiplessInit:
     alpha: float = 1.8
     beta: float = 1.0
     c: float = 3.0
-    noise: str = "normal"
+    noise: str = "uniform"
     cancel_logit_scale: bool = False
     suo_gain: bool = True
 
