@@ -15,7 +15,7 @@ Module = TypeVar("Module", bound=nn.Module)
 class Writer:
     """Does what it is given one thing after the other, in a thread that lives as long as they last.
 
-    Not in the background of another program: it dies with the process, as a writer that is killed.
+    A process that ends waits for it: a thread that is cut off in torch's code aborts the process.
     """
 
     def __init__(self) -> None:
@@ -24,6 +24,7 @@ class Writer:
         self._waiting: dict[str, Callable[[], None]] = {}
         self._is_busy = False
         self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
 
     def write(self, name: str, work: Callable[[], None]) -> None:
         """Do the work as soon as no other is under way; it takes the place of an older one.
@@ -37,7 +38,8 @@ class Writer:
             self._waiting[name] = work
             if not self._is_busy:
                 self._is_busy = True
-                threading.Thread(target=self._work, name="writer", daemon=True).start()
+                self._thread = threading.Thread(target=self._work, name="writer", daemon=False)
+                self._thread.start()
 
     def check(self) -> None:
         """Raise what has gone wrong since the last time, if anything has."""
@@ -48,8 +50,7 @@ class Writer:
 
     def wait(self) -> None:
         """Return when all is written; raises as `check` does."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_busy)
+        self._settle()
         self.check()
 
     def close(self) -> None:
@@ -65,6 +66,10 @@ class Writer:
     def _settle(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._is_busy)
+            last = self._thread
+        if last is not None:
+            # Not until it has left torch's code altogether.
+            last.join()
 
     def _work(self) -> None:
         while (work := self._next()) is not None:

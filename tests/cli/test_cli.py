@@ -128,7 +128,7 @@ def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):
         (["probe", "--task", "tokencat"], 2, "unknown task 'tokencat'; did you mean tokencut"),
         (["probe", "--task", "pca", "--dataset", "voc"], 2, "did you mean voc"),
         (["probe", "--task", "pca", "--laier", "1"], 2, "did you mean --layer"),
-        (["prob"], 2, "invalid choice"),
+        (["prob"], 2, "did you mean `ssl-bench probe`?"),
         (["probe"], 2, "--task"),
         ([*PROBE, "--layer", "3"], 2, "layers must lie in 0..2"),
         ([*PROBE, "--layer", "last"], 2, "layers must be"),
