@@ -88,7 +88,7 @@ class PretrainingCost:
             learner = self.objective.build(self.model, _TIMELINE, seed=0, class_names=names)
             trainer = Trainer(learner, recipe, options, _TIMELINE, Ranks(device))
             # The first step would count its products, on a device of its own.
-            trainer._flops = inf
+            trainer.flops = inf
             return trainer
 
         trainer = place.built(make, lambda made: [made.learner])  # type: ignore[list-item]

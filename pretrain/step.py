@@ -48,7 +48,7 @@ class Trainer:
         self.lr = options.rate(top, timeline)
         self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
         dtype = torch.bfloat16 if options.autocasts(ranks.device) else torch.float32
-        self._product_rate, self._flops = product_rate(ranks.device, dtype), 0.0
+        self._product_rate, self.flops = product_rate(ranks.device, dtype), 0.0
 
     def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
         """Learn from one batch, given in as many parts as it is accumulated from.
@@ -79,7 +79,7 @@ class Trainer:
 
     def utilisation(self, seconds: float) -> float:
         """Percent of the rate of a large matrix product that a step of such a length reaches."""
-        return 100 * self._flops / (seconds * self._product_rate)
+        return 100 * self.flops / (seconds * self._product_rate)
 
     def values(self, step: int) -> dict[str, float]:
         """Everything that is scheduled, for the log."""
@@ -107,10 +107,10 @@ class Trainer:
         """Gradients of the mean loss over all parts; mean of what they report."""
         reports = []
         for number, views in enumerate(parts, start=1):
-            if not self._flops:
+            if not self.flops:
                 assert isinstance(self.learner, nn.Module)
                 part = training_flops(self.learner, views, step)
-                self._flops = self.options.accumulation * part
+                self.flops = self.options.accumulation * part
             with self._averaging(last=number == self.options.accumulation):
                 loss, report = self._loss(step, views)
                 (loss / self.options.accumulation).backward()

@@ -197,7 +197,7 @@ class Retrieval:
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
             blocks, sums = extract(training_pass.extractor, self.facet, windows, ids)
-            votes = [self._votes(blocks[layer], search, labels) for layer, search in memory.items()]
+            votes = [self.votes(blocks[layer], search, labels) for layer, search in memory.items()]
             counts = []
             for position, item in enumerate(batch):
                 logits = torch.stack([vote[position] for vote in votes])[None]
@@ -211,7 +211,7 @@ class Retrieval:
             number += len(batch)
         return per_image
 
-    def _votes(
+    def votes(
         self,
         features: Float[Tensor, "batch rows cols dim"],
         search: NeighbourSearch,

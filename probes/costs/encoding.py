@@ -1,15 +1,32 @@
 """Images through a frozen encoder, which every probe begins with."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.cost.places import Place
 from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
 Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class OfSplits:
+    """What a probe costs that is fitted to some images and scored on others."""
+
+    train_images: Count
+    val_images: Count
+
+    def __post_init__(self) -> None:
+        check_fields(self, "cost")
+
+    @property
+    def images(self) -> float:
+        return float(self.train_images + self.val_images)
 
 
 def extractor_on(

@@ -9,7 +9,7 @@ import torch
 from probes.conditioning.probe import Conditioning
 from probes.costs.encoding import extractor_on, pictures
 from probes.pca.probe import PCA
-from probes.tokencut.probe import _TOKENS_A_BATCH, TokenCut
+from probes.tokencut.probe import TOKENS_A_BATCH, TokenCut
 from probes.tokencut.spectral.eigensolver_batched import krylov_space
 from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.cost.places import Place
@@ -52,7 +52,7 @@ class TokenCutCost:
 
     @property
     def _batch(self) -> int:
-        return max(1, _TOKENS_A_BATCH * self.model.patch_size**2 // math.prod(self._size))
+        return max(1, TOKENS_A_BATCH * self.model.patch_size**2 // math.prod(self._size))
 
     def _cuts(self, place: Place, _: int) -> Step:
         layers = range(self.model.depth)

@@ -8,13 +8,13 @@ import torch
 
 from probes.classification.probe import LinearClassification
 from probes.classification.training import LogisticRegression
-from probes.costs.encoding import extractor_on, pictures
+from probes.costs.encoding import OfSplits, extractor_on, pictures
 from probes.features.image import FACETS
 from probes.features.standardization import Standardization
 from probes.heads.linear import LinearHeads
 from probes.heads.losses import LabelLoss
 from probes.knn import KNN
-from ssl_bench.composition.fields import Count, check_fields
+from ssl_bench.composition.fields import Count
 from ssl_bench.cost.places import Place
 from ssl_bench.cost.work import Step, Unit
 from ssl_bench.models import ViTConfig
@@ -60,20 +60,11 @@ class _Pass:
 
 
 @dataclass(frozen=True)
-class KNNCost:
+class KNNCost(OfSplits):
     """[CLS] of all blocks; classes and the first crop as the probe has them."""
 
-    train_images: Count
-    val_images: Count
     model: ViTConfig = field(default_factory=ViTConfig)
     probe: KNN = field(default_factory=KNN)
-
-    def __post_init__(self) -> None:
-        check_fields(self, "cost")
-
-    @property
-    def images(self) -> float:
-        return float(self.train_images + self.val_images)
 
     def units(self, memory: float) -> Sequence[Unit]:
         del memory
@@ -103,7 +94,7 @@ class KNNCost:
 
 
 @dataclass(frozen=True)
-class ClassificationCost:
+class ClassificationCost(OfSplits):
     """[CLS] of all blocks, logistic regressions for all penalties.
 
     The few products of L-BFGS itself are left out beside the passes over all images.
@@ -112,19 +103,10 @@ class ClassificationCost:
         evaluations: Of the loss in a fit: a guess, for they depend on the data.
     """
 
-    train_images: Count
-    val_images: Count
     classes: Count
     evaluations: Count = 200
     model: ViTConfig = field(default_factory=ViTConfig)
     probe: LinearClassification = field(default_factory=LinearClassification)
-
-    def __post_init__(self) -> None:
-        check_fields(self, "cost")
-
-    @property
-    def images(self) -> float:
-        return float(self.train_images + self.val_images)
 
     def units(self, memory: float) -> Sequence[Unit]:
         del memory

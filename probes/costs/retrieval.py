@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from probes.costs.encoding import extractor_on, pictures
+from probes.costs.encoding import OfSplits, extractor_on, pictures
 from probes.features.neighbours import NeighbourSearch
 from probes.heads.scored_images import ScoredImage, SquashedScoring
 from probes.retrieval import Retrieval
-from ssl_bench.composition.fields import Count, check_fields
+from ssl_bench.composition.fields import Count
 from ssl_bench.cost.places import Place
 from ssl_bench.cost.work import Step, Unit
 from ssl_bench.metrics import class_counts
@@ -18,23 +18,14 @@ from ssl_bench.models import ViTConfig
 
 
 @dataclass(frozen=True)
-class RetrievalCost:
+class RetrievalCost(OfSplits):
     """All blocks of one encoder on one dataset; see `SegmentationCost`."""
 
-    train_images: Count
-    val_images: Count
     classes: Count
     height: Count
     width: Count
     model: ViTConfig = field(default_factory=ViTConfig)
     probe: Retrieval = field(default_factory=Retrieval)
-
-    def __post_init__(self) -> None:
-        check_fields(self, "cost")
-
-    @property
-    def images(self) -> float:
-        return float(self.train_images + self.val_images)
 
     def units(self, memory: float) -> Sequence[Unit]:
         del memory
@@ -71,7 +62,7 @@ class RetrievalCost:
         def step() -> None:
             found, sums = extractor.unchecked(place.sent(images))
             votes = [
-                self.probe._votes(found[layer][self.probe.facet], memories[layer], labels)
+                self.probe.votes(found[layer][self.probe.facet], memories[layer], labels)
                 for layer in layers
             ]
             counts = []

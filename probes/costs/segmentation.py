@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from probes.costs.encoding import extractor_on, pictures
+from probes.costs.encoding import OfSplits, extractor_on, pictures
 from probes.features.standardization import Standardization
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
@@ -15,7 +15,7 @@ from probes.heads.scored_images import ScoredImage
 from probes.heads.scores import ScoredStream
 from probes.heads.sgd import Heads, HeadTraining, TrainedHeads
 from probes.segmentation.probe import Segmentation
-from ssl_bench.composition.fields import Count, check_fields
+from ssl_bench.composition.fields import Count
 from ssl_bench.cost.places import Place
 from ssl_bench.cost.work import Step, Unit
 from ssl_bench.models import Encoder, ViTConfig
@@ -24,7 +24,7 @@ _HALF = 2
 
 
 @dataclass(frozen=True)
-class SegmentationCost:
+class SegmentationCost(OfSplits):
     """All blocks of one encoder on one dataset, heads trained step by step.
 
     Not in it: decoding, and reading features from the disk where the host's memory is too small.
@@ -34,20 +34,11 @@ class SegmentationCost:
         height: Of a scored image in pixels, as `width`: the usual one of the dataset.
     """
 
-    train_images: Count
-    val_images: Count
     classes: Count
     height: Count
     width: Count
     model: ViTConfig = field(default_factory=ViTConfig)
     probe: Segmentation = field(default_factory=Segmentation)
-
-    def __post_init__(self) -> None:
-        check_fields(self, "cost")
-
-    @property
-    def images(self) -> float:
-        return float(self.train_images + self.val_images)
 
     def units(self, memory: float) -> Sequence[Unit]:
         batch, held_out = self.probe.training.batch_size, self.train_images * self.probe.holdout

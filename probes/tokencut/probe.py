@@ -34,7 +34,7 @@ from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
-_TOKENS_A_BATCH = 8192
+TOKENS_A_BATCH = 8192
 _DECODERS = 4
 
 
@@ -176,7 +176,7 @@ class TokenCut(Cut):
             return *grid.shape, *self.graph_shape(grid)
 
         def size(sample: Sample) -> int:
-            return max(1, _TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
+            return max(1, TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
 
         samples = read_ahead(images, pending, lambda sample: sample, workers=_DECODERS)
         with GraphPool(torch.get_num_threads()) as pool:

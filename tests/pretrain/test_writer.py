@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import OrderedDict
@@ -236,14 +238,36 @@ def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(
     assert load_state(place / "run", CPU)[0]["step"] == 2
 
 
-def test_encoders_of_all_epochs_are_kept_however_slow_the_disk(place, capsys, monkeypatch):
-    usual = folder.save_encoder
+def test_a_process_that_ends_waits_for_what_it_writes(place):
+    code = (
+        "import time; from pathlib import Path; from pretrain.runtime.writer import Writer\n"
+        "Writer().write('file', lambda: (time.sleep(0.5), Path('written').touch()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
-    def slow(*arguments):
-        time.sleep(0.2)
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+
+    assert ended.returncode == 0
+    assert Path("written").is_file()
+
+
+def test_encoders_of_all_epochs_are_kept_however_slow_the_disk(place, capsys, monkeypatch):
+    usual, taken = folder.save_encoder, []
+
+    def held(*arguments):
+        # Nothing is written before the run has taken all of its steps.
+        end = time.monotonic() + 20
+        while len(taken) < 6 and time.monotonic() < end:
+            time.sleep(0.005)
         usual(*arguments)
 
-    monkeypatch.setattr(folder, "save_encoder", slow)
+    def counted(self, *arguments):
+        taken.append(1)
+        return finish(self, *arguments)
+
+    finish = MultiCrop.finish
+    monkeypatch.setattr(folder, "save_encoder", held)
+    monkeypatch.setattr(MultiCrop, "finish", counted)
     assert main(pretraining(place / "photos", "run", "train.keep_every=1")) == 0
 
     said = capsys.readouterr().err

@@ -65,7 +65,7 @@ def test_a_vote_is_the_softmax_of_the_similarities_over_the_label_histograms():
     labels = torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
     features = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
     probe = _probe(neighbours=2, temperature=0.5)
-    votes = probe._votes(features, NeighbourSearch.of(memory), labels)
+    votes = probe.votes(features, NeighbourSearch.of(memory), labels)
     near, far = np.exp(0.8 / 0.5), np.exp(0.6 / 0.5)
     first = (far * 1.0 + near * 0.25) / (near + far)
     assert votes.flatten().tolist() == pytest.approx([first, 1 - first])
