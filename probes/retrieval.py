@@ -5,28 +5,25 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, Int64, UInt8
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from probes.features.cache import TrainingPass, check, extract
 from probes.features.neighbours import NeighbourSearch
+from probes.features.remembered import labelled_patches, remembered
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches, read_ahead
-from probes.features.training import TrainingFeatures
 from probes.features.views import ResizedCrops, TrainingViews, WholeImage
-from probes.heads.losses import label_histograms
 from probes.heads.scored_images import SquashedScoring
 from probes.heads.scores import HeadScores
 from ssl_bench.composition.fields import (
     Count,
-    FilePath,
     Pixels,
     PositiveOrZero,
     Temperature,
     Threads,
     check_fields,
 )
-from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -34,11 +31,11 @@ from ssl_bench.features import Facet, FeatureExtractor
 from ssl_bench.intervals import few_images_warning
 from ssl_bench.metrics import class_counts
 from ssl_bench.neighbours import Engine
-from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED
+from ssl_bench.scores import ABSENT_CLASS_POLICY
 from ssl_bench.system.transfers import fetched, sent
 
 _METRICS = ("miou", "pixel_accuracy")
-_NOT_SETTINGS = frozenset({"protocol", "memory_gib", "cache", "num_workers", "engine", "guesses"})
+_NOT_SETTINGS = frozenset({"protocol", "memory_gib", "num_workers", "engine", "guesses"})
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,7 @@ class Retrieval:
         crops: "whole" or "resized" training images, as in linear segmentation.
         batch_size: Images that pass the encoder together.
         score_size: Masks are reduced to this size before scoring; the original size if None.
+        memory_gib: For the memories; layers that do not fit wait for another pass.
         engine: What compares the patches, "faiss" or "torch"; by default faiss for many on a
             CPU, and torch else.
 
@@ -74,7 +72,6 @@ class Retrieval:
     score_size: Pixels | None = None
     batch_size: Count = 16
     memory_gib: PositiveOrZero = 8.0
-    cache: FilePath | None = None
     num_workers: Threads = 4
     engine: Engine = "auto"
     guesses: Sequence[str] = ()
@@ -111,16 +108,17 @@ class Retrieval:
         """
         val_images = self.split(context.dataset)
         training_pass = self._training_pass(context)
-        features = training_pass.run(
-            memory_gib=self.memory_gib, folder=cache_folder(self.cache) / "features"
-        )
-        patch = context.encoder.patch_size
-        chosen = self._chosen(features.labels, patch, context.seed)
-        labels = _label_shares(features.labels, patch, len(val_images.class_names), chosen)
+        patch, classes = context.encoder.patch_size, len(val_images.class_names)
+        chosen = self._chosen(labelled_patches(training_pass, patch), context.seed)
         bytes_a_layer = 4 * len(chosen) * context.encoder.dim
         at_once = max(1, int(self.memory_gib * 2**30 / bytes_a_layer))
         for layers in batches(training_pass.extractor.layers, at_once):
-            memory = {i: self._search(features, i, chosen, context.device) for i in layers}
+            patches = remembered(training_pass, layers, chosen, classes)
+            memory = {
+                layer: NeighbourSearch.of(features.to(context.device), self.engine)
+                for layer, features in zip(layers, patches.features, strict=True)
+            }
+            labels = patches.shares
             per_image = self._count(memory, labels.to(context.device), training_pass, val_images)
             for index, layer in enumerate(layers):
                 scores = HeadScores(per_image[:, index, None])
@@ -155,11 +153,9 @@ class Retrieval:
         )
 
     def _chosen(
-        self, labels: UInt8[Tensor, "entries height width"], patch: int, seed: int
+        self, candidates: Int64[Tensor, " labelled"], seed: int
     ) -> Int64[Tensor, " memory"]:
-        """Patches that are remembered, counted over all entries; each has a labelled pixel."""
-        labelled = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
-        candidates = labelled.any(4).any(2).flatten().nonzero()[:, 0]
+        """Patches that are remembered, of those that have a label."""
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(candidates), generator=generator)[: self.memory_patches]
         if not len(candidates):
@@ -170,15 +166,6 @@ class Retrieval:
                 f"{self.neighbours}"
             )
         return candidates[order].sort().values
-
-    def _search(
-        self,
-        features: TrainingFeatures,
-        layer: int,
-        chosen: Int64[Tensor, " memory"],
-        device: torch.device,
-    ) -> NeighbourSearch:
-        return NeighbourSearch.of(features.of_patches(layer, chosen).to(device), self.engine)
 
     def _count(
         self,
@@ -242,21 +229,3 @@ class Retrieval:
             number = len(images)
             counts = scores.counts(0)
             yield Score(layer, self.facet, metric, value, interval, number, details, counts)
-
-
-def _label_shares(
-    labels: UInt8[Tensor, "entries height width"],
-    patch: int,
-    classes: int,
-    chosen: Int64[Tensor, " memory"],
-) -> Float[Tensor, "memory classes"]:
-    """Share of each class among the labelled pixels of the remembered patches."""
-    shares = torch.empty(len(chosen), classes)
-    patches, filled = (labels.shape[1] // patch) * (labels.shape[2] // patch), 0
-    for start in range(0, len(labels), 16):
-        histograms = label_histograms(labels[start : start + 16], patch, classes).flatten(1)
-        inside = (chosen >= start * patches) & (chosen < (start + 16) * patches)
-        counts = histograms[:, chosen[inside] - start * patches].T
-        shares[filled : filled + len(counts)] = counts / counts.sum(1, keepdim=True)
-        filled += len(counts)
-    return shares

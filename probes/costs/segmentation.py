@@ -43,13 +43,15 @@ class SegmentationCost(OfSplits):
     def units(self, memory: float) -> Sequence[Unit]:
         batch, held_out = self.probe.training.batch_size, self.train_images * self.probe.holdout
         passes = math.ceil(self.train_images / batch) * self.probe.views
+        if self.probe.tier == "stream":
+            # Mean and deviation of the channels, and every epoch.
+            passes *= 1 + self._training.epochs
         steps = math.ceil((self.train_images - held_out) / batch) * self._training.epochs
-        groups = self.model.depth / self._sources
         where = "near" if self._is_near(memory) else "sent"
         scored = math.ceil(self.val_images / batch)
         return [
             Unit("training images, a batch", passes, self._features, waits=1),
-            Unit(f"heads' step, features {where}", steps * groups, self._stepping(memory)),
+            Unit(f"heads' step, features {where}", steps, self._stepping(memory)),
             Unit("held-out image", held_out, self._held_out),
             Unit("scored images, a batch", scored, self._scored, waits=1),
         ]
@@ -78,12 +80,6 @@ class SegmentationCost(OfSplits):
         entries = self.train_images * self.probe.views
         return _HALF * entries * self._side**2 * self.model.dim
 
-    @property
-    def _sources(self) -> int:
-        """Blocks whose heads are trained together: all whose features the host can keep."""
-        at_once = int(self.probe.memory_gib * 2**30 / self._layer_bytes)
-        return min(self.model.depth, max(1, at_once))
-
     def _features(self, place: Place, _: int) -> Step:
         batch, layers = self.probe.training.batch_size, range(self.model.depth)
         extractor = extractor_on(place, self.model, layers, [self.probe.facet])
@@ -98,8 +94,8 @@ class SegmentationCost(OfSplits):
         return step
 
     def _is_near(self, memory: float) -> bool:
-        """Whether the features are kept on the device; see `near_blocks`."""
-        return 2 * self._sources * self._layer_bytes <= memory
+        """Whether the features are kept on the device; see `FeaturesInMemory`."""
+        return self.probe.tier != "stream" and 2 * self.model.depth * self._layer_bytes <= memory
 
     def _stepping(self, memory: float) -> Callable[[Place, int], Step]:
         return lambda place, _: self._heads_step(place, is_near=self._is_near(memory))
@@ -107,8 +103,8 @@ class SegmentationCost(OfSplits):
     def _heads_step(self, place: Place, *, is_near: bool) -> Step:
         training, loss, side = self._training, self._loss, self._side
         entries = self.train_images if is_near else training.batch_size
-        shape = (self._sources, entries, side, side, self.model.dim)
-        ones = torch.ones(self._sources, self.model.dim, device=place.device)
+        shape = (self.model.depth, entries, side, side, self.model.dim)
+        ones = torch.ones(self.model.depth, self.model.dim, device=place.device)
         bank = ParallelHeads(
             Standardization(torch.zeros_like(ones), ones), classes=self.classes,
             rates=training.values, optimizer=training.optimizer, seed=0,

@@ -1,32 +1,42 @@
-"""Features of a training set: every view passes the encoder once, and the rest reads memory."""
+"""Features of a training set: computed once and kept, or computed whenever they are asked for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from math import prod
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float16, Int64, UInt8
+from jaxtyping import Bool, Float, Float16, UInt8
 from torch import Tensor
 
 from probes.features.file import DamagedFeatures, FeatureFile
-from probes.features.standardization import Standardization
-from probes.features.stream import batches, read_ahead
-from probes.features.training import FeaturesInMemory, FeaturesOnDisk, TrainingFeatures
+from probes.features.labels import LabelFacts, LabelFile
+from probes.features.room import Room
+from probes.features.stream import ahead, batches, read_ahead
+from probes.features.training import (
+    Chosen,
+    FeatureBatch,
+    FeaturesInMemory,
+    FeaturesOnDisk,
+    StreamedFeatures,
+    TrainingFeatures,
+    feature_bytes,
+)
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import Progress
 from ssl_bench.features import Facet, FeatureExtractor
-from ssl_bench.system.transfers import fetched
+from ssl_bench.system.transfers import fetched, sent
 
 # Takes the features of some entries of the layer of an index.
 Put = Callable[[int, Sequence[int], Tensor], None]
-# Count up when the same image gives other cached values.
-VERSION = 2
+# Takes the labels of some entries.
+PutLabels = Callable[[Sequence[int], Tensor], None]
+# Count up when the same image gives other cached values, or they lie in another order.
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class TrainingPass:
     Attributes:
         indices: Of the images, within `images`.
         label_size: Height and width of the labels in training.
-        say: Gets a line where features of an earlier run are damaged.
+        say: Gets a line on where features are, and where those of an earlier run are damaged.
 
     Raises:
         ConfigurationError: the patch does not divide `image_size`.
@@ -72,26 +82,59 @@ class TrainingPass:
                 f"{self.image_size}; nearest are {lower} and {lower + patch}"
             )
 
-    def run(self, *, memory_gib: float, folder: Path) -> TrainingFeatures:
-        """Compute the features, or take them from a file of an earlier run.
+    def run(self, room: Room) -> TrainingFeatures:
+        """Compute the features, take them from a file of an earlier run, or get ready to stream.
 
-        Args:
-            memory_gib: What the features may take in memory; beyond it they go to disk.
-            folder: Where they go then.
+        All labels are read in any case, so that a file that cannot be is found now.
 
         Raises:
             CheckpointError: a feature is not finite in float16.
             MachineError: neither memory nor disk has the room.
         """
-        if 2 * prod(self._shape()) <= memory_gib * 2**30:
-            blocks = torch.empty(self._shape(), dtype=torch.float16)
-            labels = self._fill(partial(_put, blocks))
-            return FeaturesInMemory(self._layers, blocks, labels)
-        file = FeatureFile(folder, self._header(), self._shape())
-        is_kept = self._is_kept(file)
-        labels = self._fill(None) if is_kept else self._write(file)
-        again = partial(self._write, file)
-        return FeaturesOnDisk(self._layers, labels, file, again, self.say, int(not is_kept))
+        shape, size = self._shape(), self.label_size
+        features = feature_bytes(shape)
+        tier = room.choose(features, shape[1] * size**2, lambda: self._is_kept(self._file(room)))
+        self.say(room.said(tier, features))
+        facts = LabelFacts.unknown(shape[1])
+        if tier == "memory":
+            blocks = torch.empty(shape, dtype=torch.float16)
+            labels = torch.empty(shape[1], size, size, dtype=torch.uint8)
+            self._fill(partial(_put, blocks), partial(_put_labels, labels, facts))
+            return FeaturesInMemory(self._layers, blocks, labels, facts)
+        if tier == "stream":
+            self._fill(None, facts.put)
+            return StreamedFeatures(self._layers, facts, self.stream)
+        return self._on_disk(
+            self._file(room), LabelFile(room.folder, (shape[1], size, size)), facts
+        )
+
+    def stream(
+        self, layers: Sequence[int], chosen: Chosen, device: torch.device
+    ) -> Iterator[FeatureBatch]:
+        """Decode and encode the batches of these entries, in this order; nothing is kept.
+
+        Rounded to float16, as what is kept is. An image has the same features whatever images pass
+        the encoder beside it as far as the library's matrix products see to that, and those of
+        torch on a CPU do.
+
+        Raises:
+            CheckpointError: a feature is not finite in float16.
+        """
+        entries = (entry for some in chosen for entry in some.tolist())
+        prepared = ahead(self._entry, entries, workers=self.workers, most=4 * self.workers)
+        for some in chosen:
+            items = list(islice(prepared, len(some)))
+            images, ids = torch.cat([item.images for item in items]), [i.image_id for i in items]
+            halves, finite, sums = self._computed(images, ids)
+            sums, finite = fetched([sums, finite])
+            self._require_finite(sums, finite, ids)
+            features = torch.stack([halves[self._layers.index(layer)] for layer in layers])
+            labels = torch.cat([item.labels for item in items])
+            yield FeatureBatch(sent(features, device), sent(labels, device))
+
+    def read_labels(self, put: PutLabels) -> None:
+        """Give the labels of all images, in their order."""
+        self._fill(None, put)
 
     def _is_kept(self, file: FeatureFile) -> bool:
         """Whether an earlier run left its features; those that are read are looked at then."""
@@ -101,9 +144,23 @@ class TrainingPass:
             self.say(f"{error}; computing the features again")
             return False
 
-    def _write(self, file: FeatureFile) -> UInt8[Tensor, "entries height width"]:
-        with file.writing() as writer:
-            return self._fill(writer.put)
+    def _file(self, room: Room) -> FeatureFile:
+        return FeatureFile(room.folder, self.header(), self._shape())
+
+    def _on_disk(self, file: FeatureFile, labels: LabelFile, facts: LabelFacts) -> FeaturesOnDisk:
+        put_labels = partial(_put_labels, labels, facts)
+
+        def write() -> None:
+            with file.writing() as writer:
+                self._fill(writer.put, put_labels)
+
+        is_kept = self._is_kept(file)
+        if is_kept:
+            self._fill(None, put_labels)
+        else:
+            write()
+        passes = int(not is_kept)
+        return FeaturesOnDisk(self._layers, facts, labels, file, write, self.say, passes)
 
     @property
     def _layers(self) -> tuple[int, ...]:
@@ -114,7 +171,7 @@ class TrainingPass:
         entries = len(self.indices) * self.views.count
         return (len(self._layers), entries, side, side, self.extractor.dim)
 
-    def _header(self) -> dict[str, Any]:
+    def header(self) -> dict[str, Any]:
         """Everything the features depend on."""
         encoder = self.extractor.encoder
         ids = "\n".join(self.images.ids[index] for index in self.indices)
@@ -130,26 +187,30 @@ class TrainingPass:
             "ids_sha256": sha256(ids.encode(errors="surrogateescape")).hexdigest(),
         }
 
-    def _prepare(self, sample: Sample) -> PreparedImage:
-        views = [
-            self.views.view(sample, number, self.image_size) for number in range(self.views.count)
-        ]
+    def _prepare(self, sample: Sample, views: Iterable[int] | None = None) -> PreparedImage:
+        wanted = range(self.views.count) if views is None else views
+        seen = [self.views.view(sample, number, self.image_size) for number in wanted]
         size = self.label_size
-        labels = [nearest_labels(mask, size, size) for _, mask in views]
-        images = torch.stack([image for image, _ in views])
+        labels = [nearest_labels(mask, size, size) for _, mask in seen]
+        images = torch.stack([image for image, _ in seen])
         return PreparedImage(sample.image_id, images, torch.stack(labels))
 
-    def _fill(self, put: Put | None) -> UInt8[Tensor, "entries height width"]:
+    def _entry(self, entry: int) -> PreparedImage:
+        """One view of one image."""
+        position, view = divmod(entry, self.views.count)
+        return self._prepare(self.images[self.indices[position]], [view])
+
+    def _fill(self, put: Put | None, put_labels: PutLabels) -> None:
         """Read all images; features are computed only where somebody takes them."""
-        labels, first = [], 0
+        first, views = 0, self.views.count
         images = read_ahead(self.images, self.indices, self._prepare, workers=self.workers)
         shown = self.progress(images, "training images", len(self.indices))
         for batch in batches(shown, self.batch_size):
-            labels += [item.labels for item in batch]
+            labels = torch.cat([item.labels for item in batch])
+            put_labels(range(first * views, (first + len(batch)) * views), labels)
             if put is not None:
                 self._compute(put, batch, first)
             first += len(batch)
-        return torch.cat(labels)
 
     def _compute(self, put: Put, batch: Sequence[PreparedImage], first: int) -> None:
         ids, views = [item.image_id for item in batch], self.views.count
@@ -163,17 +224,35 @@ class TrainingPass:
         self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
     ) -> list[Float16[Tensor, "batch rows cols dim"]]:
         """Features of a batch by layer in host memory, which waits for them once."""
+        halves, finite, sums = self._computed(images, ids)
+        sums, finite, *halves = fetched([sums, finite, *halves])
+        self._require_finite(sums, finite, ids)
+        return halves
+
+    def _computed(
+        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
+    ) -> tuple[
+        list[Float16[Tensor, "batch rows cols dim"]],
+        Bool[Tensor, "layers batch"],
+        Float[Tensor, "layers batch"],
+    ]:
+        """Features by layer, which of them are finite in float16, and what `check` takes."""
         features, sums = extract(self.extractor, self.facet, images, ids)
         halves = [features[layer].half() for layer in self._layers]
-        finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
-        sums, finite, *halves = fetched([sums, finite, *halves])
+        return halves, torch.stack([half.isfinite().flatten(1).all(1) for half in halves]), sums
+
+    def _require_finite(
+        self,
+        sums: Float[Tensor, "layers batch"],
+        finite: Bool[Tensor, "layers batch"],
+        ids: Sequence[str],
+    ) -> None:
         check(self.extractor, sums, ids)
         for index, image in finite.logical_not().nonzero().tolist():
             raise CheckpointError(
                 f"layer {self._layers[index]} of {self.extractor.encoder.name} gives features "
                 f"beyond float16 (65504) for image {ids[image]}; try probe.norm=final"
             )
-        return halves
 
 
 def _put(
@@ -183,6 +262,19 @@ def _put(
     features: Float16[Tensor, "some rows cols dim"],
 ) -> None:
     blocks[index, list(entries)] = features
+
+
+def _put_labels(
+    kept: UInt8[Tensor, "entries height width"] | LabelFile,
+    facts: LabelFacts,
+    entries: Sequence[int],
+    labels: UInt8[Tensor, "some height width"],
+) -> None:
+    facts.put(entries, labels)
+    if isinstance(kept, LabelFile):
+        kept.put(entries, labels)
+    else:
+        kept[list(entries)] = labels
 
 
 def extract(
@@ -210,29 +302,3 @@ def check(
         extractor.check(sums)
     except CheckpointError as error:
         raise CheckpointError(f"{error} (the batch: {', '.join(ids)})") from error
-
-
-def standardization(
-    blocks: Float[Tensor, "layers entries rows cols dim"],
-    entries: Int64[Tensor, " chosen"],
-    *,
-    batch_size: int = 16,
-) -> Standardization:
-    """Mean and deviation of each channel over all patches of the chosen entries.
-
-    One pass over them. Images have equally many patches, so the variance is that within images
-    plus that between their means.
-    """
-    means, variances = [], []
-    for some in entries.split(batch_size):
-        patches = blocks[:, some.to(blocks.device)].float().flatten(2, 3)
-        variance, mean = torch.var_mean(patches, 2, correction=0)
-        means.append(mean.double())
-        variances.append(variance.double())
-    by_image, within = torch.cat(means, 1), torch.cat(variances, 1).mean(1)
-    mean = by_image.mean(1)
-    deviation = (within + by_image.var(1, correction=0)).sqrt()
-    # A channel that does not vary in float16 says nothing; dividing would blow up its rounding.
-    varies = deviation > 1e-4 * mean.abs()
-    scale = torch.where(varies, 1 / deviation.clamp(min=1e-12), 0)
-    return Standardization(mean.float(), scale.float())

@@ -94,8 +94,8 @@ class FeatureFile:
         return self.shape[2:]
 
     def place(self, layer: int, entry: int) -> int:
-        """Of the first byte of an entry."""
-        return 2 * prod(self.entry_shape) * (layer * self.shape[1] + entry)
+        """Of the first byte of a layer of an entry; all layers of one lie side by side."""
+        return 2 * prod(self.entry_shape) * (entry * self.shape[0] + layer)
 
     def _read_checksums(self, file: BinaryIO) -> UInt32[np.ndarray, "layers entries"]:
         expected = len(self._tail(self._no_checksums()))
@@ -127,8 +127,8 @@ class FeatureFile:
         if free < self._data_bytes():
             raise MachineError(
                 f"the features take {self._data_bytes() / 2**30:.1f} GiB and {self.folder} has "
-                f"{free / 2**30:.1f} GiB free; raise probe.memory_gib, choose another folder with "
-                "probe.cache=DIR, or ask for fewer layers"
+                f"{free / 2**30:.1f} GiB free; take probe.tier=stream, or choose another folder "
+                "with probe.cache=DIR"
             )
 
 

@@ -8,21 +8,30 @@ from typing import TypeVar
 
 from ssl_bench.data.samples import ImageSet, Sample
 
+K = TypeVar("K")
 T = TypeVar("T")
+
+
+def ahead(make: Callable[[K], T], keys: Iterable[K], *, workers: int, most: int) -> Iterator[T]:
+    """What `make` gives for each key, in their order, made by threads at most so many ahead."""
+    pool = ThreadPoolExecutor(workers)
+    try:
+        waiting: deque[Future[T]] = deque()
+        for key in keys:
+            waiting.append(pool.submit(make, key))
+            if len(waiting) > most:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def read_ahead(
     images: ImageSet, indices: Sequence[int], prepare: Callable[[Sample], T], *, workers: int
 ) -> Iterator[T]:
     """Prepared samples in the order of `indices`, decoded by threads."""
-    with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[Future[T]] = deque()
-        for index in indices:
-            waiting.append(pool.submit(lambda i: prepare(images[i]), index))
-            if len(waiting) > 4 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    return ahead(lambda i: prepare(images[i]), indices, workers=workers, most=4 * workers)
 
 
 def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:

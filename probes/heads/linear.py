@@ -1,6 +1,7 @@
 """Linear heads for every (source of features, learning rate), trained side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -126,3 +127,21 @@ class ParallelHeads(LinearHeads):
         ):
             self._optimizer.update(parameter, gradient, state, shaped, self._steps)
         return losses
+
+    def state(self) -> dict[str, Any]:
+        """Everything that steps change, not copied."""
+        return {
+            "weight": self.weight,
+            "bias": self.bias,
+            "optimizer": self._states,
+            "steps": self._steps,
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Be as heads of the same shape were when they gave this state."""
+        device = self.weight.device
+        self.weight, self.bias = state["weight"].to(device), state["bias"].to(device)
+        weight, bias = (
+            {name: part.to(device) for name, part in parts.items()} for parts in state["optimizer"]
+        )
+        self._states, self._steps = (weight, bias), state["steps"]

@@ -1,26 +1,22 @@
 """Heads fitted to the end: logistic regressions for all sources and penalties at once."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from probes.features.standardization import Standardization
-from probes.features.training import TrainingFeatures
+from probes.features.statistics import RunningStatistics
+from probes.features.training import Chosen, FeatureBatch, Read, TrainingFeatures
+from probes.heads.kept import KeptFit
 from probes.heads.lbfgs import minimise
 from probes.heads.linear import LinearHeads
-from probes.heads.losses import PixelLoss, PixelTargets
-from probes.heads.sgd import (
-    LayerGroup,
-    TrainedHeads,
-    joined,
-    near_blocks,
-    source_statistics,
-    take,
-)
+from probes.heads.losses import PixelLoss
+from probes.heads.sgd import LayerGroup, TrainedHeads, joined, layers_of
 from ssl_bench.evaluation import Progress
 
 
@@ -54,13 +50,16 @@ class LogisticTraining:
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
+        kept: KeptFit | None = None,
     ) -> TrainedHeads:
-        """Fit one head for each source and C; nothing is random in it."""
+        """Fit one head for each source and C; nothing is random in it, and nothing is kept."""
+        del kept
         start = time.monotonic()
-        blocks = near_blocks(features, sources, self.device)
-        statistics = source_statistics(blocks, sources, entries, self.device)
+        read = features.of_layers(layers_of(sources), self.device)
+        batches = entries.split(self.batch_size)
+        statistics, counted = self._looked_at(read, batches, len(sources), progress)
         standardization = statistics if self.standardize else statistics.identity()
-        objective = self._objective(features, blocks, standardization, entries)
+        objective = self._objective(read, batches, counted, standardization)
         name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
         # One item a fit: how many steps it takes is not known before.
         (found,) = (
@@ -82,30 +81,35 @@ class LogisticTraining:
             stalled=int(found.stalled.sum()),
         )
 
+    def _looked_at(
+        self, read: Read, batches: Chosen, sources: int, progress: Progress
+    ) -> tuple[Standardization, list[Tensor]]:
+        """From one pass: scale of the channels, and how many patches of each batch count."""
+        found, counted = RunningStatistics.none(self.device), []
+        for batch in progress(read(batches), "mean and deviation", len(batches)):
+            found.add(batch.features)
+            counted.append(self.loss.targets(batch.labels, self.classes).counted.sum())
+        return found.standardization(sources), counted
+
     def _objective(
         self,
-        features: TrainingFeatures,
-        blocks: Tensor,
+        read: Read,
+        batches: Chosen,
+        counted: Sequence[Tensor],
         standardization: Standardization,
-        entries: Int64[Tensor, " chosen"],
     ) -> "_Objective":
         sources, dim = standardization.mean.shape
         weight = standardization.mean.new_zeros(sources, len(self.values), self.classes, dim)
-        batches = entries.split(self.batch_size)
-        labels = (features.labels[some].to(self.device) for some in batches)
-        targets = [self.loss.targets(some, self.classes) for some in labels]
-        counted = torch.stack([some.counted.sum() for some in targets]).double()
-        total = counted.sum().clamp(min=1)
+        numbers = torch.stack(list(counted)).double()
+        total = numbers.sum().clamp(min=1)
         c_values = torch.tensor(self.values, dtype=torch.float64, device=self.device)
         # At the minimum the weights of two classes are opposite, so that the sum of their squares
         # is half the square of the difference, which is all that scikit-learn has there.
         weights = 2 if self.classes == 2 else 1
         return _Objective(
             heads=LinearHeads(standardization, weight, weight[..., 0].clone()),
-            blocks=blocks,
-            batches=batches,
-            targets=targets,
-            shares=(counted / total).tolist(),
+            read=partial(read, batches),
+            shares=(numbers / total).tolist(),
             loss=self.loss,
             penalty=weights / (c_values.repeat(sources) * total),
         )
@@ -116,14 +120,13 @@ class _Objective:
     """Mean loss of every head over all patches that count, and its share of the penalty.
 
     Attributes:
+        read: Gives all batches, in one order.
         shares: Of the patches that count, for each batch.
         penalty: Of half the squared weights, beside the mean loss.
     """
 
     heads: LinearHeads
-    blocks: Tensor
-    batches: Sequence[Int64[Tensor, "..."]]
-    targets: Sequence[PixelTargets]
+    read: Callable[[], Iterator[FeatureBatch]]
     shares: Sequence[float]
     loss: PixelLoss
     penalty: Float64[Tensor, " heads"]
@@ -144,8 +147,9 @@ class _Objective:
         self.place(values)
         sources, _, classes, _ = self.heads.weight.shape
         loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
-        for chosen, targets, share in zip(self.batches, self.targets, self.shares, strict=True):
-            features = joined(take(self.blocks, chosen, values.device), sources)
+        for batch, share in zip(self.read(), self.shares, strict=True):
+            features = joined(batch.features, sources)
+            targets = self.loss.targets(batch.labels, classes)
             losses, parts = self.heads.loss_and_gradients(features, self.loss, targets)
             loss += share * losses.flatten().double()
             by_head = torch.cat([parts[0].flatten(2), parts[1]], 2).flatten(0, 1)

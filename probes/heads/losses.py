@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
+from probes.features.labels import label_histograms
 from probes.heads.upsampled_logsumexp import (
     corner_weights,
     logsumexp,
@@ -238,22 +239,6 @@ def resampling_matrix(
     position = ((pixels + 0.5) * (patches / size) - 0.5).clamp(0, patches - 1)
     distance = position[:, None] - torch.arange(patches, device=device)
     return (1 - distance.abs()).clamp(min=0)
-
-
-def label_histograms(
-    labels: UInt8[Tensor, "batch height width"], pixels_per_patch: int, classes: int
-) -> Float[Tensor, "classes batch rows cols"]:
-    """Count the labels under each patch; 255 is left out."""
-    _, height, width = labels.shape
-    rows, cols = height // pixels_per_patch, width // pixels_per_patch
-    # int32, because bincount is bound by what it reads.
-    down = torch.arange(height, dtype=torch.int32, device=labels.device) // pixels_per_patch
-    across = torch.arange(width, dtype=torch.int32, device=labels.device) // pixels_per_patch
-    patch = down[:, None] * cols + across
-    index = labels.clamp(max=classes).int() * (rows * cols) + patch
-    size = (classes + 1) * rows * cols
-    counts = torch.stack([value_counts(one.flatten(), size) for one in index])
-    return counts.view(-1, classes + 1, rows, cols).transpose(0, 1)[:classes].float()
 
 
 def _pixels_by_cell(

@@ -1,23 +1,20 @@
-"""Training a bank of heads on cached features."""
+"""Training a bank of heads on the features of a training set."""
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from probes.features.cache import standardization
-from probes.features.standardization import Standardization
-from probes.features.training import TrainingFeatures
+from probes.features.statistics import RunningStatistics
+from probes.features.training import Read, TrainingFeatures
+from probes.heads.kept import KeptFit, Standing
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress
-from ssl_bench.system.device import free_memory
-from ssl_bench.system.transfers import sent
 
 # The layers whose features, concatenated, one head sees.
 LayerGroup = tuple[int, ...]
@@ -77,8 +74,9 @@ class Training(Protocol):
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
+        kept: KeptFit | None = None,
     ) -> "TrainedHeads":
-        """Fit one head for each source and rate to the chosen entries of the cache."""
+        """Fit one head for each source and value to the chosen entries; `kept` may hold a part."""
         ...
 
 
@@ -105,11 +103,14 @@ class HeadTraining:
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
+        kept: KeptFit | None = None,
     ) -> "TrainedHeads":
-        """Train one head for each source and rate on the chosen entries of the cache."""
-        start = time.monotonic()
-        blocks = near_blocks(features, sources, self.device)
-        statistics = source_statistics(blocks, sources, entries, self.device)
+        """Train one head for each source and rate on the chosen entries."""
+        standing = Standing(kept)
+        read = features.of_layers(layers_of(sources), self.device)
+        statistics = self._statistics(read, entries, standing, progress).standardization(
+            len(sources)
+        )
         bank = ParallelHeads(
             statistics if self.standardize else statistics.identity(),
             classes=self.classes,
@@ -117,24 +118,38 @@ class HeadTraining:
             optimizer=self.optimizer,
             seed=self.seed,
         )
-        batches = self._batches(entries)
-        first, last = f"{sources[0][-1]}", f"{sources[-1][-1]}"
-        shown = progress(range(len(batches)), f"heads of layers {first} to {last}", len(batches))
-        for step in shown:
-            chosen = batches[step]
-            labels = sent(features.labels[chosen], self.device)
+        if "bank" in standing.state:
+            bank.go_on(standing.state["bank"])
+        batches, done = self._batches(entries), standing.state.get("step", 0)
+        name = f"heads of layers {sources[0][-1]} to {sources[-1][-1]}"
+        shown = progress(read(batches[done:]), name, len(batches) - done)
+        for step, batch in enumerate(shown, start=done):
             bank.step(
-                joined(take(blocks, chosen, self.device), len(sources)),
+                joined(batch.features, len(sources)),
                 self.loss,
-                self.loss.targets(labels, self.classes),
+                self.loss.targets(batch.labels, self.classes),
                 rate_factor=self.schedule.factor(step, len(batches)),
             )
+            standing.reached(step=step + 1, bank=bank.state())
         return TrainedHeads(
             tuple(sources),
             *bank.folded(),
             constant_channels=statistics.constant_channels(),
-            seconds=time.monotonic() - start,
+            seconds=standing.seconds(),
         )
+
+    def _statistics(
+        self, read: Read, entries: Int64[Tensor, " chosen"], standing: Standing, progress: Progress
+    ) -> RunningStatistics:
+        batches, done = entries.split(self.batch_size), standing.state.get("batches", 0)
+        found = RunningStatistics.none(self.device)
+        if done:
+            found = RunningStatistics(**standing.state["statistics"]).on(self.device)
+        shown = progress(read(batches[done:]), "mean and deviation", len(batches) - done)
+        for number, batch in enumerate(shown, start=done + 1):
+            found.add(batch.features)
+            standing.reached(batches=number, statistics=found.state())
+        return found
 
     def _batches(self, entries: Int64[Tensor, " chosen"]) -> list[Int64[Tensor, " some"]]:
         """Every entry once an epoch in a seeded order, the same for all heads; none is left out."""
@@ -164,6 +179,10 @@ class TrainedHeads:
     unfinished: int | None = None
     stalled: int | None = None
 
+    def on(self, device: torch.device) -> "TrainedHeads":
+        weight, bias = self.weight.to(device), self.bias.to(device)
+        return replace(self, weight=weight, bias=bias)
+
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]
     ) -> Float[Tensor, "values rows cols classes"]:
@@ -173,17 +192,9 @@ class TrainedHeads:
         return values.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
 
 
-def source_statistics(
-    blocks: Float[Tensor, "layers entries rows cols dim"],
-    sources: Sequence[LayerGroup],
-    entries: Int64[Tensor, " chosen"],
-    device: torch.device,
-) -> Standardization:
-    by_layer = standardization(blocks, entries)
-    mean, scale = (
-        part.to(device).reshape(len(sources), -1) for part in (by_layer.mean, by_layer.scale)
-    )
-    return Standardization(mean, scale)
+def layers_of(sources: Sequence[LayerGroup]) -> list[int]:
+    """Those of all sources, one source after the other."""
+    return [layer for source in sources for layer in source]
 
 
 def joined(
@@ -192,22 +203,3 @@ def joined(
     """Concatenate the channels of the layers of each source, which follow each other."""
     by_source = blocks.unflatten(0, (num_sources, -1))
     return by_source.movedim(1, -2).flatten(-2)
-
-
-def take(
-    blocks: Float[Tensor, "layers entries rows cols dim"],
-    chosen: Int64[Tensor, " some"],
-    device: torch.device,
-) -> Float[Tensor, "layers some rows cols dim"]:
-    """Some entries, on the device of the heads."""
-    return sent(blocks.index_select(1, sent(chosen, blocks.device)), device)
-
-
-def near_blocks(
-    features: TrainingFeatures, sources: Sequence[LayerGroup], device: torch.device
-) -> Float[Tensor, "layers entries rows cols dim"]:
-    """The layers of all sources, in device memory if they take half of what is free or less."""
-    blocks = features.of_layers([layer for source in sources for layer in source])
-    if device.type != "cuda":
-        return blocks
-    return blocks.to(device) if 2 * blocks.nbytes <= free_memory(device) else blocks

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from probes.features.cache import TrainingPass
+from probes.features.room import AskedTier, Room
 from probes.features.split import TrainingSplit
 from probes.features.views import ResizedCrops, ScaledCrops, TrainingViews, WholeImage
 from probes.heads.losses import PixelLoss
@@ -36,10 +37,9 @@ from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import Facet, FeatureExtractor
 
 _COMPONENTS = ("loss", "training", "inference")
+_PLACES = ("tier", "memory_gib", "disk_gib", "cache", "keep_minutes")
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.
-_NOT_SETTINGS = frozenset(
-    {*_COMPONENTS, "protocol", "panels", "memory_gib", "cache", "num_workers", "guesses"}
-)
+_NOT_SETTINGS = frozenset({*_COMPONENTS, *_PLACES, "protocol", "panels", "num_workers", "guesses"})
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,12 @@ class Segmentation:
         holdout: Share of the training images that choose the rate or C and train nothing.
         train_images: At most so many, drawn with the seed.
         panels: How many of the first scored images are drawn.
-        memory_gib: What the features may take in memory; beyond it they go to disk.
-        cache: Folder for these; the user's cache if None.
+        tier: Where features are until the heads are trained: in "memory", on "disk", or nowhere:
+            "stream" computes them in every epoch. "auto": the first that has the room.
+        memory_gib: What features may take in memory; half of what is free if None.
+        disk_gib: What they may take on the disk of `cache`; half of what is free if None.
+        cache: Folder for features and for heads that are not finished; the user's cache if None.
+        keep_minutes: Between two writings of unfinished heads, from which a killed run goes on.
         num_workers: Threads that decode images.
         guesses: What the protocol's authors left open, and where this preset differs from theirs.
     """
@@ -80,8 +84,11 @@ class Segmentation:
     holdout: ShareBelowOne = 0.1
     train_images: Count | None = None
     panels: CountOrZero = 6
-    memory_gib: PositiveOrZero = 8.0
+    tier: AskedTier = "auto"
+    memory_gib: PositiveOrZero | None = None
+    disk_gib: PositiveOrZero | None = None
     cache: FilePath | None = None
+    keep_minutes: PositiveOrZero = 10.0
     num_workers: Threads = 4
     guesses: Sequence[str] = ()
 
@@ -159,8 +166,11 @@ class Segmentation:
             val_images=val_images,
             sources=self.sources(context.layers),
             refit=self.training.refit,
-            memory_gib=self.memory_gib,
-            cache=cache_folder(self.cache) / "features",
+            room=Room(
+                self.tier, self.memory_gib, self.disk_gib, cache_folder(self.cache) / "features"
+            ),
+            kept=cache_folder(self.cache) / "heads",
+            keep_minutes=self.keep_minutes,
             facet=self.facet,
             folder=context.artifacts,
             names=self._names(context.seed),

@@ -1,19 +1,24 @@
 """Linear segmentation of one encoder on one dataset: features, heads, scores, pictures."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from probes.features.cache import TrainingPass
+from probes.features.room import Room
 from probes.features.split import TrainingSplit
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import read_ahead
 from probes.features.training import TrainingFeatures
 from probes.features.views import nearest_labels
+from probes.heads.kept import KeptFit
 from probes.heads.scored_images import Scoring
 from probes.heads.scores import HeadScores, ScoredStream
 from probes.heads.sgd import LayerGroup, TrainedHeads, Training
@@ -23,9 +28,7 @@ from probes.segmentation.report import SourceReport
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Progress, Score
-from ssl_bench.scores import IGNORED
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.transfers import sent
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class SegmentationRun:
     Attributes:
         refit: Whether heads are fitted anew to all training images once the held-out ones have
             chosen between them.
-        memory_gib: What the features may take in memory.
-        cache: Folder for features beyond that.
+        room: What the features may take, and where.
+        kept: Folder for heads whose fit may be killed.
+        keep_minutes: Between two writings of these.
         facet: Under which the scores are recorded.
         folder: Where panels go.
         names: What they are called.
@@ -66,15 +70,16 @@ class SegmentationRun:
     val_images: ImageSet
     sources: Sequence[LayerGroup]
     refit: bool
-    memory_gib: float
-    cache: Path
+    room: Room
+    kept: Path
+    keep_minutes: float
     facet: str
     folder: Path
     names: FileNames
     panels: int
 
     def scores(self, guesses: Sequence[str]) -> Iterator[Score]:
-        """Train all heads on one pass over the training images, score them on one over the others.
+        """Train all heads on passes over the training images, score them on one over the others.
 
         Raises:
             DataError: the labels hold too few classes.
@@ -90,14 +95,15 @@ class SegmentationRun:
         self._list_training_images()
         for report in reports:
             yield from report.scores()
+        self._forget_kept()
 
     def features(self) -> TrainingFeatures:
-        return self.training_pass.run(memory_gib=self.memory_gib, folder=self.cache)
+        return self.training_pass.run(self.room)
 
-    def train(self, features: TrainingFeatures) -> list[TrainedHeads]:
-        """Train all heads, in groups of layers whose features fit into memory together."""
+    def train(self, features: TrainingFeatures) -> TrainedHeads:
+        """Train the heads of all sources on the images that are not held out."""
         entries = self.split.entries(self.training_pass.views.count)
-        seen = set(features.labels[entries].unique().tolist()) - {IGNORED}
+        seen = features.facts.classes(entries)
         if len(seen) < 2:
             names = [self.val_images.class_names[number] for number in seen]
             raise DataError(
@@ -107,24 +113,28 @@ class SegmentationRun:
         return self._fit(features, entries)
 
     def count_held_out(
-        self, heads: Sequence[TrainedHeads], features: TrainingFeatures
+        self, heads: TrainedHeads, features: TrainingFeatures
     ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
         """Counts summed over the held-out images, from their cached features."""
         stream, total = self._stream(heads), None
-        positions = sorted(self.split.held_out)
-        for position in self._progress(positions, "held-out images", len(positions)):
-            entry = position * self.training_pass.views.count
-            of_entry = sent(features.of_entry(entry)[:, None], self.training.device)
-            blocks = dict(zip(features.layers, of_entry, strict=True))
-            sample = self.training_pass.images[self.split.indices[position]]
-            image = self.scoring.prepare(sample)
-            counts = stream.count_one(stream.predict(blocks, image), image.mask)
-            total = counts if total is None else total + counts
+        positions = torch.tensor(sorted(self.split.held_out))
+        entries = positions * self.training_pass.views.count
+        read = features.of_layers(features.layers, self.training.device)
+        chosen = entries.split(self.training_pass.batch_size) if len(entries) else []
+        shown = self._progress(read(chosen), "held-out images", len(chosen))
+        for batch, some in zip(shown, positions.split(self.training_pass.batch_size), strict=False):
+            for number, position in enumerate(some.tolist()):
+                one = batch.features[:, number : number + 1]
+                sample = self.training_pass.images[self.split.indices[position]]
+                image = self.scoring.prepare(sample)
+                blocks = dict(zip(features.layers, one, strict=True))
+                counts = stream.count_one(stream.predict(blocks, image), image.mask)
+                total = counts if total is None else total + counts
         return None if total is None else total.cpu().numpy()
 
     def score(
         self,
-        heads: Sequence[TrainedHeads],
+        heads: TrainedHeads,
         held_out: Int64[np.ndarray, "sources values 3 classes"] | None,
         details: dict[str, Any],
     ) -> tuple[list[SourceReport], list[Tensor]]:
@@ -141,14 +151,13 @@ class SegmentationRun:
         )
         if not per_image[..., 2, :].any():
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
-        constant = [number for some in heads for number in some.constant_channels]
         reports = [
             SourceReport(
                 layer=source[-1],
                 facet=self.facet,
                 hyperparameter=self.training.hyperparameter,
                 values=self.training.values,
-                constant=constant[index] / training_pass.extractor.dim / len(source),
+                constant=heads.constant_channels[index] / training_pass.extractor.dim / len(source),
                 class_names=images.class_names,
                 val=HeadScores(per_image[:, index]),
                 held_out=None if held_out is None else held_out[index],
@@ -162,43 +171,52 @@ class SegmentationRun:
     def _progress(self) -> Progress:
         return self.training_pass.progress
 
-    def _fit(
-        self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
-    ) -> list[TrainedHeads]:
-        groups = batches(self.sources, self._sources_at_once(features))
-        return [self.training.train(features, group, entries, self._progress) for group in groups]
+    def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
+        """Heads of all sources; those that a killed run had finished are taken from its file."""
+        kept = KeptFit(self._kept_path(entries), self.keep_minutes, self.training_pass.say)
+        finished = kept.load().get("finished")
+        if finished is not None:
+            return TrainedHeads(**finished).on(self.training.device)
+        heads = self.training.train(features, self.sources, entries, self._progress, kept)
+        if heads.seconds >= 60 * self.keep_minutes:
+            kept.write({"finished": vars(heads)})
+        return heads
 
-    def _stream(self, heads: Sequence[TrainedHeads]) -> ScoredStream:
+    def _kept_path(self, entries: Int64[Tensor, " chosen"]) -> Path:
+        """Named after all that the heads depend on."""
+        words = json.dumps(
+            [self.training_pass.header(), repr(self.training), self.sources, entries.tolist()]
+        )
+        return self.kept / f"{sha256(words.encode()).hexdigest()[:16]}.heads"
+
+    def _forget_kept(self) -> None:
+        views = self.training_pass.views.count
+        for entries in (self.split.entries(views), self.split.every_entry(views)):
+            self._kept_path(entries).unlink(missing_ok=True)
+
+    def _stream(self, heads: TrainedHeads) -> ScoredStream:
         return ScoredStream(
-            heads=heads,
+            heads=[heads],
             scoring=self.scoring,
             classes=self.training.classes,
             batch_size=self.training_pass.batch_size,
             keep=self.panels,
         )
 
-    def _sources_at_once(self, features: TrainingFeatures) -> int:
-        if features.tier == "memory":
-            return len(self.sources)
-        source_bytes = features.layer_bytes() * len(self.sources[0])
-        return max(1, int(self.memory_gib * 2**30 / source_bytes))
-
     def _details(
-        self, heads: Sequence[TrainedHeads], features: TrainingFeatures, guesses: Sequence[str]
+        self, heads: TrainedHeads, features: TrainingFeatures, guesses: Sequence[str]
     ) -> dict[str, Any]:
         """What records say of the training, the same for all sources."""
         num_held_out, views = len(self.split.held_out), self.training_pass.views.count
-        ignored = (features.labels[::views] == IGNORED).flatten(1).all(1)
-        unfinished = [some.unfinished for some in heads if some.unfinished is not None]
-        stalled = [some.stalled for some in heads if some.stalled is not None]
+        ignored = features.facts.without_label()[::views]
         return {
             "num_train_images": len(self.split.indices) - (0 if self.refit else num_held_out),
             "num_held_out_images": num_held_out,
             "train_ids_sha256": self.split.ids_sha256(self.training_pass.images),
             "all_ignored_train_images": int(ignored.sum()),
-            "train_seconds": round(sum(some.seconds for some in heads), 3),
-            "unconverged_heads": sum(unfinished) if unfinished else None,
-            "stalled_heads": sum(stalled) if stalled else None,
+            "train_seconds": round(heads.seconds, 3),
+            "unconverged_heads": heads.unfinished,
+            "stalled_heads": heads.stalled,
             "feature_tier": features.tier,
             "encoder_passes": features.passes,
             "guesses": list(guesses),

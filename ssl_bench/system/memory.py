@@ -2,10 +2,18 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 from ssl_bench.errors import MachineError
 
 _SHARED = "/dev/shm"
+_CGROUPS = Path("/sys/fs/cgroup")
+# Limit and use of a group, in version 2 and in version 1.
+_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 # NumPy, Pillow and Python raise MemoryError; the rest says it in words alone.
 _WORDS = (
     "can't allocate memory",
@@ -48,6 +56,46 @@ def free_shared_memory() -> int | None:
     except OSError:
         return None
     return found.f_bavail * found.f_frsize
+
+
+def free_host_memory() -> int:
+    """Bytes that this process may still take of the machine's memory.
+
+    What a scheduler or a container leaves to its group counts, where the system tells it.
+    """
+    return min([_available(), *_left_to_groups()])
+
+
+def _available() -> int:
+    with suppress(OSError, StopIteration, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    # Other systems tell how much there is, and not how much of it is free.
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _left_to_groups() -> Iterator[int]:
+    """What each group that this process is in leaves, from its own up to the outermost."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            inner = _CGROUPS / controllers / path.lstrip("/")
+            for group in (inner, *inner.parents):
+                yield from _left_to(group)
+                if group == _CGROUPS:
+                    break
+
+
+def _left_to(group: Path) -> Iterator[int]:
+    for limit, use in _LIMITS:
+        # "max" where there is no limit.
+        with suppress(OSError, ValueError):
+            yield max(0, int((group / limit).read_text()) - int((group / use).read_text()))
 
 
 def memory_error(error: BaseException, command: str) -> MachineError:

@@ -23,7 +23,7 @@ WALKS = {
     "segmentation, multi": ("segmentation", "voc2012", *SEGMENTATION, "probe.layers_mode=multi"),
     "segmentation, fast": ("segmentation", "voc2012", *SEGMENTATION, "probe.protocol=fast"),
     "segmentation, fast from disk": (
-        "segmentation", "voc2012", *SEGMENTATION, "probe.protocol=fast", "probe.memory_gib=0.0",
+        "segmentation", "voc2012", *SEGMENTATION, "probe.protocol=fast", "probe.tier=disk",
         "probe.cache=cache",
     ),
     "segmentation, capi": (

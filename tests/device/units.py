@@ -159,7 +159,7 @@ def scored_segmentation(folder: Path, scoring: str) -> Counts:
     return counts_of(work, 1, 3)
 
 
-def _stream(heads: list[TrainedHeads], run: Any) -> ScoredStream:
+def _stream(heads: TrainedHeads, run: Any) -> ScoredStream:
     return run._stream(heads)
 
 

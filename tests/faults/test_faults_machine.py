@@ -158,7 +158,7 @@ def test_fault_38_what_was_kept_for_other_weights_or_settings_is_not_used(place,
 @pytest.mark.parametrize("change", ["weights", "images", "damage"])
 def test_fault_38_stale_features_on_disk_are_computed_again(place, change):
     base = voc(place)
-    small = ["probe.memory_gib=0.0", f"probe.cache={place}/cache"]
+    small = ["probe.tier=disk", f"probe.cache={place}/cache"]
     arguments = probing("segmentation", "voc2012", place, *small)
     assert main(arguments) == 0
     if change == "weights":

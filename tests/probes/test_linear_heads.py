@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.features.cache import standardization
 from probes.features.standardization import Standardization
+from probes.features.statistics import RunningStatistics
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, UpsampledLoss
 from probes.heads.optimizers import SGD, HeadAdamW, Schedule
@@ -180,7 +180,10 @@ def test_statistics_are_those_of_all_patches_of_the_chosen_entries():
     blocks = torch.randn(2, 5, 3, 4, 6, generator=torch.Generator().manual_seed(0)) * 3 + 7
     blocks[:, :, :, :, 2] = 11.0
     blocks[:, 4] = 1000.0
-    found = standardization(blocks.half(), torch.arange(4), batch_size=3)
+    statistics = RunningStatistics.none(torch.device("cpu"))
+    for some in blocks.half()[:, :4].split(3, 1):
+        statistics.add(some)
+    found = statistics.standardization(2)
     chosen = blocks.half().double()[:, :4].flatten(1, 3)
     torch.testing.assert_close(found.mean.double(), chosen.mean(1), rtol=1e-6, atol=1e-6)
     expected = 1 / chosen.std(1, correction=0)

@@ -2,13 +2,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from probes.features.labels import label_histograms
 from probes.heads import upsampled_logsumexp
 from probes.heads.losses import (
     HistogramLoss,
     ModeLoss,
     ResampledLoss,
     UpsampledLoss,
-    label_histograms,
 )
 
 CLASSES, HEADS, BATCH, ROWS, COLS = 5, 3, 2, 4, 3

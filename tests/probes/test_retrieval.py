@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from probes.features.neighbours import NeighbourSearch
-from probes.retrieval import Retrieval, _label_shares
+from probes.features.remembered import _is_labelled, remembered
+from probes.features.views import WholeImage, nearest_labels
+from probes.retrieval import Retrieval
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
@@ -37,6 +39,7 @@ def test_colours_are_retrieved_almost_without_error(tmp_path):
 def test_every_image_passes_the_encoder_once_for_all_layers(tmp_path):
     encoder = tiny_encoder()
     counter = Counter(encoder)
+    # All patches are remembered but few whose pixels are ignored, so that all images are.
     list(_probe(crops="resized", views=2).run(probe_context(tmp_path, encoder)))
     assert counter.images == 2 * 18 + 7
     assert set(counter.passes.values()) == {1}
@@ -44,17 +47,25 @@ def test_every_image_passes_the_encoder_once_for_all_layers(tmp_path):
 
 def test_layers_whose_memories_do_not_fit_together_give_the_same_scores(tmp_path):
     together = list(_probe().run(probe_context(tmp_path)))
-    apart = list(_probe(memory_gib=1e-5, cache=str(tmp_path)).run(probe_context(tmp_path)))
-    assert [s.value for s in apart] == pytest.approx([s.value for s in together], abs=0.05)
+    apart = list(_probe(memory_gib=1e-5).run(probe_context(tmp_path)))
+    assert [s.value for s in apart] == [s.value for s in together]
+
+
+def test_only_images_of_which_something_is_remembered_pass_the_encoder(tmp_path):
+    encoder = tiny_encoder()
+    counter = Counter(encoder)
+    list(_probe(memory_patches=5).run(probe_context(tmp_path, encoder)))
+    assert 0 < counter.images - 7 <= 5
 
 
 def test_labelled_patches_are_remembered_as_the_seed_draws_them():
     labels = torch.full((3, 16, 24), 255, dtype=torch.uint8)
     labels[1:, 9, :17] = 0
     labelled = {1 * 6 + 3, 1 * 6 + 4, 1 * 6 + 5, 2 * 6 + 3, 2 * 6 + 4, 2 * 6 + 5}
-    assert set(_probe()._chosen(labels, 8, seed=0).tolist()) == labelled
+    candidates = _is_labelled(labels, 8).flatten().nonzero()[:, 0]
+    assert set(_probe()._chosen(candidates, seed=0).tolist()) == labelled
     few = _probe(memory_patches=3, neighbours=1)
-    draws = [tuple(few._chosen(labels, 8, seed=seed).tolist()) for seed in (0, 0, 1, 2, 3)]
+    draws = [tuple(few._chosen(candidates, seed=seed).tolist()) for seed in (0, 0, 1, 2, 3)]
     assert draws[0] == draws[1]
     assert len(set(draws)) > 1
     assert all(set(draw) < labelled and len(draw) == 3 for draw in draws)
@@ -119,10 +130,19 @@ def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol):
     assert json.loads(json.dumps(probe.settings())) == probe.settings()
 
 
-def test_remembered_labels_are_the_shares_of_the_labelled_pixels_of_their_patch():
-    labels = torch.full((20, 4, 4), 255, dtype=torch.uint8)
-    labels[0, 0, :3] = torch.tensor([0, 0, 2])
-    labels[17, 2:, 2:] = 1
-    labels[17, 3, 3] = 0
-    shares = _label_shares(labels, 2, 3, torch.tensor([0, 1, 17 * 4 + 3]))
-    assert shares.tolist() == [[1, 0, 0], [0, 0, 1], [0.25, 0.75, 0]]
+def test_what_is_remembered_are_features_and_label_shares_of_the_chosen_patches(tmp_path):
+    context = probe_context(tmp_path)
+    training_pass = _probe(image_size=40, batch_size=3)._training_pass(context)
+    chosen = torch.tensor([3, 7, 24, 5 * 25 + 2, 16 * 25, 17 * 25 + 24])
+    found = remembered(training_pass, [3, 1], chosen, classes=4)
+    for number, place in enumerate(chosen.tolist()):
+        index, patch = divmod(place, 25)
+        image, mask = WholeImage(1).view(training_pass.images[index], 0, 40)
+        features = training_pass.extractor(image[None])
+        for at, layer in enumerate((3, 1)):
+            expected = features[layer]["token"][0].flatten(0, 1)[patch].half()
+            assert torch.equal(found.features[at, number], expected)
+        row, col = 8 * (patch // 5), 8 * (patch % 5)
+        labels = nearest_labels(mask, 40, 40)[row : row + 8, col : col + 8].flatten()
+        counts = torch.bincount(labels.long(), minlength=256)[:4].float()
+        assert torch.equal(found.shares[number], counts / counts.sum())

@@ -96,7 +96,7 @@ def test_joined_layers_reach_up_to_the_last_asked_one(mode, last, joined):
 def test_a_head_on_joined_layers_sees_the_channels_of_all_of_them(tmp_path):
     probe, context = quick_probe(layers_mode="multi"), probe_context(tmp_path)
     run = probe.prepared(context)
-    (heads,) = run.train(run.features())
+    heads = run.train(run.features())
     assert heads.sources == ((0, 1, 2, 3),)
     assert heads.weight.shape == (1, 3, 4, 4 * 24)
     quarters = heads.weight.unflatten(-1, (4, 24)).abs().sum((0, 1, 2, 4))
@@ -148,7 +148,7 @@ def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp
         image = SquashedScoring(32).prepare(sample).windows
         tokens = run.training_pass.extractor(image)[3]["token"][0]
         rate = scores[-1].details["learning_rates"].index(scores[-1].details["learning_rate"])
-        logits = tokens @ heads[0].weight[2, rate].T + heads[0].bias[2, rate]
+        logits = tokens @ heads.weight[2, rate].T + heads.bias[2, rate]
         size = sample.mask.shape
         upsampled = F.interpolate(logits.movedim(-1, 0)[None], size, mode="bilinear")
         guesses = upsampled.argmax(1)[0].numpy()
@@ -197,7 +197,7 @@ def test_logistic_heads_are_chosen_by_the_held_out_images_and_fitted_to_all(tmp_
     run = probe.prepared(probe_context(tmp_path))
     features, progress = run.features(), run.training_pass.progress
     fitted = run.training.train(features, run.sources, torch.arange(18), progress)
-    expected = run.score([fitted], None, {})[0][-1].val.miou()
+    expected = run.score(fitted, None, {})[0][-1].val.miou()
     score = list(probe.run(probe_context(tmp_path)))[-3]
     assert score.metric == "miou_holdout"
     assert score.details["c_values"] == [1e-5, 1e-1]

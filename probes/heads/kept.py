@@ -1,0 +1,80 @@
+"""What a long fit has reached, in a file that is there as long as the fit is not of use."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ssl_bench.system.files import write_atomically
+from ssl_bench.system.memory import pass_on_memory
+
+
+@dataclass
+class KeptFit:
+    """State of a fit that may be killed, written now and then.
+
+    Attributes:
+        path: Named after everything that the fit depends on; safe to delete at any time.
+        minutes: Between two writings.
+        say: Gets a line where a fit goes on or its file is damaged.
+    """
+
+    path: Path
+    minutes: float
+    say: Callable[[str], None]
+    _written: float = field(default_factory=time.monotonic, init=False, repr=False)
+
+    def load(self) -> dict[str, Any]:
+        """What was written last, on the CPU; nothing if there is no such file."""
+        if not self.path.is_file():
+            return {}
+        try:
+            state: dict[str, Any] = torch.load(self.path, map_location="cpu", weights_only=True)
+        # Whatever the bytes are, torch or zipfile says so with an error of its own.
+        except Exception as error:
+            pass_on_memory(error)
+            self.say(f"{self.path} is damaged; the heads are fitted from the beginning")
+            return {}
+        self.say(f"heads go on from {self.path}")
+        return state
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._written >= 60 * self.minutes
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Keep a state of tensors and plain values.
+
+        Raises:
+            MachineError: the folder cannot be written or the disk is full.
+        """
+        write_atomically(self.path, lambda file: torch.save(dict(state), file))
+        self._written = time.monotonic()
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+class Standing:
+    """How far a fit is.
+
+    Attributes:
+        state: What was reached, by name; of an earlier process where `kept` holds some.
+    """
+
+    def __init__(self, kept: KeptFit | None) -> None:
+        self.state: dict[str, Any] = kept.load() if kept else {}
+        self._kept, self._start = kept, time.monotonic()
+        self._before: float = self.state.get("seconds", 0.0)
+
+    def reached(self, **state: Any) -> None:
+        """Remember it, and write it down if that is due."""
+        self.state |= state
+        if self._kept and self._kept.is_due():
+            self._kept.write({**self.state, "seconds": self.seconds()})
+
+    def seconds(self) -> float:
+        """Of work on it, by all processes."""
+        return self._before + time.monotonic() - self._start

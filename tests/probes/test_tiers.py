@@ -1,0 +1,208 @@
+"""Features in memory, on disk or in a stream: one result; a killed fit goes on."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from probes.features.labels import LabelFacts, LabelFile
+from probes.features.room import GIB, Room
+from probes.features.statistics import RunningStatistics
+from probes.features.stream import ahead
+from probes.heads.kept import KeptFit
+from ssl_bench.errors import MachineError
+from ssl_bench.system import memory
+from tests.support.colours import Counter, probe_context, quick_probe, score_values, tiny_encoder
+
+FITS = [
+    {"epochs": 3},
+    {"epochs": 3, "views": 2, "crops": "scaled", "holdout": 0.0, "batch_size": 5},
+    {"training": "lbfgs", "c_values": [1e-3, 1e-1], "max_iterations": 4, "loss": "majority"},
+    {"layers_mode": "multi", "norm": "final", "loss": "histogram", "epochs": 3},
+]
+
+
+@pytest.mark.parametrize("changes", FITS)
+def test_the_three_tiers_give_the_same_scores_bit_for_bit(tmp_path, changes):
+    def scores(tier):
+        probe = quick_probe(**changes, tier=tier, cache=str(tmp_path))
+        return list(probe.run(probe_context(tmp_path)))
+
+    in_memory, on_disk, streamed = (scores(tier) for tier in ("memory", "disk", "stream"))
+    assert score_values(in_memory) == score_values(on_disk) == score_values(streamed)
+    for one, other in zip(in_memory, streamed, strict=True):
+        assert {**one.details, **_OF_TIERS} == {**other.details, **_OF_TIERS}
+    assert streamed[0].details["feature_tier"] == "stream"
+
+
+_OF_TIERS = {"feature_tier": None, "encoder_passes": None, "train_seconds": None}
+
+
+def test_a_stream_keeps_nothing_and_passes_the_encoder_once_an_epoch(tmp_path):
+    encoder = tiny_encoder()
+    counter = Counter(encoder)
+    probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=3)
+    (first, *_) = probe.run(probe_context(tmp_path, encoder))
+    # 16 of 18 train: their channels' mean and deviation, then three epochs; two choose, 7 are
+    # scored.
+    assert counter.images == 16 * (1 + 3) + 2 + 7
+    assert first.details["encoder_passes"] == 4
+    assert not list(tmp_path.rglob("*.features"))
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "disk_gib", "is_kept", "tier"),
+    [
+        (3.0, 0.0, False, "memory"),
+        (2.9, 3.0, False, "disk"),
+        (2.9, 2.9, False, "stream"),
+        (2.9, 0.0, True, "disk"),
+    ],
+)
+def test_a_tier_is_the_first_that_has_the_room(tmp_path, memory_gib, disk_gib, is_kept, tier):
+    room = Room("auto", memory_gib, disk_gib, tmp_path)
+    assert room.choose(2 * GIB, GIB, lambda: is_kept) == tier
+    asked = Room("stream", memory_gib, disk_gib, tmp_path)
+    assert asked.choose(2 * GIB, GIB, lambda: is_kept) == "stream"
+
+
+def test_half_of_what_is_free_is_taken_where_nothing_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("probes.features.room.free_host_memory", lambda: 6 * GIB)
+    room = Room("auto", None, None, tmp_path / "not there" / "yet")
+    assert room.memory == 3 * GIB
+    assert 0 < room.disk < 2**60
+    assert room.said("disk", 5 * GIB).startswith("features: 5.0 GiB, tier disk (may take 3.0 GiB")
+
+
+def test_the_smallest_of_what_groups_leave_is_what_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    inner = tmp_path / "job" / "step"
+    inner.mkdir(parents=True)
+    for folder, limit, use in ((inner, "max", "1"), (inner.parent, "1000", "400")):
+        (folder / "memory.max").write_text(limit)
+        (folder / "memory.current").write_text(use)
+    monkeypatch.setattr(Path, "read_text", _with("/proc/self/cgroup", "0::/job/step\n"))
+    assert memory.free_host_memory() == 600
+
+
+def _with(path, content):
+    real = Path.read_text
+    return lambda self: content if str(self) == path else real(self)
+
+
+class _Killed(Exception):
+    pass
+
+
+def _killed_after(steps):
+    """Ends the process's work as a signal would, in the middle of what is shown."""
+    left = [steps]
+
+    def progress(items, description, total=None):
+        for item in items:
+            yield item
+            if "mean" in description or "heads" in description:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise _Killed
+
+    return progress
+
+
+# Four batches of an epoch: within the channels' mean, at its end, and within the second epoch.
+@pytest.mark.parametrize("steps", [2, 4, 7])
+def test_a_killed_stream_goes_on_where_it_was_written_down(tmp_path, steps):
+    encoder, said = tiny_encoder(), []
+    probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=3, keep_minutes=0.0)
+    context = replace(probe_context(tmp_path, encoder), say=said.append)
+    whole = list(probe.run(context))
+    assert not list(tmp_path.rglob("*.heads"))
+
+    with pytest.raises(_Killed):
+        list(probe.run(replace(context, progress=_killed_after(steps))))
+    counter = Counter(encoder)
+    again = list(probe.run(context))
+
+    assert score_values(again) == score_values(whole)
+    assert counter.images == 16 * (1 + 3) - 4 * steps + 2 + 7
+    assert any("heads go on from" in line for line in said)
+    assert not list(tmp_path.rglob("*.heads"))
+
+
+def test_heads_that_were_finished_are_not_trained_again(tmp_path):
+    encoder = tiny_encoder()
+    probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=3, keep_minutes=0.0)
+    context = probe_context(tmp_path, encoder)
+    scores = probe.run(context)
+    first = next(scores)
+    counter = Counter(encoder)
+    again = list(probe.run(context))
+    assert counter.images == 2 + 7
+    assert again[0].value == first.value
+    assert again[0].details["train_seconds"] == first.details["train_seconds"]
+
+
+@pytest.mark.parametrize("change", ["seed", "rates", "encoder", "layers"])
+def test_heads_of_another_run_are_not_taken(tmp_path, change):
+    probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=1, keep_minutes=0.0)
+    next(probe.run(probe_context(tmp_path)))
+    encoder = tiny_encoder(seed=int(change == "encoder"))
+    layers = (0, 1) if change == "layers" else (0, 1, 3)
+    context = probe_context(tmp_path, encoder, layers=layers, seed=int(change == "seed"))
+    if change == "rates":
+        rates = {"learning_rates": [1e-3, 1e-1]}
+        probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=1, keep_minutes=0.0, **rates)
+    counter = Counter(encoder)
+    list(probe.run(context))
+    assert counter.images == 16 * 2 + 2 + 7
+
+
+def test_damaged_heads_are_said_and_trained_again(tmp_path):
+    said = []
+    kept = KeptFit(tmp_path / "some.heads", 0.0, said.append)
+    assert kept.load() == {}
+    kept.write({"step": 3, "weight": torch.ones(2)})
+    assert kept.load()["step"] == 3
+    whole = kept.path.read_bytes()
+    for damaged in (whole[:-7], whole[:50], b""):
+        kept.path.write_bytes(damaged)
+        assert kept.load() == {}
+        assert said.pop().endswith("is damaged; the heads are fitted from the beginning")
+
+
+def test_what_is_made_ahead_is_bounded_and_in_order():
+    made = []
+    items = ahead(lambda n: made.append(n) or n * n, range(100), workers=3, most=5)
+    assert [next(items) for _ in range(4)] == [0, 1, 4, 9]
+    assert len(made) <= 4 + 5 + 1
+    assert list(ahead(str, [], workers=1, most=1)) == []
+
+
+def test_statistics_do_not_depend_on_how_the_images_are_cut():
+    features = torch.randn(2, 37, 2, 3, 5, generator=torch.Generator().manual_seed(0)) * 9 + 100
+    found = []
+    for size in (1, 5, 37):
+        statistics = RunningStatistics.none(torch.device("cpu"))
+        for some in features.split(size, 1):
+            statistics.add(some)
+        found.append(statistics.standardization(2))
+    for other in found[1:]:
+        torch.testing.assert_close(other.mean, found[0].mean, rtol=1e-6, atol=0)
+        torch.testing.assert_close(other.scale, found[0].scale, rtol=1e-6, atol=0)
+
+
+def test_label_facts_and_the_label_file_give_what_was_put(tmp_path):
+    labels = torch.tensor([[[0, 255], [7, 7]], [[255, 255], [255, 255]], [[3, 3], [3, 0]]]).byte()
+    facts, file = LabelFacts.unknown(3), LabelFile(tmp_path, (3, 2, 2))
+    for entry in (2, 0, 1):
+        facts.put([entry], labels[entry : entry + 1])
+        file.put([entry], labels[entry : entry + 1])
+    assert facts.classes(torch.tensor([0, 1])) == [0, 7]
+    assert facts.classes(torch.tensor([0, 2])) == [0, 3, 7]
+    assert facts.without_label().tolist() == [False, True, False]
+    assert torch.equal(file.of(torch.tensor([2, 0])), labels[[2, 0]])
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(MachineError, match=r"cannot keep labels in .* probe.cache=DIR"):
+        LabelFile(tmp_path / "taken", (3, 2, 2))
