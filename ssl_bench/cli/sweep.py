@@ -14,7 +14,7 @@ from ssl_bench.results.provenance import device_name
 from ssl_bench.sweep.plan import Job, plan_sweep
 from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes
 from ssl_bench.sweep.slurm import SlurmOptions, submit_array
-from ssl_bench.system.device import choose_device
+from ssl_bench.system.device import choose_device, visible_devices
 from ssl_bench.system.escaping import json_text, printable, shell_words
 from ssl_bench.system.progress import say
 
@@ -62,7 +62,9 @@ def _device_of_estimates(options: argparse.Namespace) -> str | None:
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
     store = opened_store(options.out)
     if options.jobs > 1:
-        running = run_in_processes(jobs, options.jobs)
+        # One that was named, and the processor, are for all jobs.
+        devices = visible_devices() if options.device in (None, "cuda") else []
+        running = run_in_processes(jobs, options.jobs, devices)
     else:
         running = run_here(jobs, store, choose_device(options.device), debug=options.debug)
     outcomes: dict[tuple[str, ...], Outcome] = {}

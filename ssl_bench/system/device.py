@@ -42,6 +42,16 @@ def _usable(name: str) -> torch.device:
     return device
 
 
+def visible_devices() -> list[str]:
+    """GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    What the user, SLURM or a container set there counts, whether numbers or names.
+    """
+    count, named = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count)) if named is None else named.split(",")
+    return [name.strip() for name in names][:count]
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that tensors may still take on a GPU, those among them that torch keeps for reuse."""
     free, _ = torch.cuda.mem_get_info(device)

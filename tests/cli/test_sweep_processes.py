@@ -1,0 +1,129 @@
+"""Jobs of a sweep side by side: a device for each, the longest first, once more alone."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssl_bench.sweep import run
+from ssl_bench.sweep.plan import Job
+from ssl_bench.sweep.run import run_in_processes
+from ssl_bench.system.device import visible_devices
+
+# Stands for a probe: says when it works on which device, and ends as it is told.
+SCRIPT = textwrap.dedent(
+    """
+    import os, signal, sys, time
+    from pathlib import Path
+    name, ends = sys.argv[1:]
+    tried = Path(name + ".tried")
+    first = not tried.exists()
+    tried.touch()
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
+    with open("log", "a") as log:
+        log.write(f"begin {name} {device}\\n")
+    time.sleep(0.3)
+    with open("log", "a") as log:
+        log.write(f"end {name} {device}\\n")
+    if ends == "killed" or ends == "killed once" and first:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ends == "short once" and first:
+        print("ssl-bench: memory does not suffice (CUDA out of memory)", file=sys.stderr)
+        sys.exit(5)
+    sys.exit(3 if ends == "fails" else 0)
+    """
+)
+
+
+class _Job(Job):
+    """A job of which nothing is asked but its name, its length and how it ends."""
+
+    title = ""  # pyright: ignore
+
+    def __init__(self, title: str, seconds: float | None = 1.0, ends: str = "well") -> None:
+        vars(self).update(title=title, seconds=seconds, ends=ends)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    words = [sys.executable, "-c", SCRIPT]
+    monkeypatch.setattr(run, "probe_command", lambda job: [*words, job.title, job.ends])
+    return tmp_path
+
+
+def lines() -> list[list[str]]:
+    return [line.split() for line in Path("log").read_text().splitlines()]
+
+
+def test_jobs_at_work_together_have_devices_of_their_own(place):
+    jobs = [_Job(f"job{number}") for number in range(6)]
+    outcomes = list(run_in_processes(jobs, 3, ["GPU-a", "GPU-b", "7"]))
+    assert {outcome.state for outcome in outcomes} == {"finished"}
+    at_work: set[str] = set()
+    for what, _, device in lines():
+        assert (device in at_work) == (what == "end")
+        at_work ^= {device}
+    assert {device for _, _, device in lines()} == {"GPU-a", "GPU-b", "7"}
+
+
+def test_more_jobs_than_devices_share_them_evenly(place):
+    list(run_in_processes([_Job(f"job{number}") for number in range(4)], 4, ["0", "1"]))
+    begun = [device for what, _, device in lines() if what == "begin"]
+    assert sorted(begun) == ["0", "0", "1", "1"]
+
+
+def test_without_a_device_jobs_see_what_this_process_sees(place, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    list(run_in_processes([_Job("one")], 2))
+    assert lines()[0] == ["begin", "one", "3"]
+
+
+def test_unknown_and_long_jobs_come_first(place):
+    jobs = [_Job("short", 1.0), _Job("long", 60.0), _Job("unknown", None), _Job("middle", 5.0)]
+    list(run_in_processes(jobs, 1))
+    begun = [name for what, name, _ in lines() if what == "begin"]
+    assert begun == ["unknown", "long", "middle", "short"]
+
+
+@pytest.mark.parametrize("ends", ["short once", "killed once"])
+def test_a_job_that_wanted_memory_is_run_again_alone(place, capsys, ends):
+    jobs = [_Job("hungry", 9.0, ends), *(_Job(f"job{number}") for number in range(4))]
+    outcomes = list(run_in_processes(jobs, 2))
+    assert [outcome.state for outcome in outcomes] == ["finished"] * 5
+    assert lines()[-2:] == [["begin", "hungry", "none"], ["end", "hungry", "none"]]
+    assert "memory did not suffice for hungry beside others" in capsys.readouterr().err
+
+
+def test_what_fails_alone_too_or_for_another_reason_has_failed(place):
+    jobs = [_Job("hungry", 9.0, "killed"), _Job("wrong", 8.0, "fails"), _Job("good")]
+    outcomes = {outcome.job.title: outcome for outcome in run_in_processes(jobs, 2)}
+    assert {title: one.exit_code for title, one in outcomes.items()} == {
+        "hungry": 5,
+        "wrong": 3,
+        "good": 0,
+    }
+    assert [name for what, name, _ in lines() if what == "begin"].count("wrong") == 1
+    assert [name for what, name, _ in lines() if what == "begin"].count("hungry") == 2
+
+
+@pytest.mark.parametrize(
+    ("named", "count", "found"),
+    [
+        (None, 3, ["0", "1", "2"]),
+        ("4, 6", 2, ["4", "6"]),
+        ("MIG-1/2/0,GPU-8f", 2, ["MIG-1/2/0", "GPU-8f"]),
+        ("", 0, []),
+        ("-1", 0, []),
+        ("0,9", 1, ["0"]),
+    ],
+)
+def test_the_visible_devices_are_those_of_the_environment(monkeypatch, named, count, found):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert visible_devices() == found
