@@ -16,6 +16,10 @@ PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""
 
 
+MOST_DRAWN = 24
+"""Curves of checkpoints, or drawings of runs, in a panel; with more nobody tells them apart."""
+
+
 @dataclass(frozen=True)
 class Point:
     """The score of one block, averaged over seeds.
@@ -103,6 +107,13 @@ class Panel:
     @property
     def is_ranked(self) -> bool:
         return any(line.best for line in self.lines)
+
+    @property
+    def drawn(self) -> tuple[Line, ...]:
+        """All lines, or of many those with the highest values, in the order of their names."""
+        highest = sorted(self.lines, key=lambda line: -line.best.value if line.best else math.inf)
+        chosen = {line.checkpoint.encoder_id for line in highest[:MOST_DRAWN]}
+        return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
