@@ -1,6 +1,7 @@
 """Who is in a report, and how each is drawn: the same colour and line wherever it appears."""
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,9 @@ class Checkpoint:
 def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
     """The checkpoints of some records, ordered by name."""
     latest = {record.encoder_id: record for record in records}
+    folders: dict[str, set[str]] = defaultdict(set)
+    for encoder, model in {(record.encoder_id, record.model) for record in records}:
+        folders[encoder].add(encoder_folder(model, encoder))
     named = sorted(
         ((name, encoder) for encoder, name in model_names(records).items()),
         key=lambda pair: in_order(pair[0]),
@@ -66,14 +70,10 @@ def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
             skipless=bool(_NO_SKIP.search(name)),
             colour=colours[name],
             page=f"checkpoint-{in_file_names(name)}-{encoder[:8]}.html",
-            folders=tuple(sorted({_folder(r) for r in records if r.encoder_id == encoder})),
+            folders=tuple(sorted(folders[encoder])),
         )
         for number, (name, encoder) in enumerate(named)
     )
-
-
-def _folder(record: Record) -> str:
-    return encoder_folder(record.model, record.encoder_id)
 
 
 def _colours(names: Sequence[str]) -> dict[str, int]:

@@ -1,12 +1,13 @@
 """The page that follows scores over the epochs of runs, one curve a block."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ssl_bench.errors import DataError
 from ssl_bench.report.curves import Chart, Curve, Spot, draw
-from ssl_bench.report.model import Panel, Point, best_of, point_of, said_units
+from ssl_bench.report.model import MOST_DRAWN, Panel, Point, best_of, point_of, said_units
 from ssl_bench.report.pages import Filter, filters_of, spot_of
 from ssl_bench.results import Record
 from ssl_bench.tables.epochs import epoch_of, followed_runs, require_one_encoder_an_epoch
@@ -43,6 +44,12 @@ class Course:
         """The highest point of a block."""
         return best_of(point for (_, its), point in self.points.items() if its == layer)
 
+    @property
+    def highest(self) -> float:
+        """The highest value at any block and epoch; below all others where more is not better."""
+        best = best_of(self.points.values())
+        return -math.inf if best is None else best.value
+
     def curves(self) -> tuple[Curve, ...]:
         """One a block."""
         return tuple(
@@ -70,13 +77,21 @@ class PanelCourses:
     courses: tuple[Course, ...]
     ambiguous: tuple[str, ...]
 
+    @property
+    def shown(self) -> tuple[Course, ...]:
+        """All courses, or of many those with the highest values, in the order of their names."""
+        highest = sorted(self.courses, key=lambda course: -course.highest)[:MOST_DRAWN]
+        chosen = {course.run for course in highest}
+        return tuple(course for course in self.courses if course.run in chosen)
+
     def drawn(self) -> tuple[tuple[Course, Chart], ...]:
-        """The courses, all on the same axes."""
-        curves = {course.run: course.curves() for course in self.courses}
+        """The shown courses, all on the same axes."""
+        shown = self.shown
+        curves = {course.run: course.curves() for course in shown}
         every = [curve for those in curves.values() for curve in those]
         return tuple(
             (c, draw(curves[c.run], unit=self.panel.unit, along="epoch", beside=every))
-            for c in self.courses
+            for c in shown
         )
 
 
@@ -89,7 +104,7 @@ class EpochsPage:
     @property
     def blocks(self) -> tuple[Curve, ...]:
         """A curve of each, of the deepest encoder that has it."""
-        courses = [course for one in self.followed for course in one.courses]
+        courses = [course for one in self.followed for course in one.shown]
         by_depth = sorted(courses, key=lambda course: course.depth)
         found = {curve.number: curve for course in by_depth for curve in course.curves()}
         return tuple(curve for _, curve in sorted(found.items()))

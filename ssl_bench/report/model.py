@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.results import Record
@@ -13,6 +14,10 @@ from ssl_bench.tables.series import comparable_groups, differing_settings, said_
 
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""
+
+
+MOST_DRAWN = 24
+"""Curves of checkpoints, or drawings of runs, in a panel; with more nobody tells them apart."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class Line:
     checkpoint: Checkpoint
     points: tuple[Point, ...]
 
-    @property
+    @cached_property
     def best(self) -> Point | None:
         """The highest point; None when no block has a value or more is not better."""
         return best_of(self.points)
@@ -104,15 +109,26 @@ class Panel:
         return any(line.best for line in self.lines)
 
     @property
+    def drawn(self) -> tuple[Line, ...]:
+        """All lines, or of many those with the highest values, in the order of their names."""
+        highest = sorted(self.lines, key=lambda line: -line.best.value if line.best else math.inf)
+        chosen = {line.checkpoint.encoder_id for line in highest[:MOST_DRAWN]}
+        return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
+
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         return tuple(sorted({point.layer for line in self.lines for point in line.points}))
 
-    @property
+    @cached_property
     def has_arbitrary(self) -> bool:
         return any(point.arbitrary for line in self.lines for point in line.points)
 
     def line(self, checkpoint: Checkpoint) -> Line | None:
-        return next((line for line in self.lines if line.checkpoint == checkpoint), None)
+        return self._by_encoder.get(checkpoint.encoder_id)
+
+    @cached_property
+    def _by_encoder(self) -> Mapping[str, Line]:
+        return {line.checkpoint.encoder_id: line for line in self.lines}
 
 
 def panels_of(records: Sequence[Record], checkpoints: Sequence[Checkpoint]) -> tuple[Panel, ...]:
@@ -135,12 +151,13 @@ def _panel(
     checkpoints: Sequence[Checkpoint],
 ) -> Panel:
     first = next(iter(members.values()))
-    cells: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
+    cells: dict[str, dict[int, dict[int, Record]]] = defaultdict(lambda: defaultdict(dict))
     for i, record in members.items():
-        cells[record.encoder_id, record.layer][i] = record
+        cells[record.encoder_id][record.layer][i] = record
     lines = (
-        Line(c, tuple(point_of(cells[key]) for key in sorted(cells) if key[0] == c.encoder_id))
+        Line(c, tuple(point_of(seeds) for _, seeds in sorted(cells[c.encoder_id].items())))
         for c in checkpoints
+        if c.encoder_id in cells
     )
     return Panel(
         number=number,
@@ -152,7 +169,7 @@ def _panel(
         facet=first.facet,
         protocol=first.protocol,
         difference=difference,
-        lines=tuple(line for line in lines if line.points),
+        lines=tuple(lines),
         footnote=provenance(list(members.values())),
     )
 

@@ -10,6 +10,7 @@ from ssl_bench.report.comparing import Pair, PanelPair
 from ssl_bench.report.curves import Chart, Curve, Reference, Spot, draw
 from ssl_bench.report.model import (
     PANEL_FIELDS,
+    Line,
     Panel,
     Point,
     said_units,
@@ -42,9 +43,14 @@ class Published:
 
 @dataclass(frozen=True)
 class PanelView:
-    """A panel as it is drawn."""
+    """A panel as it is drawn.
+
+    Attributes:
+        lines: Those that are drawn.
+    """
 
     panel: Panel
+    lines: tuple[Line, ...]
     chart: Chart
     published: tuple[Published, ...]
 
@@ -148,6 +154,7 @@ class PairPage:
 
 def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
     """Draw a panel with the published values of its dataset that its axes hold."""
+    lines = panel.drawn
     curves = [
         Curve(
             line.checkpoint.name,
@@ -158,7 +165,7 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
                 for point in line.points
             ),
         )
-        for line in panel.lines
+        for line in lines
     ]
     published = _published(panel, records)
     levels = [
@@ -168,7 +175,7 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
         # Not beside a part of the dataset.
         if value.dataset == panel.dataset
     ]
-    return PanelView(panel, draw(curves, levels, panel.unit), published)
+    return PanelView(panel, lines, draw(curves, levels, panel.unit), published)
 
 
 def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:

@@ -1,6 +1,7 @@
 """From records to a folder of pages."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -44,6 +45,7 @@ class Report:
     Attributes:
         records: Others refer to them by their place here.
         followed: Panels with runs of several epochs.
+        by_encoder: Its records by id of an encoder.
         galleries: By id of the encoder.
         pictures: Those of the folder of results.
         num_unreadable: Files that are no complete records.
@@ -55,6 +57,7 @@ class Report:
     panels: tuple[Panel, ...]
     pairs: tuple[Pair, ...]
     followed: tuple[PanelCourses, ...]
+    by_encoder: Mapping[str, Sequence[Record]]
     galleries: dict[str, list[Gallery]]
     pictures: PictureFiles
     num_unreadable: int
@@ -76,7 +79,6 @@ class Report:
             outcomes_of(self.store.root, self.records, panel, checkpoint) for panel, _ in lines
         ]
         extremes = [extremes_of(self.store, self.records, panel, line) for panel, line in lines]
-        own = [record for record in self.records if record.encoder_id == checkpoint.encoder_id]
         return CheckpointPage(
             checkpoint=checkpoint,
             lines=tuple(lines),
@@ -85,7 +87,7 @@ class Report:
             outcomes=tuple(found for found in outcomes if found),
             extremes=tuple(_shown(found, galleries) for found in extremes if found),
             classes=class_tables(lines, self.records),
-            runs=runs_of(own),
+            runs=runs_of(self.by_encoder[checkpoint.encoder_id]),
         )
 
     def pair_page(self, pair: Pair, compared: Sequence[PanelPair]) -> PairPage:
@@ -114,6 +116,9 @@ def build_report(
         ConfigurationError: a pair names a checkpoint that is not there.
     """
     checkpoints, pictures = checkpoints_of(records), PictureFiles(store.root)
+    by_encoder: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_encoder[record.encoder_id].append(record)
     panels = panels_of(records, checkpoints)
     return Report(
         store=store,
@@ -122,7 +127,10 @@ def build_report(
         panels=panels,
         pairs=tuple(pairs_of(checkpoints, asked_pairs)),
         followed=followed_panels(panels, records),
-        galleries={c.encoder_id: galleries_of(pictures, records, c) for c in checkpoints},
+        by_encoder=by_encoder,
+        galleries={
+            c.encoder_id: galleries_of(pictures, by_encoder[c.encoder_id], c) for c in checkpoints
+        },
         pictures=pictures,
         num_unreadable=len(store.unreadable),
     )
@@ -147,7 +155,7 @@ def write_report(report: Report, folder: Path) -> None:
         static = files("ssl_bench.report").joinpath("static")
         for name in STATIC:
             _write(new / name, static.joinpath(name).read_text(encoding="utf-8"))
-        _write(new / "records.js", as_script(report.store, report.records))
+        _write(new / "records.js", as_script(report.records))
         for checkpoint in show_progress(report.checkpoints, "checkpoints"):
             page = report.checkpoint_page(checkpoint)
             _write(new / checkpoint.page, render("checkpoint.html", page))

@@ -1,5 +1,6 @@
 """Records: what they are and where they lie. Where they are from, in `provenance`, needs torch."""
 
+from ssl_bench.results.reading import OUTDATED
 from ssl_bench.results.record import (
     ENCODER,
     SUPERVISED,
@@ -11,7 +12,7 @@ from ssl_bench.results.record import (
     TrainingImages,
     encoder_id,
 )
-from ssl_bench.results.store import OUTDATED, ResultStore
+from ssl_bench.results.store import ResultStore
 
 __all__ = [
     "ENCODER",

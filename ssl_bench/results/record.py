@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from json.encoder import encode_basestring_ascii
 from typing import Any
 
 import numpy as np
@@ -72,25 +73,25 @@ class CellKey:
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits that are the same for the same cell on every machine."""
-        return _digest(asdict(self))[:16]
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return cell_digest(self)
 
     def __hash__(self) -> int:
         return hash(self.digest())
 
     def record(self, **measured: Any) -> "Record":
         """The record of this cell, given the fields that do not identify it."""
-        return Record(**{f.name: getattr(self, f.name) for f in fields(self)}, **measured)
+        return Record(**{name: getattr(self, name) for name in _KEY_FIELDS}, **measured)
 
     def filename(self) -> str:
-        return f"{self._place}-{self.digest()}.json"
+        return cell_filename(self, self.digest())
 
     def of_any_kind(self) -> str:
         """Pattern of the file names of this block, facet and metric, whoever was asked and how."""
-        return f"{glob.escape(self._place)}-*.json"
-
-    @property
-    def _place(self) -> str:
-        return f"layer{self.layer:02d}-{self.facet}-{self.metric}"
+        return f"{glob.escape(_start_of_name(self))}-*.json"
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,11 @@ class Record:
         """Tells encoders apart; equal weights that are used in another way are another encoder."""
         return encoder_id({name: getattr(self, name) for name in ENCODER})
 
+    @cached_property
+    def digest(self) -> str:
+        """That of its cell."""
+        return cell_digest(self)
+
     @property
     def trained_on(self) -> TrainingImages | None:
         """The images that something was fitted to, None where nothing was."""
@@ -161,23 +167,52 @@ class Record:
         return None if told is None else TrainingImages(**told)
 
     def key(self) -> CellKey:
-        return CellKey(**{f.name: getattr(self, f.name) for f in fields(CellKey)})
+        return CellKey(**{name: getattr(self, name) for name in _KEY_FIELDS})
 
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON has them; infinity is "inf", what is no number null."""
         return plain_json(asdict(self), infinity=INFINITE)
 
 
+_KEY_FIELDS = sorted(item.name for item in fields(CellKey))
+
+
+def cell_digest(cell: CellKey | Record, known: Mapping[str, str] | None = None) -> str:
+    """`CellKey.digest` of a cell or of its record.
+
+    Args:
+        cell: The one or the other.
+        known: Fields of it as JSON, where `json_of` wrote them before.
+    """
+    written = known or {}
+    texts = (
+        f'"{name}": {written.get(name) or json_of(getattr(cell, name))}' for name in _KEY_FIELDS
+    )
+    return hashlib.sha256(f"{{{', '.join(texts)}}}".encode()).hexdigest()[:16]
+
+
+def cell_filename(cell: CellKey | Record, digest: str) -> str:
+    """Of the record of a cell with this digest."""
+    return f"{_start_of_name(cell)}-{digest}.json"
+
+
+def _start_of_name(cell: CellKey | Record) -> str:
+    return f"layer{cell.layer:02d}-{cell.facet}-{cell.metric}"
+
+
+def json_of(value: Any) -> str:
+    """The same text for the same value."""
+    # What `dumps` does, in a tenth of its time.
+    if type(value) is str:
+        return encode_basestring_ascii(value)
+    return json.dumps(value, sort_keys=True, default=list)
+
+
 def encoder_id(identity: Mapping[str, Any]) -> str:
     """Hexadecimal digest of weights, architecture, mean and deviation: the fields of `ENCODER`."""
-    return _digest(identity)
+    return hashlib.sha256(json_of(identity).encode()).hexdigest()
 
 
 def _short(value: Any) -> str:
     text = str(value).replace(" ", "")
     return text if len(text) <= _LONG else f"{text[: _LONG - 3]}..."
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    text = json.dumps(values, sort_keys=True, default=list)
-    return hashlib.sha256(text.encode()).hexdigest()

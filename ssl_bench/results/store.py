@@ -4,24 +4,25 @@ import io
 import json
 import zipfile
 from collections.abc import Sequence
-from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ssl_bench.errors import DataError
-from ssl_bench.results.ranges import colour_of, parsed, require_possible, shortened
-from ssl_bench.results.record import ENCODER, TRAINED_ON, CellKey, PerImage, Record
-from ssl_bench.system.escaping import is_file_name
+from ssl_bench.results.ranges import shortened
+from ssl_bench.results.reading import (
+    MOST_BYTES,
+    OUTDATED,
+    RecordReader,
+    place_of,
+    without_collections,
+)
+from ssl_bench.results.record import ENCODER, CellKey, PerImage, Record
 from ssl_bench.system.files import read_within, write_atomically, write_text_atomically
 from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.naming import file_name
 
-OUTDATED = "of an earlier kind, which says too little of encoder and training images to count"
-
-# Of a record or a list of ids; of what all images contributed.
-_MOST_BYTES, _MOST_OF_IMAGES = 16 * 2**20, 2**30
+# Of what all images contributed.
+_MOST_OF_IMAGES = 2**30
 # Of what an image contributes: three counts of eight bytes for each of 2,700 classes.
 _IMAGE_BYTES = 2**16
 
@@ -47,10 +48,7 @@ class ResultStore:
         Raises:
             DataError: a name in it would lead elsewhere.
         """
-        for name in (key.task, key.facet, key.metric):
-            if not is_file_name(name):
-                raise DataError(f"expected a name that a file can have, got {name!r}")
-        return self.root / "records" / key.task / file_name(key.dataset) / key.filename()
+        return self.root.joinpath("records", *place_of(key, key.digest()))
 
     def load(self, key: CellKey) -> Record | None:
         """The record of a finished cell, None when there is none or only half of one."""
@@ -72,7 +70,7 @@ class ResultStore:
     def _tells_encoder(self, path: Path) -> bool:
         """Whether a file has the names that an earlier kind lacks; takes no parsing."""
         try:
-            content = read_within(self.root, path, _MOST_BYTES)
+            content = read_within(self.root, path, MOST_BYTES)
         except OSError:
             return False
         return all(f'"{name}":'.encode() in content for name in ENCODER)
@@ -112,7 +110,7 @@ class ResultStore:
     def image_ids(self, fingerprint: str) -> tuple[str, ...] | None:
         """Ids of all images of a split; None where they were not kept."""
         try:
-            ids = json.loads(read_within(self.root, self._ids_path(fingerprint), _MOST_BYTES))
+            ids = json.loads(read_within(self.root, self._ids_path(fingerprint), MOST_BYTES))
         except (OSError, ValueError, RecursionError):
             return None
         whole = isinstance(ids, list) and all(isinstance(name, str) for name in ids)
@@ -132,9 +130,12 @@ class ResultStore:
             DataError: there is no record at all.
         """
         self.unreadable = {}
-        paths = sorted((self.root / "records").glob("*/*/*.json"))
+        paths = sorted((self.root / "records").glob("*/*/*.json"), key=lambda path: path.parts)
         self.found = len(paths)
-        found = [record for path in paths if (record := self._read(path)) is not None]
+        reader = RecordReader(self.root)
+        with without_collections():
+            read = [self._read(path, reader) for path in paths]
+        found = [record for record in read if record is not None]
         if paths and not found:
             raise DataError(
                 f"none of the {len(paths)} records in {self.root / 'records'} can be read, such as "
@@ -146,19 +147,9 @@ class ResultStore:
             )
         return found
 
-    def _read(self, path: Path) -> Record | None:
+    def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
         try:
-            fields_read = parsed(read_within(self.root, path, _MOST_BYTES))
-            # Later versions may know more about the same cell, earlier ones knew less.
-            known = {item.name for item in fields(Record)}
-            if "checkpoint_sha256" in fields_read and not set(ENCODER) <= fields_read.keys():
-                raise ValueError(OUTDATED)
-            for colour in ("mean", "std"):
-                fields_read[colour] = colour_of(fields_read[colour])
-            record = _checked(Record(**{k: v for k, v in fields_read.items() if k in known}))
-            if path != self.path(record.key()):
-                raise ValueError("a copy, or of another cell")
-            return record
+            return (reader or RecordReader(self.root)).read(path)
         except OSError as error:
             self.unreadable[path] = error.strerror or str(error)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -174,23 +165,3 @@ def _read_array(content: io.BytesIO, most_bytes: int) -> np.ndarray:
             raise ValueError(f"it claims {size} bytes")
         # With a number, because without one it inflates all and cuts that.
         return np.load(io.BytesIO(file.read(size)), allow_pickle=False)
-
-
-_KINDS: dict[Any, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}
-
-
-def _checked(record: Record) -> Record:
-    """The record, once its fields are known to be of their kinds: a file may hold anything."""
-    for item in fields(record):
-        value = getattr(record, item.name)
-        kinds = _KINDS.get(item.type, (type(value),))
-        if item.name in ("settings", "details", "architecture", "changed"):
-            kinds = (dict,)
-        # Not isinstance, for which true and false are whole numbers.
-        if type(value) not in kinds:
-            raise TypeError(f"{item.name} is {value!r}")
-    require_possible(vars(record))
-    told = record.trained_on
-    if told and [type(value) for value in asdict(told).values()] != [str, str, int]:
-        raise TypeError(f"{TRAINED_ON} is {told!r}")
-    return record

@@ -4,13 +4,14 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ssl_bench.asked import asked_probes, newest_checkpoint
+from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import cell_keys, cell_settings
 from ssl_bench.evaluation.pending import find_pending, pictures_folder
@@ -66,8 +67,10 @@ def plan_sweep(
     encoders = _distinct(identify_encoder(uri) for uri in uris)
     store = ResultStore(Path(options.out))
     times = RecordedTimes(_records(store), device)
-    # Opened once, because every opening looks at all files.
-    asked = [(p, p.probe.split(p.dataset), cell_settings(p)) for p in plan]
+    asked = [
+        (planned, question.probe.split(question.dataset), cell_settings(question))
+        for planned, question in zip(plan, _sharing_datasets(plan), strict=True)
+    ]
     jobs = []
     for encoder in encoders:
         layers = resolve_layers(options.layer, encoder.depth)
@@ -95,6 +98,21 @@ def plan_sweep(
                 )
             )
     return jobs
+
+
+def _sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
+    """The same questions, each dataset opened and its files known once for all tasks and encoders.
+
+    For the plan alone: what runs later looks at the files as they are then.
+    """
+    opened: list[OpenedOnce] = []
+    for planned in plan:
+        if not any(planned.dataset == one.dataset for one in opened):
+            opened.append(OpenedOnce(planned.dataset))
+    return [
+        replace(planned, dataset=next(one for one in opened if one.dataset == planned.dataset))
+        for planned in plan
+    ]
 
 
 def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:

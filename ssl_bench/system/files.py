@@ -29,12 +29,54 @@ def open_within(root: Path, path: Path, most_bytes: int) -> BufferedReader:
     Raises:
         OSError: it is a link or below one, a pipe or device, or larger; `strerror` says so.
     """
-    for place in (path, *path.parents):
+    _require_no_link(root, path, path)
+    return os.fdopen(_descriptor_of(path, most_bytes), "rb")
+
+
+def read_within(root: Path, path: Path, most_bytes: int) -> bytes:
+    """The bytes of a file that `open_within` opens."""
+    return FilesWithin(root).read(path, most_bytes)
+
+
+class FilesWithin:
+    """Many files below a folder that may be somebody else's.
+
+    Whether a folder is a link, or below one, is asked before its first file alone.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._folders: set[Path] = set()
+
+    def read(self, path: Path, most_bytes: int) -> bytes:
+        """As `read_within`."""
+        if path.parent not in self._folders:
+            _require_no_link(self._root, path.parent, path)
+            self._folders.add(path.parent)
+        try:
+            with os.fdopen(_descriptor_of(path, most_bytes), "rb", buffering=0) as file:
+                return file.read()
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _is_link(path, path) from error
+            raise
+
+
+def _require_no_link(root: Path, top: Path, path: Path) -> None:
+    """Refuse a path where it is a link from `top` upwards to below `root`."""
+    for place in (top, *top.parents):
         if place == root:
             break
         if place.is_symlink():
-            what = "a link" if place == path else f"below the link {place}"
-            raise OSError(errno.ELOOP, f"{what}, and links are not followed", str(path))
+            raise _is_link(place, path)
+
+
+def _is_link(place: Path, path: Path) -> OSError:
+    what = "a link" if place == path else f"below the link {place}"
+    return OSError(errno.ELOOP, f"{what}, and links are not followed", str(path))
+
+
+def _descriptor_of(path: Path, most_bytes: int) -> int:
     descriptor = os.open(path, os.O_RDONLY | _NO_LINK_NO_WAIT)
     try:
         status = os.fstat(descriptor)
@@ -43,16 +85,10 @@ def open_within(root: Path, path: Path, most_bytes: int) -> BufferedReader:
         if status.st_size > most_bytes:
             larger = f"{status.st_size:,} bytes, more than {most_bytes:,}"
             raise OSError(errno.EFBIG, larger, str(path))
-        return os.fdopen(descriptor, "rb")
+        return descriptor
     except OSError:
         os.close(descriptor)
         raise
-
-
-def read_within(root: Path, path: Path, most_bytes: int) -> bytes:
-    """The bytes of a file that `open_within` opens."""
-    with open_within(root, path, most_bytes) as file:
-        return file.read()
 
 
 _UNFINISHED = re.compile(r"\.ssl-bench-[0-9a-f]{32}\.tmp")

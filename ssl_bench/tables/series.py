@@ -15,8 +15,13 @@ SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 def comparable_groups(records: Sequence[Record]) -> list[list[Record]]:
     """Records whose numbers may stand side by side, whatever the block, the model and the seed."""
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
+    # By identity: records that were read together share their settings.
+    texts: dict[int, str] = {}
     for record in records:
-        groups[_comparable(record)].append(record)
+        place = id(record.settings)
+        if place not in texts:
+            texts[place] = settings_text(record)
+        groups[_comparable(record, texts[place])].append(record)
     return [group for _, group in sorted(groups.items())]
 
 
@@ -61,9 +66,9 @@ def metric_with_unit(record: Record) -> str:
     return f"{record.metric} ({record.unit})" if record.unit else record.metric
 
 
-def _comparable(record: Record) -> tuple[str, ...]:
+def _comparable(record: Record, settings: str) -> tuple[str, ...]:
     names = (record.task, record.dataset, record.split, record.metric, record.protocol)
-    return (*names, record.facet, record.dataset_fingerprint, settings_text(record))
+    return (*names, record.facet, record.dataset_fingerprint, settings)
 
 
 def model_names(records: Sequence[Record]) -> dict[str, str]:

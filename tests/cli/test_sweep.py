@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files import file_sets
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
@@ -358,3 +359,19 @@ def test_printed_commands_are_words_for_a_shell_and_leave_the_same_cells(place, 
     capsys.readouterr()
     assert main([*sweep, "--print"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def test_the_plan_knows_the_files_of_a_dataset_once_for_all_tasks(place, monkeypatch):
+    voc(place / "voc")
+    read = []
+    whole = file_sets.identities
+    monkeypatch.setattr(
+        file_sets,
+        "identities",
+        lambda parts, reading, kind: read.append(reading.title) or whole(parts, reading, kind),
+    )
+
+    tasks = ["--task", "segmentation,retrieval", "--dataset", "voc2012", "--data-root", "voc"]
+    assert main(["sweep", *tasks, "--checkpoint", "runs/*", "--dry-run"]) == 0
+
+    assert sorted(read) == ["voc2012 train", "voc2012 val"]

@@ -1,10 +1,12 @@
+import hashlib
+import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from ssl_bench.errors import DataError
-from ssl_bench.results import Record, ResultStore
+from ssl_bench.results import CellKey, Record, ResultStore
 
 RECORD = Record(
     task="tokencut",
@@ -101,3 +103,64 @@ def test_a_half_written_record_is_not_finished_and_is_named(tmp_path):
 def test_an_empty_folder_says_what_to_run(tmp_path):
     with pytest.raises(DataError, match="run `ssl-bench probe"):
         ResultStore(tmp_path).records()
+
+
+def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():
+    names = [item.name for item in fields(CellKey)]
+    text = json.dumps({name: getattr(RECORD, name) for name in names}, sort_keys=True)
+
+    expected = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    assert RECORD.digest == RECORD.key().digest() == expected
+    # Stands in the names of files, so that another one would orphan all records.
+    assert expected == "ebb0052e2a1f2f9c"
+    assert replace(RECORD, facet='ä"').digest == replace(RECORD, facet='ä"').key().digest()
+
+
+def test_records_that_are_read_together_share_what_they_have_in_common(tmp_path):
+    store = ResultStore(tmp_path)
+    for layer in range(3):
+        details = {"iou_by_class": {"dog": float(layer)}}
+        store.save(replace(RECORD, layer=layer, details=details))
+
+    one, two, three = store.records()
+
+    assert one.settings is two.settings is three.settings
+    assert one.architecture is three.architecture
+    names = [next(iter(r.details["iou_by_class"])) for r in (one, two, three)]
+    assert names[0] is names[1] is names[2]
+    assert [r.details["iou_by_class"]["dog"] for r in (one, two, three)] == [0.0, 1.0, 2.0]
+
+
+def test_equal_numbers_of_other_kinds_are_not_taken_for_each_other(tmp_path):
+    store = ResultStore(tmp_path)
+    kinds = [{"tau": 1}, {"tau": 1.0}, {"tau": True}]
+    for layer, settings in enumerate(kinds):
+        store.save(replace(RECORD, layer=layer, settings=settings))
+
+    assert [repr(record.settings) for record in store.records()] == list(map(repr, kinds))
+    assert store.unreadable == {}
+
+
+def test_what_was_seen_in_one_record_is_still_checked_in_the_next(tmp_path):
+    store = ResultStore(tmp_path)
+    for layer in range(2):
+        store.save(replace(RECORD, layer=layer))
+    wrong = store.path(replace(RECORD, layer=1).key())
+    wrong.write_text(wrong.read_text().replace('"share": [', '"share": [1e999, '))
+
+    assert [record.layer for record in store.records()] == [0]
+    assert "too large" in store.unreadable[wrong]
+
+
+def test_a_folder_that_is_a_link_is_refused_for_every_file_in_it(tmp_path):
+    store = ResultStore(tmp_path / "results")
+    first = store.save(RECORD)
+    elsewhere = ResultStore(tmp_path / "elsewhere")
+    for layer in range(2):
+        elsewhere.save(replace(RECORD, dataset="other", layer=layer))
+    (first.parent.parent / "other").symlink_to(elsewhere.path(RECORD.key()).parent.parent / "other")
+
+    assert store.records() == [replace(RECORD, details={"share": [0.5, None]})]
+    assert len(store.unreadable) == 2
+    assert all("below the link" in why for why in store.unreadable.values())

@@ -127,3 +127,27 @@ def test_ids_of_a_folder_leave_out_hidden_and_other_files(tmp_path):
 
     assert Files(tmp_path, ".png", other_suffix="_labelTrainIds.png").ids() == ["1", "2"]
     assert Files(tmp_path, "_labelTrainIds.png").ids() == ["1"]
+
+
+def test_files_that_are_there_are_found_by_listing_their_folders(images, tmp_path, monkeypatch):
+    files = Files(tmp_path / "photos", ".png")
+    (tmp_path / "photos/deeper").mkdir()
+    (tmp_path / "photos/deeper/d.png").symlink_to(tmp_path / "photos/a.png")
+    (tmp_path / "photos/gone.png").symlink_to(tmp_path / "nowhere.png")
+    (tmp_path / "photos/folder.png").mkdir()
+    asked = []
+    is_file = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: asked.append(path.name) or is_file(path))
+
+    assert files.missing(["a", "b", "deeper/d"]) == []
+    assert asked == []
+    absent = ["gone", "folder", "deeper/e", "no/f"]
+    assert files.missing(["a", *absent]) == ["gone.png", "folder.png", "e.png", "f.png"]
+
+
+def test_a_name_that_the_file_system_finds_is_not_missing(images, tmp_path, monkeypatch):
+    files = Files(tmp_path / "photos", ".png")
+    # As where names are found whatever their letters, though listed as they were written.
+    monkeypatch.setattr(Path, "is_file", lambda path: path.name.lower() == "a.png")
+
+    assert files.missing(["A"]) == []

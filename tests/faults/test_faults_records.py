@@ -29,6 +29,8 @@ def stranger(store: ResultStore, changes: dict) -> Path:
     """A record with fields that no run leaves, as far as possible in the place they give it."""
     fields_read = cell().as_json() | changes
     try:
+        if changes == DEEPEST:
+            raise RecursionError("more levels than can be written")
         # Without the checks of types, which would leave only the other place.
         key = object.__new__(CellKey)
         vars(key).update({item.name: fields_read[item.name] for item in fields(CellKey)})

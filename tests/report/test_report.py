@@ -12,6 +12,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.folder import MARKER
+from ssl_bench.report.model import MOST_DRAWN
 from ssl_bench.report.pictures.files import PictureFiles
 from ssl_bench.report.pictures.panels import galleries_of
 from ssl_bench.results import ResultStore
@@ -237,3 +238,30 @@ def test_four_checkpoints_with_all_records_stay_small(tmp_path):
     sizes = [path.stat().st_size for path in (tmp_path / "report").rglob("*") if path.is_file()]
     assert len(list((tmp_path / "report").glob("compare-*.html"))) == 6
     assert sum(sizes) < MOST_BYTES
+
+
+@pytest.mark.parametrize("unit", ["%", ""])
+def test_of_many_checkpoints_the_highest_are_drawn_and_all_have_a_page(tmp_path, unit):
+    store = ResultStore(tmp_path)
+    count = MOST_DRAWN + 2
+    for number in range(count):
+        for layer in range(2):
+            one = cell(
+                model=f"run{number:02}",
+                checkpoint_sha256=f"{number:064x}",
+                layer=layer,
+                value=10.0 + number - layer,
+                unit=unit,
+            )
+            store.save(one)
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    page = (tmp_path / "report/index.html").read_text()
+    card = page[page.index('<article class="card"') :]
+    heads = re.findall(r'data-m="(\d+)"><button', card)
+    left_out = {"0", "1"} if unit else {str(count - 2), str(count - 1)}
+    assert set(map(str, range(count))) - set(heads) == left_out
+    which = "those with the highest values" if unit else "the first by name"
+    assert f"{MOST_DRAWN} of {count} checkpoints, {which}" in card
+    assert len(list((tmp_path / "report").glob("checkpoint-*.html"))) == count

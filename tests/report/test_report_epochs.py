@@ -10,7 +10,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.curves import Curve, Spot, draw
 from ssl_bench.report.epochs import block_style, followed_panels
-from ssl_bench.report.model import panels_of
+from ssl_bench.report.model import MOST_DRAWN, panels_of
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements, cell, plain
 
@@ -225,3 +225,24 @@ def test_a_browser_hides_the_curves_of_a_block(browser, report, width):
     assert len(set(browser.execute_script(inks)) - {"none"}) == 2
     root = "document.documentElement"
     assert browser.execute_script(f"return {root}.scrollWidth - {root}.clientWidth") == 0
+
+
+def test_of_many_runs_the_highest_are_drawn_in_the_order_of_their_names():
+    low = 3
+    records = [
+        replace(
+            COURSE[0],
+            model=f"run{number:02}@{epoch}",
+            checkpoint_sha256=f"{number:032x}{epoch:032x}",
+            value=20.0 + (number != low),
+            details={"epoch": float(epoch)},
+        )
+        for number in range(MOST_DRAWN + 1)
+        for epoch in (100, 200)
+    ]
+
+    (one,) = followed(records)
+
+    assert len(one.courses) == MOST_DRAWN + 1
+    runs = [course.run for course, _ in one.drawn()]
+    assert runs == [course.run for course in one.courses if course.run != f"run{low:02}"]
