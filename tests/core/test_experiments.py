@@ -195,7 +195,10 @@ def test_rows_of_the_supervised_table_have_its_skips_initialisation_and_optimize
         assert row == f"{kind}, {optimizer}"
 
 
-@pytest.mark.parametrize("stem", COMPARISONS)
+@pytest.mark.parametrize(
+    "stem",
+    [pytest.param(n, marks=[pytest.mark.slow] * n.startswith("convmixer")) for n in COMPARISONS],
+)
 def test_the_arms_of_a_comparison_differ_in_what_they_name_alone(stem):
     arms = {name: describe(experiment(name)) for name in EXPERIMENTS if name.startswith(f"{stem}_")}
     first = describe(experiment(stem))

@@ -202,6 +202,7 @@ def test_fault_70_no_other_room_expands_paths_or_follows_links():
     assert not [path for path in files if re.search(r"\.(expanduser|resolve)\(", path.read_text())]
 
 
+@pytest.mark.slow
 def test_fault_71_closed_streams_change_nothing_but_what_is_said(place):
     words = ["probe", "--task", "pca", "--dataset", "folder", "--data-root", "photos", "--layer"]
     closed = 'exec "$0" -m ssl_bench.cli "$@" <&- 2>&-'
