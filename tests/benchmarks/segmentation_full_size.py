@@ -3,10 +3,10 @@
     python -m tests.benchmarks.full_size --photos VOCdevkit --build DIR --counts voc_trainaug
     python -m tests.benchmarks.segmentation_full_size DIR ENCODER --json FILE [--cases NAME ...]
 
-Each case is one `ssl-bench probe --task segmentation` in a process of its own. Beside it stands what
-the machine decodes and prepares at that size when it does nothing else: `share` is the images that
-the whole run decoded for each second of its processors, in percent of that. Other programs lengthen
-`seconds` and leave the seconds of the processors nearly as they are.
+Each case is one `ssl-bench probe --task segmentation` in a process of its own. Beside it stands
+what the machine decodes and prepares at that size when it does nothing else: `share` is the images
+that the whole run decoded for each second of its processors, in percent of that. Other programs
+lengthen `seconds` and leave the seconds of the processors nearly as they are.
 """
 
 import argparse
