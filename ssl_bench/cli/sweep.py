@@ -16,7 +16,7 @@ from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_process
 from ssl_bench.sweep.slurm import SlurmOptions, submit_array
 from ssl_bench.system.device import choose_device, visible_devices
 from ssl_bench.system.escaping import json_text, printable, shell_words
-from ssl_bench.system.progress import say
+from ssl_bench.system.progress import in_words, say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
 
@@ -145,12 +145,7 @@ def _total(jobs: Sequence[Job]) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    if seconds < 60:
-        return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return "unknown" if seconds is None else in_words(seconds)
 
 
 def _as_json(jobs: Sequence[Job], outcomes: Outcomes) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What the user is told on stderr: lines, and on a terminal progress with rate and time left."""
 
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -9,10 +10,17 @@ from tqdm import tqdm
 from ssl_bench.system.escaping import printable
 
 T = TypeVar("T")
+_FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
 
 
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
-    """Give back the items unchanged while a bar on stderr shows rate and time left."""
+    """Give back the items unchanged while stderr shows how far they are and what time is left.
+
+    On a terminal that is a bar. Elsewhere, in a log, it is a line after 20 seconds, then whenever
+    the time has doubled, and every ten minutes at the latest.
+    """
+    if not sys.stderr.isatty():
+        return _logged(items, description, total)
     bar = tqdm(
         items,
         desc=printable(description),
@@ -22,6 +30,31 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
         leave=False,
     )
     return iter(bar)
+
+
+def _logged(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
+    start, wait, done = time.monotonic(), _FIRST_SECONDS, 0
+    for done, item in enumerate(items, 1):
+        yield item
+        passed = time.monotonic() - start
+        if passed >= wait:
+            wait = passed + min(passed, _LATEST_SECONDS)
+            say(_line(description, done, total, passed))
+
+
+def _line(description: str, done: int, total: int | None, seconds: float) -> str:
+    if not total:
+        return f"{description}: {done} in {in_words(seconds)}"
+    left = seconds / done * (total - done)
+    return f"{description}: {done} of {total}, about {in_words(left)} left"
+
+
+def in_words(seconds: float) -> str:
+    """Such as "40 s", "12 min" or "3 h 05 min"."""
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 1 else "< 1 s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def say(line: str) -> None:

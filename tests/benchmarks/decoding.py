@@ -44,6 +44,7 @@ def encoded(path: Path, times: int) -> bytes:
 def decoded(content: bytes, size: int, flag: int = cv2.IMREAD_COLOR) -> torch.Tensor:
     """Grey levels, "3 size size"."""
     image = cv2.imdecode(np.frombuffer(content, np.uint8), flag)
+    assert image is not None
     pixels = torch.from_numpy(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)).permute(2, 0, 1)
     return 255 * resized(pixels.float() / 255, size, size)
 
@@ -101,9 +102,9 @@ def page(found: dict[str, Any]) -> str:
     lines = [
         "# Decoding",
         "",
-        "Made by `tests/benchmarks/decoding.py`. A JPEG decoded at a part of its scale and resized,",
-        "beside one decoded whole and resized: largest difference of a picture in grey levels",
-        "(median over the files), and how many pictures stay within half a grey level.",
+        "Made by `tests/benchmarks/decoding.py`. A JPEG decoded at a part of its scale and",
+        "resized, beside one decoded whole and resized: largest difference of a picture in grey",
+        "levels (median over the files), and how many stay within half a grey level.",
         "",
         found["provenance"],
         "",

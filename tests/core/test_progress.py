@@ -11,7 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.system.progress import show_progress
+from ssl_bench.system import progress
+from ssl_bench.system.progress import in_words, show_progress
 from tests.support.faults import encoder_file, exit_code, photo_folder, probing
 
 
@@ -60,10 +61,45 @@ def test_a_terminal_shows_how_far_how_fast_and_how_long_still():
     assert "\r" in shown
 
 
-def test_without_a_terminal_nothing_is_written(capfd):
+def test_without_a_terminal_nothing_is_written_of_what_is_quick(capfd):
     crawl()
 
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_log_gets_a_line_now_and_then_with_the_time_that_is_left(capsys, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+
+    def crawl(count, seconds, total):
+        items = iter(show_progress(range(count), "crawling", total))
+        for _ in items:
+            clock[0] += seconds
+        return capsys.readouterr().err.splitlines()
+
+    assert crawl(100, 5.0, 100) == [
+        "crawling: 4 of 100, about 8 min left",
+        "crawling: 8 of 100, about 8 min left",
+        "crawling: 16 of 100, about 7 min left",
+        "crawling: 32 of 100, about 6 min left",
+        "crawling: 64 of 100, about 3 min left",
+    ]
+    # Ten minutes at the latest, also where nobody knows how many there are.
+    assert [line.split()[1] for line in crawl(40, 100.0, None)][-4:] == ["20", "26", "32", "38"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.4, "< 1 s"),
+        (59.0, "59 s"),
+        (61.0, "1 min"),
+        (3599.0, "1 h 00 min"),
+        (11100.0, "3 h 05 min"),
+    ],
+)
+def test_a_length_of_time_in_words(seconds, words):
+    assert in_words(seconds) == words
 
 
 @pytest.fixture
