@@ -30,8 +30,9 @@ from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import few_images_warning
+from ssl_bench.layers import Facet
 from ssl_bench.metrics import class_counts
 from ssl_bench.neighbours import Engine
 from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED

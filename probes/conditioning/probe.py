@@ -31,7 +31,7 @@ from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.features import resolve_layers
+from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder, load_encoder
 from ssl_bench.results import encoder_id
 from ssl_bench.system.files import write_atomically

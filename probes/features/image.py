@@ -13,7 +13,8 @@ from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.features import Facet, FeatureExtractor, Features
+from ssl_bench.features import FeatureExtractor, Features
+from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.system.transfers import fetched, sent
 

@@ -33,7 +33,8 @@ from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 
 _COMPONENTS = ("loss", "training", "inference")
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.

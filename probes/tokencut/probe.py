@@ -30,7 +30,8 @@ from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.results import encoder_id
 
 FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")

@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from ssl_bench.asked import announced_encoder
 from ssl_bench.errors import MachineError
@@ -18,6 +16,9 @@ from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
 from ssl_bench.system.endings import failure
 from ssl_bench.system.progress import say
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def probe_command(job: Job) -> list[str]:
 
 
 def run_here(
-    jobs: Sequence[Job], store: ResultStore, device: torch.device, *, debug: bool
+    jobs: Sequence[Job], store: ResultStore, device: "torch.device", *, debug: bool
 ) -> Iterator[Outcome]:
     """Run jobs one after the other in this process; `debug` raises the first error.
 
@@ -113,6 +114,8 @@ def run_in_processes(jobs: Sequence[Job], count: int) -> Iterator[Outcome]:
 
 
 def _with_fewer_threads(count: int) -> Mapping[str, str]:
+    import torch
+
     # What this process may use; the numerical libraries all obey this variable.
     threads = max(1, torch.get_num_threads() // count)
     return {**os.environ, "OMP_NUM_THREADS": str(threads)}

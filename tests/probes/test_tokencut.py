@@ -21,7 +21,8 @@ from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, MachineError
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.system.progress import show_progress
 from tests.support.configured import configured
