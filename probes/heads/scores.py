@@ -9,9 +9,10 @@ from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor
 
 from probes.features.cache import check, extract
+from probes.features.sources import LayerGroup
 from probes.features.stream import batches
 from probes.heads.scored_images import ScoredImage, Scoring
-from probes.heads.sgd import LayerGroup, TrainedHeads
+from probes.heads.sgd import TrainedHeads
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
 from ssl_bench.layers import Facet

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from probes.pca.probe import PCA
-from probes.retrieval import Retrieval
+from probes.retrieval.probe import Retrieval
 from probes.tokencut.cuts import PatchGrid
 from probes.tokencut.extraction import extracted
 from probes.tokencut.probe import TokenCut

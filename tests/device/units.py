@@ -25,7 +25,7 @@ from probes.heads.lbfgs import minimise
 from probes.heads.scores import ScoredStream
 from probes.heads.sgd import TrainedHeads
 from probes.pca.probe import PCA
-from probes.retrieval import Retrieval
+from probes.retrieval.probe import Retrieval
 from probes.segmentation.probe import Segmentation
 from probes.tokencut.cuts import PatchGrid
 from probes.tokencut.extraction import extracted

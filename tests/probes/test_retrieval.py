@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from probes.features.neighbours import NeighbourSearch
-from probes.retrieval import Retrieval, _label_shares
+from probes.retrieval.probe import Retrieval
+from probes.retrieval.run import chosen_patches, label_shares, patch_votes
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
@@ -52,9 +53,9 @@ def test_labelled_patches_are_remembered_as_the_seed_draws_them():
     labels = torch.full((3, 16, 24), 255, dtype=torch.uint8)
     labels[1:, 9, :17] = 0
     labelled = {1 * 6 + 3, 1 * 6 + 4, 1 * 6 + 5, 2 * 6 + 3, 2 * 6 + 4, 2 * 6 + 5}
-    assert set(_probe()._chosen(labels, 8, seed=0).tolist()) == labelled
+    assert set(chosen_patches(_probe(), labels, 8, seed=0).tolist()) == labelled
     few = _probe(memory_patches=3, neighbours=1)
-    draws = [tuple(few._chosen(labels, 8, seed=seed).tolist()) for seed in (0, 0, 1, 2, 3)]
+    draws = [tuple(chosen_patches(few, labels, 8, seed=seed).tolist()) for seed in (0, 0, 1, 2, 3)]
     assert draws[0] == draws[1]
     assert len(set(draws)) > 1
     assert all(set(draw) < labelled and len(draw) == 3 for draw in draws)
@@ -65,7 +66,7 @@ def test_a_vote_is_the_softmax_of_the_similarities_over_the_label_histograms():
     labels = torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
     features = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
     probe = _probe(neighbours=2, temperature=0.5)
-    votes = probe.votes(features, NeighbourSearch.of(memory), labels)
+    votes = patch_votes(probe, features, NeighbourSearch.of(memory), labels)
     near, far = np.exp(0.8 / 0.5), np.exp(0.6 / 0.5)
     first = (far * 1.0 + near * 0.25) / (near + far)
     assert votes.flatten().tolist() == pytest.approx([first, 1 - first])
@@ -124,5 +125,5 @@ def test_remembered_labels_are_the_shares_of_the_labelled_pixels_of_their_patch(
     labels[0, 0, :3] = torch.tensor([0, 0, 2])
     labels[17, 2:, 2:] = 1
     labels[17, 3, 3] = 0
-    shares = _label_shares(labels, 2, 3, torch.tensor([0, 1, 17 * 4 + 3]))
+    shares = label_shares(labels, 2, 3, torch.tensor([0, 1, 17 * 4 + 3]))
     assert shares.tolist() == [[1, 0, 0], [0, 0, 1], [0.25, 0.75, 0]]
