@@ -8,9 +8,10 @@ import torch
 
 from probes.pca.probe import PCA
 from probes.retrieval.probe import Retrieval
-from probes.tokencut.cuts import PatchGrid
 from probes.tokencut.extraction import extracted
+from probes.tokencut.options import PatchGrid
 from probes.tokencut.probe import TokenCut
+from probes.tokencut.run import find_all
 from probes.tokencut.spectral.eigensolver import GraphPool
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError
@@ -68,4 +69,4 @@ def test_object_discovery_stops_at_the_block(broken, device, method):
         GraphPool(1) as pool,
         extracted(extractor, [sample], grid) as features,
     ):
-        probe._find_all(features, [grid], pool)
+        find_all(probe, features, [grid], pool)
