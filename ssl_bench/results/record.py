@@ -72,6 +72,11 @@ class CellKey:
 
     def digest(self) -> str:
         """Sixteen hexadecimal digits that are the same for the same cell on every machine."""
+        return self._digits
+
+    @cached_property
+    def _digits(self) -> str:
+        # Kept: cells are keys of mappings, and are asked for it again and again.
         return _digest(asdict(self))[:16]
 
     def __hash__(self) -> int:
