@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from probes.pca.probe import PCA
+from probes.pca.run import PCARun
 from probes.retrieval.probe import Retrieval
 from probes.tokencut.extraction import extracted
 from probes.tokencut.options import PatchGrid
@@ -54,7 +55,7 @@ def test_maps_stop_at_the_block(tmp_path, broken, device):
     samples = [Sample("blue", np.zeros((32, 32, 3), np.uint8))]
     images = context.dataset.val()
     with pytest.raises(CheckpointError, match=r"layer 2 of tiny .* for blue"):
-        PCA(image_size=32, num_images=1)._features(images, samples, context)
+        PCARun(PCA(image_size=32, num_images=1), context)._features(images, samples)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
