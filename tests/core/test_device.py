@@ -10,7 +10,7 @@ from ssl_bench.results.provenance import device_name
 from ssl_bench.system import device as module
 from ssl_bench.system import processors
 from ssl_bench.system.device import choose_device, free_memory
-from ssl_bench.system.processors import numeric_threads
+from ssl_bench.system.processors import may_have_gpu, numeric_threads
 from tests.support.without_torch import REPOSITORY
 
 
@@ -91,6 +91,26 @@ def test_threads_are_at_most_one_for_each_physical_core(monkeypatch, said, threa
     )
 
     assert numeric_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("system", "has_driver", "answer"),
+    [
+        ("linux", False, False),
+        ("linux", True, True),
+        ("darwin", False, False),
+        ("win32", False, True),
+    ],
+)
+def test_where_a_driver_is_or_nobody_knows_torch_is_asked_for_a_gpu(
+    monkeypatch, tmp_path, system, has_driver, answer
+):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(processors, "_DRIVERS", (str(tmp_path / "no"), str(tmp_path / "nvidiactl")))
+    if has_driver:
+        (tmp_path / "nvidiactl").touch()
+
+    assert may_have_gpu() == answer
 
 
 @pytest.mark.slow
