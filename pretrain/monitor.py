@@ -23,8 +23,8 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
-from ssl_bench.system.device import usable_cores
 from ssl_bench.system.paths import expanded
+from ssl_bench.system.processors import usable_cores
 
 KNN, ACCURACY = "knn_top1", "val_top1"
 _MOST_THREADS = 16

@@ -33,7 +33,7 @@ from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
-from ssl_bench.system.device import usable_cores
+from ssl_bench.system.processors import usable_cores
 
 _MOST_WORKERS = 16
 _MINUTES_A_WEEK = 10_080

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,16 +11,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.layers import FACETS, Facet
 from ssl_bench.models import Encoder
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
 from ssl_bench.system.transfers import fetched, sent
 
-Facet = Literal["token", "token_normed", "cls", "cls_normed", "key", "query", "value"]
 Features = dict[int, dict[Facet, Tensor]]
 Hook = Callable[[nn.Module, tuple[Any, ...], Tensor], None]
 
-FACETS: tuple[Facet, ...] = get_args(Facet)
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
 
 
@@ -245,38 +244,6 @@ def pad_to_patch(
     """Zeros right and bottom, up to the next multiple of the patch."""
     height, width = images.shape[-2:]
     return F.pad(images, (0, -width % patch_size, 0, -height % patch_size))
-
-
-def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, ...]:
-    """Block indices from what people type: "11", "-1", "0,5,11", "all", or numbers.
-
-    Negative ones count from the end. The order is kept, what comes twice is dropped.
-
-    Raises:
-        ConfigurationError: Not numbers, or outside the encoder.
-    """
-    if layers == "all":
-        return tuple(range(depth))
-    wanted = _numbers(layers)
-    outside = [layer for layer in wanted if not -depth <= layer < depth]
-    if outside or not wanted:
-        raise ConfigurationError(
-            f"layers must lie in 0..{depth - 1} for this encoder, or -{depth}..-1 from its end, "
-            f"got {', '.join(str(layer) for layer in outside) or 'none'}"
-        )
-    return tuple(dict.fromkeys(layer % depth for layer in wanted))
-
-
-def _numbers(layers: str | int | Sequence[int]) -> list[int]:
-    if isinstance(layers, int):
-        return [layers]
-    parts = layers.split(",") if isinstance(layers, str) else layers
-    try:
-        return [int(part) for part in parts]
-    except ValueError as error:
-        raise ConfigurationError(
-            f"layers must be all, an index, or a list like 0,5,11, got {layers!r}"
-        ) from error
 
 
 def _check_layers(layers: Sequence[int], depth: int) -> None:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float64, Int64, Integer, UInt8
 from torch import Tensor
 
-from ssl_bench.neighbours import Engine, nearest_vectors
+from ssl_bench.composition.fields import Engine
+from ssl_bench.neighbours import nearest_vectors
 from ssl_bench.scores import IGNORED
 
 # Queries whose votes are in memory at once.

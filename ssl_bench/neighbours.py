@@ -2,16 +2,14 @@
 
 import importlib
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from ssl_bench.composition.fields import Engine
 from ssl_bench.errors import MachineError
-
-Engine = Literal["auto", "faiss", "torch"]
-"""What compares all vectors: "auto" is faiss for many on a CPU, else a matrix product."""
 
 # Similarities that are in memory at once: a quarter of a gibibyte.
 _SIMILARITIES = 2**26
@@ -44,7 +42,7 @@ def nearest_vectors(
         queries: Of length 1, float32.
         memory: Of length 1, float32; at least `count`.
         count: How many neighbours.
-        engine: See `Engine`.
+        engine: See `ssl_bench.composition.fields.Engine`.
 
     Raises:
         MachineError: faiss is asked for on a GPU and was built without its kernels.

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-import torch
 from omegaconf import DictConfig
 
 from ssl_bench.composition.choices import choices, nearest
@@ -27,8 +26,12 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation, Probe
 from ssl_bench.models import Encoder
 
+if TYPE_CHECKING:
+    import torch
+
 PROTOCOL = "probe.protocol"
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DType = Literal["float32", "float16", "bfloat16"]
+"""As torch names them."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class PlannedProbe:
     probe: Probe
     dataset: Dataset
     seed: int
-    dtype: torch.dtype
+    dtype: DType
     choice: tuple[str, str]
     overrides: tuple[str, ...]
     root: str | None
@@ -59,9 +62,11 @@ class PlannedProbe:
         self.probe.training_images(self.dataset)
 
     def evaluation(
-        self, encoder: Encoder, layers: tuple[int, ...], device: torch.device
+        self, encoder: Encoder, layers: tuple[int, ...], device: "torch.device"
     ) -> Evaluation:
         """What computes the pending cells of this probe and one encoder."""
+        import torch
+
         return Evaluation(
             encoder=encoder,
             dataset=self.dataset,
@@ -69,7 +74,7 @@ class PlannedProbe:
             layers=layers,
             seed=self.seed,
             device=device,
-            dtype=self.dtype,
+            dtype=getattr(torch, self.dtype),
         )
 
 
@@ -172,7 +177,7 @@ def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) 
     config = probing_config(*choice, overrides, root)
     shared = as_plain(config)
     require("seed", Seed, shared["seed"])
-    require("dtype", Literal[tuple(DTYPES)], shared["dtype"])
+    require("dtype", DType, shared["dtype"])
     require("data.root", Place, shared["data"]["root"])
     kind = shared["data"]["fingerprint"]
     require("data.fingerprint", FingerprintKind, kind)
@@ -181,7 +186,7 @@ def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) 
         probe=build(config.probe),
         dataset=DatasetByStat(dataset) if kind == "stat" else dataset,
         seed=shared["seed"],
-        dtype=DTYPES[shared["dtype"]],
+        dtype=shared["dtype"],
         choice=choice,
         overrides=tuple(overrides),
         root=root,

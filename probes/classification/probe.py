@@ -4,14 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from probes.classification.report import metrics
-from probes.classification.run import ClassificationRun
 from probes.classification.training import ImageRegression
-from probes.features.image import FACETS, ImagePass, asked_facets
-from probes.features.split import TrainingSplit
+from probes.features.sources import IMAGE_FACETS, LayerGroup, asked_facets, sources_of
 from probes.heads.fitting import HeadFitting
-from probes.heads.losses import LabelLoss
-from probes.heads.sgd import Heads, LayerGroup, sources_of
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
@@ -24,6 +19,7 @@ from ssl_bench.composition.fields import (
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation import ProbeContext, Score
 
+TOPS = (1, 5)
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.
 _NOT_SETTINGS = frozenset(
     {
@@ -79,11 +75,11 @@ class LinearClassification:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        asked_facets(self.facet, tuple(FACETS))
+        asked_facets(self.facet, tuple(IMAGE_FACETS))
 
     @property
     def facets(self) -> tuple[str, ...]:
-        return asked_facets(self.facet, tuple(FACETS))
+        return asked_facets(self.facet, tuple(IMAGE_FACETS))
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
@@ -116,36 +112,12 @@ class LinearClassification:
             ConfigurationError: the encoder has no [CLS] token.
             DataError: the training images are too few, or of one class.
         """
-        train_images, val_images = (
-            self.training_images(context.dataset),
-            self.split(context.dataset),
-        )
-        run = ClassificationRun(
-            image_pass=ImagePass(
-                context=context,
-                facets=self.facets,
-                image_size=self.image_size,
-                crop_share=self.crop_share,
-                batch_size=self.encoder_batch_size,
-                workers=self.num_workers,
-            ),
-            training=self.training.of_heads(self._heads(context, len(val_images.class_names))),
-            split=TrainingSplit.draw(
-                train_images, at_most=self.train_images, holdout=self.holdout, seed=context.seed
-            ),
-            train_images=train_images,
-            val_images=val_images,
-            sources=self.sources(context.layers),
-            memory_gib=self.memory_gib,
-            guesses=self.guesses,
-        )
-        yield from run.scores()
+        from probes.classification.run import prepared
 
-    def _heads(self, context: ProbeContext, classes: int) -> Heads:
-        return Heads(
-            loss=LabelLoss(),
-            standardize=self.standardise,
-            classes=classes,
-            seed=context.seed,
-            device=context.device,
-        )
+        yield from prepared(self, context).scores()
+
+
+def metrics(*, holdout: bool) -> list[str]:
+    """Names of what is scored, in the order in which `ClassificationReport` does it."""
+    choices = ["holdout", "oracle"] if holdout else ["oracle"]
+    return [f"top{top}_{choice}" for choice in choices for top in TOPS]

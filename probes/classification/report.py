@@ -8,16 +8,9 @@ from typing import Any
 from jaxtyping import Int64
 from torch import Tensor
 
+from probes.classification.probe import TOPS
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share
-
-TOPS = (1, 5)
-
-
-def metrics(*, holdout: bool) -> list[str]:
-    """Names of what is scored, in the order in which `ClassificationReport` does it."""
-    choices = ["holdout", "oracle"] if holdout else ["oracle"]
-    return [f"top{top}_{choice}" for choice in choices for top in TOPS]
 
 
 @dataclass(frozen=True)

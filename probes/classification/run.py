@@ -8,19 +8,57 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from probes.classification.probe import LinearClassification
 from probes.classification.report import ClassificationReport
 from probes.features.image import ImageFeatures, ImagePass
+from probes.features.sources import LayerGroup
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches
 from probes.features.training import FeaturesInMemory
-from probes.heads.sgd import LayerGroup, TrainedHeads, Training
+from probes.heads.losses import LabelLoss
+from probes.heads.sgd import Heads, TrainedHeads, Training
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
-from ssl_bench.evaluation import Score
+from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.metrics import LabelledFeatures, class_rank
 
 # Logits that are in memory at once: a quarter of a gibibyte.
 _LOGITS = 2**26
+
+
+def prepared(probe: LinearClassification, context: ProbeContext) -> "ClassificationRun":
+    """What `probe` describes, on the encoder and the dataset of `context`; nothing is computed."""
+    train_images = probe.training_images(context.dataset)
+    val_images = probe.split(context.dataset)
+    return ClassificationRun(
+        image_pass=ImagePass(
+            context=context,
+            facets=probe.facets,
+            image_size=probe.image_size,
+            crop_share=probe.crop_share,
+            batch_size=probe.encoder_batch_size,
+            workers=probe.num_workers,
+        ),
+        training=probe.training.of_heads(_heads(probe, context, len(val_images.class_names))),
+        split=TrainingSplit.draw(
+            train_images, at_most=probe.train_images, holdout=probe.holdout, seed=context.seed
+        ),
+        train_images=train_images,
+        val_images=val_images,
+        sources=probe.sources(context.layers),
+        memory_gib=probe.memory_gib,
+        guesses=probe.guesses,
+    )
+
+
+def _heads(probe: LinearClassification, context: ProbeContext, classes: int) -> Heads:
+    return Heads(
+        loss=LabelLoss(),
+        standardize=probe.standardise,
+        classes=classes,
+        seed=context.seed,
+        device=context.device,
+    )
 
 
 @dataclass(frozen=True)

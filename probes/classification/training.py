@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from probes.heads.fitting import LogisticRegression, floats
-from probes.heads.optimizers import SGD, Schedule
-from probes.heads.sgd import Heads, HeadTraining
 from ssl_bench.composition.fields import Count, Positive, Rate, check_fields, require_some
+
+if TYPE_CHECKING:
+    from probes.heads.sgd import Heads, HeadTraining
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class Momentum:
             "batch_size": self.batch_size,
         }
 
-    def of_heads(self, heads: Heads) -> HeadTraining:
+    def of_heads(self, heads: "Heads") -> "HeadTraining":
+        from probes.heads.optimizers import SGD, Schedule
+        from probes.heads.sgd import HeadTraining
+
         return HeadTraining(
             values=tuple(floats(self.learning_rates)),
             epochs=self.epochs,

@@ -9,6 +9,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from probes.conditioning.passes import BlockPass
+from probes.conditioning.probe import FACETS, MATRIX, OUTPUTS
 from probes.conditioning.spectra import (
     Values,
     condition_number,
@@ -17,10 +18,6 @@ from probes.conditioning.spectra import (
     singular_values,
 )
 from ssl_bench.models.initialisers.statistics import effective_rank as centered_effective_rank
-
-MATRIX = "attention_matrix"
-OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")
-FACETS = (MATRIX, *OUTPUTS)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from probes.conditioning import block_jacobians
 from probes.conditioning.block_jacobians import exact_spectra, lanczos_extremes
 from probes.conditioning.cka import linear_cka, linear_cka_ci95
 from probes.conditioning.jacobians import SingularExtremes
-from probes.conditioning.matrices import MATRIX, Spectrum
+from probes.conditioning.matrices import Spectrum
 from probes.conditioning.passes import BlockPass
+from probes.conditioning.probe import BLOCK_JACOBIANS, ESTIMATE, MATRIX
 from probes.conditioning.spectra import median_with_ci95
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Score
@@ -21,8 +22,6 @@ from ssl_bench.models import Encoder
 from ssl_bench.system.files import write_atomically
 
 _SHOWN_VALUES = 16
-BLOCK_JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant")
-ESTIMATE = "_estimate"
 Numbers = Float64[np.ndarray, "images values"]
 
 

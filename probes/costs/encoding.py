@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.cost.places import Place
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
 Size = tuple[int, int]

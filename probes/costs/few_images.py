@@ -9,7 +9,8 @@ import torch
 from probes.conditioning.probe import Conditioning
 from probes.costs.encoding import extractor_on, pictures
 from probes.pca.probe import PCA
-from probes.tokencut.probe import TOKENS_A_BATCH, TokenCut
+from probes.tokencut.probe import TokenCut
+from probes.tokencut.run import TOKENS_A_BATCH
 from probes.tokencut.spectral.eigensolver_batched import krylov_space
 from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.cost.places import Place

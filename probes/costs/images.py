@@ -9,11 +9,11 @@ import torch
 from probes.classification.probe import LinearClassification
 from probes.classification.training import LogisticRegression
 from probes.costs.encoding import OfSplits, extractor_on, pictures
-from probes.features.image import FACETS
-from probes.features.standardization import Standardization
+from probes.features.sources import IMAGE_FACETS
+from probes.features.statistics import Standardization
 from probes.heads.linear import LinearHeads
 from probes.heads.losses import LabelLoss
-from probes.knn import KNN
+from probes.knn.probe import KNN
 from ssl_bench.composition.fields import Count
 from ssl_bench.cost.places import Place
 from ssl_bench.cost.work import Step, Unit
@@ -47,13 +47,13 @@ class _Pass:
             yield Unit(name, times, lambda place, _, some=layers: self._step(place, some), waits=1)
 
     def _step(self, place: Place, layers: Sequence[int]) -> Step:
-        extractor = extractor_on(place, self.model, layers, FACETS[_FACET])
+        extractor = extractor_on(place, self.model, layers, IMAGE_FACETS[_FACET])
         size = (self.model.image_size, self.model.image_size)
         images = (255 * pictures(self.batch_size, size)).to(torch.uint8)
 
         def step() -> None:
             found, sums = extractor.unchecked(place.sent(images).float() / 255)
-            vectors = torch.stack([found[layer][FACETS[_FACET][0]] for layer in layers])
+            vectors = torch.stack([found[layer][IMAGE_FACETS[_FACET][0]] for layer in layers])
             place.fetched([sums, vectors])
 
         return step

@@ -9,7 +9,8 @@ import torch
 from probes.costs.encoding import OfSplits, extractor_on, pictures
 from probes.features.neighbours import NeighbourSearch
 from probes.heads.scored_images import ScoredImage, SquashedScoring
-from probes.retrieval import Retrieval
+from probes.retrieval.probe import Retrieval
+from probes.retrieval.run import patch_votes
 from ssl_bench.composition.fields import Count
 from ssl_bench.cost.places import Place
 from ssl_bench.cost.work import Step, Unit
@@ -62,7 +63,7 @@ class RetrievalCost(OfSplits):
         def step() -> None:
             found, sums = extractor.unchecked(place.sent(images))
             votes = [
-                self.probe.votes(found[layer][self.probe.facet], memories[layer], labels)
+                patch_votes(self.probe, found[layer][self.probe.facet], memories[layer], labels)
                 for layer in layers
             ]
             counts = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from probes.costs.encoding import OfSplits, extractor_on, pictures
-from probes.features.standardization import Standardization
+from probes.features.statistics import Standardization
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import Schedule

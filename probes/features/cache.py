@@ -28,7 +28,8 @@ from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import Progress
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.system.transfers import fetched, sent
 
 # Takes the features of some entries of the layer of an index.

@@ -8,21 +8,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from probes.features.sources import IMAGE_FACETS
 from probes.features.stream import batches, read_ahead
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.features import Facet, FeatureExtractor, Features
+from ssl_bench.features import FeatureExtractor, Features
+from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
 from ssl_bench.system.transfers import fetched, sent
 
-FACETS: dict[str, tuple[Facet, ...]] = {
-    "cls": ("cls_normed",),
-    "patch_mean": ("token_normed",),
-    "cls_patch_mean": ("cls_normed", "token_normed"),
-}
-"""What stands for an image: [CLS], the mean patch, or both concatenated, after the final norm."""
 # Unit vectors closer than this to each other tell nothing apart.
 _CONSTANT = 1e-6
 
@@ -49,7 +45,7 @@ class ImagePass:
     """How images become vectors.
 
     Attributes:
-        facets: Of `FACETS`.
+        facets: Of `IMAGE_FACETS`.
         image_size: Side in pixels; without it the encoder's own.
         crop_share: Side of the central square that is looked at, relative to the shorter side.
 
@@ -73,7 +69,7 @@ class ImagePass:
 
     def layers_at_once(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""
-        width = self.context.encoder.dim * sum(len(FACETS[facet]) for facet in self.facets)
+        width = self.context.encoder.dim * sum(len(IMAGE_FACETS[facet]) for facet in self.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
 
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
@@ -90,7 +86,7 @@ class ImagePass:
             dtype=self.context.dtype,
         )
         found = {
-            facet: torch.empty(len(layers), len(indices), extractor.dim * len(FACETS[facet]))
+            facet: torch.empty(len(layers), len(indices), extractor.dim * len(IMAGE_FACETS[facet]))
             for facet in self.facets
         }
         prepared = read_ahead(images, indices, self._preparer(), workers=self.workers)
@@ -112,7 +108,7 @@ class ImagePass:
 
     @property
     def _parts(self) -> tuple[Facet, ...]:
-        return tuple(dict.fromkeys(part for facet in self.facets for part in FACETS[facet]))
+        return tuple(dict.fromkeys(part for facet in self.facets for part in IMAGE_FACETS[facet]))
 
     def _preparer(self) -> Callable[[Sample], tuple[UInt8[Tensor, "3 size size"], int]]:
         size = self.image_size or min(self.context.encoder.native_size)
@@ -124,18 +120,6 @@ class ImagePass:
         return prepare
 
 
-def asked_facets(facet: str | Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """One name or several, in the order in which they are known.
-
-    Raises:
-        ConfigurationError: none, or one that is not known.
-    """
-    asked = [facet] if isinstance(facet, str) else list(facet)
-    if not asked or set(asked).difference(known):
-        raise ConfigurationError(f"probe.facet must be among {', '.join(known)}, got {facet}")
-    return tuple(name for name in known if name in asked)
-
-
 def is_constant(features: Float[Tensor, "images dim"]) -> bool:
     """Whether all images look the same to the block."""
     unit = F.normalize(features, dim=1)
@@ -145,7 +129,7 @@ def is_constant(features: Float[Tensor, "images dim"]) -> bool:
 def _by_layer(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
     found = []
     for by_part in features.values():
-        found.append(torch.cat([_as_vectors(by_part[part]) for part in FACETS[facet]], 1))
+        found.append(torch.cat([_as_vectors(by_part[part]) for part in IMAGE_FACETS[facet]], 1))
     return torch.stack(found)
 
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ssl_bench.neighbours import Engine, faiss_nearest, takes_faiss
+from ssl_bench.composition.fields import Engine
+from ssl_bench.neighbours import faiss_nearest, takes_faiss
 
 # Similarities that are in GPU memory at once.
 _SIMILARITIES = 2**28

@@ -7,9 +7,26 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from probes.features.standardization import Standardization
-
 _AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Standardization:
+    """Shift and scale of each channel that come before a head; zero and one do nothing."""
+
+    mean: Float[Tensor, "sources dim"]
+    scale: Float[Tensor, "sources dim"]
+
+    def parts(self) -> tuple[Tensor, Tensor]:
+        return self.mean, self.scale
+
+    def identity(self) -> "Standardization":
+        """One that leaves the features as they are."""
+        return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
+
+    def constant_channels(self) -> tuple[int, ...]:
+        """How many channels of each source do not vary."""
+        return tuple((self.scale == 0).sum(1).tolist())
 
 
 @dataclass

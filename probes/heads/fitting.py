@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
-from probes.heads.logistic import LogisticTraining
-from probes.heads.sgd import Heads, Training
 from ssl_bench.composition.fields import Count, Positive, check_fields, require_some
+
+if TYPE_CHECKING:
+    from probes.heads.logistic import LogisticTraining
+    from probes.heads.sgd import Heads, Training
 
 
 @runtime_checkable
@@ -17,7 +19,7 @@ class HeadFitting(Protocol):
         """What records say of it."""
         ...
 
-    def of_heads(self, heads: Heads) -> Training: ...
+    def of_heads(self, heads: "Heads") -> "Training": ...
 
 
 @dataclass(frozen=True)
@@ -28,14 +30,15 @@ class LogisticRegression:
         c_values: C of scikit-learn's: weight of the loss against the penalty. All are fitted;
             which one counts is chosen afterwards.
         batch_size: Images that are looked at together; the result does not depend on it.
-        gradient_tolerance: See `LogisticTraining`.
+        gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
+            it.
     """
 
     c_values: Sequence[Positive]
     max_iterations: Count = 1000
     batch_size: Count = 16
 
-    gradient_tolerance: ClassVar[float] = LogisticTraining.gradient_tolerance
+    gradient_tolerance: ClassVar[float] = 1e-6
 
     def __post_init__(self) -> None:
         check_fields(self, "probe.training")
@@ -48,7 +51,9 @@ class LogisticRegression:
             "max_iterations": self.max_iterations,
         }
 
-    def of_heads(self, heads: Heads) -> LogisticTraining:
+    def of_heads(self, heads: "Heads") -> "LogisticTraining":
+        from probes.heads.logistic import LogisticTraining
+
         return LogisticTraining(
             values=tuple(floats(self.c_values)),
             max_iterations=self.max_iterations,

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from probes.features.standardization import Standardization
+from probes.features.statistics import Standardization
 from probes.heads.losses import PixelLoss, PixelTargets
 from probes.heads.optimizers import HeadOptimizer
 from probes.heads.upsampled_logsumexp import PIECE_BYTES

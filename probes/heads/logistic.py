@@ -9,14 +9,15 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from probes.features.standardization import Standardization
-from probes.features.statistics import RunningStatistics
+from probes.features.sources import LayerGroup
+from probes.features.statistics import RunningStatistics, Standardization
 from probes.features.training import Chosen, FeatureBatch, Read, TrainingFeatures
+from probes.heads.fitting import LogisticRegression
 from probes.heads.kept import KeptFit
 from probes.heads.lbfgs import minimise
 from probes.heads.linear import LinearHeads
 from probes.heads.losses import PixelLoss
-from probes.heads.sgd import LayerGroup, TrainedHeads, joined, layers_of
+from probes.heads.sgd import TrainedHeads, joined, layers_of
 from ssl_bench.evaluation import Progress
 
 
@@ -28,8 +29,7 @@ class LogisticTraining:
         values: C, which multiplies the sum of the loss beside half the squared weights, of two
             classes half the squared difference of theirs; the bias is free, as in scikit-learn.
         batch_size: Images that are looked at together; the result does not depend on it.
-        gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
-            it.
+        gradient_tolerance: See `LogisticRegression`.
     """
 
     values: tuple[float, ...]
@@ -40,7 +40,7 @@ class LogisticTraining:
     classes: int
     seed: int
     device: torch.device
-    gradient_tolerance: float = 1e-6
+    gradient_tolerance: float = LogisticRegression.gradient_tolerance
 
     hyperparameter = "c_value"
 

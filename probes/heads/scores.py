@@ -9,11 +9,13 @@ from jaxtyping import Float, Int, Int64, UInt8
 from torch import Tensor
 
 from probes.features.cache import check, extract
+from probes.features.sources import LayerGroup
 from probes.features.stream import batches
 from probes.heads.scored_images import ScoredImage, Scoring
-from probes.heads.sgd import LayerGroup, TrainedHeads
-from ssl_bench.features import Facet, FeatureExtractor
+from probes.heads.sgd import TrainedHeads
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
+from ssl_bench.layers import Facet
 from ssl_bench.metrics import class_counts
 from ssl_bench.results import PerImage
 from ssl_bench.scores import iou_per_class, mean_iou, pixel_accuracy

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from probes.features.sources import LayerGroup
 from probes.features.statistics import RunningStatistics
 from probes.features.training import Read, TrainingFeatures
 from probes.heads.kept import KeptFit, Standing
@@ -15,22 +16,6 @@ from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress
-
-# The layers whose features, concatenated, one head sees.
-LayerGroup = tuple[int, ...]
-
-
-def sources_of(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
-    """What each head sees: every layer alone ("single"), or several up to the last asked one.
-
-    "multi" are the layers at 1/4, 1/2, 3/4 and all of the depth up to it, "last4" the last four.
-    """
-    last = max(layers)
-    if layers_mode == "multi":
-        return [tuple(sorted({max(0, (last + 1) * q // 4 - 1) for q in (1, 2, 3, 4)}))]
-    if layers_mode == "last4":
-        return [tuple(range(max(0, last - 3), last + 1))]
-    return [(layer,) for layer in sorted(layers)]
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 
 from probes.pca.components import Map
+from probes.pca.probe import FILE
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.files import open_regular, write_atomically
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.naming import encoder_name
 from ssl_bench.system.paths import expanded
-
-FILE = "reference.npz"
 
 
 @dataclass(frozen=True)

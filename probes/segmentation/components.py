@@ -1,17 +1,14 @@
 """What linear segmentation is put together from: a loss, a way to train, a way to infer.
 
 Each is chosen by the name of a file, such as `probe.loss=histogram`; its `settings` are what
-records say of it.
+records say of it. What computes is imported when it is asked for it: a plan needs no torch.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from probes.heads import losses, scored_images
 from probes.heads.fitting import HeadFitting, LogisticRegression, floats
-from probes.heads.optimizers import SGD, HeadAdamW, Schedule
-from probes.heads.sgd import Heads, HeadTraining
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
@@ -24,6 +21,17 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.models import Encoder
 
+if TYPE_CHECKING:
+    from probes.heads.losses import (
+        HistogramLoss,
+        ModeLoss,
+        PixelLoss,
+        ResampledLoss,
+        UpsampledLoss,
+    )
+    from probes.heads.scored_images import Scoring
+    from probes.heads.sgd import Heads, HeadTraining
+
 HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 _OF_CAPI = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)
 
@@ -34,7 +42,7 @@ class Loss(Protocol):
 
     def settings(self) -> dict[str, Any]: ...
 
-    def of_pixels(self, image_size: int, patch: int) -> losses.PixelLoss:
+    def of_pixels(self, image_size: int, patch: int) -> "PixelLoss":
         """The loss for square images of so many pixels a side."""
         ...
 
@@ -61,7 +69,7 @@ class Inference(Protocol):
 
     def settings(self) -> dict[str, Any]: ...
 
-    def of_images(self, image_size: int, encoder: Encoder) -> scored_images.Scoring: ...
+    def of_images(self, image_size: int, encoder: Encoder) -> "Scoring": ...
 
 
 @dataclass(frozen=True)
@@ -80,9 +88,11 @@ class Upsampled:
     def settings(self) -> dict[str, Any]:
         return {"loss": f"upsample{self.factor}" if self.factor else "full_resolution"}
 
-    def of_pixels(self, image_size: int, patch: int) -> losses.UpsampledLoss:
+    def of_pixels(self, image_size: int, patch: int) -> "UpsampledLoss":
+        from probes.heads.losses import UpsampledLoss
+
         del image_size
-        return losses.UpsampledLoss(self.factor or patch)
+        return UpsampledLoss(self.factor or patch)
 
 
 @dataclass(frozen=True)
@@ -101,8 +111,10 @@ class Resampled:
     def settings(self) -> dict[str, Any]:
         return {"loss": str(self.size)}
 
-    def of_pixels(self, image_size: int, patch: int) -> losses.ResampledLoss:
-        return losses.ResampledLoss(image_size // patch, image_size // patch, self.size)
+    def of_pixels(self, image_size: int, patch: int) -> "ResampledLoss":
+        from probes.heads.losses import ResampledLoss
+
+        return ResampledLoss(image_size // patch, image_size // patch, self.size)
 
 
 @dataclass(frozen=True)
@@ -112,9 +124,11 @@ class Histogram:
     def settings(self) -> dict[str, Any]:
         return {"loss": "histogram"}
 
-    def of_pixels(self, image_size: int, patch: int) -> losses.HistogramLoss:
+    def of_pixels(self, image_size: int, patch: int) -> "HistogramLoss":
+        from probes.heads.losses import HistogramLoss
+
         del image_size
-        return losses.HistogramLoss(patch)
+        return HistogramLoss(patch)
 
 
 @dataclass(frozen=True)
@@ -124,9 +138,11 @@ class Majority:
     def settings(self) -> dict[str, Any]:
         return {"loss": "majority"}
 
-    def of_pixels(self, image_size: int, patch: int) -> losses.ModeLoss:
+    def of_pixels(self, image_size: int, patch: int) -> "ModeLoss":
+        from probes.heads.losses import ModeLoss
+
         del image_size
-        return losses.ModeLoss(patch)
+        return ModeLoss(patch)
 
 
 @dataclass(frozen=True)
@@ -156,7 +172,10 @@ class Steps:
     def settings(self) -> dict[str, Any]:
         return asdict(self) | {"learning_rates": floats(self.learning_rates)}
 
-    def of_heads(self, heads: Heads) -> HeadTraining:
+    def of_heads(self, heads: "Heads") -> "HeadTraining":
+        from probes.heads.optimizers import SGD, HeadAdamW, Schedule
+        from probes.heads.sgd import HeadTraining
+
         optimizer = {"adamw": HeadAdamW, "sgd": SGD}[self.optimizer]
         return HeadTraining(
             values=tuple(floats(self.learning_rates)),
@@ -199,9 +218,11 @@ class Squashed:
     def settings(self) -> dict[str, Any]:
         return {"scoring": "squash", "score_size": self.score_size}
 
-    def of_images(self, image_size: int, encoder: Encoder) -> scored_images.Scoring:
+    def of_images(self, image_size: int, encoder: Encoder) -> "Scoring":
+        from probes.heads.scored_images import SquashedScoring
+
         del encoder
-        return scored_images.SquashedScoring(image_size, self.score_size)
+        return SquashedScoring(image_size, self.score_size)
 
 
 @dataclass(frozen=True)
@@ -211,9 +232,11 @@ class ByPatch(Squashed):
     def settings(self) -> dict[str, Any]:
         return {"scoring": "patch", "score_size": self.score_size}
 
-    def of_images(self, image_size: int, encoder: Encoder) -> scored_images.Scoring:
+    def of_images(self, image_size: int, encoder: Encoder) -> "Scoring":
+        from probes.heads.scored_images import PatchScoring
+
         del encoder
-        return scored_images.PatchScoring(image_size, self.score_size)
+        return PatchScoring(image_size, self.score_size)
 
 
 @dataclass(frozen=True)
@@ -223,5 +246,7 @@ class SlidingWindows:
     def settings(self) -> dict[str, Any]:
         return {"scoring": "slide", "score_size": None}
 
-    def of_images(self, image_size: int, encoder: Encoder) -> scored_images.Scoring:
-        return scored_images.SlidingScoring(image_size, encoder.mean)
+    def of_images(self, image_size: int, encoder: Encoder) -> "Scoring":
+        from probes.heads.scored_images import SlidingScoring
+
+        return SlidingScoring(image_size, encoder.mean)

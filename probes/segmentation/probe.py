@@ -2,14 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from probes.features.cache import TrainingPass
-from probes.features.room import AskedTier, Room
-from probes.features.split import TrainingSplit
-from probes.features.views import ResizedCrops, ScaledCrops, TrainingViews, WholeImage
-from probes.heads.losses import PixelLoss
-from probes.heads.sgd import Heads, LayerGroup, sources_of
+from probes.features.room import AskedTier
+from probes.features.sources import LayerGroup, sources_of
 from probes.segmentation.components import (
     Inference,
     Loss,
@@ -19,7 +15,7 @@ from probes.segmentation.components import (
     Steps,
     Upsampled,
 )
-from probes.segmentation.run import FileNames, SegmentationRun
+from probes.segmentation.files import FileNames
 from ssl_bench.composition.fields import (
     Count,
     CountOrZero,
@@ -30,11 +26,13 @@ from ssl_bench.composition.fields import (
     Threads,
     check_fields,
 )
-from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.layers import Facet
+
+if TYPE_CHECKING:
+    from probes.segmentation.run import SegmentationRun
 
 _COMPONENTS = ("loss", "training", "inference")
 _PLACES = ("tier", "memory_gib", "disk_gib", "cache", "keep_minutes")
@@ -133,11 +131,12 @@ class Segmentation:
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
-        names, shown = self._names(seed), [source[-1] for source in self.sources(layers)]
+        names, shown = self.names(seed), [source[-1] for source in self.sources(layers)]
         panels = [names.panel(image_id) for image_id in images.ids[: self.panels]]
         return dict.fromkeys([*panels, names.training_images], shown)
 
-    def _names(self, seed: int) -> FileNames:
+    def names(self, seed: int) -> FileNames:
+        """What a run with that seed leaves beside its records."""
         shown = self.facet if self.layers_mode == "single" else self.layers_mode
         return FileNames(self.protocol, shown, seed)
 
@@ -150,32 +149,11 @@ class Segmentation:
         """
         yield from self.prepared(context).scores(self.guesses)
 
-    def prepared(self, context: ProbeContext) -> SegmentationRun:
+    def prepared(self, context: ProbeContext) -> "SegmentationRun":
         """The run with all its parts; opens the dataset, computes nothing."""
-        train_images = self.training_images(context.dataset)
-        split = TrainingSplit.draw(
-            train_images, at_most=self.train_images, holdout=self.holdout, seed=context.seed
-        )
-        training_pass = self._training_pass(context, train_images, split.indices)
-        val_images = self.split(context.dataset)
-        return SegmentationRun(
-            training_pass=training_pass,
-            training=self.training.of_heads(self._heads(context, len(val_images.class_names))),
-            scoring=self.inference.of_images(self.image_size, context.encoder),
-            split=split,
-            val_images=val_images,
-            sources=self.sources(context.layers),
-            refit=self.training.refit,
-            room=Room(
-                self.tier, self.memory_gib, self.disk_gib, cache_folder(self.cache) / "features"
-            ),
-            kept=cache_folder(self.cache) / "heads",
-            keep_minutes=self.keep_minutes,
-            facet=self.facet,
-            folder=context.artifacts,
-            names=self._names(context.seed),
-            panels=self.panels,
-        )
+        from probes.segmentation.assembly import prepared
+
+        return prepared(self, context)
 
     @property
     def facet(self) -> Facet:
@@ -185,47 +163,3 @@ class Segmentation:
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""
         return sources_of(layers, self.layers_mode)
-
-    def _training_pass(
-        self, context: ProbeContext, images: ImageSet, indices: Sequence[int]
-    ) -> TrainingPass:
-        patch = context.encoder.patch_size
-        layers = sorted({layer for source in self.sources(context.layers) for layer in source})
-        return TrainingPass(
-            extractor=FeatureExtractor(
-                context.encoder,
-                layers=layers,
-                facets=(self.facet,),
-                device=context.device,
-                dtype=context.dtype,
-            ),
-            facet=self.facet,
-            images=images,
-            indices=indices,
-            image_size=self.image_size,
-            views=self._views(context),
-            label_size=self._loss(patch).label_size(self.image_size // patch),
-            batch_size=self.training.batch_size,
-            workers=self.num_workers,
-            progress=context.progress,
-            say=context.say,
-        )
-
-    def _heads(self, context: ProbeContext, classes: int) -> Heads:
-        return Heads(
-            loss=self._loss(context.encoder.patch_size),
-            standardize=self.norm == "standardize",
-            classes=classes,
-            seed=context.seed,
-            device=context.device,
-        )
-
-    def _loss(self, patch: int) -> PixelLoss:
-        return self.loss.of_pixels(self.image_size, patch)
-
-    def _views(self, context: ProbeContext) -> TrainingViews:
-        if self.crops == "resized":
-            return ResizedCrops(self.views, context.seed)
-        if self.crops == "scaled":
-            return ScaledCrops(self.views, context.seed, context.encoder.mean)
-        return WholeImage(self.views)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from probes.features.cache import TrainingPass
 from probes.features.room import Room
+from probes.features.sources import LayerGroup
 from probes.features.split import TrainingSplit
 from probes.features.stream import read_ahead
 from probes.features.training import TrainingFeatures
@@ -21,30 +22,14 @@ from probes.features.views import nearest_labels
 from probes.heads.kept import KeptFit
 from probes.heads.scored_images import Scoring
 from probes.heads.scores import HeadScores, ScoredStream
-from probes.heads.sgd import LayerGroup, TrainedHeads, Training
-from probes.pictures import image_name
+from probes.heads.sgd import TrainedHeads, Training
+from probes.segmentation.files import FileNames
 from probes.segmentation.panels import draw_panel
 from probes.segmentation.report import SourceReport
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Progress, Score
 from ssl_bench.system.files import write_text_atomically
-
-
-@dataclass(frozen=True)
-class FileNames:
-    """Of what a run leaves beside its records."""
-
-    protocol: str
-    features: str
-    seed: int
-
-    def panel(self, image_id: str) -> str:
-        return image_name(image_id, before=f"{self.protocol}-{self.features}-")
-
-    @property
-    def training_images(self) -> str:
-        return f"{self.protocol}-{self.features}-seed{self.seed}-train.txt"
 
 
 @dataclass(frozen=True)

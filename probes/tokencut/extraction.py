@@ -6,11 +6,11 @@ from contextlib import contextmanager
 from jaxtyping import Float
 from torch import Tensor
 
-from probes.tokencut.cuts import PatchGrid
-from probes.tokencut.scores import cell_name
+from probes.tokencut.files import cell_name
+from probes.tokencut.options import PatchGrid
 from probes.tokencut.shape_batches import padded_batch
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import DataError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.system.transfers import on_its_way
 
@@ -51,8 +51,3 @@ def extracted(
 def grid_of(sample: Sample, patch_size: int) -> PatchGrid:
     height, width = sample.image.shape[:2]
     return PatchGrid(height, width, patch_size)
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigurationError(f"probe.{message}")

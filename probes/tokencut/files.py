@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from probes.pictures import image_name
-from probes.tokencut.log import ImageResult
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,10 @@ class DiscoveryFiles:
         return self.folder.joinpath("masks", _block_name(cell), *below, image_name(last))
 
     def has_all(
-        self, image_id: str, result: ImageResult, cells: Sequence[str], drawn: Set[str]
+        self, image_id: str, cells: Sequence[str], drawn: Set[str], *, has_masks: bool
     ) -> bool:
         """Whether everything of an image is there; only those of `drawn` have panels."""
-        masks = [self.mask(cell, image_id) for cell in cells if result.num_boxes is None]
+        masks = [self.mask(cell, image_id) for cell in cells if has_masks]
         panels = [self.panel(cell, image_id) for cell in cells if image_id in drawn]
         return all(path.is_file() for path in (*masks, *panels))
 
@@ -38,3 +37,7 @@ class DiscoveryFiles:
 def _block_name(cell: str) -> str:
     layer, facet = cell.split("/")
     return f"block{int(layer):02d}_{facet}"
+
+
+def cell_name(layer: int, facet: str) -> str:
+    return f"{layer}/{facet}"

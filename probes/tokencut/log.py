@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float64
 
-from probes.tokencut.cuts import Discovery, PatchGrid
+from probes.tokencut.cuts import Discovery
+from probes.tokencut.options import PatchGrid
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import MachineError
 from ssl_bench.scores import is_hit

@@ -4,7 +4,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from probes.tokencut.cuts import REFERENCE, Cut, Discovery, PatchGrid, as_array, component_of
+from probes.tokencut.cuts import Discovery, as_array, component_of, graph_tokens
+from probes.tokencut.options import REFERENCE, Cut, PatchGrid
 
 
 def lost(
@@ -30,7 +31,7 @@ def lost(
     degree, which promises no order and keeps none on CPUs with vector instructions; and a seed
     whose features are zero is an error there, here an object of one patch.
     """
-    tokens, shape = as_array(cut.graph_tokens(features, grid)), cut.graph_shape(grid)
+    tokens, shape = as_array(graph_tokens(cut, features, grid)), cut.graph_shape(grid)
     products = tokens @ tokens.T
     degrees = _degrees(products)
     by_degree = np.argsort(degrees, kind="stable")

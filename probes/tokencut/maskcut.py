@@ -8,16 +8,15 @@ from jaxtyping import Bool, Float, Float64
 from torch import Tensor
 
 from probes.tokencut.cuts import (
-    REFERENCE,
     TIE,
     Bipartition,
-    Cut,
     Discovery,
-    PatchGrid,
     as_array,
     component_of,
+    graph_tokens,
     split_at_mean,
 )
+from probes.tokencut.options import REFERENCE, Cut, PatchGrid
 from probes.tokencut.spectral.eigensolver import FiedlerVector, solve
 from probes.tokencut.spectral.graph import similarity_graph
 from ssl_bench.system.transfers import sent
@@ -66,7 +65,7 @@ class MaskCutSearch:
         self, features: Float[Tensor, "rows cols dim"], grid: PatchGrid, cut: Cut, num_masks: int
     ) -> None:
         self.found: list[Discovery] = []
-        self._all_tokens = cut.graph_tokens(features, grid)
+        self._all_tokens = graph_tokens(cut, features, grid)
         self._grid, self._connectivity = grid, cut.connectivity
         self._rounds_left = num_masks
         self._painted = np.zeros(cut.graph_shape(grid), bool)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from probes.tokencut.files import cell_name
 from probes.tokencut.log import Cell, ImageResult
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share
@@ -17,10 +18,6 @@ _SIZES = {
     "from_40_percent": (40.0, np.inf),
 }
 _COUNTS = {"1": (1.0, 2.0), "2_to_3": (2.0, 4.0), "from_4": (4.0, np.inf)}
-
-
-def cell_name(layer: int, facet: str) -> str:
-    return f"{layer}/{facet}"
 
 
 def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:

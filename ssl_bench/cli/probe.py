@@ -14,7 +14,7 @@ from ssl_bench.asked import (
 )
 from ssl_bench.composition.choices import asked_names, choices
 from ssl_bench.composition.key_lines import key_lines
-from ssl_bench.features import resolve_layers
+from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import probing_config
 from ssl_bench.results import Record

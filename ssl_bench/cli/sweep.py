@@ -10,12 +10,11 @@ from typing import Any
 from ssl_bench.asked import opened_store
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.results import encoder_id
-from ssl_bench.results.provenance import device_name
 from ssl_bench.sweep.plan import Job, plan_sweep
 from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes
 from ssl_bench.sweep.slurm import SlurmOptions, submit_array
-from ssl_bench.system.device import choose_device, visible_devices
 from ssl_bench.system.escaping import json_text, printable, shell_words
+from ssl_bench.system.processors import cpu_name, may_have_gpu
 from ssl_bench.system.progress import in_words, say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
@@ -51,6 +50,12 @@ def _device_of_estimates(options: argparse.Namespace) -> str | None:
     """The device as records name it, None where jobs run on machines that are not known here."""
     if options.slurm:
         return None
+    is_cpu = options.device == "cpu" or (options.device is None and not may_have_gpu())
+    if is_cpu and "torch" not in sys.modules:
+        return cpu_name()
+    from ssl_bench.results.provenance import device_name
+    from ssl_bench.system.device import choose_device
+
     try:
         return device_name(choose_device(options.device))
     except MachineError:
@@ -60,6 +65,8 @@ def _device_of_estimates(options: argparse.Namespace) -> str | None:
 
 
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
+    from ssl_bench.system.device import choose_device, visible_devices
+
     store = opened_store(options.out)
     if options.jobs > 1:
         # One that was named, and the processor, are for all jobs.

@@ -32,6 +32,12 @@ from ssl_bench.composition.components import (
 from ssl_bench.composition.fields import shown
 from ssl_bench.errors import ConfigurationError
 
+# What Hydra would compose about itself; a quarter of the time, and nothing of it is used.
+_WITHOUT_HYDRA = [
+    f"~hydra/{group}"
+    for group in ("help", "hydra_help", "hydra_logging", "job_logging", "launcher", "sweeper")
+]
+
 
 def compose_config(root: str, overrides: Sequence[str]) -> DictConfig:
     """Compose one root file of `configs/` with Hydra overrides.
@@ -117,7 +123,7 @@ def _defaults(folder: Path, root: str, groups: tuple[str, ...]) -> DictConfig:
     calls = {choice: call for choice in groups if (call := _component(choice))}
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            config = compose(root, [choice for choice in groups if choice not in calls])
+            config = compose(root, [*(one for one in groups if one not in calls), *_WITHOUT_HYDRA])
             said: Any = OmegaConf.to_container(config, resolve=False)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigurationError(_one_line(error)) from error

@@ -94,6 +94,8 @@ FilePath = Annotated[str, PathText()]
 Place = FilePath | Path | None
 Level = Annotated[int, Within(0, 255)]
 Rgb = Annotated[Sequence[Level], Items(3, 3)]
+# What compares vectors: "auto" is faiss for many on a CPU, else a matrix product of torch.
+Engine = Literal["auto", "faiss", "torch"]
 MaskValue = Annotated[int, Within(0, 65535)]
 
 

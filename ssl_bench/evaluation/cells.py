@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from ssl_bench.data.files.readable import ReadableDataset, summary
 from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -27,7 +25,9 @@ class Question(Protocol):
     def seed(self) -> int: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> object:
+        """Of torch, or its name there."""
+        ...
 
 
 def cell_keys(

@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, summary
@@ -17,8 +16,10 @@ from ssl_bench.evaluation.pending import Pending, find_pending, pictures_folder
 from ssl_bench.evaluation.probe import Probe, ProbeContext, Score
 from ssl_bench.models import Encoder
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
-from ssl_bench.results.provenance import provenance
 from ssl_bench.system.progress import show_progress
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class Evaluation:
     probe: Probe
     layers: tuple[int, ...]
     seed: int
-    device: torch.device
-    dtype: torch.dtype
+    device: "torch.device"
+    dtype: "torch.dtype"
 
     def run(
         self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool = False
@@ -132,6 +133,9 @@ class Evaluation:
         return pictures_folder(store, self.probe.task, images.name, encoder.name, known_as)
 
     def _record(self, key: CellKey, score: Score, seconds: float) -> Record:
+        # It asks torch for its version, and a plan is made of questions without answers.
+        from ssl_bench.results.provenance import provenance
+
         gone, epoch = left_out(self.dataset), self.encoder.contents.epoch
         return key.record(
             depth=self.encoder.depth,

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.models import Encoder
 from ssl_bench.results.record import PerImage, Record
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -35,8 +36,8 @@ class ProbeContext:
     encoder: Encoder
     dataset: Dataset
     layers: tuple[int, ...]
-    device: torch.device
-    dtype: torch.dtype
+    device: "torch.device"
+    dtype: "torch.dtype"
     seed: int
     artifacts: Path
     progress: Progress

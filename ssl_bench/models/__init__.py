@@ -1,15 +1,24 @@
-"""Encoders: our Vision Transformer and ConvMixer, their checkpoints, and everybody else's."""
+"""Encoders: our Vision Transformer and ConvMixer, their checkpoints, and everybody else's.
 
-from ssl_bench.models.build import build_vit
-from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.conv_mixer import ConvMixer, ConvMixerConfig
-from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder, encoder_from_model
-from ssl_bench.models.initialisers.statistics import block_statistics, token_statistics
-from ssl_bench.models.kinds import EncoderConfig, EncoderModule, build_encoder
-from ssl_bench.models.loading.checkpoint import save_encoder
-from ssl_bench.models.loading.identity import EncoderIdentity, identify_encoder
-from ssl_bench.models.loading.load import load_encoder
-from ssl_bench.models.vit import VisionTransformer
+Names of what computes are imported when they are asked for: what an encoder is, is known without
+torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ssl_bench.models.config import ConvMixerConfig, EncoderConfig, ViTConfig
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder
+from ssl_bench.models.loading.identity import EncoderIdentity
+from ssl_bench.models.loading.load import identify_encoder, load_encoder
+
+if TYPE_CHECKING:
+    from ssl_bench.models.build import build_vit
+    from ssl_bench.models.conv_mixer import ConvMixer
+    from ssl_bench.models.initialisers.statistics import block_statistics, token_statistics
+    from ssl_bench.models.kinds import EncoderModule, build_encoder, encoder_from_model
+    from ssl_bench.models.loading.checkpoint import save_encoder
+    from ssl_bench.models.vit import VisionTransformer
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -31,3 +40,21 @@ __all__ = [
     "save_encoder",
     "token_statistics",
 ]
+
+_HOMES = {
+    "ConvMixer": "conv_mixer",
+    "EncoderModule": "kinds",
+    "VisionTransformer": "vit",
+    "block_statistics": "initialisers.statistics",
+    "build_encoder": "kinds",
+    "build_vit": "build",
+    "encoder_from_model": "kinds",
+    "save_encoder": "loading.checkpoint",
+    "token_statistics": "initialisers.statistics",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

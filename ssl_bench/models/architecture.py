@@ -4,13 +4,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from ssl_bench.models.config import EncoderConfig, kind_of
 
-from ssl_bench.models.kinds import EncoderConfig, EncoderModule, kind_of
+if TYPE_CHECKING:
+    from torch import nn
 
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 # They decide how the weights came about, not what is done with them.
 _OF_TRAINING = frozenset(
     {"init", "init_options", "truncated_tokens", "drop_path", "frozen_filters"}
@@ -19,7 +20,7 @@ _OF_TRAINING = frozenset(
 _OF_MACHINE = frozenset({"training", "fused_attn"})
 
 
-def configured(config: EncoderConfig, *, norm_eps: float = _NORM_EPS) -> dict[str, Any]:
+def configured(config: EncoderConfig, *, norm_eps: float = NORM_EPS) -> dict[str, Any]:
     """Architecture of an encoder of ours in plain JSON types.
 
     All whole numbers, and what else differs from a plain encoder of its kind.
@@ -30,18 +31,11 @@ def configured(config: EncoderConfig, *, norm_eps: float = _NORM_EPS) -> dict[st
         for name, value in asdict(config).items()
         if name not in _OF_TRAINING and (type(value) is int or value != plain[name])
     }
-    eps = {} if norm_eps == _NORM_EPS else {"norm_eps": norm_eps}
+    eps = {} if norm_eps == NORM_EPS else {"norm_eps": norm_eps}
     return json.loads(json.dumps({"kind": kind_of(config), **described, **eps}))
 
 
-def of_ours(model: EncoderModule) -> dict[str, Any]:
-    """Architecture of a model, whose norms may have another epsilon than those of this suite."""
-    found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
-    (eps,) = found or {_NORM_EPS}
-    return configured(model.config, norm_eps=eps)
-
-
-def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
+def of_library(model: "nn.Module", library: str, name: str) -> dict[str, Any]:
     """Architecture of somebody else's model: its name there, and a digest of all of its modules."""
     lines = [
         json.dumps([path, _class_name(module), _plain_attributes(module)])
@@ -51,11 +45,11 @@ def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
     return {"kind": library, "name": name, "modules_sha256": digest}
 
 
-def _class_name(module: nn.Module) -> str:
+def _class_name(module: "nn.Module") -> str:
     return f"{type(module).__module__}.{type(module).__qualname__}"
 
 
-def _plain_attributes(module: nn.Module) -> Mapping[str, str]:
+def _plain_attributes(module: "nn.Module") -> Mapping[str, str]:
     """Numbers, texts and functions that a module holds beside its weights, such as epsilons."""
     return {
         name: getattr(value, "__qualname__", None) or repr(value)

@@ -3,8 +3,8 @@
 import torch
 from torch import Generator, nn
 
-from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.conv_mixer import ConvMixer, ConvMixerBlock, ConvMixerConfig
+from ssl_bench.models.config import ConvMixerConfig, ViTConfig
+from ssl_bench.models.conv_mixer import ConvMixer, ConvMixerBlock
 from ssl_bench.models.initialisers.blocks import Initialiser, initialiser_of
 from ssl_bench.models.initialisers.convolutions import filter_initialiser_of
 from ssl_bench.models.vit import Block, VisionTransformer

@@ -1,4 +1,4 @@
-"""The frozen description of an encoder; what a checkpoint stores beside its weights."""
+"""The frozen descriptions of encoders; what a checkpoint stores beside its weights."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,7 +21,7 @@ from ssl_bench.models.fields import (
     from_dict,
     without_defaults,
 )
-from ssl_bench.models.initialisers.blocks import initialiser_of
+from ssl_bench.models.initialisers.options import check_block_options, check_filter_options
 
 AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
 GrayingKind = Literal["none", "svd", "dct"]
@@ -51,7 +51,7 @@ class ViTConfig:
         position_embedding: "sinusoidal" is fixed, "learned" is trained.
         truncated_tokens: [CLS], registers and learned positions start within two deviations of 0.
             Official DINO and timm cut at -2 and 2, which is a hundred deviations.
-        init: Name of an initialiser, see `ssl_bench.models.initialisers.blocks`.
+        init: Name of an initialiser, see `ssl_bench.models.initialisers.options`.
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
 
@@ -83,7 +83,7 @@ class ViTConfig:
         self._check_sizes()
         self._check_graying()
         self._check_names()
-        initialiser_of(self.init, self.init_options)
+        check_block_options(self.init, self.init_options)
 
     @property
     def grid_size(self) -> int:
@@ -160,3 +160,80 @@ class ViTConfig:
                 "model.init=osa draws 2 x head width orthogonal columns of model.dim entries, so "
                 f"model.num_heads must be 2 or more, got {self.num_heads}"
             )
+
+
+@dataclass(frozen=True)
+class ConvMixerConfig:
+    """Architecture and initialisation of a ConvMixer; the defaults are ConvMixer-256/8.
+
+    Args:
+        image_size: Side in pixels it is trained at; any other size works, nothing is resized.
+        kernel_size: Side of the depthwise filters in patches; odd.
+        skip: Add the input of the depthwise convolution to its output, the only skip there is.
+        frozen_filters: Leave the depthwise filters, not their biases, as they were drawn.
+        init: Of the depthwise filters, see `ssl_bench.models.initialisers.options`; all else
+            starts as PyTorch starts convolutions.
+        init_options: Its hyperparameters that differ from their defaults; None means the default.
+    """
+
+    image_size: Pixels = 32
+    patch_size: Pixels = 2
+    dim: Width = 256
+    depth: Depth = 8
+    kernel_size: Pixels = 9
+    skip: bool = True
+    frozen_filters: bool = False
+    init: str = "uniform"
+    init_options: Mapping[str, Any] = field(default_factory=dict)
+
+    # There is no attention, no [CLS] and no register.
+    num_heads = 0
+    num_prefix_tokens = 0
+    num_registers = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model")
+        object.__setattr__(self, "init_options", without_defaults(self.init_options))
+        as_floats(self)
+        check_divisible(self, "image_size", "patch_size")
+        if self.kernel_size % 2 == 0:
+            near = f"{self.kernel_size - 1} or {self.kernel_size + 1}"
+            raise ConfigurationError(
+                "model.kernel_size must be odd, so that a filter has a middle, got "
+                f"{self.kernel_size}; take {near}"
+            )
+        check_filter_options(self.init, self.init_options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ConvMixerConfig":
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ConfigurationError: A key that no version of this class knows, or a wrong value.
+        """
+        return from_dict(cls, values)
+
+
+EncoderConfig = ViTConfig | ConvMixerConfig
+_KINDS: Mapping[str, type[EncoderConfig]] = {"vit": ViTConfig, "conv_mixer": ConvMixerConfig}
+
+
+def kind_of(config: EncoderConfig) -> str:
+    """The name under which `config_of` knows its class."""
+    (kind,) = (name for name, known in _KINDS.items() if isinstance(config, known))
+    return kind
+
+
+def config_of(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
+    """What `to_dict` of a configuration of that kind wrote.
+
+    Raises:
+        ConfigurationError: A kind or key that this version does not know, or a wrong value.
+    """
+    if kind not in _KINDS:
+        raise ConfigurationError(f"expected {' or '.join(_KINDS)}, got a model of kind {kind!r}")
+    return _KINDS[kind].from_dict(values)

@@ -1,16 +1,12 @@
 """A frozen model with everything a probe must know about it."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from ssl_bench.models.architecture import of_ours
-from ssl_bench.models.kinds import EncoderModule
+if TYPE_CHECKING:
+    from torch import nn
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -64,7 +60,7 @@ class Encoder:
         contents: What else the file holds.
     """
 
-    module: nn.Module
+    module: "nn.Module"
     name: str
     uri: str
     sha256: str
@@ -97,48 +93,3 @@ def identity_of(sha256: str, architecture: Mapping[str, Any], colours: Colours) 
     """See `Encoder.identity`."""
     mean, std = colours
     return {"checkpoint_sha256": sha256, "architecture": architecture, "mean": mean, "std": std}
-
-
-def encoder_from_model(
-    model: EncoderModule,
-    *,
-    name: str,
-    uri: str = "memory",
-    sha256: str | None = None,
-    keys: tuple[int, int] = (0, 0),
-    contents: Contents | None = None,
-    colours: Colours = IMAGENET_COLOURS,
-    colours_from: str = "ssl-bench",
-) -> Encoder:
-    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
-    config = model.config
-    return Encoder(
-        module=model.eval().requires_grad_(False),
-        name=name,
-        uri=uri,
-        sha256=sha256 or state_dict_sha256(model),
-        architecture=of_ours(model),
-        patch_size=config.patch_size,
-        depth=config.depth,
-        dim=config.dim,
-        num_heads=config.num_heads,
-        num_prefix_tokens=config.num_prefix_tokens,
-        native_size=(config.image_size, config.image_size),
-        loaded_keys=keys[0],
-        mean=colours[0],
-        std=colours[1],
-        colours_from=colours_from,
-        total_keys=keys[1],
-        num_registers=config.num_registers,
-        contents=contents or Contents(),
-    )
-
-
-def state_dict_sha256(module: nn.Module) -> str:
-    """Hexadecimal sha256 over names, shapes and bytes of all weights, sorted by name."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        value = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -1,18 +1,19 @@
-"""The kinds of encoders of this suite: what a checkpoint calls them, and how they are built."""
+"""The kinds of encoders of this suite: how they are built, and frozen for probes."""
 
-from collections.abc import Mapping
+import hashlib
 from typing import Any
 
-from ssl_bench.errors import ConfigurationError
+import torch
+from torch import nn
+
+from ssl_bench.models.architecture import NORM_EPS, configured
 from ssl_bench.models.build import build_conv_mixer, build_vit
-from ssl_bench.models.config import ViTConfig
-from ssl_bench.models.conv_mixer import ConvMixer, ConvMixerConfig
+from ssl_bench.models.config import ConvMixerConfig, EncoderConfig
+from ssl_bench.models.conv_mixer import ConvMixer
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, Contents, Encoder
 from ssl_bench.models.vit import VisionTransformer
 
-EncoderConfig = ViTConfig | ConvMixerConfig
 EncoderModule = VisionTransformer | ConvMixer
-
-_CONFIGS: Mapping[str, type[EncoderConfig]] = {"vit": ViTConfig, "conv_mixer": ConvMixerConfig}
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
@@ -27,18 +28,53 @@ def empty_encoder(config: EncoderConfig) -> EncoderModule:
     return ConvMixer(config) if isinstance(config, ConvMixerConfig) else VisionTransformer(config)
 
 
-def kind_of(config: EncoderConfig) -> str:
-    """The name under which `config_of` knows its class."""
-    (kind,) = (name for name, known in _CONFIGS.items() if isinstance(config, known))
-    return kind
+def encoder_from_model(
+    model: EncoderModule,
+    *,
+    name: str,
+    uri: str = "memory",
+    sha256: str | None = None,
+    keys: tuple[int, int] = (0, 0),
+    contents: Contents | None = None,
+    colours: Colours = IMAGENET_COLOURS,
+    colours_from: str = "ssl-bench",
+) -> Encoder:
+    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
+    config = model.config
+    return Encoder(
+        module=model.eval().requires_grad_(False),
+        name=name,
+        uri=uri,
+        sha256=sha256 or state_dict_sha256(model),
+        architecture=_architecture(model),
+        patch_size=config.patch_size,
+        depth=config.depth,
+        dim=config.dim,
+        num_heads=config.num_heads,
+        num_prefix_tokens=config.num_prefix_tokens,
+        native_size=(config.image_size, config.image_size),
+        loaded_keys=keys[0],
+        mean=colours[0],
+        std=colours[1],
+        colours_from=colours_from,
+        total_keys=keys[1],
+        num_registers=config.num_registers,
+        contents=contents or Contents(),
+    )
 
 
-def config_of(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
-    """What `to_dict` of a configuration of that kind wrote.
+def _architecture(model: EncoderModule) -> dict[str, Any]:
+    """Architecture of a model, whose norms may have another epsilon than those of this suite."""
+    found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
+    (eps,) = found or {NORM_EPS}
+    return configured(model.config, norm_eps=eps)
 
-    Raises:
-        ConfigurationError: A kind or key that this version does not know, or a wrong value.
-    """
-    if kind not in _CONFIGS:
-        raise ConfigurationError(f"expected {' or '.join(_CONFIGS)}, got a model of kind {kind!r}")
-    return _CONFIGS[kind].from_dict(values)
+
+def state_dict_sha256(module: nn.Module) -> str:
+    """Hexadecimal sha256 over names, shapes and bytes of all weights, sorted by name."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        value = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

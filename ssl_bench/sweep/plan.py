@@ -15,7 +15,7 @@ from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import cell_keys, cell_settings
 from ssl_bench.evaluation.pending import find_pending, pictures_folder
-from ssl_bench.features import resolve_layers
+from ssl_bench.layers import resolve_layers
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import PlannedProbe

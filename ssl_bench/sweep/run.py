@@ -12,18 +12,18 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from ssl_bench.asked import announced_encoder
 from ssl_bench.errors import MachineError
 from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
-from ssl_bench.system.device import usable_cores
 from ssl_bench.system.endings import failure
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def probe_command(job: Job) -> list[str]:
 
 
 def run_here(
-    jobs: Sequence[Job], store: ResultStore, device: torch.device, *, debug: bool
+    jobs: Sequence[Job], store: ResultStore, device: "torch.device", *, debug: bool
 ) -> Iterator[Outcome]:
     """Run jobs one after the other in this process; `debug` raises the first error.
 
@@ -121,8 +121,10 @@ class Places:
     @contextmanager
     def taken(self) -> Iterator[Mapping[str, str]]:
         """The environment of a job on the device with the fewest jobs."""
+        import torch
+
         # What this process may use; the numerical libraries all obey this variable.
-        threads = max(1, usable_cores() // self.count)
+        threads = max(1, torch.get_num_threads() // self.count)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         if not self._at_work:
             yield environment

@@ -56,10 +56,3 @@ def free_memory(device: torch.device) -> int:
     """Bytes that tensors may still take on a GPU, those among them that torch keeps for reuse."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def usable_cores() -> int:
-    """How many cores this process may use; a scheduler gives fewer than the machine has."""
-    # Not every system tells.
-    asked = getattr(os, "sched_getaffinity", None)
-    return len(asked(0)) if asked else os.cpu_count() or 1

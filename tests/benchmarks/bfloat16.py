@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from ssl_bench.evaluation import Evaluation
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import Record, ResultStore

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ssl_bench.evaluation import Evaluation
-from ssl_bench.features import resolve_layers
+from ssl_bench.layers import resolve_layers
 from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import Record, ResultStore
@@ -51,7 +51,7 @@ def measure(options: argparse.Namespace, overrides: list[str]) -> list[Record]:
             more = [initial, f"seed={seed}", *overrides]
             (plan,) = plan_probes(["conditioning"], ["folder"], more, {"folder": options.data})
             evaluation = Evaluation(
-                encoder, plan.dataset, plan.probe, layers, seed, torch.device("cpu"), plan.dtype
+                encoder, plan.dataset, plan.probe, layers, seed, torch.device("cpu"), torch.float32
             )
             records += evaluation.run(store, say=say)
     return records

@@ -27,7 +27,7 @@ from probes.costs.few_images import ConditioningCost, PCACost, TokenCutCost
 from probes.costs.images import ClassificationCost, KNNCost
 from probes.costs.retrieval import RetrievalCost
 from probes.costs.segmentation import SegmentationCost
-from probes.retrieval import Retrieval
+from probes.retrieval.probe import Retrieval
 from probes.segmentation.components import Histogram, Steps
 from probes.segmentation.probe import Segmentation
 from ssl_bench.cost.asked import asked_work

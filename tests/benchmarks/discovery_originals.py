@@ -29,9 +29,9 @@ from jaxtyping import Bool
 from PIL import Image
 from torch import Tensor
 
-from probes.tokencut.cuts import Cut, PatchGrid
 from probes.tokencut.lost import lost
 from probes.tokencut.maskcut import maskcut
+from probes.tokencut.options import Cut, PatchGrid
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
 from tests.benchmarks.provenance import provenance

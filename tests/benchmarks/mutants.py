@@ -48,8 +48,9 @@ ROOMS = {
     "ssl_bench/evaluation/pending.py": (4, "cli faults_pictures"),
     "probes/features/file.py": (5, "feature_cache faults_cache"),
     "probes/features/training.py": (4, "feature_cache faults_cache"),
-    "ssl_bench/models/loading/checkpoint.py": (
-        5,
+    "ssl_bench/models/loading/checkpoint.py": (2, "checkpoint digests load_encoder faults_models"),
+    "ssl_bench/models/loading/identity.py": (
+        3,
         "checkpoint digests load_encoder faults_models sweep",
     ),
     "pretrain/runtime/state.py": (4, "checkpoint digests faults_runs"),

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from probes.features.neighbours import NeighbourSearch
 from ssl_bench import neighbours
-from ssl_bench.neighbours import Engine, nearest_vectors
+from ssl_bench.composition.fields import Engine
+from ssl_bench.neighbours import nearest_vectors
 from tests.benchmarks.provenance import provenance
 from tests.benchmarks.tokencut import print_table
 

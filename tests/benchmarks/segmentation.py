@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from probes.features.neighbours import NeighbourSearch
-from probes.features.standardization import Standardization
+from probes.features.statistics import Standardization
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
 from probes.heads.optimizers import HeadAdamW

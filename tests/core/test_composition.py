@@ -14,6 +14,7 @@ from ssl_bench.composition.compose import as_plain, build, compose_config, has_k
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers.blocks import INITIALISERS
 from ssl_bench.models.initialisers.convolutions import FILTER_INITIALISERS
+from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS
 
 PCA = ["probe=pca", "dataset=toy"]
 
@@ -176,3 +177,13 @@ def test_every_option_of_every_initialiser_can_be_overridden(model, kinds):
     options = compose_config("pretraining", [f"model={model}"]).model.init_options
 
     assert set(options) == {item.name for kind in kinds.values() for item in fields(kind)}
+
+
+@pytest.mark.parametrize(
+    ("kinds", "options"), [(INITIALISERS, BLOCK_OPTIONS), (FILTER_INITIALISERS, FILTER_OPTIONS)]
+)
+def test_an_initialiser_draws_with_the_options_that_a_configuration_checks(kinds, options):
+    assert kinds.keys() == options.keys()
+    for name, kind in kinds.items():
+        assert issubclass(kind, options[name])
+        assert fields(kind) == fields(options[name])

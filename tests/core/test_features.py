@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.features import FACETS, FeatureExtractor, pad_to_patch, resolve_layers
+from ssl_bench.features import FeatureExtractor, pad_to_patch
+from ssl_bench.layers import FACETS, resolve_layers
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, load_encoder
 from ssl_bench.models.loading.timm_encoder import TimmViT
 from ssl_bench.models.positions import resize_positions

@@ -5,9 +5,9 @@ import pytest
 
 from probes.classification.probe import LinearClassification
 from probes.conditioning.probe import Conditioning
-from probes.knn import KNN
+from probes.knn.probe import KNN
 from probes.pca.probe import PCA
-from probes.retrieval import Retrieval
+from probes.retrieval.probe import Retrieval
 from probes.segmentation.probe import Segmentation
 from probes.tokencut.probe import TokenCut
 from ssl_bench.composition.choices import choices

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from probes.pca.probe import PCA
-from probes.retrieval import Retrieval
-from probes.tokencut.cuts import PatchGrid
+from probes.pca.run import PCARun
+from probes.retrieval.probe import Retrieval
 from probes.tokencut.extraction import extracted
+from probes.tokencut.options import PatchGrid
 from probes.tokencut.probe import TokenCut
+from probes.tokencut.run import find_all
 from probes.tokencut.spectral.eigensolver import GraphPool
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError
@@ -53,7 +55,7 @@ def test_maps_stop_at_the_block(tmp_path, broken, device):
     samples = [Sample("blue", np.zeros((32, 32, 3), np.uint8))]
     images = context.dataset.val()
     with pytest.raises(CheckpointError, match=r"layer 2 of tiny .* for blue"):
-        PCA(image_size=32, num_images=1)._features(images, samples, context)
+        PCARun(PCA(image_size=32, num_images=1), context)._features(images, samples)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -68,4 +70,4 @@ def test_object_discovery_stops_at_the_block(broken, device, method):
         GraphPool(1) as pool,
         extracted(extractor, [sample], grid) as features,
     ):
-        probe._find_all(features, [grid], pool)
+        find_all(probe, features, [grid], pool)

@@ -25,11 +25,13 @@ from probes.heads.lbfgs import minimise
 from probes.heads.scores import ScoredStream
 from probes.heads.sgd import TrainedHeads
 from probes.pca.probe import PCA
-from probes.retrieval import Retrieval
+from probes.pca.run import PCARun
+from probes.retrieval.probe import Retrieval
 from probes.segmentation.probe import Segmentation
-from probes.tokencut.cuts import PatchGrid
 from probes.tokencut.extraction import extracted
+from probes.tokencut.options import PatchGrid
 from probes.tokencut.probe import TokenCut
+from probes.tokencut.run import find_all
 from probes.tokencut.spectral.eigensolver import GraphPool
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.samples import Sample
@@ -221,7 +223,7 @@ def tokencut_batch(facets: Iterable[str] = ("key",)) -> Counts:
         with GraphPool(1) as pool:
             for _ in batches(range(number), 1):
                 with extracted(extractor, samples, grids[0]) as features:
-                    probe._find_all(features, grids, pool)
+                    find_all(probe, features, grids, pool)
 
     return counts_of(work, 1, 2)
 
@@ -255,7 +257,7 @@ def pca_image(folder: Path) -> Counts:
     def work(number: int) -> None:
         images: Any = _Labelled(number)
         samples = [images[index] for index in range(number)]
-        PCA(image_size=32)._features(images, samples, context)
+        PCARun(PCA(image_size=32), context)._features(images, samples)
 
     return counts_of(work, 1, 3)
 

@@ -16,7 +16,7 @@ import torch
 
 from ssl_bench.models import ViTConfig, build_vit
 from ssl_bench.models.build import build_conv_mixer
-from ssl_bench.models.conv_mixer import ConvMixerConfig
+from ssl_bench.models.config import ConvMixerConfig
 from ssl_bench.models.matrix_functions.exponential import phi_without_waiting
 from ssl_bench.models.matrix_functions.orthonormal import cholesky_basis
 from ssl_bench.models.matrix_functions.power import raised

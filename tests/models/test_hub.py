@@ -13,7 +13,6 @@ import torch
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models import ViTConfig, build_vit, load_encoder
 from ssl_bench.models.loading import hub
-from ssl_bench.models.loading import load as loading
 from ssl_bench.network import answers
 from ssl_bench.system.files import sha256_of
 
@@ -72,7 +71,7 @@ def weights(server, monkeypatch, tmp_path) -> Callable[[str], bytes]:
     def publish(name: str) -> bytes:
         server.content = (tmp_path / "weights.pth").read_bytes()
         address = {"dino_vits16": server.url.replace("file.bin", name)}
-        monkeypatch.setattr(loading, "HUB_WEIGHTS", {"facebookresearch/dino": address})
+        monkeypatch.setattr(hub, "HUB_WEIGHTS", {"facebookresearch/dino": address})
         return server.content
 
     return publish

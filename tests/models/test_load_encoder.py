@@ -9,6 +9,7 @@ import timm
 import torch
 from torch import Tensor
 
+from ssl_bench import models
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
@@ -20,7 +21,7 @@ from ssl_bench.models import (
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.loading.checkpoint import read_metadata
+from ssl_bench.models.loading.identity import read_metadata
 from ssl_bench.system.files import sha256_of
 
 TINY = ViTConfig(
@@ -355,3 +356,11 @@ def test_every_kind_of_encoder_goes_through_the_extractor(saved, tmp_path, tiny_
         features = FeatureExtractor(encoder, layers=[1])(images)[1]["token"]
         rows, cols = 32 // encoder.patch_size, 48 // encoder.patch_size
         assert features.shape == (1, rows, cols, encoder.dim)
+
+
+def test_whatever_the_package_names_is_there():
+    assert {name for name in models.__all__ if getattr(models, name) is not None} == set(
+        models.__all__
+    )
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        models.nothing  # noqa: B018

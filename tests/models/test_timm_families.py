@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.timm_encoder import timm_encoder
 

@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision import transforms
 
 from probes.features.image import ImagePass
-from probes.knn import KNN
+from probes.knn.probe import KNN
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
@@ -144,7 +144,7 @@ def test_every_asked_cell_is_scored_from_features_after_the_final_norm(context, 
         assert options["engine"] == "torch"
         return knn_ranks(queries, bank, **options)
 
-    monkeypatch.setattr("probes.knn.knn_ranks", heard)
+    monkeypatch.setattr("probes.knn.run.knn_ranks", heard)
     found = scores(probe, context)
 
     assert isinstance(probe, Probe)

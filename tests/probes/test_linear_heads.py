@@ -2,8 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.features.standardization import Standardization
-from probes.features.statistics import RunningStatistics
+from probes.features.statistics import RunningStatistics, Standardization
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, UpsampledLoss
 from probes.heads.optimizers import SGD, HeadAdamW, Schedule

@@ -2,13 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from probes.tokencut.cuts import Cut, PatchGrid, discover
+from probes.tokencut.cuts import discover
 from probes.tokencut.maskcut import (
     MaskCutSearch,
     maskcut,
     search_together,
     split_off_the_corners,
 )
+from probes.tokencut.options import Cut, PatchGrid
 from probes.tokencut.spectral.eigensolver import FiedlerVector, second_eigenvector
 from probes.tokencut.spectral.eigensolver_batched import solve_batch
 from probes.tokencut.spectral.graph import similarity_graph

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from probes.features.neighbours import NeighbourSearch
-from probes.features.remembered import _is_labelled, remembered
 from probes.features.views import WholeImage, nearest_labels
-from probes.retrieval import Retrieval
+from probes.retrieval.probe import Retrieval
+from probes.retrieval.remembered import is_labelled, remembered
+from probes.retrieval.run import RetrievalRun, chosen_patches, patch_votes
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
@@ -62,10 +63,10 @@ def test_labelled_patches_are_remembered_as_the_seed_draws_them():
     labels = torch.full((3, 16, 24), 255, dtype=torch.uint8)
     labels[1:, 9, :17] = 0
     labelled = {1 * 6 + 3, 1 * 6 + 4, 1 * 6 + 5, 2 * 6 + 3, 2 * 6 + 4, 2 * 6 + 5}
-    candidates = _is_labelled(labels, 8).flatten().nonzero()[:, 0]
-    assert set(_probe()._chosen(candidates, seed=0).tolist()) == labelled
+    candidates = is_labelled(labels, 8).flatten().nonzero()[:, 0]
+    assert set(chosen_patches(_probe(), candidates, seed=0).tolist()) == labelled
     few = _probe(memory_patches=3, neighbours=1)
-    draws = [tuple(few._chosen(candidates, seed=seed).tolist()) for seed in (0, 0, 1, 2, 3)]
+    draws = [tuple(chosen_patches(few, candidates, seed=seed).tolist()) for seed in (0, 0, 1, 2, 3)]
     assert draws[0] == draws[1]
     assert len(set(draws)) > 1
     assert all(set(draw) < labelled and len(draw) == 3 for draw in draws)
@@ -76,7 +77,7 @@ def test_a_vote_is_the_softmax_of_the_similarities_over_the_label_histograms():
     labels = torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.0, 1.0]])
     features = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
     probe = _probe(neighbours=2, temperature=0.5)
-    votes = probe.votes(features, NeighbourSearch.of(memory), labels)
+    votes = patch_votes(probe, features, NeighbourSearch.of(memory), labels)
     near, far = np.exp(0.8 / 0.5), np.exp(0.6 / 0.5)
     first = (far * 1.0 + near * 0.25) / (near + far)
     assert votes.flatten().tolist() == pytest.approx([first, 1 - first])
@@ -132,7 +133,7 @@ def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol):
 
 def test_what_is_remembered_are_features_and_label_shares_of_the_chosen_patches(tmp_path):
     context = probe_context(tmp_path)
-    training_pass = _probe(image_size=40, batch_size=3)._training_pass(context)
+    training_pass = RetrievalRun(_probe(image_size=40, batch_size=3), context).training_pass()
     chosen = torch.tensor([3, 7, 24, 5 * 25 + 2, 16 * 25, 17 * 25 + 24])
     found = remembered(training_pass, [3, 1], chosen, classes=4)
     for number, place in enumerate(chosen.tolist()):

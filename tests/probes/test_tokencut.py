@@ -11,9 +11,11 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
-from probes.tokencut.cuts import Cut, PatchGrid, discover
+from probes.tokencut.cuts import discover
 from probes.tokencut.log import DiscoveryLog, ImageResult, unpack_mask
+from probes.tokencut.options import Cut, PatchGrid
 from probes.tokencut.probe import TokenCut
+from probes.tokencut.run import find, find_together
 from probes.tokencut.scores import corloc_score
 from probes.tokencut.spectral.eigensolver import GraphPool
 from ssl_bench.composition.presets import changed_settings
@@ -21,7 +23,8 @@ from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError, MachineError
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.system.progress import show_progress
 from tests.support.configured import configured
@@ -292,10 +295,10 @@ def test_graphs_that_are_solved_together_give_what_each_gives_alone(method):
     graphs = [mosaic(seed) for seed in range(6)]
 
     with GraphPool(2) as pool:
-        together = probe._find_together(graphs, [grid] * 6, pool)
+        together = find_together(probe, graphs, [grid] * 6, pool)
 
     for found, graph in zip(together, graphs, strict=True):
-        alone = probe.find(graph, grid)
+        alone = find(probe, graph, grid)
         assert [one.box.tolist() for one in found] == [one.box.tolist() for one in alone]
         assert [one.mask.sum() for one in found] == [one.mask.sum() for one in alone]
 
@@ -355,7 +358,7 @@ def test_a_changed_option_does_not_pass_for_the_reference():
     assert changed_settings(changed) == {"method": "lost", "tau": 0.3}
     assert changed.settings()["tau"] == 0.3
     # Their pictures do not lie on those of the reference.
-    assert changed._folder == "reference_method=lost_tau=0.3"
+    assert changed.folder == "reference_method=lost_tau=0.3"
 
 
 def test_the_configuration_file_is_the_reference():

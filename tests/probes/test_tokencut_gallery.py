@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from probes.pictures import LONGEST_TILE, TILE_HEIGHT, shortened, titled
-from probes.tokencut.gallery import Gallery, kinds_of
 from probes.tokencut.log import ImageResult, pack_mask
-from probes.tokencut.panels import FOUND, FURTHER, GROUND_TRUTH, draw_boxes, highlight
+from probes.tokencut.pictures.gallery import Gallery, kinds_of
+from probes.tokencut.pictures.panels import FOUND, FURTHER, GROUND_TRUTH, draw_boxes, highlight
 from probes.tokencut.probe import TokenCut
 from tests.probes.test_tokencut import FAR_AWAY, Pictures, context, found_box, tiny_encoder
 

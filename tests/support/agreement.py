@@ -8,7 +8,8 @@ import scipy.ndimage
 import torch
 from torch import Tensor
 
-from probes.tokencut.cuts import Cut, Discovery, PatchGrid, cut_out, discover
+from probes.tokencut.cuts import Discovery, cut_out, discover
+from probes.tokencut.options import Cut, PatchGrid
 from probes.tokencut.spectral.eigensolver_batched import solve_batch
 
 TAU, EPS = 0.2, 1e-5

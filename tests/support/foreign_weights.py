@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.features import Facet, FeatureExtractor
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD
 from ssl_bench.models.loading.timm_encoder import timm_encoder

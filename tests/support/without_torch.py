@@ -9,12 +9,20 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 
 
-def said_without_torch(folder: Path, commands: Sequence[Sequence[str]]) -> str:
-    """What commands, carried out in a folder one after the other, print on stdout."""
+def said_without_torch(
+    folder: Path, commands: Sequence[Sequence[str]], *, nor: Sequence[str] = ()
+) -> str:
+    """What commands, carried out in a folder one after the other, print on stdout.
+
+    Args:
+        folder: Where they start.
+        commands: The words after `ssl-bench` of each.
+        nor: Other packages that must not be imported either.
+    """
     code = (
         "import sys; from ssl_bench.cli.__main__ import main\n"
         f"assert not any([main(command) for command in {[list(one) for one in commands]}])\n"
-        "assert 'torch' not in sys.modules"
+        f"found = {{'torch', *{list(nor)}}} & sys.modules.keys(); assert not found, found"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

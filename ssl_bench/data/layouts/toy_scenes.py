@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int64, UInt8
 from PIL import Image
-from scipy.ndimage import gaussian_filter, map_coordinates
 
 from ssl_bench.data.files.images import read_image
 from ssl_bench.errors import MachineError
@@ -188,6 +187,9 @@ def _texture(
     rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], height: int, width: int
 ) -> Float64[np.ndarray, "height width 3"]:
     """The source, slightly turned, scaled and tinted, mirrored where it ends."""
+    # A second, and whoever names the scenes alone draws none.
+    from scipy.ndimage import map_coordinates
+
     turn, zoom = rng.uniform(-0.4, 0.4), rng.uniform(0.8, 1.1)
     y, x = np.mgrid[:height, :width] * zoom
     rows = y * np.cos(turn) - x * np.sin(turn) + rng.uniform(0, source.shape[0])
@@ -205,6 +207,8 @@ def _paste(
     depth: Float64[np.ndarray, "height width"],
 ) -> Float64[np.ndarray, "height width 3"]:
     """An object before what is drawn so far: darker towards its rim, with a soft shadow below."""
+    from scipy.ndimage import gaussian_filter
+
     inside = depth < 1
     shadow = gaussian_filter(np.roll(inside, (4, 3), (0, 1)).astype(np.float64), 4)
     lit = texture * (1.1 - 0.35 * np.minimum(depth, 1) ** 2)[..., None]

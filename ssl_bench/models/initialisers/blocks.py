@@ -13,10 +13,8 @@ import torch
 from jaxtyping import Float64
 from torch import Generator, Tensor
 
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers.choice import make_initialiser
 from ssl_bench.models.initialisers.matrices import (
-    check_noise,
     noise_matrix,
     noisy_identity_heads,
     normal,
@@ -24,6 +22,7 @@ from ssl_bench.models.initialisers.matrices import (
     uniform_orthogonal,
     xavier_uniform,
 )
+from ssl_bench.models.initialisers.options import MimeticOptions, NoOptions, SkiplessOptions
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Initialiser(Protocol):
 
 
 @dataclass(frozen=True)
-class DefaultInit:
+class DefaultInit(NoOptions):
     """Truncated normal of standard deviation 0.02, as in official DINO and timm."""
 
     def attention(
@@ -78,34 +77,8 @@ class DefaultInit:
 
 
 @dataclass(frozen=True)
-class SkiplessInit:
-    """The initialisation that lets an encoder without skips train.
-
-    Args:
-        alpha: Share of noise in W_Q W_K^T of each head.
-        beta: Share of the identity in it.
-        c: Scale of W_V and of W_O; their product is c^2 times an orthogonal matrix. Behind a
-            LayerNorm it leaves the forward pass alone and sets the relative learning rate.
-        noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
-        cancel_logit_scale: Multiply W_Q and W_K by d_h^1/4 each, so that the attention's usual
-            1 / sqrt(d_h) cancels and the logits are those of the paper's formulas, which have no
-            such factor. Off: short runs trained better with the factor.
-        suo_gain: Scale the orthogonal matrices of the MLP by max(sqrt(out / in), 1).
-
-    Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5; defaults are
-    its values for ViT-S under DINO. Their supervised ViT-B has alpha 2, beta 0.6, c 3. What the
-    paper leaves open are the last three options.
-    """
-
-    alpha: float = 1.8
-    beta: float = 1.0
-    c: float = 3.0
-    noise: str = "uniform"
-    cancel_logit_scale: bool = False
-    suo_gain: bool = True
-
-    def __post_init__(self) -> None:
-        check_noise(self.noise)
+class SkiplessInit(SkiplessOptions):
+    """The initialisation that lets an encoder without skips train."""
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
         query, key = noisy_identity_heads(
@@ -125,42 +98,8 @@ class SkiplessInit:
 
 
 @dataclass(frozen=True)
-class MimeticInit:
-    """Attention that looks trained: W_Q W_K^T near +I, W_V W_O near -I; and an MLP if asked.
-
-    The thesis needs `position_embedding=sinusoidal` with it. Both options of the MLP are added to
-    the first matrix of the default draw.
-
-    Args:
-        alpha1: Share of noise in W_Q W_K^T of each head.
-        beta1: Share of the identity in it.
-        alpha2: Share of noise in W_V W_O over all heads.
-        beta2: Share of the negative identity in it.
-        noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
-        mlp_mean: Added to all entries, of either sign.
-        mlp_input_std: Deviation of a normal number that each input channel adds to its weights
-            towards all hidden units.
-
-    Source: Trockman, "Mimetic initialization" (2025), section 3.2, equations 3.12-3.18. Equation
-    3.15 prints Sigma without the root for W_V; we take the root on both sides, as the text says.
-    MLP: section 3.4, equations 3.40 and 3.39, where y = W x: its 1_p b_n^T repeats a row of the n
-    inputs for the p hidden units. "N(0, sigma I)" is read as sigma, not its root, the deviation.
-    """
-
-    alpha1: float = 0.7
-    beta1: float = 0.7
-    alpha2: float = 0.4
-    beta2: float = 0.4
-    noise: str = "normal"
-    mlp_mean: float = 0.0
-    mlp_input_std: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_noise(self.noise)
-        if self.mlp_input_std < 0:
-            raise ConfigurationError(
-                f"model.init_options.mlp_input_std must be >= 0, got {self.mlp_input_std}"
-            )
+class MimeticInit(MimeticOptions):
+    """Attention that looks trained, and an MLP if asked."""
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
         query, key = noisy_identity_heads(
@@ -193,7 +132,7 @@ class XavierInit(DefaultInit):
 
 
 @dataclass(frozen=True)
-class OsaInit:
+class OsaInit(NoOptions):
     """Orthogonal self-attention that starts near the identity, for two heads or more.
 
     Per head [W_Q, W_K] is uniform among the dim x 2 d_v matrices of orthonormal columns, W_V and

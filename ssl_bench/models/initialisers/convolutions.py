@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float64
 from torch import Generator, Tensor
 
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers.choice import make_initialiser
+from ssl_bench.models.initialisers.options import CovarianceOptions, NoOptions
 
 Filters = Float64[Tensor, "{count} {size} {size}"]
 Covariance = Float64[Tensor, "pixels pixels"]
@@ -29,7 +29,7 @@ class FilterInitialiser(Protocol):
 
 
 @dataclass(frozen=True)
-class UniformFilters:
+class UniformFilters(NoOptions):
     """Independent weights between -1 / size and 1 / size, PyTorch's default."""
 
     def filters(
@@ -44,35 +44,8 @@ class UniformFilters:
 
 
 @dataclass(frozen=True)
-class CovarianceFilters:
-    """Normal filters with the covariance of trained ones: focused at first, wider with depth.
-
-    Args:
-        sigma_0: Squared width of the Gaussians in the first layer, in pixels squared.
-        v_sigma: How fast it grows with depth there.
-        a_sigma: How fast that growth grows.
-
-    Source: Trockman, "Mimetic initialization" (2025), section 3.1.2; the defaults are its values
-    for ConvMixer-256/8 on CIFAR-10 with patches of 2 x 2 (appendix B.1). Filters of 3 x 3, it
-    reports, fare poorly with it.
-    """
-
-    sigma_0: float = 0.08
-    v_sigma: float = 0.37
-    a_sigma: float = 2.9
-
-    def __post_init__(self) -> None:
-        turning = -self.v_sigma / self.a_sigma if self.a_sigma else 0.0
-        lowest = min(self.sigma(depth) for depth in (0.0, 1.0, min(max(turning, 0.0), 1.0)))
-        if not lowest > 0:
-            raise ConfigurationError(
-                "model.init_options: sigma_0 + v_sigma d + a_sigma d^2 / 2 must stay positive for "
-                f"d from 0 to 1, got {lowest:g} with {self}; raise sigma_0"
-            )
-
-    def sigma(self, depth: float) -> float:
-        """Equation 3.11."""
-        return self.sigma_0 + self.v_sigma * depth + self.a_sigma * depth**2 / 2
+class CovarianceFilters(CovarianceOptions):
+    """Normal filters with the covariance of trained ones: focused at first, wider with depth."""
 
     def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
         """Cost: an eigendecomposition of size^2 x size^2, once a layer."""

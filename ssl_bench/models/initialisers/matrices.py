@@ -7,8 +7,6 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Generator, Tensor
 
-from ssl_bench.errors import ConfigurationError
-
 DEFAULT_STD = 0.02
 # Keeps the factors of a zero matrix zero instead of 0 / 0.
 TINY = 1e-300
@@ -94,10 +92,3 @@ _NOISES: dict[str, Callable[[int, int, Generator], Tensor]] = {
 
 def noise_matrix(dim: int, generator: Generator, noise: str) -> Float[Tensor, "{dim} {dim}"]:
     return _NOISES[noise](dim, dim, generator) / dim**0.5
-
-
-def check_noise(noise: str) -> None:
-    if noise not in _NOISES:
-        raise ConfigurationError(
-            f"model.init_options.noise must be one of {', '.join(_NOISES)}, got {noise!r}"
-        )

@@ -6,16 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.encoder import (
-    ASSUMED,
-    IMAGENET_COLOURS,
-    Colours,
-    Encoder,
-    encoder_from_model,
-)
-from ssl_bench.models.loading.checkpoint import unreplaced, verified_sha256
+from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
+from ssl_bench.models.kinds import encoder_from_model
 from ssl_bench.models.loading.foreign import Description, load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
+from ssl_bench.models.loading.identity import unreplaced, verified_sha256
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real
 

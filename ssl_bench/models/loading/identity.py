@@ -1,14 +1,25 @@
-"""Who an encoder is, without its weights on any device."""
+"""Who an encoder is: what a file of weights says of itself, without a tensor of it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import safetensors
+
+from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models.architecture import configured
-from ssl_bench.models.encoder import identity_of
-from ssl_bench.models.loading.addresses import file_of, name_of
-from ssl_bench.models.loading.checkpoint import is_ours, stated_colours, stated_identity
-from ssl_bench.models.loading.load import load_encoder
+from ssl_bench.models.config import EncoderConfig, config_of
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, identity_of
+from ssl_bench.models.loading.addresses import name_of
+from ssl_bench.system.files import open_regular, read_digests, sha256_of
+
+FORMAT = "ssl-bench"
+# What a checkpoint holds that does not say it, as all did when there was one kind.
+UNNAMED_KIND = "vit"
 
 
 @dataclass(frozen=True)
@@ -28,23 +39,164 @@ class EncoderIdentity:
         return identity_of(self.sha256, self.architecture, (self.mean, self.std))
 
 
-def identify_encoder(uri: str) -> EncoderIdentity:
-    """The identity that `load_encoder(uri)` will have.
+def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
+    """The encoder in a file of ours; its weights are not read if possible.
 
-    Milliseconds for a checkpoint of ours, whose header and sha256 file say it all; any other is
-    loaded and let go again.
+    The sha256 is the one beside the file, which loading holds the file against.
 
     Raises:
-        CheckpointError: As `load_encoder`; damaged weights are found only there.
+        CheckpointError: The header cannot be read, or no single sha256 is stated and that of the
+            file is not among them.
     """
-    path = file_of(uri)
-    if path.suffix == ".safetensors" and path.is_file() and is_ours(path):
-        config, digest = stated_identity(path)
-        architecture = configured(config)
-        return EncoderIdentity(
-            uri, name_of(path), digest, architecture, *stated_colours(path), depth=config.depth
-        )
-    encoder = load_encoder(uri)
+    config = stated_config(path, read_metadata(path))
+    stated = read_digests(sidecar_of(path))
+    # While the weights are replaced two lines stand there; others may speak of other files.
+    is_single = [name for _, name in stated] == [path.name]
+    digest = stated[0][0] if is_single else verified_sha256(path)
+    architecture = configured(config)
     return EncoderIdentity(
-        **{item.name: getattr(encoder, item.name) for item in fields(EncoderIdentity)}
+        uri, name_of(path), digest, architecture, *stated_colours(path), depth=config.depth
     )
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a readable safetensors file was written by `save_encoder`."""
+    return read_metadata(path).get("format") == FORMAT
+
+
+def stated_epoch(path: Path) -> float | None:
+    """How many epochs of training a file of ours says it had."""
+    try:
+        epoch = float(read_metadata(path).get("epoch", "nan"))
+    except ValueError:
+        return None
+    return epoch if math.isfinite(epoch) else None
+
+
+def stated_colours(path: Path) -> Colours:
+    """How a file of ours says that its images are normalised; as ImageNet's if it does not.
+
+    Raises:
+        CheckpointError: Not three numbers each.
+    """
+    metadata = read_metadata(path)
+    mean, std = (
+        _three_numbers(path, metadata[name]) if name in metadata else plain
+        for name, plain in zip(("mean", "std"), IMAGENET_COLOURS, strict=True)
+    )
+    return mean, std
+
+
+def stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
+    try:
+        kind = metadata.get("kind", UNNAMED_KIND)
+        return config_of(kind, json.loads(metadata["config"]))
+    except (KeyError, TypeError, json.JSONDecodeError, ConfigurationError) as error:
+        raise CheckpointError(
+            f"{path} holds a model configuration that cannot be read ({error}); "
+            "it needs the version of ssl-bench that wrote it"
+        ) from error
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What `save_encoder` wrote beside the weights: format, version, kind, config, step ...
+
+    Raises:
+        CheckpointError: Not a readable safetensors file.
+    """
+    check_readable(path)
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return file.metadata() or {}
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a readable safetensors file ({error}); it is cut or something else: "
+            "copy or download it again"
+        ) from error
+
+
+def check_readable(path: Path) -> None:
+    """Refuse what cannot be a weights file.
+
+    Raises:
+        CheckpointError: Missing, unreadable, empty, or a web page.
+    """
+    try:
+        with open_regular(path) as file:
+            start = file.read(256).lstrip()
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path} ({error.strerror}); give a weights file or a run folder"
+        ) from error
+    if not start:
+        raise CheckpointError(f"{path} is empty; copy or download it again")
+    if start.startswith(b"<"):
+        raise CheckpointError(f"{path} is a web page, not weights; download the file itself")
+
+
+@contextmanager
+def unreplaced(path: Path) -> Iterator[None]:
+    """Refuse what was read of a file that a running pretraining replaced meanwhile.
+
+    Otherwise the sha256 of one checkpoint would stand beside the numbers of the next.
+
+    Raises:
+        CheckpointError: It is another file now.
+    """
+    before = _stamp(path)
+    try:
+        yield
+    finally:
+        if _stamp(path) != before:
+            raise CheckpointError(f"{path} was replaced while it was read; type the command again")
+
+
+def verified_sha256(path: Path) -> str:
+    """The sha256 of a file, compared with the one beside it where there is one.
+
+    Raises:
+        CheckpointError: They differ, or there is no file.
+    """
+    check_readable(path)
+    digest = sha256_of(path)
+    sidecar = sidecar_of(path)
+    if not is_there(sidecar):
+        return digest
+    expected = [stated for stated, _ in read_digests(sidecar)]
+    if digest not in expected:
+        raise CheckpointError(
+            f"{path} has sha256 {digest[:12]}..., {sidecar.name} says "
+            f"{' or '.join(item[:12] for item in expected) or 'nothing'}...; the file was cut or "
+            "changed: copy or download both again"
+        )
+    return digest
+
+
+def sidecar_of(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def is_there(sidecar: Path) -> bool:
+    try:
+        return sidecar.is_file()
+    # The name of the weights may be so long that none beside it can be longer.
+    except OSError:
+        return False
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _three_numbers(path: Path, text: str) -> tuple[float, float, float]:
+    try:
+        red, green, blue = (float(value) for value in json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} states a mean or deviation of images that is not three numbers: {text[:80]}"
+        ) from error
+    return red, green, blue

@@ -2,21 +2,21 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, encoder_from_model
+from ssl_bench.models.encoder import ASSUMED, Contents, Encoder
 from ssl_bench.models.loading.addresses import LAST, file_of, name_of
-from ssl_bench.models.loading.checkpoint import (
+from ssl_bench.models.loading.identity import (
+    EncoderIdentity,
     is_ours,
-    load_checkpoint,
     stated_colours,
+    stated_encoder,
     stated_epoch,
     unreplaced,
     verified_sha256,
 )
-from ssl_bench.models.loading.foreign import load_foreign
-from ssl_bench.models.loading.hub import HUB_WEIGHTS, downloaded_file
 
 _KINDS = (
     "a run folder, RUN@EPOCH, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, "
@@ -48,7 +48,26 @@ def load_encoder(uri: str) -> Encoder:
     return loaders.get(scheme, _from_path)(uri) if colon else _from_path(uri)
 
 
-# timm takes seconds to import, and our own checkpoints do not need it.
+def identify_encoder(uri: str) -> EncoderIdentity:
+    """The identity that `load_encoder(uri)` will have.
+
+    Milliseconds and no torch for a checkpoint of ours, whose header and sha256 file say it all; any
+    other is loaded and let go again.
+
+    Raises:
+        CheckpointError: As `load_encoder`; damaged weights are found only there.
+    """
+    path = file_of(uri)
+    if path.suffix == ".safetensors" and path.is_file() and is_ours(path):
+        return stated_encoder(uri, path)
+    encoder = load_encoder(uri)
+    return EncoderIdentity(
+        **{item.name: getattr(encoder, item.name) for item in fields(EncoderIdentity)}
+    )
+
+
+# What reads weights is imported where it is needed: torch and timm take seconds, and who an encoder
+# of ours is can be known without both.
 def _from_timm(uri: str) -> Encoder:
     from ssl_bench.models.loading.timm_encoder import load_timm
 
@@ -62,6 +81,8 @@ def _from_hugging_face(uri: str) -> Encoder:
 
 
 def _from_torch_hub(uri: str) -> Encoder:
+    from ssl_bench.models.loading.hub import HUB_WEIGHTS, downloaded_file
+
     # A branch may follow the repository, as torch.hub writes it: REPOSITORY:main:NAME.
     match = re.fullmatch(r"torchhub:([^:]+):(?:[^:]+:)?([^:]+)", uri)
     repository, name = (match[1], match[2]) if match else ("", "")
@@ -86,22 +107,31 @@ def _from_path(uri: str) -> Encoder:
         wanted = f"did you mean {hint}?" if hint else f"give {_KINDS}"
         raise CheckpointError(f"no checkpoint at {path}; {wanted}")
     if path.suffix == ".safetensors" and is_ours(path):
-        model, digest = load_checkpoint(path)
-        keys = len(model.state_dict())
-        return encoder_from_model(
-            model,
-            name=name_of(path),
-            uri=uri,
-            sha256=digest,
-            keys=(keys, keys),
-            colours=stated_colours(path),
-            contents=Contents("ssl-bench", file=path, epoch=stated_epoch(path)),
-        )
+        return _from_our_file(path, uri)
     return _from_foreign_file(path, uri, name_of(path))
+
+
+def _from_our_file(path: Path, uri: str) -> Encoder:
+    from ssl_bench.models.kinds import encoder_from_model
+    from ssl_bench.models.loading.checkpoint import load_checkpoint
+
+    model, digest = load_checkpoint(path)
+    keys = len(model.state_dict())
+    return encoder_from_model(
+        model,
+        name=name_of(path),
+        uri=uri,
+        sha256=digest,
+        keys=(keys, keys),
+        colours=stated_colours(path),
+        contents=Contents("ssl-bench", file=path, epoch=stated_epoch(path)),
+    )
 
 
 def _address_of(name: str) -> str | None:
     """The address of a model that is known elsewhere by a name, None if nobody knows it."""
+    from ssl_bench.models.loading.hub import HUB_WEIGHTS
+
     for repository, names in HUB_WEIGHTS.items():
         if name in names:
             return f"torchhub:{repository}:{name}"
@@ -119,6 +149,9 @@ def _is_of_timm(name: str) -> bool:
 
 
 def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
+    from ssl_bench.models.kinds import encoder_from_model
+    from ssl_bench.models.loading.foreign import load_foreign
+
     with unreplaced(path):
         digest = verified_sha256(path)
         found = load_foreign(path)

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.architecture import of_library
-from ssl_bench.models.encoder import ASSUMED, Contents, Encoder, state_dict_sha256
-from ssl_bench.models.loading.checkpoint import unreplaced, verified_sha256
+from ssl_bench.models.encoder import ASSUMED, Contents, Encoder
+from ssl_bench.models.kinds import state_dict_sha256
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
+from ssl_bench.models.loading.identity import unreplaced, verified_sha256
 from ssl_bench.models.loading.timm_attention import give_queries_keys_values
 from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights
 from ssl_bench.models.positions import resize_positions

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.system.files import open_regular
+from ssl_bench.models.loading.identity import check_readable
 from ssl_bench.system.memory import pass_on_memory
 
 _SMALL_FILE = 2**20
@@ -191,25 +191,6 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
             f"{'; '.join(faults)}; for another architecture use timm:NAME@{path.name}"
         )
     model.load_state_dict(dict(weights))
-
-
-def check_readable(path: Path) -> None:
-    """Refuse what cannot be a weights file.
-
-    Raises:
-        CheckpointError: Missing, unreadable, empty, or a web page.
-    """
-    try:
-        with open_regular(path) as file:
-            start = file.read(256).lstrip()
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read {path} ({error.strerror}); give a weights file or a run folder"
-        ) from error
-    if not start:
-        raise CheckpointError(f"{path} is empty; copy or download it again")
-    if start.startswith(b"<"):
-        raise CheckpointError(f"{path} is a web page, not weights; download the file itself")
 
 
 def _pickle_message(path: Path, reason: str) -> str:

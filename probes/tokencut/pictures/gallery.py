@@ -10,7 +10,7 @@ from PIL import Image
 
 from probes.pictures import heading, sheet, tile_size, titled
 from probes.tokencut.log import Cell, ImageResult, unpack_mask
-from probes.tokencut.panels import LEGEND, at_pixels, draw_boxes, highlight
+from probes.tokencut.pictures.panels import LEGEND, at_pixels, draw_boxes, highlight
 from ssl_bench.data.samples import ImageSet
 
 _TILES_PER_ROW = 8

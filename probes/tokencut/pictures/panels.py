@@ -8,7 +8,8 @@ from jaxtyping import Bool, Float64, UInt8
 from PIL import Image, ImageDraw
 
 from probes.pictures import save_png, titled
-from probes.tokencut.cuts import Discovery, PatchGrid
+from probes.tokencut.cuts import Discovery
+from probes.tokencut.options import PatchGrid
 from ssl_bench.data.samples import Sample
 
 FOUND = (255, 0, 255)

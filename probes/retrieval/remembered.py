@@ -31,13 +31,13 @@ def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, "
     found: list[Tensor] = []
 
     def look(_entries: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
-        found.append(_is_labelled(labels, patch))
+        found.append(is_labelled(labels, patch))
 
     training_pass.read_labels(look)
     return torch.cat(found).flatten().nonzero()[:, 0]
 
 
-def _is_labelled(
+def is_labelled(
     labels: UInt8[Tensor, "some height width"], patch: int
 ) -> Bool[Tensor, "some rows cols"]:
     labelled = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))

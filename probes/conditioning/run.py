@@ -1,0 +1,158 @@
+"""Conditioning of one encoder on one dataset: passes, scores, figure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from probes.conditioning.cka import linear_cka_ci95
+from probes.conditioning.figure import CkaMatrix, draw
+from probes.conditioning.matrices import Spectrum, block_spectra
+from probes.conditioning.passes import Passes, block_passes, initialised_again
+from probes.conditioning.probe import CELLS, CKA_FILE, SPECTRA_FILE, Conditioning, title_of
+from probes.conditioning.scores import (
+    cka_matrix,
+    cka_with_input,
+    entered,
+    exact_scores,
+    lanczos_scores,
+    left,
+    plain,
+    require_same_tokens,
+    save_spectra,
+    spectra_scores,
+)
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import CheckpointError
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.layers import resolve_layers
+from ssl_bench.models import load_encoder
+from ssl_bench.system.files import write_atomically
+
+
+def all_scores(probe: Conditioning, context: ProbeContext) -> Iterator[Score]:
+    """What `probe` describes, on the encoder and the dataset of `context`."""
+    if probe.at_initialisation:
+        encoder = initialised_again(context.encoder, context.seed)
+        context = replace(context, encoder=encoder)
+    yield from ConditioningRun(probe, context).scores()
+
+
+@dataclass(frozen=True)
+class ConditioningRun:
+    """As `all_scores`, with the encoder that is looked at."""
+
+    probe: Conditioning
+    context: ProbeContext
+
+    def scores(self) -> Iterator[Score]:
+        """Score block after block, then draw."""
+        images, encoder = self.probe.split(self.context.dataset), self.context.encoder
+        samples = [images[i] for i in range(min(self.probe.num_images, len(images)))]
+        passes = block_passes(encoder, samples, self.probe.image_size, self.context)
+        if self.probe.protocol == "checkpoints":
+            yield from self._compared(passes, samples)
+        else:
+            yield from self._scored(passes)
+
+    def _scored(self, passes: Passes) -> Iterator[Score]:
+        scores: list[Score] = []
+        spectra: dict[int, Mapping[str, Spectrum]] = {}
+        for layer in self.context.progress(passes, "blocks", len(passes)):
+            if self.probe.protocol == "spectra":
+                spectra[layer] = block_spectra(passes[layer])
+                found = spectra_scores(layer, spectra[layer])
+                found.append(cka_with_input(layer, passes[layer]))
+            elif known := self._known(layer):
+                found = known
+            elif self.probe.protocol == "jacobian_exact":
+                found = exact_scores(layer, passes[layer])
+            else:
+                found = lanczos_scores(
+                    layer, passes[layer], self.probe.num_steps, self.context.seed
+                )
+            self._say_what_is_missing(layer, found)
+            scores += found
+            yield from found
+        likeness, path = None, self._path()
+        if self.probe.protocol == "spectra":
+            save_spectra(spectra, path.with_name(f"{path.name}-{SPECTRA_FILE}"))
+            names = ["input", *map(str, passes)]
+            states = [entered(next(iter(passes.values()))), *map(left, passes.values())]
+            likeness = CkaMatrix(cka_matrix(states, states), names, names, "")
+            values = likeness.values
+            write_atomically(
+                path.with_name(f"{path.name}-{CKA_FILE}"), lambda file: np.save(file, values)
+            )
+        draw(scores, likeness, self._title(), path.with_name(f"{path.name}.png"))
+
+    def _known(self, layer: int) -> list[Score]:
+        """Scores of a block that an earlier run finished; nothing if it lacks any."""
+        known = [
+            plain(r.layer, r.facet, r.metric, r.value, r.ci95, r.num_images, r.details)
+            for r in self.context.known
+            if r.layer == layer
+        ]
+        return known if len(known) == len(CELLS[self.probe.protocol]) else []
+
+    def _compared(self, passes: Passes, samples: Sequence[Sample]) -> Iterator[Score]:
+        other = load_encoder(str(self.probe.compare_to))
+        if title_of(other) != self.probe.compared_encoder:
+            raise CheckpointError(
+                f"{self.probe.compare_to} was replaced while it was read; type the command again"
+            )
+        layers = resolve_layers("all", other.depth)
+        theirs = block_passes(
+            other,
+            samples,
+            self.probe.image_size,
+            replace(self.context, encoder=other, layers=layers),
+        )
+        ours = {layer: left(some) for layer, some in passes.items()}
+        states = {layer: left(some) for layer, some in theirs.items()}
+        require_same_tokens(self.context.encoder, ours, other, states)
+        matrix = cka_matrix(list(ours.values()), list(states.values()))
+        details = {"other": other.name, "other_sha256": other.sha256}
+        scores = []
+        for row, (layer, state) in zip(matrix, ours.items(), strict=True):
+            if layer not in states:
+                self.context.say(f"conditioning: block {layer}: {other.name} has no such block")
+                continue
+            ci95 = linear_cka_ci95(state, states[layer])
+            more = {**details, "with_every_block": row.tolist()}
+            value = float(row[layer])
+            scores.append(
+                plain(layer, "token", "cka_with_checkpoint", value, ci95, len(samples), more)
+            )
+            yield scores[-1]
+        likeness = CkaMatrix(matrix, list(map(str, ours)), list(map(str, states)), other.name)
+        path = self._path()
+        draw(scores, likeness, self._title(), path.with_name(f"{path.name}.png"))
+
+    def _say_what_is_missing(self, layer: int, found: Sequence[Score]) -> None:
+        have = {(score.facet, score.metric) for score in found}
+        missing = dict.fromkeys(f for f, m in CELLS[self.probe.protocol] if (f, m) not in have)
+        if missing:
+            self.context.say(
+                f"conditioning: block {layer} of {self.context.encoder.name}: {', '.join(missing)} "
+                "left out; it is no pre-norm block of plain softmax attention and an MLP"
+            )
+        for score in found:
+            if np.isnan(score.value):
+                self.context.say(
+                    f"conditioning: block {layer}: {score.metric} of {score.facet} is undefined, "
+                    "all tokens are the same"
+                )
+
+    def _path(self) -> Path:
+        """Of the figure, without its end."""
+        return self.context.artifacts / self.probe.stem(self.context.layers, self.context.seed)
+
+    def _title(self) -> str:
+        probe, context = self.probe, self.context
+        when = f" at initialisation, seed {context.seed}" if probe.at_initialisation else ""
+        return (
+            f"{context.encoder.name}{when}: {probe.protocol}, {probe.num_images} images of "
+            f"{probe.image_size} x {probe.image_size}"
+        )

@@ -1,0 +1,103 @@
+"""k-NN classification: do images of one class lie together?"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from probes.features.sources import asked_facets
+from ssl_bench.composition.fields import (
+    Count,
+    Engine,
+    Pixels,
+    PositiveOrZero,
+    PositiveShare,
+    Temperature,
+    Threads,
+    check_fields,
+    require_some,
+)
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.evaluation import ProbeContext, Score
+
+TOPS = (1, 5)
+_FACETS = ("cls", "patch_mean")
+_NOT_SETTINGS = frozenset(
+    {"protocol", "facet", "batch_size", "memory_gib", "num_workers", "engine"}
+)
+
+
+@dataclass(frozen=True)
+class KNN:
+    """Images take the class that their nearest training images vote for; nothing is trained.
+
+    Attributes:
+        neighbours: How many training images vote, one or several numbers.
+        temperature: A neighbour's vote is exp(cosine similarity / temperature).
+        facet: What stands for an image, one or several of "cls" and "patch_mean", its mean patch;
+            both after the encoder's final norm.
+        image_size: Side in pixels; without it the encoder's own.
+        crop_share: Side of the central square that is looked at, relative to the shorter side.
+        train_images: At most so many vote, drawn with the seed.
+        memory_gib: For the features; layers that do not fit wait for another pass.
+        engine: What compares the images, "faiss" or "torch"; by default faiss for many images on a
+            CPU, and torch else. The neighbours are the same.
+
+    Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which looks at the last
+    block alone.
+    """
+
+    protocol: Literal["dino"] = "dino"
+    neighbours: Sequence[Count] = (10, 20, 100, 200)
+    temperature: Temperature = 0.07
+    facet: str | Sequence[str] = "cls"
+    image_size: Pixels | None = None
+    crop_share: PositiveShare = 0.875
+    train_images: Count | None = None
+    batch_size: Count = 64
+    memory_gib: PositiveOrZero = 8.0
+    num_workers: Threads = 4
+    engine: Engine = "auto"
+
+    task = "knn"
+    role = "classification"
+    keeps_images = True
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe")
+        require_some("probe.neighbours", self.neighbours)
+        asked_facets(self.facet, _FACETS)
+
+    @property
+    def facets(self) -> tuple[str, ...]:
+        return asked_facets(self.facet, _FACETS)
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        return [
+            (layer, facet, f"top{top}_k{k}")
+            for layer in sorted(layers)
+            for facet in self.facets
+            for k in self.neighbours
+            for top in TOPS
+        ]
+
+    def split(self, dataset: Dataset) -> ImageSet:
+        return dataset.val()
+
+    def training_images(self, dataset: Dataset) -> ImageSet:
+        return dataset.train()
+
+    def settings(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_SETTINGS}
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score all layers; a pass over the images serves as many as fit into `memory_gib`.
+
+        Top-5 accuracy is NaN where there are fewer than five classes.
+
+        Raises:
+            ConfigurationError: more neighbours are asked for than there are training images, or
+                the encoder has no [CLS] token.
+        """
+        from probes.knn.run import KNNRun
+
+        yield from KNNRun(self, context).scores()

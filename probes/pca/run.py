@@ -1,0 +1,248 @@
+"""PCA maps with one encoder on one dataset: features, components, pictures, scores."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from probes.pca.alignment import MapReference, load_reference, reference_folder
+from probes.pca.components import (
+    Colours,
+    Map,
+    Moments,
+    Projection,
+    aligned,
+    as_colours,
+    fit_projection,
+    foreground,
+    oriented,
+)
+from probes.pca.drawing import SMALL_SPREAD, draw_overview, draw_tiles
+from probes.pca.probe import FILE, PCA
+from probes.pictures import Picture
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.intervals import mean_estimate
+from ssl_bench.system.transfers import fetched
+
+Features = dict[int, Float[Tensor, "_rows _cols _dim"]]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """One block: what was fitted to it, and the maps of the first images.
+
+    Attributes:
+        fits: One an image, or one for all.
+        masks: Patches that are shown and that the components were fitted to.
+    """
+
+    fits: list[Projection]
+    maps: list[Map]
+    masks: list[Bool[Tensor, "_rows _cols"]]
+
+    def fit(self, image: int) -> Projection:
+        return self.fits[image if len(self.fits) > 1 else 0]
+
+    def title(self, layer: int, image: int) -> str:
+        """What stands above a map."""
+        fit = self.fit(image)
+        if fit.is_constant:
+            return f"block {layer}: constant"
+        spread = f" ({fit.spread:.2g})" if fit.spread < SMALL_SPREAD else ""
+        return f"block {layer}: {float(fit.explained.sum()):.0f} %{spread}"
+
+
+@dataclass(frozen=True)
+class PCARun:
+    """What `probe` describes, on the encoder and the dataset of `context`."""
+
+    probe: PCA
+    context: ProbeContext
+
+    def scores(self) -> Iterator[Score]:
+        """See `PCA.run`."""
+        images = self.probe.split(self.context.dataset)
+        samples = [images[i] for i in range(min(self.probe.num_images, len(images)))]
+        reference = self._given_reference([sample.image_id for sample in samples])
+        features, moments = self._features(images, samples)
+        blocks = {
+            layer: self._fit([f[layer] for f in features], moments.get(layer))
+            for layer in self.context.layers
+        }
+        self._draw(blocks, samples, reference)
+        num_images = len(images) if self.probe.protocol == "dataset" else len(samples)
+        for layer, block in blocks.items():
+            yield self._score(layer, block, num_images)
+
+    def _features(
+        self, images: ImageSet, samples: Sequence[Sample]
+    ) -> tuple[list[Features], dict[int, Moments]]:
+        """Features of the drawn images, and sums over all where the protocol wants them."""
+        extractor = FeatureExtractor(
+            self.context.encoder,
+            layers=self.context.layers,
+            facets=(self.probe.facet,),
+            device=self.context.device,
+            dtype=self.context.dtype,
+        )
+        whole = self.probe.protocol == "dataset"
+        total = len(images) if whole else len(samples)
+        kept: list[Features] = []
+        moments = {layer: Moments() for layer in self.context.layers} if whole else {}
+        for number in self.context.progress(range(total), "pca", total):
+            sample = samples[number] if number < len(samples) else images[number]
+            image = resize(sample.image, self.probe.image_size, extractor.patch_size)
+            blocks, sums = extractor.unchecked(image[None])
+            sums, *maps = fetched(
+                [sums, *(facets[self.probe.facet][0] for facets in blocks.values())]
+            )
+            extractor.check(sums, [sample.image_id])
+            found = dict(zip(blocks, maps, strict=True))
+            for layer, sums in moments.items():
+                sums.add(found[layer].flatten(0, 1))
+            if number < len(samples):
+                kept.append(found)
+        return kept, moments
+
+    def _fit(
+        self, features: list[Float[Tensor, "_rows _cols _dim"]], sums: Moments | None
+    ) -> Fitted:
+        together = [features] if self.probe.protocol != "image" else [[f] for f in features]
+        fits, maps, masks = [], [], []
+        for group in together:
+            shown = self._masks(group)
+            tokens = torch.cat([f[mask] for f, mask in zip(group, shown, strict=True)])
+            fits.append(fit_projection(tokens) if sums is None else sums.projection())
+            # Outside the masks 0, where it has no say in an alignment.
+            some = [fits[-1].apply(f) * m[..., None] for f, m in zip(group, shown, strict=True)]
+            maps += oriented(some, shown)
+            masks += shown
+        return Fitted(fits, maps, masks)
+
+    def _masks(
+        self, group: Sequence[Float[Tensor, "_rows _cols _dim"]]
+    ) -> list[Bool[Tensor, "_rows _cols"]]:
+        if self.probe.background == "first_component":
+            return foreground(group)
+        return [torch.ones(f.shape[:2], dtype=torch.bool) for f in group]
+
+    def _score(self, layer: int, block: Fitted, num_images: int) -> Score:
+        by_component = torch.stack([fit.explained for fit in block.fits]).numpy()
+        explained = by_component.sum(1)
+        ci95 = mean_estimate(explained).ci95() if self.probe.protocol == "image" else None
+        details: dict[str, Any] = {
+            "num_constant": int((explained == 0).sum()),
+            "explained_by_component": by_component.mean(0).tolist(),
+            "spread_percent": float(np.mean([fit.spread for fit in block.fits])),
+        }
+        if self.probe.background != "keep":
+            shown = torch.cat([mask.flatten() for mask in block.masks]).double().mean()
+            details["foreground_percent"] = 100 * float(shown)
+        value = float(explained.mean())
+        return Score(
+            layer, self.probe.facet, "explained_variance", value, ci95, num_images, details
+        )
+
+    def _given_reference(self, images: Sequence[str]) -> MapReference | None:
+        """Maps of another checkpoint if asked for, else those of an earlier run of this one."""
+        if self.probe.align_to is not None:
+            folder = reference_folder(
+                self.probe.align_to, self.context.artifacts.parent, self.probe.kind
+            )
+            given = load_reference(folder)
+            self.context.say(f"pca: colours aligned with {given.source}")
+            return given
+        own = self.context.artifacts / self.probe.kind
+        if not (own / FILE).is_file():
+            return None
+        earlier = load_reference(own)
+        is_replaced = self.context.overwrite and max(self.context.layers) >= earlier.layer
+        return None if is_replaced or not earlier.covers(images) else earlier
+
+    def _draw(
+        self,
+        blocks: Mapping[int, Fitted],
+        samples: Sequence[Sample],
+        given: MapReference | None,
+    ) -> None:
+        folder = self.context.artifacts / self.probe.kind
+        ids = [sample.image_id for sample in samples]
+        own = self._reference(blocks, len(samples))
+        reference = own if given is None else given.of(ids)
+        maps = {layer: self._aligned(block.maps, reference) for layer, block in blocks.items()}
+        if given is None or self.probe.align_to is not None:
+            kept = dict(zip(ids, self._aligned(own, reference), strict=True))
+            MapReference(self.context.encoder.name, max(blocks), kept).save(folder)
+        pictures = self._pictures(blocks, self._colours(blocks, maps), samples)
+        draw_tiles(pictures, samples, folder)
+        name = self.context.encoder.name
+        draw_overview(self.probe, name, pictures, samples, folder)
+        for layer, block in blocks.items():
+            if constant := sum(fit.is_constant for fit in block.fits):
+                self.context.say(
+                    f"pca: block {layer}: {constant} of {len(block.fits)} maps are constant"
+                )
+
+    def _reference(self, blocks: Mapping[int, Fitted], num_images: int) -> list[Map]:
+        """Of each image the map of the last block that is not constant."""
+        found = []
+        for i in range(num_images):
+            varying = [layer for layer, b in blocks.items() if not b.fit(i).is_constant]
+            found.append(blocks[max(varying or blocks)].maps[i])
+        return found
+
+    def _aligned(self, maps: list[Map], reference: list[Map]) -> list[Map]:
+        if self.probe.protocol != "image":
+            return aligned(maps, reference)
+        return [aligned([m], [r])[0] for m, r in zip(maps, reference, strict=True)]
+
+    def _colours(
+        self, blocks: Mapping[int, Fitted], maps: Mapping[int, list[Map]]
+    ) -> dict[int, list[Colours]]:
+        """One stretch for all blocks, of each image alone where components are of an image."""
+        masks = {layer: block.masks for layer, block in blocks.items()}
+        if self.probe.protocol != "image":
+            return as_colours(maps, masks)
+        found: dict[int, list[Colours]] = {layer: [] for layer in maps}
+        for i in range(len(next(iter(maps.values())))):
+            some = as_colours(
+                {layer: [column[i]] for layer, column in maps.items()},
+                {layer: [column[i]] for layer, column in masks.items()},
+            )
+            for layer, colours in some.items():
+                found[layer] += colours
+        return found
+
+    def _pictures(
+        self,
+        blocks: Mapping[int, Fitted],
+        colours: Mapping[int, list[Colours]],
+        samples: Sequence[Sample],
+    ) -> dict[int, list[Picture]]:
+        return {
+            layer: [
+                Picture(colours[layer][i], (block.title(layer, i),)) for i in range(len(samples))
+            ]
+            for layer, block in blocks.items()
+        }
+
+
+def resize(
+    image: UInt8[np.ndarray, "height width 3"], longer_side: int, patch: int
+) -> Float[Tensor, "3 rows_px cols_px"]:
+    """Resize an image so that its longer side is as asked and the patch divides both.
+
+    Returns:
+        RGB in [0, 1].
+    """
+    scale = longer_side / max(image.shape[:2])
+    height, width = (max(patch, round(side * scale / patch) * patch) for side in image.shape[:2])
+    resized = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.asarray(resized).copy()).permute(2, 0, 1).float() / 255

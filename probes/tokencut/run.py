@@ -1,0 +1,212 @@
+"""Discovery with one encoder on one dataset: features, objects, pictures, scores."""
+
+import math
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from probes.features.stream import read_ahead
+from probes.pictures import sheet
+from probes.tokencut.cuts import Discovery, cut_out, discover, graph_tokens
+from probes.tokencut.extraction import BatchFeatures, extracted, grid_of
+from probes.tokencut.files import DiscoveryFiles, cell_name
+from probes.tokencut.log import DiscoveryLog, ImageResult, image_result
+from probes.tokencut.lost import lost
+from probes.tokencut.maskcut import MaskCutSearch, maskcut, search_together
+from probes.tokencut.options import PatchGrid
+from probes.tokencut.pictures.gallery import Gallery
+from probes.tokencut.pictures.panels import panel, save_masks
+from probes.tokencut.probe import TokenCut
+from probes.tokencut.scores import corloc_score
+from probes.tokencut.shape_batches import same_shape
+from probes.tokencut.spectral.eigensolver import FiedlerVector, GraphPool
+from probes.tokencut.spectral.eigensolver_batched import solve_batch
+from ssl_bench import __version__
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import DataError
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.results import encoder_id
+
+TOKENS_A_BATCH = 8192
+_DECODERS = 4
+
+
+@dataclass(frozen=True)
+class DiscoveryRun:
+    """What `probe` describes, on the encoder and the dataset of `context`."""
+
+    probe: TokenCut
+    context: ProbeContext
+
+    def scores(self) -> Iterator[Score]:
+        """See `TokenCut.run`."""
+        images = self.probe.split(self.context.dataset)
+        folder = self.context.artifacts / self.probe.folder
+        key = self._log_key(images)
+        log = DiscoveryLog(folder, key, forget=self.context.overwrite)
+        self._discover_all(images, log)
+        results = {image_id: log.images[image_id] for image_id in images.ids}
+        self._draw_sheets(images, results, folder)
+        if not self._is_scored(images, list(results.values()), log.path):
+            self.context.say(
+                f"{images.name} has no boxes to compare with: CorLoc was not scored; "
+                f"masks, pictures and boxes are in {folder}"
+            )
+            return
+        for layer, facet, _ in self.probe.cells(self.context.layers):
+            yield corloc_score(layer, facet, list(results.values()))
+
+    def _discover_all(self, images: ImageSet, log: DiscoveryLog) -> None:
+        drawn, files = set(images.ids[: self.probe.panels]), DiscoveryFiles(log.path.parent)
+        pending = [i for i, name in enumerate(images.ids) if not self._has(name, log, files, drawn)]
+        extractor = FeatureExtractor(
+            self.context.encoder,
+            layers=self.context.layers,
+            facets=self.probe.facets,
+            device=self.context.device,
+            dtype=self.context.dtype,
+        )
+        found_in = self._each_image(images, pending, extractor)
+        for sample, found in self.context.progress(found_in, self.probe.method, len(pending)):
+            grid = grid_of(sample, extractor.patch_size)
+            with_panel = sample.image_id in drawn
+            self._draw(sample, found, grid, files, with_panel=with_panel)
+            log.add(sample.image_id, image_result(sample, found, grid))
+
+    def _has(
+        self, image_id: str, log: DiscoveryLog, files: DiscoveryFiles, drawn: Set[str]
+    ) -> bool:
+        """Whether an image was searched, and all that is shown of it is there."""
+        names = [cell_name(*cell[:2]) for cell in self.probe.cells(self.context.layers)]
+        if not log.has(image_id, names):
+            return False
+        has_masks = log.images[image_id].num_boxes is None
+        return files.has_all(image_id, names, drawn, has_masks=has_masks)
+
+    def _each_image(
+        self, images: ImageSet, pending: Sequence[int], extractor: FeatureExtractor
+    ) -> Iterator[tuple[Sample, dict[str, list[Discovery]]]]:
+        """What is found in each pending image; images of one shape pass the encoder together."""
+
+        def shape(sample: Sample) -> tuple[int, ...]:
+            grid = grid_of(sample, extractor.patch_size)
+            return *grid.shape, *self.probe.graph_shape(grid)
+
+        def size(sample: Sample) -> int:
+            return max(1, TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
+
+        samples = read_ahead(images, pending, lambda sample: sample, workers=_DECODERS)
+        with GraphPool(torch.get_num_threads()) as pool:
+            for batch in same_shape(samples, shape, size):
+                grids = [grid_of(sample, extractor.patch_size) for sample in batch]
+                with extracted(extractor, batch, grids[0]) as features:
+                    found = find_all(self.probe, features, grids, pool)
+                yield from zip(batch, found, strict=True)
+
+    def _draw(
+        self,
+        sample: Sample,
+        found: dict[str, list[Discovery]],
+        grid: PatchGrid,
+        files: DiscoveryFiles,
+        *,
+        with_panel: bool,
+    ) -> None:
+        for name, objects in found.items():
+            if sample.boxes is None:
+                save_masks(objects, grid, files.mask(name, sample.image_id))
+            if with_panel:
+                layer, facet = name.split("/")
+                row = panel(sample, objects[0], f"block {layer}, {facet}", grid.patch_size)
+                sheet([row], files.panel(name, sample.image_id))
+
+    def _draw_sheets(
+        self,
+        images: ImageSet,
+        results: dict[str, ImageResult],
+        folder: Path,
+    ) -> None:
+        if not self.probe.panels or not results:
+            return
+        gallery = Gallery(images, results, self.context.encoder.patch_size, self.probe.panels)
+        cells = self.probe.cells(self.context.layers)
+        for layer, facet, _ in self.context.progress(cells, "contact sheets", len(cells)):
+            name = cell_name(layer, facet)
+            where = f"{images.name} {images.split}, {self.context.encoder.name}"
+            title = f"{where}, block {layer}, {facet}, protocol {self.probe.protocol}"
+            gallery.draw(name, title, DiscoveryFiles(folder).sheet(name))
+
+    def _is_scored(self, images: ImageSet, results: Sequence[ImageResult], log: Path) -> bool:
+        if any(result.num_boxes for result in results):
+            return True
+        if results and all(result.num_boxes is None for result in results):
+            return False
+        raise DataError(
+            f"none of the {len(images)} images of {images.name} has a box to "
+            f"score with; the boxes that were found are in {log}"
+        )
+
+    def _log_key(self, images: ImageSet) -> dict[str, Any]:
+        return {
+            "encoder": encoder_id(self.context.encoder.identity()),
+            "dataset_fingerprint": images.fingerprint(),
+            "dtype": str(self.context.dtype),
+            "settings": self.probe.settings(),
+            "version": __version__,
+        }
+
+
+def find_all(
+    probe: TokenCut, features: BatchFeatures, grids: Sequence[PatchGrid], pool: GraphPool
+) -> list[dict[str, list[Discovery]]]:
+    """Objects by cell of each image of a batch."""
+    grids_of = [grid for grid in grids for _ in features]
+    graphs = [f[image] for image in range(len(grids)) for f in features.values()]
+    if graphs[0].is_cuda and probe.method != "lost" and not probe.weighted:
+        found = find_together(probe, graphs, grids_of, pool)
+    else:
+        found = pool.map(lambda pair: find(probe, *pair), zip(graphs, grids_of, strict=True))
+    cells = len(features)
+    return [
+        dict(zip(features, found[first : first + cells], strict=True))
+        for first in range(0, len(found), cells)
+    ]
+
+
+def find_together(
+    probe: TokenCut,
+    graphs: Sequence[Float[Tensor, "rows cols dim"]],
+    grids: Sequence[PatchGrid],
+    pool: GraphPool,
+) -> list[list[Discovery]]:
+    """As `find`, for graphs of one shape that are solved together on their device."""
+
+    def solve(
+        graphs: Sequence[Float[Tensor, "tokens dim"]],
+    ) -> Sequence[FiedlerVector]:
+        return solve_batch(torch.stack([*graphs]), tau=probe.tau, eps=probe.eps, each=pool.map)
+
+    pairs = list(zip(graphs, grids, strict=True))
+    if probe.method == "maskcut":
+        searches = [MaskCutSearch(*pair, probe, probe.max_objects) for pair in pairs]
+        search_together(searches, solve)
+        return [search.found for search in searches]
+    spectra = solve([graph_tokens(probe, *pair) for pair in pairs])
+    return [[cut_out(one, grid, probe)] for one, grid in zip(spectra, grids, strict=True)]
+
+
+def find(
+    probe: TokenCut, features: Float[Tensor, "rows cols dim"], grid: PatchGrid
+) -> list[Discovery]:
+    """What the chosen method finds in one image, the object that counts first."""
+    if probe.method == "lost":
+        return [lost(features, grid, probe)]
+    if probe.method == "maskcut":
+        return maskcut(features, grid, probe, num_masks=probe.max_objects)
+    return [discover(features, grid, probe)]

@@ -1,0 +1,155 @@
+"""What initialisers can be told, without what draws: read before there is any tensor."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.initialisers.choice import make_initialiser
+
+NOISES = ("normal", "uniform")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of initialisers that leave nothing open."""
+
+
+@dataclass(frozen=True)
+class SkiplessOptions:
+    """The initialisation that lets an encoder without skips train.
+
+    Args:
+        alpha: Share of noise in W_Q W_K^T of each head.
+        beta: Share of the identity in it.
+        c: Scale of W_V and of W_O; their product is c^2 times an orthogonal matrix. Behind a
+            LayerNorm it leaves the forward pass alone and sets the relative learning rate.
+        noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
+        cancel_logit_scale: Multiply W_Q and W_K by d_h^1/4 each, so that the attention's usual
+            1 / sqrt(d_h) cancels and the logits are those of the paper's formulas, which have no
+            such factor. Off: short runs trained better with the factor.
+        suo_gain: Scale the orthogonal matrices of the MLP by max(sqrt(out / in), 1).
+
+    Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5; defaults are
+    its values for ViT-S under DINO. Their supervised ViT-B has alpha 2, beta 0.6, c 3. What the
+    paper leaves open are the last three options.
+    """
+
+    alpha: float = 1.8
+    beta: float = 1.0
+    c: float = 3.0
+    noise: str = "uniform"
+    cancel_logit_scale: bool = False
+    suo_gain: bool = True
+
+    def __post_init__(self) -> None:
+        _check_noise(self.noise)
+
+
+@dataclass(frozen=True)
+class MimeticOptions:
+    """Attention that looks trained: W_Q W_K^T near +I, W_V W_O near -I; and an MLP if asked.
+
+    The thesis needs `position_embedding=sinusoidal` with it. Both options of the MLP are added to
+    the first matrix of the default draw.
+
+    Args:
+        alpha1: Share of noise in W_Q W_K^T of each head.
+        beta1: Share of the identity in it.
+        alpha2: Share of noise in W_V W_O over all heads.
+        beta2: Share of the negative identity in it.
+        noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
+        mlp_mean: Added to all entries, of either sign.
+        mlp_input_std: Deviation of a normal number that each input channel adds to its weights
+            towards all hidden units.
+
+    Source: Trockman, "Mimetic initialization" (2025), section 3.2, equations 3.12-3.18. Equation
+    3.15 prints Sigma without the root for W_V; we take the root on both sides, as the text says.
+    MLP: section 3.4, equations 3.40 and 3.39, where y = W x: its 1_p b_n^T repeats a row of the n
+    inputs for the p hidden units. "N(0, sigma I)" is read as sigma, not its root, the deviation.
+    """
+
+    alpha1: float = 0.7
+    beta1: float = 0.7
+    alpha2: float = 0.4
+    beta2: float = 0.4
+    noise: str = "normal"
+    mlp_mean: float = 0.0
+    mlp_input_std: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_noise(self.noise)
+        if self.mlp_input_std < 0:
+            raise ConfigurationError(
+                f"model.init_options.mlp_input_std must be >= 0, got {self.mlp_input_std}"
+            )
+
+
+@dataclass(frozen=True)
+class CovarianceOptions:
+    """Normal filters with the covariance of trained ones: focused at first, wider with depth.
+
+    Args:
+        sigma_0: Squared width of the Gaussians in the first layer, in pixels squared.
+        v_sigma: How fast it grows with depth there.
+        a_sigma: How fast that growth grows.
+
+    Source: Trockman, "Mimetic initialization" (2025), section 3.1.2; the defaults are its values
+    for ConvMixer-256/8 on CIFAR-10 with patches of 2 x 2 (appendix B.1). Filters of 3 x 3, it
+    reports, fare poorly with it.
+    """
+
+    sigma_0: float = 0.08
+    v_sigma: float = 0.37
+    a_sigma: float = 2.9
+
+    def __post_init__(self) -> None:
+        turning = -self.v_sigma / self.a_sigma if self.a_sigma else 0.0
+        lowest = min(self.sigma(depth) for depth in (0.0, 1.0, min(max(turning, 0.0), 1.0)))
+        if not lowest > 0:
+            raise ConfigurationError(
+                "model.init_options: sigma_0 + v_sigma d + a_sigma d^2 / 2 must stay positive for "
+                f"d from 0 to 1, got {lowest:g} with {self}; raise sigma_0"
+            )
+
+    def sigma(self, depth: float) -> float:
+        """Equation 3.11."""
+        return self.sigma_0 + self.v_sigma * depth + self.a_sigma * depth**2 / 2
+
+
+_Kind = NoOptions | SkiplessOptions | MimeticOptions
+BLOCK_OPTIONS: Mapping[str, type[_Kind]] = {
+    "default": NoOptions,
+    "skipless": SkiplessOptions,
+    "mimetic": MimeticOptions,
+    "xavier": NoOptions,
+    "osa": NoOptions,
+}
+"""Of `ssl_bench.models.initialisers.blocks`, by the name of the initialiser."""
+
+FILTER_OPTIONS: Mapping[str, type[NoOptions | CovarianceOptions]] = {
+    "uniform": NoOptions,
+    "covariance": CovarianceOptions,
+}
+"""Of `ssl_bench.models.initialisers.convolutions`, by the name of the initialiser."""
+
+
+def check_block_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse what no initialiser of blocks can be told.
+
+    Raises:
+        ConfigurationError: An unknown name or option, or a value of the wrong type.
+    """
+    make_initialiser(BLOCK_OPTIONS, name, options)
+
+
+def check_filter_options(name: str, options: Mapping[str, Any]) -> None:
+    """As `check_block_options`, for initialisers of depthwise filters."""
+    make_initialiser(FILTER_OPTIONS, name, options)
+
+
+def _check_noise(noise: str) -> None:
+    if noise not in NOISES:
+        raise ConfigurationError(
+            f"model.init_options.noise must be one of {', '.join(NOISES)}, got {noise!r}"
+        )
