@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int, Int64, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from probes.features.cache import TrainingPass, check, extract
@@ -14,6 +14,7 @@ from probes.features.split import TrainingSplit
 from probes.features.stream import batches, read_ahead
 from probes.features.training import TrainingFeatures
 from probes.features.views import ResizedCrops, TrainingViews, WholeImage
+from probes.heads.image_counts import ImageCounts
 from probes.heads.losses import label_histograms
 from probes.heads.scored_images import SquashedScoring
 from probes.heads.scores import HeadScores
@@ -123,7 +124,7 @@ class Retrieval:
             memory = {i: self._search(features, i, chosen, context.device) for i in layers}
             per_image = self._count(memory, labels.to(context.device), training_pass, val_images)
             for index, layer in enumerate(layers):
-                scores = HeadScores(per_image[:, index, None])
+                scores = HeadScores(per_image, index)
                 yield from self._scores(layer, scores, val_images, memory[layer])
 
     def _training_pass(self, context: ProbeContext) -> TrainingPass:
@@ -186,13 +187,12 @@ class Retrieval:
         labels: Float[Tensor, "memory classes"],
         training_pass: TrainingPass,
         images: ImageSet,
-    ) -> Int[Tensor, "images layers 3 classes"]:
+    ) -> ImageCounts:
         """Stream the scored images once through the encoder and the memories of some layers."""
         scoring, classes = SquashedScoring(self.image_size, self.score_size), labels.shape[1]
-        per_image = torch.empty(len(images), len(memory), 3, classes, dtype=torch.int32)
+        per_image = ImageCounts(len(memory), 1, classes)
         items = read_ahead(images, range(len(images)), scoring.prepare, workers=self.num_workers)
         shown = training_pass.progress(items, "scored images", len(images))
-        number = 0
         for batch in batches(shown, self.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
@@ -207,8 +207,7 @@ class Retrieval:
             # Together, because the host waits for each fetching.
             sums, counts = fetched([sums, torch.stack(counts)])
             check(training_pass.extractor, sums, ids)
-            per_image[number : number + len(batch)] = counts
-            number += len(batch)
+            per_image.add(counts[:, :, None])
         return per_image
 
     def votes(
