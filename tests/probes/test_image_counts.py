@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 import torch
 
 from probes.heads.image_counts import ImageCounts
@@ -13,6 +14,7 @@ def _counts(images=7, sources=2, values=3, classes=5):
     predicted = torch.randint(0, classes - 1, shape, generator=generator, dtype=torch.uint8)
     true = torch.randint(0, classes, (images, 4, 6), generator=generator, dtype=torch.uint8)
     true[3] = 255
+    predicted[5] = 0
     found = [class_counts(p, t, classes) for p, t in zip(predicted, true, strict=True)]
     return torch.stack(found).unflatten(1, (sources, values))
 
@@ -25,7 +27,9 @@ def _kept(counts, batch_size):
     return kept
 
 
-def test_counts_come_back_as_they_were():
+@pytest.mark.parametrize("chunk", [7, 10_000])
+def test_counts_come_back_as_they_were(monkeypatch, chunk):
+    monkeypatch.setattr("probes.heads.image_counts._CHUNK", chunk)
     counts = _counts()
     kept = _kept(counts, 3)
 
