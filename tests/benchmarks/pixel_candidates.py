@@ -1,4 +1,4 @@
-"""Other ways from patch logits to the class of every pixel, which `pixels.py` compares with ours."""
+"""Other ways from patch logits to classes of pixels, which `pixels.py` compares with ours."""
 
 from dataclasses import dataclass
 
@@ -33,6 +33,7 @@ def by_resizing(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
     """A class after the other over the whole map, by OpenCV, which rounds weights otherwise."""
+    cv2.setNumThreads(torch.get_num_threads())
     found = np.empty((len(logits), height, width), dtype=np.uint8)
     for label, head in zip(found, logits.movedim(-1, 1).contiguous().numpy(), strict=True):
         best = np.full((height, width), -np.inf, np.float32)

@@ -79,10 +79,16 @@ class Case:
         return plain * self.scale + self.offset
 
 
-CASES = [Case(kind, classes, grid) for kind in ("heads", "noisy") for classes in (21, 150, 171)
-         for grid in _SIZES]  # fmt: skip
-TEMPERATURES = [Case("heads", 21, 32, 0.01), Case("heads", 21, 32, 100.0),
-                Case("heads", 21, 32, 1.0, 100.0), Case("heads", 21, 32, 1.0, 10_000.0)]  # fmt: skip
+CASES = [
+    Case(kind, classes, grid)
+    for kind in ("heads", "noisy")
+    for classes in (21, 150, 171)
+    for grid in _SIZES
+]
+CHANGED = [
+    Case("heads", 21, 32, scale, offset)
+    for scale, offset in [(0.01, 0.0), (100.0, 0.0), (1.0, 100.0), (1.0, 10_000.0)]
+]
 
 
 @cache
@@ -183,8 +189,8 @@ def counting(rounds: int) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     names = list(rows[0]["ms"])
     others = [name for name in names if name != "ours"]
-    heads = ["logits", "classes", "grid", "size", *(f"{name}, ms" for name in names),
-             *(f"x {name}" for name in others), *(f"labels unlike {name}" for name in others)]  # fmt: skip
+    heads = ["logits", "classes", "grid", "size", *(f"{name}, ms" for name in names)]
+    heads += [f"x {name}" for name in others] + [f"unlike {name}" for name in others]
     lines = ["| " + " | ".join(heads) + " |", "|---" * 4 + "|---:" * (len(heads) - 4) + "|"]
     for row in rows:
         kind = row["kind"] + (f" x {row['scale']:g}" if row["scale"] != 1 else "")
@@ -213,12 +219,12 @@ def main() -> None:
         record["load"].append(os.getloadavg()[0])
         print(f"\n{threads} threads\n\n{table(rows)}", flush=True)
     torch.set_num_threads(1)
-    record["temperatures"] = [measured(case, WAYS, options.rounds) for case in TEMPERATURES]
+    record["changed"] = [measured(case, WAYS, options.rounds) for case in CHANGED]
     several = [case for case in CASES if case.classes < 171 and case.grid == 32]
     record["ways"] = [measured(case, WAYS | MORE, options.rounds) for case in several]
     record["counting"] = counting(options.rounds)
     record["load"].append(os.getloadavg()[0])
-    for name in ("temperatures", "ways"):
+    for name in ("changed", "ways"):
         print(f"\n{name}\n\n{table(record[name])}")
     print(f"\n{record['counting']}\nload {record['load']}")
     if options.json:
