@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m tests.benchmarks.image_counts --json FILE
 
 Twelve blocks, eight rates. An image holds some classes; each head predicts these, and some others
-in few pixels. `adding` are seconds for all images in batches of 16, `reading` seconds for the mean
-IoU of every rate, intervals of the best one's mean IoU and accuracy, and its counts, block by block.
+in few pixels. `adding` are CPU seconds for all images in batches of 16, `reading` for the mean IoU
+of every rate, intervals of the best one's mean IoU and accuracy, and its counts, block by block.
 Peak memory is beyond what the process held before. Each row is a process of its own.
 """
 
@@ -124,9 +124,8 @@ def main() -> None:
         print(json.dumps(measure(way, *map(int, numbers))))
         return
     said = provenance()
-    print(
-        f"{said}\n\n| images | classes | kept | MiB, adding | MiB, with reading | adding, s | reading, s |"
-    )
+    print(f"{said}\n")
+    print("| images | classes | kept | MiB, adding | MiB, with reading | adding, s | reading, s |")
     print("|---:|---:|---|---:|---:|---:|---:|")
     rows = []
     for images, classes in CASES:

@@ -81,11 +81,25 @@ def test_labels_of_a_head_do_not_depend_on_its_company(monkeypatch):
     assert torch.equal(predict_pixels(logits, 40, 70), alone)
 
 
-@pytest.mark.parametrize("wild", [torch.nan, torch.inf, 3e38])
+def test_two_threads_find_what_one_finds_and_leave_their_number_alone():
+    logits = _logits("noisy", 21).requires_grad_()
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(predict_pixels(logits, 40, 70))
+        assert torch.get_num_threads() == 2
+        assert torch.equal(*found)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("wild", [torch.nan, torch.inf, 1e38])
 def test_a_head_that_diverged_leaves_the_others_alone(wild):
     logits = _logits("noisy", 21)
     calm = predict_pixels(logits, 40, 70)
-    logits[1] = wild
+    logits[1] *= wild
     predicted = predict_pixels(logits, 40, 70)
 
     assert torch.equal(predicted[[0, 2]], calm[[0, 2]])

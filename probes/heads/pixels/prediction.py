@@ -6,6 +6,9 @@ equal sums that class wins whose largest of the four logits is larger, then the 
 only pixels where rounding decides are computed in that order, all others in whatever way is fast.
 """
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
@@ -68,20 +71,42 @@ def _predict(
     logits: Float[Tensor, "heads rows cols classes"], height: int, width: int
 ) -> UInt8[Tensor, "heads height width"]:
     y, x = Axis.of(height, logits.shape[1]), Axis.of(width, logits.shape[2])
-    at_once = max(1, _NODES // (y.num_nodes * x.num_nodes * logits.shape[3]))
-    filling = Filling.of(y, x)
-    return torch.cat([_predict_some(some, filling) for some in logits.split(at_once)])
+    threads = torch.get_num_threads()
+    fitting = _NODES // (y.num_nodes * x.num_nodes * logits.shape[3])
+    at_once = max(1, min(fitting, -(-len(logits) // threads)))
+    return torch.cat(
+        _mapped(lambda some: _predict_some(some, y, x), logits.split(at_once), threads)
+    )
 
 
+def _mapped(
+    function: Callable[[Tensor], Tensor], groups: Sequence[Tensor], threads: int
+) -> list[Tensor]:
+    """The function's values, each computed by a thread alone.
+
+    Its operations are so small that threads which share one mostly wait for each other.
+    """
+    if threads == 1:
+        return [function(some) for some in groups]
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(function, groups))
+    finally:
+        # What the threads said of themselves holds for threads that are started later, too.
+        torch.set_num_threads(threads)
+
+
+# Here, because a new thread does not know that the caller wants no gradients.
+@torch.no_grad()
 def _predict_some(
-    logits: Float[Tensor, "heads rows cols classes"], filling: Filling
+    logits: Float[Tensor, "heads rows cols classes"], y: Axis, x: Axis
 ) -> UInt8[Tensor, "heads height width"]:
-    y, x = filling.y, filling.x
     margin = _ROUNDING * logits.abs().amax((1, 2, 3))
     nodes = x.nodes(y.nodes(logits, 1), 2)
     winner = _winners(nodes, margin)
     predicted = winner[:, :-1, :-1].index_select(2, x.block).index_select(1, y.block)
-    close = filling.fill(predicted, OpenBlocks.of(nodes, open_places(winner, y, x), margin))
+    blocks = OpenBlocks.of(nodes, open_places(winner, y, x), margin)
+    close = Filling.of(y, x).fill(predicted, blocks)
     for some in close.unique().split(_EXACT_AT_ONCE):
         predicted.view(-1)[some] = _exactly(logits, some, y, x)
     return predicted
