@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int64, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from probes.features.cache import check, extract
 from probes.features.sources import LayerGroup
 from probes.features.stream import batches
+from probes.heads.image_counts import ImageCounts
 from probes.heads.scored_images import ScoredImage, Scoring
 from probes.heads.sgd import TrainedHeads
 from ssl_bench.features import FeatureExtractor
@@ -38,15 +39,13 @@ class ScoredStream:
     keep: int
 
     def count(
-        self, extractor: FeatureExtractor, facet: Facet, items: Iterable[ScoredImage], total: int
-    ) -> tuple[Int[Tensor, "images sources values 3 classes"], list[Tensor]]:
+        self, extractor: FeatureExtractor, facet: Facet, items: Iterable[ScoredImage]
+    ) -> tuple[ImageCounts, list[Tensor]]:
         """Counts of every image, and what all heads predict for the first few.
 
         The images pass the encoder once; nothing of them is kept.
         """
-        per_image = torch.empty(total, *self._shape(), dtype=torch.int32)
-        kept: list[Tensor] = []
-        number = 0
+        per_image, kept = self._nothing(), list[Tensor]()
         for batch in batches(items, self.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
@@ -58,15 +57,14 @@ class ScoredStream:
                 features = {layer: blocks[some] for layer, blocks in by_layer.items()}
                 predicted = self.predict(features, item)
                 counts.append(self.count_one(predicted, item.mask))
-                if number + len(drawn) < self.keep:
+                if len(kept) + len(drawn) < self.keep:
                     drawn.append(predicted)
                 first = some.stop
             # Together, because the host waits for each fetching.
             sums, counts, *drawn = fetched([sums, torch.stack(counts), *drawn])
             check(extractor, sums, ids)
-            per_image[number : number + len(batch)] = counts
+            per_image.add(counts)
             kept += drawn
-            number += len(batch)
         return per_image, kept
 
     def predict(
@@ -90,9 +88,9 @@ class ScoredStream:
         counts = class_counts(predicted.flatten(0, 1), target, self.classes)
         return counts.unflatten(0, predicted.shape[:2])
 
-    def _shape(self) -> tuple[int, ...]:
+    def _nothing(self) -> ImageCounts:
         sources = sum(len(heads.sources) for heads in self.heads)
-        return (sources, self.heads[0].bias.shape[1], 3, self.classes)
+        return ImageCounts(sources, self.heads[0].bias.shape[1], self.classes)
 
 
 def source_features(
@@ -104,17 +102,17 @@ def source_features(
 
 @dataclass(frozen=True)
 class HeadScores:
-    """Scores of the heads of one source by learning rate, over a whole dataset.
+    """Scores of the heads of one source by learning rate, over a whole dataset."""
 
-    Attributes:
-        per_image: int32, because hundreds of heads times thousands of images are kept and no image
-            has 2^31 pixels; whatever is summed is summed in int64.
-    """
+    per_image: ImageCounts
+    source: int
 
-    per_image: Int[Tensor, "images values 3 classes"]
+    @property
+    def num_images(self) -> int:
+        return len(self.per_image)
 
     def total(self) -> Int64[np.ndarray, "values 3 classes"]:
-        return self.per_image.numpy().sum(0, dtype=np.int64)
+        return self.per_image.total[self.source]
 
     def miou(self) -> list[float]:
         """Mean IoU of each rate over the classes that occur, in percent."""
@@ -134,7 +132,7 @@ class HeadScores:
 
     def counts(self, rate: int) -> PerImage:
         """Pixels that are right, predicted and true by class, for each image."""
-        return self.per_image[:, rate].numpy()
+        return self.per_image.of(self.source, rate)
 
     def iou(self, rate: int) -> list[float]:
         """IoU of each class in percent, NaN where it is neither true nor predicted."""

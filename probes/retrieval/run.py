@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from probes.features.cache import TrainingPass, check, extract
@@ -12,6 +12,7 @@ from probes.features.neighbours import NeighbourSearch
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches, read_ahead
 from probes.features.views import ResizedCrops, TrainingViews, WholeImage
+from probes.heads.image_counts import ImageCounts
 from probes.heads.scored_images import SquashedScoring
 from probes.heads.scores import HeadScores
 from probes.retrieval.probe import METRICS, Retrieval
@@ -51,7 +52,7 @@ class RetrievalRun:
             labels = patches.shares
             per_image = self._count(memory, labels.to(context.device), training_pass, val_images)
             for index, layer in enumerate(layers):
-                scores = HeadScores(per_image[:, index, None])
+                scores = HeadScores(per_image, index)
                 yield from self._scores(layer, scores, val_images, memory[layer])
 
     def training_pass(self) -> TrainingPass:
@@ -90,14 +91,13 @@ class RetrievalRun:
         labels: Float[Tensor, "memory classes"],
         training_pass: TrainingPass,
         images: ImageSet,
-    ) -> Int[Tensor, "images layers 3 classes"]:
+    ) -> ImageCounts:
         """Stream the scored images once through the encoder and the memories of some layers."""
         probe, classes = self.probe, labels.shape[1]
         scoring = SquashedScoring(probe.image_size, probe.score_size)
-        per_image = torch.empty(len(images), len(memory), 3, classes, dtype=torch.int32)
+        per_image = ImageCounts(len(memory), 1, classes)
         items = read_ahead(images, range(len(images)), scoring.prepare, workers=probe.num_workers)
         shown = training_pass.progress(items, "scored images", len(images))
-        number = 0
         for batch in batches(shown, probe.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
@@ -112,8 +112,7 @@ class RetrievalRun:
             # Together, because the host waits for each fetching.
             sums, counts = fetched([sums, torch.stack(counts)])
             check(training_pass.extractor, sums, ids)
-            per_image[number : number + len(batch)] = counts
-            number += len(batch)
+            per_image.add(counts[:, :, None])
         return per_image
 
     def _scores(

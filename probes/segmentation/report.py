@@ -52,7 +52,7 @@ class SourceReport:
         return [*scores, self._score("pixel_accuracy", chosen, accuracy, interval)]
 
     def _score(self, metric: str, rate: int, value: float, ci95: Interval | None) -> Score:
-        num_images = len(self.val.per_image)
+        num_images = self.val.num_images
         details = {**self._details(rate), **self.shared}
         counts = self.val.counts(rate)
         return Score(self.layer, self.facet, metric, value, ci95, num_images, details, counts)
@@ -79,7 +79,7 @@ class SourceReport:
             warnings.append(f"the chosen {name} {self.values[rate]:g} is at the edge of its grid")
         if self.constant == 1:
             warnings.append("degenerate: all training patches have the same features")
-        return [*warnings, *few_images_warning(len(self.val.per_image))]
+        return [*warnings, *few_images_warning(self.val.num_images)]
 
 
 def _plain(values: Sequence[float]) -> list[float | None]:

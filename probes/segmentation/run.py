@@ -132,9 +132,8 @@ class SegmentationRun:
             training_pass.extractor,
             training_pass.facet,
             self._progress(items, "scored images", len(images)),
-            len(images),
         )
-        if not per_image[..., 2, :].any():
+        if not per_image.has_labels:
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
         reports = [
             SourceReport(
@@ -144,7 +143,7 @@ class SegmentationRun:
                 values=self.training.values,
                 constant=heads.constant_channels[index] / training_pass.extractor.dim / len(source),
                 class_names=images.class_names,
-                val=HeadScores(per_image[:, index]),
+                val=HeadScores(per_image, index),
                 held_out=None if held_out is None else held_out[index],
                 shared={**details, "layers": list(source)},
             )

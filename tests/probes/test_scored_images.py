@@ -1,10 +1,8 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from probes.features.views import resized
-from probes.heads.inference import predict_pixels, predict_upsampled
 from probes.heads.scored_images import PatchScoring, SlidingScoring, SquashedScoring
 from ssl_bench.data.samples import Sample
 
@@ -14,17 +12,6 @@ def _scene(height=24, width=36):
     rows, cols = np.mgrid[:height, :width]
     image = np.stack([cols * 255 // width, rows * 255 // height, 0 * rows], -1).astype(np.uint8)
     return Sample("scene", image, (cols >= width // 2).astype(np.uint8))
-
-
-@pytest.mark.parametrize("size", [(37, 53), (64, 64), (5, 3)])
-@pytest.mark.parametrize("classes", [2, 21, 255])
-@pytest.mark.parametrize("predict", [predict_pixels, predict_upsampled])
-def test_predicted_pixels_equal_the_largest_interpolated_logit(size, classes, predict):
-    logits = torch.randn(3, 6, 5, classes, generator=torch.Generator().manual_seed(0))
-    upsampled = F.interpolate(logits.movedim(-1, 1), size, mode="bilinear")
-    predicted = predict(logits, *size).long()
-    best = upsampled.gather(1, predicted[:, None])[:, 0]
-    torch.testing.assert_close(best, upsampled.amax(1))
 
 
 def test_a_single_window_that_covers_the_image_scores_as_the_squashed_image_does():

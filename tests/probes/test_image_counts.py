@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+import torch
+
+from probes.heads.image_counts import ImageCounts
+from probes.heads.scores import HeadScores
+from ssl_bench.metrics import class_counts
+
+
+def _counts(images=7, sources=2, values=3, classes=5):
+    """Of random maps, one class of which nobody predicts and one image has no label."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (images, sources * values, 4, 6)
+    predicted = torch.randint(0, classes - 1, shape, generator=generator, dtype=torch.uint8)
+    true = torch.randint(0, classes, (images, 4, 6), generator=generator, dtype=torch.uint8)
+    true[3] = 255
+    predicted[5] = 0
+    found = [class_counts(p, t, classes) for p, t in zip(predicted, true, strict=True)]
+    return torch.stack(found).unflatten(1, (sources, values))
+
+
+def _kept(counts, batch_size):
+    _, sources, values, _, classes = counts.shape
+    kept = ImageCounts(sources, values, classes)
+    for some in counts.split(batch_size):
+        kept.add(some)
+    return kept
+
+
+@pytest.mark.parametrize("chunk", [7, 10_000])
+def test_counts_come_back_as_they_were(monkeypatch, chunk):
+    monkeypatch.setattr("probes.heads.image_counts._CHUNK", chunk)
+    counts = _counts()
+    kept = _kept(counts, 3)
+
+    assert len(kept) == 7
+    assert np.array_equal(kept.total, counts.sum(0).numpy())
+    for source, value in np.ndindex(2, 3):
+        found = kept.of(source, value)
+        assert found.dtype == np.int32
+        assert np.array_equal(found, counts[:, source, value].numpy())
+
+
+def test_scores_of_a_source_are_those_of_its_own_heads():
+    counts = _counts()
+    scores = HeadScores(_kept(counts, 7), 1)
+
+    assert scores.num_images == 7
+    assert np.array_equal(scores.total(), counts[:, 1].sum(0).numpy())
+    assert np.array_equal(scores.counts(2), counts[:, 1, 2].numpy())
+
+
+def test_only_true_pixels_are_labels():
+    counts = _counts()
+    assert _kept(counts, 7).has_labels
+    assert not _kept(counts[3:4], 7).has_labels
+
+
+def test_pixels_beyond_two_to_the_31_are_summed():
+    counts = torch.full((3, 1, 1, 3, 1), 2**30)
+    assert _kept(counts, 2).total.tolist() == [[[[3 * 2**30]] * 3]]

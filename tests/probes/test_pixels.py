@@ -1,0 +1,142 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from probes.heads.pixels.axes import Axis
+from probes.heads.pixels.blocks import OpenBlocks
+from probes.heads.pixels.prediction import predict_pixels, predict_upsampled
+
+
+def _logits(kind, classes, heads=3, rows=6, cols=5):
+    """Of all kinds: far apart, often equal or nearly so, far from zero, of a neighbour alike."""
+    generator = torch.Generator().manual_seed(classes)
+    noise = torch.randn(heads, rows, cols, classes, generator=generator)
+    return {
+        "noisy": noise,
+        "smooth": F.avg_pool2d(noise.movedim(-1, 1), 3, 1, 1).movedim(1, -1).contiguous(),
+        "whole numbers": noise.round(),
+        "far from zero": 1000 + noise.mul(1e-3),
+        "of two sizes": noise * torch.tensor([1e-6, 1.0, 1e6])[:, None, None, None],
+        "doubled": torch.cat([noise, noise], -1)[..., :classes],
+        "all equal": torch.zeros_like(noise),
+    }[kind]
+
+
+def _restated(logits, height, width):
+    """Sum by sum in numpy, all pixels and classes."""
+    four = []
+    for size, patches in zip((height, width), logits.shape[1:3], strict=True):
+        position = (torch.arange(size) + 0.5) * (patches / size) - 0.5
+        before = position.floor().int().numpy()
+        after = (position - position.floor()).numpy()
+        ends = np.clip(before, 0, None), np.clip(before + 1, None, patches - 1)
+        four.append(((ends[0], 1 - after), (ends[1], after)))
+    total, highest = np.float32(0), np.float32(-np.inf)
+    for above, weight in four[0]:
+        for left, share in four[1]:
+            corner = logits.numpy()[:, above][:, :, left]
+            total = total + corner * (weight[:, None] * share)[:, :, None]
+            highest = np.maximum(highest, corner)
+    # By sum, then by highest corner, then the first.
+    best = total == total.max(-1, keepdims=True)
+    return np.where(best, highest, -np.inf).argmax(-1)
+
+
+KINDS = ["noisy", "smooth", "whole numbers", "far from zero", "of two sizes", "doubled"]
+
+
+@pytest.mark.parametrize(
+    ("classes", "size"), [(2, (66, 150)), (21, (66, 150)), (21, (5, 3)), (255, (37, 53))]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_pixel_has_the_label_that_the_definition_gives_it(kind, classes, size):
+    logits = _logits(kind, classes)
+
+    assert np.array_equal(predict_pixels(logits, *size).numpy(), _restated(logits, *size))
+
+
+def test_of_equal_classes_the_first_wins_everywhere():
+    assert not predict_pixels(_logits("all equal", 4), 40, 30).any()
+
+
+@pytest.mark.parametrize("size", [(37, 53), (64, 64), (5, 3)])
+@pytest.mark.parametrize("classes", [2, 21, 255])
+@pytest.mark.parametrize("predict", [predict_pixels, predict_upsampled])
+def test_predicted_pixels_have_the_largest_interpolated_logit(size, classes, predict):
+    logits = _logits("noisy", classes)
+    upsampled = F.interpolate(logits.movedim(-1, 1), size, mode="bilinear")
+    predicted = predict(logits, *size).long()
+    best = upsampled.gather(1, predicted[:, None])[:, 0]
+    torch.testing.assert_close(best, upsampled.amax(1))
+
+
+def test_labels_of_a_head_do_not_depend_on_its_company(monkeypatch):
+    logits = _logits("noisy", 21)
+    monkeypatch.setattr("probes.heads.pixels.prediction._NODES", 1)
+    monkeypatch.setattr("probes.heads.pixels.filling._PIECE", 1)
+    alone = predict_pixels(logits, 40, 70)
+    monkeypatch.undo()
+
+    assert torch.equal(predict_pixels(logits, 40, 70), alone)
+
+
+def test_two_threads_find_what_one_finds_and_leave_their_number_alone():
+    logits = _logits("noisy", 21).requires_grad_()
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(predict_pixels(logits, 40, 70))
+        with ThreadPoolExecutor(1) as later:
+            assert later.submit(torch.get_num_threads).result() == 2
+        assert torch.equal(*found)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_logits_whose_differences_overflow_have_the_labels_of_smaller_ones():
+    logits = _logits("noisy", 21)[:1]
+    assert torch.equal(predict_pixels(logits * 2.0**126, 40, 70), predict_pixels(logits, 40, 70))
+
+
+@pytest.mark.parametrize("wild", [torch.nan, torch.inf, 1e38])
+def test_a_head_that_diverged_leaves_the_others_alone(wild):
+    logits = _logits("noisy", 21)
+    calm = predict_pixels(logits, 40, 70)
+    logits[1] *= wild
+    predicted = predict_pixels(logits, 40, 70)
+
+    assert torch.equal(predicted[[0, 2]], calm[[0, 2]])
+    assert predicted[1].max() < 21
+
+
+@pytest.mark.parametrize(("size", "parts"), [(20, 1), (40, 1), (41, 2), (150, 4)])
+def test_a_gap_is_cut_into_blocks_of_at_most_ten_pixels(size, parts):
+    axis = Axis.of(size, 4)
+    values = torch.tensor([0.0, 4.0, 8.0, 4.0])
+    cut = [4 * i / parts for i in range(2 * parts)] + [8 - 4 * i / parts for i in range(parts)]
+
+    assert axis.most <= 10
+    assert axis.nodes(values, 0).tolist() == [0.0] * parts + cut + [4.0] * (parts + 1)
+
+
+def test_every_pixel_lies_in_one_block_at_its_weight():
+    axis = Axis.of(53, 4)
+    nodes = axis.nodes(torch.arange(4.0), 0)
+    assert sorted(axis.pixels[:, axis.occupied].flatten().unique().tolist()) == list(range(53))
+    place = torch.lerp(nodes[:-1], nodes[1:], axis.weights)[:, axis.occupied]
+    exact = ((torch.arange(53) + 0.5) * 4 / 53 - 0.5).clamp(0, 3)
+    torch.testing.assert_close(place, exact[axis.pixels[:, axis.occupied]])
+
+
+def test_a_class_below_another_one_at_all_corners_is_not_interpolated():
+    nodes = torch.tensor([[[0.0, 5, 1], [0, 1, 2]], [[0, 4, 3], [0.5, 0, 4]]])[None]
+    first = torch.zeros(1, dtype=torch.int64)
+    blocks = OpenBlocks.of(nodes, (first, first, first), torch.zeros(1))
+
+    assert blocks.classes[:, 0].tolist() == [1, 2]
+    assert blocks.corners[:, :, 0].tolist() == [[5, 1], [1, 2], [4, 3], [0, 4]]
