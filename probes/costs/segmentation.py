@@ -129,7 +129,7 @@ class SegmentationCost(OfSplits):
         sources = tuple((layer,) for layer in range(self.model.depth))
         heads = TrainedHeads(sources, weight, weight[..., 0].clone(), (0,) * len(sources), 0.0)
         scoring = self.probe.inference.of_images(self.probe.image_size, encoder)
-        return ScoredStream([heads], scoring, self.classes, self.probe.training.batch_size, 0)
+        return ScoredStream(heads, scoring, self.classes, self.probe.training.batch_size, 0)
 
     def _image(self, place: Place) -> ScoredImage:
         """Without pixels: those of a batch are made together."""

@@ -1,6 +1,6 @@
 """Scoring many heads at once: every image streams through all of them at its original size."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ class ScoredStream:
         keep: How many of the first predictions are kept, to be drawn.
     """
 
-    heads: Sequence[TrainedHeads]
+    heads: TrainedHeads
     scoring: Scoring
     classes: int
     batch_size: int
@@ -72,10 +72,9 @@ class ScoredStream:
     ) -> UInt8[Tensor, "sources values height width"]:
         """Classes of every pixel of one image by the heads of all sources."""
         predicted = []
-        for heads in self.heads:
-            for index, source in enumerate(heads.sources):
-                logits = [heads.logits(index, x) for x in source_features(features, source)]
-                predicted.append(self.scoring.predict(torch.stack(logits), image))
+        for index, source in enumerate(self.heads.sources):
+            logits = [self.heads.logits(index, x) for x in source_features(features, source)]
+            predicted.append(self.scoring.predict(torch.stack(logits), image))
         return torch.stack(predicted)
 
     def count_one(
@@ -89,8 +88,8 @@ class ScoredStream:
         return counts.unflatten(0, predicted.shape[:2])
 
     def _nothing(self) -> ImageCounts:
-        sources = sum(len(heads.sources) for heads in self.heads)
-        return ImageCounts(sources, self.heads[0].bias.shape[1], self.classes)
+        sources, values = self.heads.bias.shape[:2]
+        return ImageCounts(sources, values, self.classes)
 
 
 def source_features(

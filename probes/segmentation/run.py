@@ -180,7 +180,7 @@ class SegmentationRun:
 
     def _stream(self, heads: TrainedHeads) -> ScoredStream:
         return ScoredStream(
-            heads=[heads],
+            heads=heads,
             scoring=self.scoring,
             classes=self.training.classes,
             batch_size=self.training_pass.batch_size,
