@@ -1,9 +1,7 @@
 """Records read from their files: checked, and what many of them have in common held once."""
 
-import gc
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -93,18 +91,6 @@ def _require_file_name(name: str) -> None:
 @lru_cache(_NAMES)
 def _folder_of(dataset: str) -> str:
     return file_name(dataset)
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Python looks for no cycles meanwhile: records have none, and are many objects to look at."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _known_fields(found: dict[str, Any]) -> dict[str, Any]:

@@ -15,11 +15,10 @@ from ssl_bench.results.reading import (
     OUTDATED,
     RecordReader,
     place_of,
-    without_collections,
 )
 from ssl_bench.results.record import ENCODER, CellKey, PerImage, Record
 from ssl_bench.system.files import read_within, write_atomically, write_text_atomically
-from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.memory import pass_on_memory, without_collections
 
 # Of what all images contributed.
 _MOST_OF_IMAGES = 2**30
