@@ -9,6 +9,7 @@ from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.folder import require_replaceable
 from ssl_bench.report.writing import build_report, write_report
 from ssl_bench.results import ResultStore
+from ssl_bench.system.memory import without_collections
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
 
@@ -27,10 +28,11 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
         for first, second in options.pair or []
     ]
-    report = build_report(store, records, pairs)
-    if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
-        say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
-    write_report(report, folder)
+    with without_collections():
+        report = build_report(store, records, pairs)
+        if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
+            say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
+        write_report(report, folder)
     say(f"{len(records)} records of {len(report.checkpoints)} checkpoints: {folder / 'index.html'}")
     say_ignored(store)
     if report.pictures.refused:

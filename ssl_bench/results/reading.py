@@ -1,9 +1,7 @@
 """Records read from their files: checked, and what many of them have in common held once."""
 
-import gc
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +28,7 @@ OUTDATED = "of an earlier kind, which says too little of encoder and training im
 MOST_BYTES = 16 * 2**20
 """Of a record or a list of ids."""
 
+# Of texts that are remembered.
 _NAMES = 1000
 _MAPPINGS = ("settings", "details", "architecture", "changed")
 _KINDS: dict[Any, tuple[type, ...]] = {str: (str,), int: (int,), float: (int, float)}
@@ -47,7 +46,8 @@ class RecordReader:
 
     def __init__(self, root: Path) -> None:
         self._files = FilesWithin(root)
-        # By its text in Python, which tells 1 from 1.0 and true: the part, and its JSON.
+        # By field, because not all are checked alike, and text in Python, which tells 1 from 1.0
+        # and true: the part, and its JSON.
         self._parts: dict[str, tuple[Any, str]] = {}
 
     def read(self, path: Path) -> Record:
@@ -59,7 +59,7 @@ class RecordReader:
                 of another cell.
         """
         known = _known_fields(parsed(self._files.read(path, MOST_BYTES)))
-        texts = {name: repr(known[name]) for name in _ALIKE if name in known}
+        texts = {name: f"{name} {known[name]!r}" for name in _ALIKE if name in known}
         found = {name: self._parts[text] for name, text in texts.items() if text in self._parts}
         record = Record(**known | {name: part for name, (part, _) in found.items()})
         _require_kinds(record, [name for name in PLAIN if name not in found])
@@ -93,18 +93,6 @@ def _require_file_name(name: str) -> None:
 @lru_cache(_NAMES)
 def _folder_of(dataset: str) -> str:
     return file_name(dataset)
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Python looks for no cycles meanwhile: records have none, and are many objects to look at."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _known_fields(found: dict[str, Any]) -> dict[str, Any]:

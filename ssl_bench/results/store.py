@@ -3,7 +3,7 @@
 import io
 import json
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +15,11 @@ from ssl_bench.results.reading import (
     OUTDATED,
     RecordReader,
     place_of,
-    without_collections,
 )
 from ssl_bench.results.record import ENCODER, CellKey, PerImage, Record
 from ssl_bench.system.files import read_within, write_atomically, write_text_atomically
-from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.memory import pass_on_memory, without_collections
+from ssl_bench.system.naming import file_name
 
 # Of what all images contributed.
 _MOST_OF_IMAGES = 2**30
@@ -132,10 +132,7 @@ class ResultStore:
         self.unreadable = {}
         paths = sorted((self.root / "records").glob("*/*/*.json"), key=lambda path: path.parts)
         self.found = len(paths)
-        reader = RecordReader(self.root)
-        with without_collections():
-            read = [self._read(path, reader) for path in paths]
-        found = [record for record in read if record is not None]
+        found = self._read_all(paths)
         if paths and not found:
             raise DataError(
                 f"none of the {len(paths)} records in {self.root / 'records'} can be read, such as "
@@ -146,6 +143,17 @@ class ResultStore:
                 f"no records in {self.root / 'records'}; run `ssl-bench probe --out {self.root}`"
             )
         return found
+
+    def records_of(self, task: str, dataset: str) -> list[Record]:
+        """The readable records of a task on a dataset; none where there are none."""
+        folder = self.root / "records" / task / file_name(dataset)
+        return self._read_all(sorted(folder.glob("*.json")))
+
+    def _read_all(self, paths: Iterable[Path]) -> list[Record]:
+        reader = RecordReader(self.root)
+        with without_collections():
+            found = [self._read(path, reader) for path in paths]
+        return [record for record in found if record is not None]
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ssl_bench.asked import asked_probes, newest_checkpoint
 from ssl_bench.data.opened import OpenedOnce
-from ssl_bench.errors import DataError
+from ssl_bench.data.samples import ImageSet
 from ssl_bench.evaluation import cell_keys, cell_settings
 from ssl_bench.evaluation.pending import find_pending, pictures_folder
 from ssl_bench.layers import resolve_layers
@@ -66,11 +66,11 @@ def plan_sweep(
     plan = asked_probes(options, overrides)
     encoders = _distinct(identify_encoder(uri) for uri in uris)
     store = ResultStore(Path(options.out))
-    times = RecordedTimes(_records(store), device)
     asked = [
         (planned, question.probe.split(question.dataset), cell_settings(question))
         for planned, question in zip(plan, _sharing_datasets(plan), strict=True)
     ]
+    times = RecordedTimes(_records_of(store, asked), device)
     jobs = []
     for encoder in encoders:
         layers = resolve_layers(options.layer, encoder.depth)
@@ -125,11 +125,12 @@ def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:
     return list(found.values())
 
 
-def _records(store: ResultStore) -> list[Record]:
-    try:
-        return store.records()
-    except DataError:
-        return []
+def _records_of(
+    store: ResultStore, asked: Iterable[tuple[PlannedProbe, ImageSet, object]]
+) -> list[Record]:
+    """Those of the tasks and datasets that are asked: no other says how long they take."""
+    places = {(planned.probe.task, images.name) for planned, images, _ in asked}
+    return [record for place in sorted(places) for record in store.records_of(*place)]
 
 
 def _arguments(options: argparse.Namespace, planned: PlannedProbe, uri: str) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
-"""Too little memory, under all the names that libraries have for it."""
+"""Too little memory, under all the names that libraries have for it; the search for cycles."""
 
+import gc
 import os
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ssl_bench.errors import MachineError
@@ -117,3 +118,18 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Python looks for no cycles meanwhile: records have none, and are many objects to look at.
+
+    What is in no cycle is freed as always.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# What imports torch is imported where it is used: other figures should be free of its memory.
 from ssl_bench.data.files.known_by_stat import known_by_stat
 from ssl_bench.data.samples import Dataset, ImageSet
 from tests.benchmarks.apart import rounded, usage_of
 from tests.benchmarks.full_size_layouts import LAYOUTS, build, photographs
-from tests.benchmarks.provenance import provenance
 
 _IMAGE_SIZE = 512
 # Files that are younger than two seconds are read every time.
@@ -45,7 +45,6 @@ def _fingerprint(dataset: Dataset, clock: "Clock", seen: Callable[[ImageSet], Im
 
 
 def _decode(dataset: Dataset, clock: "Clock", workers: int, most: int) -> None:
-    # Here, because it imports torch, of whose memory the other figures should be free.
     import torch
 
     from probes.features.stream import read_ahead
@@ -198,6 +197,8 @@ def main() -> None:
         if options.build:
             return
         figures = {n: figures_of(n, root / n, Path(folder), options.images) for n in names}
+    from tests.benchmarks.provenance import provenance
+
     print(provenance())
     report(figures, options.images)
     if options.json:

@@ -21,6 +21,7 @@ from ssl_bench.models import identify_encoder, load_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import dataset_roots
 from ssl_bench.results import ResultStore
+from ssl_bench.results.reading import RecordReader
 from ssl_bench.sweep.plan import RecordedTimes
 from tests.core.test_results import RECORD
 from tests.support.faults import (
@@ -391,3 +392,18 @@ def test_the_plan_knows_the_files_of_a_dataset_once_for_all_tasks(place, monkeyp
     assert main(["sweep", *tasks, "--checkpoint", "runs/*", "--dry-run"]) == 0
 
     assert sorted(read) == ["voc2012 train", "voc2012 val"]
+
+
+def test_the_plan_reads_records_of_what_is_asked_alone(place, monkeypatch, capsys):
+    store = ResultStore(Path("results"))
+    for task, dataset in (("pca", "folder"), ("pca", "voc2012"), ("knn", "folder")):
+        store.save(replace(RECORD, task=task, dataset=dataset))
+    read = []
+    whole = RecordReader.read
+    monkeypatch.setattr(
+        RecordReader, "read", lambda self, path: read.append(path.parts[-3:-1]) or whole(self, path)
+    )
+
+    planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
+
+    assert read == [("pca", "folder")]

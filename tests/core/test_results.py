@@ -164,3 +164,15 @@ def test_a_folder_that_is_a_link_is_refused_for_every_file_in_it(tmp_path):
     assert store.records() == [replace(RECORD, details={"share": [0.5, None]})]
     assert len(store.unreadable) == 2
     assert all("below the link" in why for why in store.unreadable.values())
+
+
+def test_what_one_field_may_hold_another_field_may_not(tmp_path):
+    store = ResultStore(tmp_path)
+    endless = {"tau": math.inf}
+    one = store.save(replace(RECORD, layer=0, changed=endless))
+    other = store.save(replace(RECORD, layer=1, settings=endless))
+    for path in (one, other):
+        path.write_text(path.read_text().replace('"inf"', "1e999"))
+
+    assert [record.changed for record in store.records()] == [endless]
+    assert "too large" in store.unreadable[other]
