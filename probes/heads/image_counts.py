@@ -1,5 +1,7 @@
 """What was counted of every scored image under many heads, kept in little memory."""
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from jaxtyping import Int32, Int64, Integer
@@ -60,6 +62,19 @@ class ImageCounts:
                 counts[image, which, number - first] = pixels
         counts[:, 2] = self._true
         return counts
+
+    def state(self) -> dict[str, Tensor]:
+        """All that was counted."""
+        cells = np.concatenate(self._filled(), 1) if self._chunks else np.empty((3, 0), np.int32)
+        true = np.array(self._true, np.int32).reshape(len(self), self.total.shape[-1])
+        parts = {"total": self.total, "true": true, "ends": np.array(self._ends, np.int64)}
+        return {name: torch.from_numpy(part) for name, part in {**parts, "cells": cells}.items()}
+
+    def go_on(self, state: Mapping[str, Tensor]) -> None:
+        """Be as counts under the same heads were when they gave this state; nothing was added."""
+        self.total = state["total"].numpy()
+        self._true, self._ends = list(state["true"].numpy()), state["ends"].tolist()
+        self._append(state["cells"].numpy())
 
     def _append(self, cells: Int32[np.ndarray, "3 cells"]) -> None:
         while cells.size:

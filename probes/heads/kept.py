@@ -1,8 +1,9 @@
-"""What a long fit has reached, in a file that is there as long as the fit is not of use."""
+"""What long work has reached, in a file that is there as long as the work is not of use."""
 
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from ssl_bench.system.memory import pass_on_memory
 
 
 @dataclass
-class KeptFit:
-    """State of a fit that may be killed, written now and then.
+class KeptState:
+    """State of work that may be killed, written now and then.
 
     Attributes:
-        path: Named after everything that the fit depends on; safe to delete at any time.
+        path: Named after everything that the work depends on; safe to delete at any time.
         minutes: Between two writings.
-        say: Gets a line where a fit goes on or its file is damaged.
+        say: Gets a line where work goes on or its file is damaged.
     """
 
     path: Path
@@ -27,8 +28,9 @@ class KeptFit:
     say: Callable[[str], None]
     _written: float = field(default_factory=time.monotonic, init=False, repr=False)
 
-    def load(self) -> dict[str, Any]:
-        """What was written last, on the CPU; nothing if there is no such file."""
+    @cached_property
+    def found(self) -> Mapping[str, Any]:
+        """What an earlier process wrote last, on the CPU; nothing if there is no such file."""
         if not self.path.is_file():
             return {}
         try:
@@ -36,9 +38,9 @@ class KeptFit:
         # Whatever the bytes are, torch or zipfile says so with an error of its own.
         except Exception as error:
             pass_on_memory(error)
-            self.say(f"{self.path} is damaged; the heads are fitted from the beginning")
+            self.say(f"{self.path} is damaged; what it held is computed from the beginning")
             return {}
-        self.say(f"heads go on from {self.path}")
+        self.say(f"going on from {self.path}")
         return state
 
     def is_due(self) -> bool:
@@ -64,8 +66,8 @@ class Standing:
         state: What was reached, by name; of an earlier process where `kept` holds some.
     """
 
-    def __init__(self, kept: KeptFit | None) -> None:
-        self.state: dict[str, Any] = kept.load() if kept else {}
+    def __init__(self, kept: KeptState | None) -> None:
+        self.state: dict[str, Any] = dict(kept.found) if kept else {}
         self._kept, self._start = kept, time.monotonic()
         self._before: float = self.state.get("seconds", 0.0)
 

@@ -13,7 +13,7 @@ from probes.features.sources import LayerGroup
 from probes.features.statistics import RunningStatistics, Standardization
 from probes.features.training import Chosen, FeatureBatch, Read, TrainingFeatures
 from probes.heads.fitting import LogisticRegression
-from probes.heads.kept import KeptFit
+from probes.heads.kept import KeptState
 from probes.heads.lbfgs import minimise
 from probes.heads.linear import LinearHeads
 from probes.heads.losses import PixelLoss
@@ -50,7 +50,7 @@ class LogisticTraining:
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
-        kept: KeptFit | None = None,
+        kept: KeptState | None = None,
     ) -> TrainedHeads:
         """Fit one head for each source and C; nothing is random in it, and nothing is kept."""
         del kept

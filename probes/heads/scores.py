@@ -1,6 +1,6 @@
 """Scoring many heads at once: every image streams through all of them at its original size."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,13 +39,19 @@ class ScoredStream:
     keep: int
 
     def count(
-        self, extractor: FeatureExtractor, facet: Facet, items: Iterable[ScoredImage]
-    ) -> tuple[ImageCounts, list[Tensor]]:
-        """Counts of every image, and what all heads predict for the first few.
+        self,
+        extractor: FeatureExtractor,
+        facet: Facet,
+        items: Iterable[ScoredImage],
+        per_image: ImageCounts,
+        written: Callable[[ImageCounts], None] = lambda _: None,
+    ) -> list[Tensor]:
+        """Add counts of every image to `per_image`; give what all heads predict for the first few.
 
-        The images pass the encoder once; nothing of them is kept.
+        The images pass the encoder once; nothing of them is kept. `written` is told of the counts
+        after every batch.
         """
-        per_image, kept = self._nothing(), list[Tensor]()
+        kept = list[Tensor]()
         for batch in batches(items, self.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
@@ -65,7 +71,8 @@ class ScoredStream:
             check(extractor, sums, ids)
             per_image.add(counts)
             kept += drawn
-        return per_image, kept
+            written(per_image)
+        return kept
 
     def predict(
         self, features: Mapping[int, Float[Tensor, "windows rows cols dim"]], image: ScoredImage
@@ -87,7 +94,8 @@ class ScoredStream:
         counts = class_counts(predicted.flatten(0, 1), target, self.classes)
         return counts.unflatten(0, predicted.shape[:2])
 
-    def _nothing(self) -> ImageCounts:
+    def nothing(self) -> ImageCounts:
+        """Counts of no image yet."""
         sources, values = self.heads.bias.shape[:2]
         return ImageCounts(sources, values, self.classes)
 

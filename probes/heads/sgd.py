@@ -11,7 +11,7 @@ from torch import Tensor
 from probes.features.sources import LayerGroup
 from probes.features.statistics import RunningStatistics
 from probes.features.training import Read, TrainingFeatures
-from probes.heads.kept import KeptFit, Standing
+from probes.heads.kept import KeptState, Standing
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import HeadOptimizer, Schedule
@@ -59,7 +59,7 @@ class Training(Protocol):
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
-        kept: KeptFit | None = None,
+        kept: KeptState | None = None,
     ) -> "TrainedHeads":
         """Fit one head for each source and value to the chosen entries; `kept` may hold a part."""
         ...
@@ -88,7 +88,7 @@ class HeadTraining:
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
         progress: Progress,
-        kept: KeptFit | None = None,
+        kept: KeptState | None = None,
     ) -> "TrainedHeads":
         """Train one head for each source and rate on the chosen entries."""
         standing = Standing(kept)

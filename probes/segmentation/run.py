@@ -1,8 +1,8 @@
 """Linear segmentation of one encoder on one dataset: features, heads, scores, pictures."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from probes.features.split import TrainingSplit
 from probes.features.stream import read_ahead
 from probes.features.training import TrainingFeatures
 from probes.features.views import nearest_labels
-from probes.heads.kept import KeptFit
+from probes.heads.image_counts import ImageCounts
+from probes.heads.kept import KeptState
 from probes.heads.scored_images import Scoring
 from probes.heads.scores import HeadScores, ScoredStream
 from probes.heads.sgd import TrainedHeads, Training
@@ -40,7 +41,7 @@ class SegmentationRun:
         refit: Whether heads are fitted anew to all training images once the held-out ones have
             chosen between them.
         room: What the features may take, and where.
-        kept: Folder for heads whose fit may be killed.
+        kept: Folder for heads and counts of runs that may be killed.
         keep_minutes: Between two writings of these.
         facet: Under which the scores are recorded.
         folder: Where panels go.
@@ -125,14 +126,7 @@ class SegmentationRun:
     ) -> tuple[list[SourceReport], list[Tensor]]:
         """Stream the scored images once through encoder and heads."""
         images, training_pass = self.val_images, self.training_pass
-        items = read_ahead(
-            images, range(len(images)), self.scoring.prepare, workers=training_pass.workers
-        )
-        per_image, drawn = self._stream(heads).count(
-            training_pass.extractor,
-            training_pass.facet,
-            self._progress(items, "scored images", len(images)),
-        )
+        per_image, drawn = self._counted(heads)
         if not per_image.has_labels:
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
         reports = [
@@ -155,28 +149,72 @@ class SegmentationRun:
     def _progress(self) -> Progress:
         return self.training_pass.progress
 
+    def _counted(self, heads: TrainedHeads) -> tuple[ImageCounts, list[Tensor]]:
+        """Counts of every scored image; of those that a killed run had counted none passes again.
+
+        But the first ones do, for they are drawn.
+        """
+        stream, kept = self._stream(heads), self._kept(self._counts_path())
+        per_image = stream.nothing()
+        if kept.found:
+            per_image.go_on(kept.found)
+        done = len(per_image)
+        drawn = self._passed(stream, range(min(done, self.panels)), stream.nothing())
+
+        def write(counts: ImageCounts) -> None:
+            if kept.is_due():
+                kept.write(counts.state())
+
+        left = replace(stream, keep=self.panels - len(drawn))
+        drawn += self._passed(left, range(done, len(self.val_images)), per_image, write)
+        return per_image, drawn
+
+    def _passed(
+        self,
+        stream: ScoredStream,
+        indices: range,
+        per_image: ImageCounts,
+        written: Callable[[ImageCounts], None] = lambda _: None,
+    ) -> list[Tensor]:
+        images, training_pass = self.val_images, self.training_pass
+        items = read_ahead(images, indices, self.scoring.prepare, workers=training_pass.workers)
+        shown = self._progress(items, "scored images", len(indices))
+        return stream.count(training_pass.extractor, training_pass.facet, shown, per_image, written)
+
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
         """Heads of all sources; those that a killed run had finished are taken from its file."""
-        kept = KeptFit(self._kept_path(entries), self.keep_minutes, self.training_pass.say)
-        finished = kept.load().get("finished")
-        if finished is not None:
-            return TrainedHeads(**finished).on(self.training.device)
+        kept = self._kept(self._heads_path(entries))
+        if "finished" in kept.found:
+            return TrainedHeads(**kept.found["finished"]).on(self.training.device)
         heads = self.training.train(features, self.sources, entries, self._progress, kept)
         if heads.seconds >= 60 * self.keep_minutes:
             kept.write({"finished": vars(heads)})
         return heads
 
-    def _kept_path(self, entries: Int64[Tensor, " chosen"]) -> Path:
+    def _kept(self, path: Path) -> KeptState:
+        return KeptState(path, self.keep_minutes, self.training_pass.say)
+
+    def _heads_path(self, entries: Int64[Tensor, " chosen"]) -> Path:
         """Named after all that the heads depend on."""
-        words = json.dumps(
-            [self.training_pass.header(), repr(self.training), self.sources, entries.tolist()]
+        return self._named("heads", self.training_pass.header(), self.sources, entries.tolist())
+
+    def _counts_path(self) -> Path:
+        """Named after all that the counts depend on."""
+        images = (self.val_images.fingerprint(), *self.val_images.ids)
+        split = (self.split.indices, sorted(self.split.held_out), self.refit)
+        return self._named(
+            "counts", self.training_pass.header(), self.sources, split, images, repr(self.scoring)
         )
-        return self.kept / f"{sha256(words.encode()).hexdigest()[:16]}.heads"
+
+    def _named(self, ending: str, *facts: Any) -> Path:
+        words = json.dumps([repr(self.training), *facts])
+        return self.kept / f"{sha256(words.encode()).hexdigest()[:16]}.{ending}"
 
     def _forget_kept(self) -> None:
         views = self.training_pass.views.count
         for entries in (self.split.entries(views), self.split.every_entry(views)):
-            self._kept_path(entries).unlink(missing_ok=True)
+            self._heads_path(entries).unlink(missing_ok=True)
+        self._counts_path().unlink(missing_ok=True)
 
     def _stream(self, heads: TrainedHeads) -> ScoredStream:
         return ScoredStream(

@@ -156,7 +156,8 @@ def scored_segmentation(folder: Path, scoring: str) -> Counts:
     def work(number: int) -> None:
         images = ColourDataset(num_val=number * _BATCH).val()
         items = [run.scoring.prepare(one) for one in images]
-        _stream(heads, run).count(extractor, "token", items)
+        stream = _stream(heads, run)
+        stream.count(extractor, "token", items, stream.nothing())
 
     return counts_of(work, 1, 3)
 

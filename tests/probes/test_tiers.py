@@ -10,7 +10,7 @@ from probes.features.labels import LabelFacts, LabelFile
 from probes.features.room import GIB, Room
 from probes.features.statistics import RunningStatistics
 from probes.features.stream import ahead
-from probes.heads.kept import KeptFit
+from probes.heads.kept import KeptState
 from ssl_bench.errors import MachineError
 from ssl_bench.system import memory
 from tests.support.colours import Counter, probe_context, quick_probe, score_values, tiny_encoder
@@ -102,7 +102,7 @@ def _killed_after(steps):
     def progress(items, description, total=None):
         for item in items:
             yield item
-            if "mean" in description or "heads" in description:
+            if description.startswith(("mean", "heads", "scored")):
                 left[0] -= 1
                 if left[0] == 0:
                     raise _Killed
@@ -117,7 +117,7 @@ def test_a_killed_stream_goes_on_where_it_was_written_down(tmp_path, steps):
     probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=3, keep_minutes=0.0)
     context = replace(probe_context(tmp_path, encoder), say=said.append)
     whole = list(probe.run(context))
-    assert not list(tmp_path.rglob("*.heads"))
+    assert not list((tmp_path / "heads").iterdir())
 
     with pytest.raises(_Killed):
         list(probe.run(replace(context, progress=_killed_after(steps))))
@@ -126,11 +126,32 @@ def test_a_killed_stream_goes_on_where_it_was_written_down(tmp_path, steps):
 
     assert score_values(again) == score_values(whole)
     assert counter.images == 16 * (1 + 3) - 4 * steps + 2 + 7
-    assert any("heads go on from" in line for line in said)
-    assert not list(tmp_path.rglob("*.heads"))
+    assert sum("going on from" in line for line in said) == 1
+    assert not list((tmp_path / "heads").iterdir())
 
 
-def test_heads_that_were_finished_are_not_trained_again(tmp_path):
+def test_scored_images_that_were_counted_pass_the_encoder_no_more(tmp_path):
+    encoder = tiny_encoder()
+    probe = quick_probe(cache=str(tmp_path), epochs=1, keep_minutes=0.0, panels=2, batch_size=2)
+    context = probe_context(tmp_path, encoder)
+    whole = list(probe.run(context))
+    panels = {path.name: path.read_bytes() for path in context.artifacts.iterdir()}
+    # Mean and deviation, one epoch, and three of the seven scored images: a batch of two.
+    with pytest.raises(_Killed):
+        list(probe.run(replace(context, progress=_killed_after(8 + 8 + 3))))
+    for path in context.artifacts.iterdir():
+        path.unlink()
+    counter = Counter(encoder)
+    again = list(probe.run(context))
+    assert score_values(again) == score_values(whole)
+    assert [one.ci95 for one in again] == [one.ci95 for one in whole]
+    # The training images for their features, two scored ones to be drawn, five that were left.
+    assert counter.images == 18 + 2 + 5
+    assert {path.name: path.read_bytes() for path in context.artifacts.iterdir()} == panels
+    assert not list((tmp_path / "heads").iterdir())
+
+
+def test_heads_and_counts_that_were_finished_are_not_made_again(tmp_path):
     encoder = tiny_encoder()
     probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=3, keep_minutes=0.0)
     context = probe_context(tmp_path, encoder)
@@ -138,7 +159,8 @@ def test_heads_that_were_finished_are_not_trained_again(tmp_path):
     first = next(scores)
     counter = Counter(encoder)
     again = list(probe.run(context))
-    assert counter.images == 2 + 7
+    # The held-out images.
+    assert counter.images == 2
     assert again[0].value == first.value
     assert again[0].details["train_seconds"] == first.details["train_seconds"]
 
@@ -160,15 +182,15 @@ def test_heads_of_another_run_are_not_taken(tmp_path, change):
 
 def test_damaged_heads_are_said_and_trained_again(tmp_path):
     said = []
-    kept = KeptFit(tmp_path / "some.heads", 0.0, said.append)
-    assert kept.load() == {}
+    kept = KeptState(tmp_path / "some.heads", 0.0, said.append)
+    assert kept.found == {}
     kept.write({"step": 3, "weight": torch.ones(2)})
-    assert kept.load()["step"] == 3
+    assert KeptState(kept.path, 0.0, said.append).found["step"] == 3
     whole = kept.path.read_bytes()
     for damaged in (whole[:-7], whole[:50], b""):
         kept.path.write_bytes(damaged)
-        assert kept.load() == {}
-        assert said.pop().endswith("is damaged; the heads are fitted from the beginning")
+        assert KeptState(kept.path, 0.0, said.append).found == {}
+        assert said.pop().endswith("is damaged; what it held is computed from the beginning")
 
 
 def test_what_is_made_ahead_is_bounded_and_in_order():
