@@ -17,7 +17,15 @@ from probes.features.file import FeatureFile, FeatureWriter
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from tests.support.colours import probe_context, quick_probe, score_values
-from tests.support.faults import exit_code, fails, fork, probing, records, voc
+from tests.support.faults import (
+    encoder_file,
+    exit_code,
+    fails,
+    fork,
+    probing,
+    records,
+    voc,
+)
 
 VALUES = torch.randn(3, 100, 4, 4, 16, generator=torch.Generator().manual_seed(0)).half()
 SMALL = {"tier": "disk", "epochs": 1, "train_images": 16}
@@ -213,3 +221,32 @@ def test_fault_57_what_a_killed_writer_left_goes_after_an_hour_and_of_a_living_o
         with file_of(tmp_path).writing():
             assert not orphan.exists()
             assert living.exists()
+
+
+@pytest.mark.slow
+def test_fault_57_a_killed_stream_loses_what_it_had_not_written_and_no_more(place):
+    voc(place)
+    encoder_file(place / "encoder.safetensors")
+    streamed = ["probe.tier=stream", f"probe.cache={place / 'cache'}", "probe.training.epochs=60"]
+
+    def probe(out: str, minutes: float) -> int:
+        more = [*streamed, f"probe.keep_minutes={minutes}", "--out", out]
+        return main([*probing("segmentation", "voc2012", place, *more)])
+
+    assert probe("through", 10.0) == 0
+    child = fork(lambda: probe("killed", 0.0), stderr=place / "said")
+    folder, latest = place / "cache" / "heads", time.monotonic() + 120
+    while len(written := list(folder.glob("*.heads"))) == 0:
+        assert time.monotonic() < latest, (place / "said").read_text()
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    assert exit_code(child) == -signal.SIGKILL
+    assert not list(Path("killed/records").rglob("*.json"))
+    state = torch.load(written[0], weights_only=True)
+
+    assert probe("killed", 10.0) == 0
+
+    assert {"batches", "statistics", "seconds"} <= state.keys()
+    assert not list(folder.iterdir())
+    values = [{(r.metric, r.value) for r in records(out)} for out in ("through", "killed")]
+    assert values[0] == values[1]
