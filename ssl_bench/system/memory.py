@@ -15,6 +15,8 @@ _LIMITS = (
     ("memory.max", "memory.current"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+# In memory.stat of a group; version 1 has the same words for the group without those below it.
+_FILES = ("active_file", "inactive_file")
 # NumPy, Pillow and Python raise MemoryError; the rest says it in words alone.
 _WORDS = (
     "can't allocate memory",
@@ -96,7 +98,16 @@ def _left_to(group: Path) -> Iterator[int]:
     for limit, use in _LIMITS:
         # "max" where there is no limit.
         with suppress(OSError, ValueError):
-            yield max(0, int((group / limit).read_text()) - int((group / use).read_text()))
+            most = int((group / limit).read_text())
+            yield max(0, most - int((group / use).read_text()) + _of_files(group))
+
+
+def _of_files(group: Path) -> int:
+    """Bytes of files that the group has read, which the system takes back where it needs them."""
+    with suppress(OSError, ValueError):
+        lines = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return sum(int(number) for name, number in lines if name in _FILES)
+    return 0
 
 
 def memory_error(error: BaseException, command: str) -> MachineError:

@@ -84,6 +84,9 @@ def test_the_smallest_of_what_groups_leave_is_what_is_free(tmp_path, monkeypatch
         (folder / "memory.current").write_text(use)
     monkeypatch.setattr(Path, "read_text", _with("/proc/self/cgroup", "0::/job/step\n"))
     assert memory.free_host_memory() == 600
+    # What was read of files can be taken back.
+    (inner.parent / "memory.stat").write_text("anon 300\nactive_file 30\ninactive_file 60\n")
+    assert memory.free_host_memory() == 690
 
 
 def _with(path, content):
