@@ -14,7 +14,7 @@ from torch import Tensor
 from probes.features.file import DamagedFeatures, FeatureFile
 from probes.features.labels import LabelFacts, LabelFile
 from probes.features.room import Room
-from probes.features.stream import ahead, batches, read_ahead
+from probes.features.stream import ahead, batches, check, extract, read_ahead
 from probes.features.training import (
     Chosen,
     FeatureBatch,
@@ -276,30 +276,3 @@ def _put_labels(
         kept.put(entries, labels)
     else:
         kept[list(entries)] = labels
-
-
-def extract(
-    extractor: FeatureExtractor,
-    facet: Facet,
-    images: Float[Tensor, "batch 3 height width"],
-    ids: Sequence[str],
-) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
-    """Features of a batch by layer, and what `check` wants to know of them.
-
-    Raises:
-        CheckpointError: they are not finite, where the host need not wait to know.
-    """
-    features, sums = extractor.unchecked(images)
-    if not sums.is_cuda:
-        check(extractor, sums, ids)
-    return {layer: facets[facet] for layer, facets in features.items()}, sums
-
-
-def check(
-    extractor: FeatureExtractor, sums: Float[Tensor, "layers batch"], ids: Sequence[str]
-) -> None:
-    """Raise a CheckpointError that names the images if features are not finite."""
-    try:
-        extractor.check(sums)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} (the batch: {', '.join(ids)})") from error

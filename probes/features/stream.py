@@ -1,4 +1,4 @@
-"""Samples prepared for the encoder, decoded a few ahead of it."""
+"""Samples prepared for the encoder, decoded a few ahead of it, and its features of a batch."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -6,7 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
+from jaxtyping import Float
+from torch import Tensor
+
 from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import CheckpointError
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -39,3 +45,30 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
     remaining = iter(items)
     while batch := list(islice(remaining, size)):
         yield batch
+
+
+def extract(
+    extractor: FeatureExtractor,
+    facet: Facet,
+    images: Float[Tensor, "batch 3 height width"],
+    ids: Sequence[str],
+) -> tuple[dict[int, Float[Tensor, "batch rows cols dim"]], Float[Tensor, "layers batch"]]:
+    """Features of a batch by layer, and what `check` wants to know of them.
+
+    Raises:
+        CheckpointError: they are not finite, where the host need not wait to know.
+    """
+    features, sums = extractor.unchecked(images)
+    if not sums.is_cuda:
+        check(extractor, sums, ids)
+    return {layer: facets[facet] for layer, facets in features.items()}, sums
+
+
+def check(
+    extractor: FeatureExtractor, sums: Float[Tensor, "layers batch"], ids: Sequence[str]
+) -> None:
+    """Raise a CheckpointError that names the images if features are not finite."""
+    try:
+        extractor.check(sums)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} (the batch: {', '.join(ids)})") from error

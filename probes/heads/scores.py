@@ -8,9 +8,8 @@ import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.features.cache import check, extract
 from probes.features.sources import LayerGroup
-from probes.features.stream import batches
+from probes.features.stream import batches, check, extract
 from probes.heads.image_counts import ImageCounts
 from probes.heads.scored_images import ScoredImage, Scoring
 from probes.heads.sgd import TrainedHeads

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from probes.features.cache import TrainingPass, check, extract
+from probes.features.cache import TrainingPass
 from probes.features.neighbours import NeighbourSearch
 from probes.features.split import TrainingSplit
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import batches, check, extract, read_ahead
 from probes.features.views import ResizedCrops, TrainingViews, WholeImage
 from probes.heads.image_counts import ImageCounts
 from probes.heads.scored_images import SquashedScoring
