@@ -26,6 +26,10 @@ WALKS = {
         "segmentation", "voc2012", *SEGMENTATION, "probe.protocol=fast", "probe.tier=disk",
         "probe.cache=cache",
     ),
+    "segmentation, streamed": (
+        "segmentation", "voc2012", *SEGMENTATION, "probe.tier=stream", "probe.cache=cache",
+        "probe.keep_minutes=0.0",
+    ),
     "segmentation, capi": (
         "segmentation", "voc2012", "probe.protocol=capi", "probe.image_size=32",
         "probe.training.batch_size=2", "probe.training.max_iterations=4",

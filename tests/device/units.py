@@ -283,6 +283,7 @@ UNITS: dict[str, Callable[[Path], Counts]] = {
     "heads' step, histogram": lambda folder: heads_step(folder, "histogram"),
     "heads' step, majority": lambda folder: heads_step(folder, "majority"),
     "heads' step, labels of 100 x 100": lambda folder: heads_step(folder, "resampled", size=100),
+    "heads' step, streamed": lambda folder: heads_step(folder, "upsample4", tier="stream"),
     "L-BFGS, iteration": lambda _: lbfgs_iteration(),
     "scored segmentation, batch, squash": lambda folder: scored_segmentation(folder, "squash"),
     "scored segmentation, batch, patch": lambda folder: scored_segmentation(folder, "patch"),
