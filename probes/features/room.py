@@ -39,14 +39,14 @@ class Room:
 
     @property
     def memory(self) -> float:
-        return _half_of(free_host_memory()) if self.memory_gib is None else self.memory_gib * GIB
+        return free_host_memory() / 2 if self.memory_gib is None else self.memory_gib * GIB
 
     @property
     def disk(self) -> float:
-        return _half_of(self._free_disk()) if self.disk_gib is None else self.disk_gib * GIB
+        return self._free_disk() / 2 if self.disk_gib is None else self.disk_gib * GIB
 
     def said(self, tier: Tier, features: int) -> str:
-        """Such as "features: 9.4 GiB, tier disk (memory 8.0 GiB, disk 50.0 GiB may be used)"."""
+        """What is told before anything is computed."""
         memory, disk = (f"{room / GIB:.1f} GiB" for room in (self.memory, self.disk))
         return (
             f"features: {features / GIB:.1f} GiB, tier {tier} (may take {memory} of memory, "
@@ -58,7 +58,3 @@ class Room:
         while not there.is_dir() and there != there.parent:
             there = there.parent
         return shutil.disk_usage(there).free
-
-
-def _half_of(number: int) -> float:
-    return number / 2

@@ -55,9 +55,6 @@ class KeptState:
         write_atomically(self.path, lambda file: torch.save(dict(state), file))
         self._written = time.monotonic()
 
-    def remove(self) -> None:
-        self.path.unlink(missing_ok=True)
-
 
 class Standing:
     """How far a fit is.

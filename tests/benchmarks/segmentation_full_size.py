@@ -172,6 +172,8 @@ def main() -> None:
     if options.decode:
         print(json.dumps(decode(options.decode, options.root, options.size)))
         return
+    if options.json is None:
+        parser.error("--json FILE is needed")
     known = json.loads(options.json.read_text()) if options.json.exists() else []
     rows = {row["case"]: row for row in known}
     for name in options.cases:
