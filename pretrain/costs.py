@@ -12,7 +12,7 @@ from pretrain.objectives.objective import Objective
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.composition.fields import Count, check_fields
@@ -86,7 +86,7 @@ class PretrainingCost:
         def make(device: torch.device) -> Trainer:
             names = [str(number) for number in range(self.num_classes)]
             learner = self.objective.build(self.model, _TIMELINE, seed=0, class_names=names)
-            trainer = Trainer(learner, recipe, options, _TIMELINE, Ranks(device))
+            trainer = Trainer(learner, recipe, options, _TIMELINE, TrainingRanks(device=device))
             # The first step would count its products, on a device of its own.
             trainer.flops = inf
             return trainer

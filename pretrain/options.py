@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 import torch
 
 from pretrain.openings import WARMUP
-from pretrain.runtime.distributed import processes_here
 from pretrain.schedules import Cosine, Schedule, Timeline, Triangle
 from ssl_bench.composition.fields import (
     Count,
@@ -34,6 +33,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
 from ssl_bench.system.processors import usable_cores
+from ssl_bench.system.ranks import processes_here
 
 _MOST_WORKERS = 16
 _MINUTES_A_WEEK = 10_080

@@ -26,7 +26,7 @@ from pretrain.monitor import described
 from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
 from pretrain.plan import Plan
 from pretrain.runtime.batches import Batches, Share, in_memory
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.runtime.fine_tuning import SHA256, init_from, sha256_at_resume
 from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG, SavedEncoder, Saver
 from pretrain.runtime.lock import Hold
@@ -58,7 +58,7 @@ class Run:
         self,
         plan: Plan,
         out: Path,
-        ranks: Ranks,
+        ranks: TrainingRanks,
         request: StopRequest,
         hold: Hold | None,
     ) -> None:
@@ -359,7 +359,7 @@ class Run:
         raise error
 
 
-def _batches(plan: Plan, images: ImageSet, ranks: Ranks) -> Batches:
+def _batches(plan: Plan, images: ImageSet, ranks: TrainingRanks) -> Batches:
     options, crops = plan.train, plan.objective.crops
     pieces = options.accumulation * ranks.count
     if options.batch_size % pieces:

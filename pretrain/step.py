@@ -14,7 +14,7 @@ from pretrain.objectives.objective import Learner, Views
 from pretrain.optimizers.recipes import OptimizerRecipe, clip_gradients, parameter_groups
 from pretrain.options import TrainOptions
 from pretrain.runtime.batches import step_seed
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Cosine, Timeline
 
 _REFERENCE_BATCH = 256
@@ -29,7 +29,7 @@ class Trainer:
         recipe: OptimizerRecipe,
         options: TrainOptions,
         timeline: Timeline,
-        ranks: Ranks,
+        ranks: TrainingRanks,
     ) -> None:
         assert isinstance(learner, nn.Module)
         self.learner, self.options, self.ranks = learner, options, ranks

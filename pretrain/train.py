@@ -14,7 +14,7 @@ from pretrain.logging.tensorboard import require_tensorboard
 from pretrain.plan import Plan
 from pretrain.run import Run
 from pretrain.runtime.determinism import deterministic
-from pretrain.runtime.distributed import joined
+from pretrain.runtime.distributed import training_together
 from pretrain.runtime.fine_tuning import require_apart
 from pretrain.runtime.folder import ENCODER, claim
 from pretrain.runtime.lock import held
@@ -73,7 +73,9 @@ class Pretraining(Plan):
         with ExitStack() as stack:
             request = stack.enter_context(stop_requests())
             timeout = timedelta(minutes=self.train.timeout_minutes)
-            ranks = stack.enter_context(joined(choose_device(device and str(device)), timeout))
+            ranks = stack.enter_context(
+                training_together(choose_device(device and str(device)), timeout)
+            )
             stack.enter_context(deterministic(self.train.deterministic))
             on_cuda = ranks.device.type == "cuda"
             stack.enter_context(torch.random.fork_rng([ranks.device] if on_cuda else []))

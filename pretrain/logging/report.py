@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pretrain.logging.divergence import Watch
 from pretrain.logging.jsonl import Journal, ProgressBar
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 
 # A step's row starts with these, in this order.
 _FIRST = ("step", "epoch", "loss")
@@ -32,7 +32,7 @@ class StepLog:
     """
 
     def __init__(
-        self, journal: Journal | None, *, done: int, total: int, ranks: Ranks, watch: Watch
+        self, journal: Journal | None, *, done: int, total: int, ranks: TrainingRanks, watch: Watch
     ) -> None:
         self._ranks, self._watch, self._journal = ranks, watch, journal
         self._bar = ProgressBar(total=total, done=done, quiet=not ranks.is_first)
@@ -76,7 +76,9 @@ class StepLog:
 class _Reading:
     """Numbers on their way from the device, and beside them what any process wishes."""
 
-    def __init__(self, values: Mapping[str, Tensor], wishes: Sequence[bool], ranks: Ranks) -> None:
+    def __init__(
+        self, values: Mapping[str, Tensor], wishes: Sequence[bool], ranks: TrainingRanks
+    ) -> None:
         self._names = list(values)
         numbers = torch.stack([value.detach().float() for value in values.values()])
         # Filled on the device: copying them there would wait for it.

@@ -1,22 +1,19 @@
-"""The processes of one run: a single one, or those that `torchrun` starts."""
+"""The processes that train one model together."""
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from inspect import signature
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ssl_bench.errors import MachineError, SslBenchError
+from ssl_bench.system.ranks import Ranks, joined
 
-T = TypeVar("T")
-_PATIENCE = timedelta(days=1)
 _known = signature(DistributedDataParallel).parameters
 # The older name warns since torch 2.15.
 _UNSENT_BUFFERS: dict[str, Any] = {
@@ -25,22 +22,10 @@ _UNSENT_BUFFERS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """Where this process stands among those that train together.
+class TrainingRanks(Ranks):
+    """Processes that share every batch, each on a device of its own."""
 
-    Attributes:
-        group: For what they tell each other beside tensors on devices.
-    """
-
-    device: torch.device
-    rank: int = 0
-    count: int = 1
-    group: dist.ProcessGroup | None = None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the one that writes files and talks."""
-        return self.rank == 0
+    device: torch.device = field(kw_only=True)
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """A module whose gradients are averaged over the processes."""
@@ -56,89 +41,9 @@ class Ranks:
             values /= self.count
         return values
 
-    def agree(self, error: Exception | None = None) -> None:
-        """Raise in every process the error that one of them met.
-
-        All processes must call this equally often, and between two calls they may meet as often as
-        they like for other reasons. What is raised was raised everywhere, `is_shared` says so.
-
-        Raises:
-            SslBenchError: its own in a process that met one, elsewhere that of the first that did.
-        """
-        if self.count > 1 and (error is None or not _is_shared(error)):
-            error = self._first_error(error)
-        if error is not None:
-            raise error
-
-    def _first_error(self, error: Exception | None) -> Exception | None:
-        failed = torch.tensor(int(error is not None))
-        dist.all_reduce(failed, group=self.group)
-        if not failed:
-            return None
-        met: list[SslBenchError | None] = [None] * self.count
-        dist.all_gather_object(met, _sendable(error, self.rank), group=self.group)
-        own = error or next(found for found in met if found is not None)
-        if isinstance(own, SslBenchError):
-            own.is_shared = True
-        return own
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Leave with what one of the processes met, or go on in all of them."""
-        try:
-            yield
-        except Exception as error:
-            self.agree(error)
-        else:
-            self.agree()
-
-    def from_first(self, compute: Callable[[], T]) -> T:
-        """What the first process computes, for all of them, however long it takes."""
-        box: list[T | None] = [None]
-        with self.together():
-            if self.is_first:
-                box[0] = compute()
-        if self.count > 1:
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        return cast(T, box[0])
-
-
-def _is_shared(error: Exception) -> bool:
-    return isinstance(error, SslBenchError) and error.is_shared
-
-
-def _sendable(error: Exception | None, rank: int) -> SslBenchError | None:
-    """An error as another process can raise it."""
-    if error is None or isinstance(error, SslBenchError):
-        return error
-    return MachineError(f"process {rank} failed: {type(error).__name__}: {error}")
-
-
-def processes_here() -> int:
-    """How many processes of the run this machine has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
 
 @contextmanager
-def joined(device: torch.device, timeout: timedelta) -> Iterator[Ranks]:
-    """Join the processes that torchrun's environment variables name, if there are any.
-
-    Args:
-        device: Of this process.
-        timeout: How long one waits for another's part of a step before it gives up.
-    """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    if count == 1:
-        yield Ranks(device)
-        return
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
-    try:
-        # Reading all images takes as long as it takes, and so does writing at the end.
-        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        assert isinstance(group, dist.ProcessGroup)
-        yield Ranks(device, dist.get_rank(), count, group)
-    finally:
-        dist.destroy_process_group()
+def training_together(device: torch.device, timeout: timedelta) -> Iterator[TrainingRanks]:
+    """Join the processes that torchrun started, if it did; see `joined`."""
+    with joined(timeout, on_cuda=device.type == "cuda") as ranks:
+        yield TrainingRanks(ranks.rank, ranks.count, ranks.group, device=device)

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pretrain.runtime.batches import Batches
-from pretrain.runtime.distributed import processes_here
 from pretrain.runtime.signals import deaths_of_workers_wait, leave_signals_to_the_parent
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import MachineError
 from ssl_bench.system.memory import free_shared_memory
+from ssl_bench.system.ranks import processes_here
 
 # Pieces that a worker has in work or ready.
 _PREFETCH = 2

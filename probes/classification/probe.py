@@ -70,6 +70,7 @@ class LinearClassification:
     guesses: Sequence[str] = ()
 
     task = "classification"
+    is_shared = True
     role = "classification"
     keeps_images = True
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from probes.features.file import DamagedFeatures, FeatureFile
 from probes.features.labels import LabelFacts, LabelFile
-from probes.features.room import Room
-from probes.features.stream import ahead, batches, check, extract, read_ahead
+from probes.features.room import Room, Tier
+from probes.features.sharing import Chosen, Halves, Sharing
+from probes.features.stream import ahead, check, extract, read_ahead
 from probes.features.training import (
-    Chosen,
     FeatureBatch,
     FeaturesInMemory,
     FeaturesOnDisk,
@@ -26,10 +26,11 @@ from probes.features.training import (
 )
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
 from ssl_bench.evaluation import Progress
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
+from ssl_bench.system.ranks import Ranks, processes_here
 from ssl_bench.system.transfers import fetched, sent
 
 # Takes the features of some entries of the layer of an index.
@@ -57,6 +58,7 @@ class TrainingPass:
         indices: Of the images, within `images`.
         label_size: Height and width of the labels in training.
         say: Gets a line on where features are, and where those of an earlier run are damaged.
+        sharing: Which processes do it together.
 
     Raises:
         ConfigurationError: the patch does not divide `image_size`.
@@ -73,6 +75,7 @@ class TrainingPass:
     workers: int
     progress: Progress
     say: Callable[[str], None]
+    sharing: Sharing
 
     def __post_init__(self) -> None:
         patch = self.extractor.patch_size
@@ -93,21 +96,26 @@ class TrainingPass:
             MachineError: neither memory nor disk has the room.
         """
         shape, size = self._shape(), self.label_size
-        features = feature_bytes(shape)
-        tier = room.choose(features, shape[1] * size**2, lambda: self._is_kept(self._file(room)))
+        entries = shape[1]
+        # Those of all processes, whose memory and disk may be of one machine.
+        features = feature_bytes((len(self._layers), *shape[1:]))
+        masks = entries * size**2 * processes_here()
+
+        def choose() -> Tier:
+            return room.choose(features, masks, lambda: self._is_kept(self._file(room)))
+
+        tier = self._ranks.from_first(choose)
         self.say(room.said(tier, features))
-        facts = LabelFacts.unknown(shape[1])
+        facts = LabelFacts.unknown(entries)
         if tier == "memory":
             blocks = torch.empty(shape, dtype=torch.float16)
-            labels = torch.empty(shape[1], size, size, dtype=torch.uint8)
+            labels = torch.empty(entries, size, size, dtype=torch.uint8)
             self._fill(partial(_put, blocks), partial(_put_labels, labels, facts))
-            return FeaturesInMemory(self._layers, blocks, labels, facts)
+            return FeaturesInMemory(self.sharing.own, blocks, labels, facts)
         if tier == "stream":
             self._fill(None, facts.put)
-            return StreamedFeatures(self._layers, facts, self.stream)
-        return self._on_disk(
-            self._file(room), LabelFile(room.folder, (shape[1], size, size)), facts
-        )
+            return StreamedFeatures(self.sharing, facts, self.stream)
+        return self._on_disk(self._file(room), LabelFile(room.folder, (entries, size, size)), facts)
 
     def stream(
         self, layers: Sequence[int], chosen: Chosen, device: torch.device
@@ -118,23 +126,31 @@ class TrainingPass:
         the encoder beside it as far as the library's matrix products see to that, and those of
         torch on a CPU do.
 
+        Args:
+            layers: Of those that are this process's own.
+            chosen: The same in all processes.
+            device: Where the batches go.
+
         Raises:
             CheckpointError: a feature is not finite in float16.
         """
-        entries = (entry for some in chosen for entry in some.tolist())
+        own = [some[self.sharing.part(len(some))] for some in chosen]
+        entries = (entry for some in own for entry in some.tolist())
         prepared = ahead(self._entry, entries, workers=self.workers, most=4 * self.workers)
-        for some in chosen:
-            items = list(islice(prepared, len(some)))
-            images, ids = torch.cat([item.images for item in items]), [i.image_id for i in items]
-            halves, finite, sums = self._computed(images, ids)
+        for some, part in zip(chosen, own, strict=True):
+            items = list(islice(prepared, len(part)))
+            images, labels = self._views_of(items, 0)
+            halves, finite, sums = self._computed(images, [item.image_id for item in items])
             sums, finite = fetched([sums, finite])
-            self._require_finite(sums, finite, ids)
-            features = torch.stack([halves[self._layers.index(layer)] for layer in layers])
-            labels = torch.cat([item.labels for item in items])
+            self._require_finite(sums, finite, [item.image_id for item in items])
+            labels = sent(labels, self.extractor.device)
+            halves, labels = self.sharing.exchanged(halves, labels, len(some))
+            asked = [halves[self.sharing.own.index(layer)] for layer in layers]
+            features = torch.stack(asked) if asked else labels.new_empty(0, *labels.shape, 0).half()
             yield FeatureBatch(sent(features, device), sent(labels, device))
 
     def read_labels(self, put: PutLabels) -> None:
-        """Give the labels of all images, in their order."""
+        """Give the labels of all entries, those of a batch's views one after the other."""
         self._fill(None, put)
 
     def _is_kept(self, file: FeatureFile) -> bool:
@@ -155,13 +171,23 @@ class TrainingPass:
             with file.writing() as writer:
                 self._fill(writer.put, put_labels)
 
-        is_kept = self._is_kept(file)
+        def write_again() -> None:
+            if not self.sharing.is_alone:
+                file.path.unlink(missing_ok=True)
+                raise MachineError(f"{file.path} was damaged and is deleted now; start again")
+            write()
+
+        is_kept = all(self._ranks.gathered(self._is_kept(file)))
         if is_kept:
             self._fill(None, put_labels)
         else:
             write()
         passes = int(not is_kept)
-        return FeaturesOnDisk(self._layers, facts, labels, file, write, self.say, passes)
+        return FeaturesOnDisk(self.sharing.own, facts, labels, file, write_again, self.say, passes)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self.sharing.ranks
 
     @property
     def _layers(self) -> tuple[int, ...]:
@@ -170,16 +196,16 @@ class TrainingPass:
     def _shape(self) -> tuple[int, ...]:
         side = self.image_size // self.extractor.patch_size
         entries = len(self.indices) * self.views.count
-        return (len(self._layers), entries, side, side, self.extractor.dim)
+        return (len(self.sharing.own), entries, side, side, self.extractor.dim)
 
     def header(self) -> dict[str, Any]:
-        """Everything the features depend on."""
+        """Everything the features of own layers depend on."""
         encoder = self.extractor.encoder
         ids = "\n".join(self.images.ids[index] for index in self.indices)
         return {
             "version": VERSION,
             **encoder.identity(),
-            "layers": self._layers,
+            "layers": self.sharing.own,
             "facet": self.facet,
             "encoder_dtype": str(self.extractor.dtype),
             "transform": f"{self.views} at {self.image_size}, bilinear with antialias",
@@ -203,23 +229,49 @@ class TrainingPass:
 
     def _fill(self, put: Put | None, put_labels: PutLabels) -> None:
         """Read all images; features are computed only where somebody takes them."""
-        first, views = 0, self.views.count
-        images = read_ahead(self.images, self.indices, self._prepare, workers=self.workers)
-        shown = self.progress(images, "training images", len(self.indices))
-        for batch in batches(shown, self.batch_size):
-            labels = torch.cat([item.labels for item in batch])
-            put_labels(range(first * views, (first + len(batch)) * views), labels)
-            if put is not None:
-                self._compute(put, batch, first)
-            first += len(batch)
+        count, at_once = len(self.indices), self.batch_size * self._ranks.count
+        groups = [range(count)[first : first + at_once] for first in range(0, count, at_once)]
+        parts = [group[self.sharing.part(len(group))] for group in groups]
+        indices = [self.indices[position] for part in parts for position in part]
+        images = read_ahead(self.images, indices, self._prepare, workers=self.workers)
+        shown = iter(self.progress(images, "training images", len(indices)))
+        for group, part in zip(groups, parts, strict=True):
+            batch = list(islice(shown, len(part)))
+            for number in range(self.views.count):
+                self._pass(batch, number, group, put, put_labels)
 
-    def _compute(self, put: Put, batch: Sequence[PreparedImage], first: int) -> None:
-        ids, views = [item.image_id for item in batch], self.views.count
-        for number in range(views):
-            images = torch.stack([item.images[number] for item in batch])
-            entries = range(first * views + number, (first + len(batch)) * views, views)
-            for index, half in enumerate(self._halves(images, ids)):
+    def _pass(
+        self,
+        batch: Sequence[PreparedImage],
+        number: int,
+        group: range,
+        put: Put | None,
+        put_labels: PutLabels,
+    ) -> None:
+        """One view of a batch, of which this process has a part."""
+        images, labels = self._views_of(batch, number)
+        halves: Halves = []
+        if put is not None:
+            halves = self._halves(images, [item.image_id for item in batch])
+        halves, labels = self.sharing.exchanged(halves, labels, len(group))
+        views = self.views.count
+        entries = range(group.start * views + number, group.stop * views, views)
+        put_labels(entries, labels)
+        if put is not None:
+            for index, half in enumerate(halves):
                 put(index, entries, half)
+
+    def _views_of(
+        self, batch: Sequence[PreparedImage], number: int
+    ) -> tuple[Float[Tensor, "batch 3 size size"], UInt8[Tensor, "batch rows cols"]]:
+        """One view of images, of which there may be none."""
+        size, label_size = self.image_size, self.label_size
+        if not batch:
+            return torch.empty(0, 3, size, size), torch.empty(
+                0, label_size, label_size, dtype=torch.uint8
+            )
+        images = torch.stack([item.images[number] for item in batch])
+        return images, torch.stack([item.labels[number] for item in batch])
 
     def _halves(
         self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
@@ -238,6 +290,12 @@ class TrainingPass:
         Float[Tensor, "layers batch"],
     ]:
         """Features by layer, which of them are finite in float16, and what `check` takes."""
+        if not ids:
+            side = self.image_size // self.extractor.patch_size
+            none = torch.empty(0, side, side, self.extractor.dim, dtype=torch.float16)
+            halves = [none.to(self.extractor.device) for _ in self._layers]
+            empty = torch.empty(len(halves), 0, device=self.extractor.device)
+            return halves, empty.bool(), empty
         features, sums = extract(self.extractor, self.facet, images, ids)
         halves = [features[layer].half() for layer in self._layers]
         return halves, torch.stack([half.isfinite().flatten(1).all(1) for half in halves]), sums

@@ -75,6 +75,8 @@ class ImagePass:
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
         """Features of the images of these indices; each image passes the encoder once.
 
+        Several processes have a part of the images each, and all features in the end.
+
         Raises:
             CheckpointError: features are not finite.
         """
@@ -89,22 +91,29 @@ class ImagePass:
             facet: torch.empty(len(layers), len(indices), extractor.dim * len(IMAGE_FACETS[facet]))
             for facet in self.facets
         }
-        prepared = read_ahead(images, indices, self._preparer(), workers=self.workers)
-        shown = self.context.progress(prepared, f"{images.split} images", len(indices))
-        labels: list[int] = []
+        labels = torch.empty(len(indices), dtype=torch.int64)
+        ranks = self.context.ranks
+        own, first = ranks.share(len(indices)), ranks.share(len(indices)).start
+        some = [indices[position] for position in own]
+        prepared = read_ahead(images, some, self._preparer(), workers=self.workers)
+        shown = self.context.progress(prepared, f"{images.split} images", len(own))
         for batch in batches(shown, self.batch_size):
             pixels = sent(torch.stack([pixels for pixels, _ in batch]), self.context.device)
-            rows = slice(len(labels), len(labels) + len(batch))
+            rows = slice(first, first + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
             by_layer, sums = extractor.unchecked(pixels.float() / 255)
             vectors = [_by_layer(by_layer, facet) for facet in found]
             # Together, because the host waits for each fetching.
             sums, *vectors = fetched([sums, *vectors])
             extractor.check(sums, ids)
-            for values, some in zip(found.values(), vectors, strict=True):
-                values[:, rows] = some
-            labels += [label for _, label in batch]
-        return ImageFeatures(tuple(layers), found, torch.tensor(labels))
+            for values, part in zip(found.values(), vectors, strict=True):
+                values[:, rows] = part
+            labels[rows] = torch.tensor([label for _, label in batch])
+            first = rows.stop
+        shares = ranks.shares(len(indices))
+        for values in found.values():
+            ranks.completed(values, 1, shares)
+        return ImageFeatures(tuple(layers), found, ranks.completed(labels, 0, shares))
 
     @property
     def _parts(self) -> tuple[Facet, ...]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from probes.features.file import DamagedFeatures, FeatureFile, FeatureReader
 from probes.features.labels import LabelFacts, LabelFile
+from probes.features.sharing import Chosen, Sharing
 from probes.features.stream import ahead
 from ssl_bench.errors import MachineError
 from ssl_bench.system.device import free_memory
@@ -19,7 +20,6 @@ from ssl_bench.system.transfers import sent
 
 # Batches that are read from a disk before they are asked for.
 _AHEAD = 2
-Chosen = Sequence[Int64[Tensor, "..."]]
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,10 @@ class TrainingFeatures(Protocol):
         """What reads some layers, in the order asked for."""
         ...
 
+    def serve(self) -> None:
+        """Compute for the other processes until none of them reads any more."""
+        ...
+
 
 @dataclass(frozen=True)
 class FeaturesInMemory:
@@ -88,6 +92,9 @@ class FeaturesInMemory:
                 yield FeatureBatch(sent(features, device), sent(self.labels[some], device))
 
         return read
+
+    def serve(self) -> None:
+        """Nobody computes features any more."""
 
     def _blocks(self, layers: Sequence[int]) -> Float[Tensor, "chosen entries rows cols dim"]:
         """A view where the layers follow each other."""
@@ -142,6 +149,9 @@ class FeaturesOnDisk:
 
         return read
 
+    def serve(self) -> None:
+        """Nobody computes features any more."""
+
     def _read(
         self, indices: Sequence[int], some: Int64[Tensor, " some"]
     ) -> Float16[Tensor, "layers some rows cols dim"]:
@@ -181,10 +191,11 @@ class StreamedFeatures:
     """Features that are computed whenever they are asked for, and kept nowhere.
 
     Attributes:
+        sharing: Where several processes ask, each computes a part for all.
         compute: Gives the batches of these entries of these layers, on a device.
     """
 
-    layers: tuple[int, ...]
+    sharing: Sharing
     facts: LabelFacts
     compute: Callable[[Sequence[int], Chosen, torch.device], Iterator[FeatureBatch]]
     _computed: int = field(default=0, init=False, repr=False)
@@ -192,16 +203,29 @@ class StreamedFeatures:
     tier = "stream"
 
     @property
+    def layers(self) -> tuple[int, ...]:
+        return self.sharing.own
+
+    @property
     def passes(self) -> int:
         return -(-self._computed // len(self.facts.present))
 
     def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
         def read(chosen: Chosen) -> Iterator[FeatureBatch]:
-            for batch in self.compute(layers, chosen, device):
+            asked = self.sharing.agreed(chosen)
+            assert asked is not None
+            batches, skipped = asked
+            for number, batch in enumerate(self.compute(layers, batches, device)):
                 self._computed += len(batch.labels)
-                yield batch
+                if number >= skipped:
+                    yield batch
 
         return read
+
+    def serve(self) -> None:
+        while (asked := self.sharing.agreed(None)) is not None:
+            for batch in self.compute((), asked[0], torch.device("cpu")):
+                self._computed += len(batch.labels)
 
 
 def feature_bytes(shape: Sequence[int]) -> int:

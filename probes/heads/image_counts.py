@@ -8,6 +8,7 @@ from jaxtyping import Int32, Int64, Integer
 from torch import Tensor
 
 from ssl_bench.results import PerImage
+from ssl_bench.system.ranks import Ranks
 
 # Cells of a chunk, which takes 12 MiB: more than what is freed between them, so that the system
 # gives it memory of its own and no hole between two chunks is lost.
@@ -70,11 +71,22 @@ class ImageCounts:
         parts = {"total": self.total, "true": true, "ends": np.array(self._ends, np.int64)}
         return {name: torch.from_numpy(part) for name, part in {**parts, "cells": cells}.items()}
 
-    def go_on(self, state: Mapping[str, Tensor]) -> None:
-        """Be as counts under the same heads were when they gave this state; nothing was added."""
-        self.total = state["total"].numpy()
-        self._true, self._ends = list(state["true"].numpy()), state["ends"].tolist()
+    def extend(self, state: Mapping[str, Tensor]) -> None:
+        """Append the images of counts under the same heads that gave this state."""
+        self.total += state["total"].numpy()
+        self._true += list(state["true"].numpy())
+        self._ends += (state["ends"] + self._num_cells).tolist()
         self._append(state["cells"].numpy())
+
+    def of_all(self, ranks: Ranks) -> "ImageCounts":
+        """Of the images of all processes, one after the other."""
+        if ranks.count == 1:
+            return self
+        sources, values, _, classes = self.total.shape
+        whole = ImageCounts(sources, values, classes)
+        for state in ranks.gathered(self.state()):
+            whole.extend(state)
+        return whole
 
     def _append(self, cells: Int32[np.ndarray, "3 cells"]) -> None:
         while cells.size:

@@ -168,6 +168,32 @@ class TrainedHeads:
         weight, bias = self.weight.to(device), self.bias.to(device)
         return replace(self, weight=weight, bias=bias)
 
+    def of(self, some: slice) -> "TrainedHeads":
+        """Those of some sources."""
+        return replace(
+            self,
+            sources=self.sources[some],
+            weight=self.weight[some],
+            bias=self.bias[some],
+            constant_channels=self.constant_channels[some],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["TrainedHeads"]) -> "TrainedHeads":
+        """Those of several processes, one after the other."""
+        counts = {
+            name: [count for part in parts if (count := getattr(part, name)) is not None]
+            for name in ("unfinished", "stalled")
+        }
+        return cls(
+            sources=tuple(source for part in parts for source in part.sources),
+            weight=torch.cat([part.weight for part in parts]),
+            bias=torch.cat([part.bias for part in parts]),
+            constant_channels=tuple(c for part in parts for c in part.constant_channels),
+            seconds=max(part.seconds for part in parts),
+            **{name: sum(some) if some else None for name, some in counts.items()},
+        )
+
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]
     ) -> Float[Tensor, "values rows cols classes"]:

@@ -59,6 +59,7 @@ class KNN:
     engine: Engine = "auto"
 
     task = "knn"
+    is_shared = True
     role = "classification"
     keeps_images = True
 

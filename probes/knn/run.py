@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,9 +42,18 @@ class KNNRun:
         for layers in batches(sorted(context.layers), at_once):
             bank = image_pass.run(train, split.indices, layers)
             queries = image_pass.run(val, range(len(val)), layers)
-            for cell in itertools.product(layers, probe.facets):
-                vote = _Vote(queries.of(*cell), bank.of(*cell), len(val.class_names))
-                yield from self._scores(cell, vote)
+            for cells in batches(itertools.product(layers, probe.facets), context.ranks.count):
+                votes = [
+                    _Vote(queries.of(*cell), bank.of(*cell), len(val.class_names)) for cell in cells
+                ]
+                for cell, vote, ranks in zip(cells, votes, self._voted(votes), strict=True):
+                    yield from self._scores(cell, vote, ranks)
+
+    def _voted(self, votes: Sequence["_Vote"]) -> list[Int64[Tensor, "numbers queries"]]:
+        """Ranks by vote; each process counts one."""
+        own = votes[self.context.ranks.rank :][:1]
+        counted = [vote.ranks(self.probe, self.context.device) for vote in own]
+        return [ranks for some in self.context.ranks.gathered(counted) for ranks in some]
 
     def _require_enough(self, num_images: int, train: ImageSet) -> None:
         if max(self.probe.neighbours) > num_images:
@@ -63,8 +72,9 @@ class KNNRun:
             workers=self.probe.num_workers,
         )
 
-    def _scores(self, cell: Cell, vote: "_Vote") -> Iterator[Score]:
-        ranks = vote.ranks(self.probe, self.context.device)
+    def _scores(
+        self, cell: Cell, vote: "_Vote", ranks: Int64[Tensor, "numbers queries"]
+    ) -> Iterator[Score]:
         hits = torch.stack([ranks < top for top in TOPS], dim=1).flatten(0, 1)  # k, top
         names = [(k, top) for k in self.probe.neighbours for top in TOPS]
         details = {

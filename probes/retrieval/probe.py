@@ -60,6 +60,7 @@ class Retrieval:
     guesses: Sequence[str] = ()
 
     task = "retrieval"
+    is_shared = True
     role = "segmentation"
     keeps_images = True
 

@@ -1,7 +1,8 @@
 """Patches of a training set that are remembered: which have labels, their features and classes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from jaxtyping import Bool, Float, Float16, Int64, UInt8
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from probes.features.cache import TrainingPass
 from probes.features.labels import label_histograms
+from probes.features.sharing import Sharing
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.transfers import fetched, sent
 
@@ -28,13 +30,15 @@ class PatchMemory:
 
 def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, " labelled"]:
     """Patches with a labelled pixel, counted over all entries; from one pass over the labels."""
-    found: list[Tensor] = []
+    side = training_pass.label_size // patch
+    entries = len(training_pass.indices) * training_pass.views.count
+    found = torch.empty(entries, side, side, dtype=torch.bool)
 
-    def look(_entries: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
-        found.append(is_labelled(labels, patch))
+    def look(some: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
+        found[list(some)] = is_labelled(labels, patch)
 
     training_pass.read_labels(look)
-    return torch.cat(found).flatten().nonzero()[:, 0]
+    return found.flatten().nonzero()[:, 0]
 
 
 def is_labelled(
@@ -55,24 +59,31 @@ def remembered(
     Raises:
         CheckpointError: a feature is not finite in float16.
     """
-    extractor = training_pass.extractor
+    extractor, sharing = training_pass.extractor, training_pass.sharing
+    alone = replace(training_pass, sharing=Sharing.alone(extractor.layers))
     patches = (training_pass.image_size // extractor.patch_size) ** 2
     features = torch.empty(len(layers), len(chosen), extractor.dim, dtype=torch.float16)
-    shares, filled = torch.empty(len(chosen), classes), 0
+    shares = torch.empty(len(chosen), classes)
     by_batch = list(_by_batch(chosen, patches, training_pass.batch_size))
-    read = training_pass.stream(layers, [entries for entries, _ in by_batch], extractor.device)
-    shown = training_pass.progress(read, "remembered images", len(by_batch))
-    for batch, (_, within) in zip(shown, by_batch, strict=True):
-        here = slice(filled, filled + len(within))
-        where = sent(within, extractor.device)
+    ends = [0, *accumulate(len(within) for _, within in by_batch)]
+    own = sharing.ranks.share(len(by_batch))
+    read = alone.stream(layers, [by_batch[number][0] for number in own], extractor.device)
+    shown = training_pass.progress(read, "remembered images", len(own))
+    for batch, number in zip(shown, own, strict=True):
+        here = slice(ends[number], ends[number + 1])
+        where = sent(by_batch[number][1], extractor.device)
         counts = (
             label_histograms(batch.labels, extractor.patch_size, classes).flatten(1)[:, where].T
         )
         found = [batch.features.flatten(1, 3)[:, where], counts]
         features[:, here], counts = fetched(found)
         shares[here] = counts / counts.sum(1, keepdim=True)
-        filled = here.stop
-    return PatchMemory(features, shares)
+    parts = [
+        range(ends[share.start], ends[share.stop]) for share in sharing.ranks.shares(len(by_batch))
+    ]
+    return PatchMemory(
+        sharing.ranks.completed(features, 1, parts), sharing.ranks.completed(shares, 0, parts)
+    )
 
 
 def _by_batch(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from probes.features.cache import TrainingPass
 from probes.features.neighbours import NeighbourSearch
+from probes.features.sharing import Sharing
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches, check, extract, read_ahead
 from probes.features.views import ResizedCrops, TrainingViews, WholeImage
@@ -65,10 +66,11 @@ class RetrievalRun:
         views: TrainingViews = WholeImage(probe.views)
         if probe.crops == "resized":
             views = ResizedCrops(probe.views, context.seed)
+        layers = tuple(sorted(context.layers))
         return TrainingPass(
             extractor=FeatureExtractor(
                 context.encoder,
-                layers=sorted(context.layers),
+                layers=layers,
                 facets=(probe.facet,),
                 device=context.device,
                 dtype=context.dtype,
@@ -83,6 +85,7 @@ class RetrievalRun:
             workers=probe.num_workers,
             progress=context.progress,
             say=context.say,
+            sharing=Sharing(context.ranks, layers, (layers,) * context.ranks.count),
         )
 
     def _count(
@@ -92,12 +95,16 @@ class RetrievalRun:
         training_pass: TrainingPass,
         images: ImageSet,
     ) -> ImageCounts:
-        """Stream the scored images once through the encoder and the memories of some layers."""
+        """Stream the scored images once through the encoder and the memories of some layers.
+
+        Each process has a share of the images, and the counts of all in the end.
+        """
         probe, classes = self.probe, labels.shape[1]
         scoring = SquashedScoring(probe.image_size, probe.score_size)
         per_image = ImageCounts(len(memory), 1, classes)
-        items = read_ahead(images, range(len(images)), scoring.prepare, workers=probe.num_workers)
-        shown = training_pass.progress(items, "scored images", len(images))
+        share = self.context.ranks.share(len(images))
+        items = read_ahead(images, share, scoring.prepare, workers=probe.num_workers)
+        shown = training_pass.progress(items, "scored images", len(share))
         for batch in batches(shown, probe.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
@@ -113,7 +120,7 @@ class RetrievalRun:
             sums, counts = fetched([sums, torch.stack(counts)])
             check(training_pass.extractor, sums, ids)
             per_image.add(counts[:, :, None])
-        return per_image
+        return per_image.of_all(self.context.ranks)
 
     def _scores(
         self, layer: int, scores: HeadScores, images: ImageSet, search: NeighbourSearch

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from probes.features.cache import TrainingPass
 from probes.features.room import Room
+from probes.features.sharing import Sharing
+from probes.features.sources import LayerGroup
 from probes.features.split import TrainingSplit
 from probes.features.views import ResizedCrops, ScaledCrops, TrainingViews, WholeImage
 from probes.heads.losses import PixelLoss
@@ -46,7 +48,10 @@ def _training_pass(
     probe: Segmentation, context: ProbeContext, images: ImageSet, indices: Sequence[int]
 ) -> TrainingPass:
     patch = context.encoder.patch_size
-    layers = sorted({layer for source in probe.sources(context.layers) for layer in source})
+    sources = probe.sources(context.layers)
+    layers = _layers(sources)
+    shares = context.ranks.shares(len(sources))
+    by_rank = tuple(_layers(sources[share.start : share.stop]) for share in shares)
     return TrainingPass(
         extractor=FeatureExtractor(
             context.encoder,
@@ -65,7 +70,12 @@ def _training_pass(
         workers=probe.num_workers,
         progress=context.progress,
         say=context.say,
+        sharing=Sharing(context.ranks, layers, by_rank),
     )
+
+
+def _layers(sources: Sequence[LayerGroup]) -> tuple[int, ...]:
+    return tuple(sorted({layer for source in sources for layer in source}))
 
 
 def _heads(probe: Segmentation, context: ProbeContext, classes: int) -> Heads:

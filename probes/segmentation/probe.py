@@ -91,6 +91,7 @@ class Segmentation:
     guesses: Sequence[str] = ()
 
     task = "segmentation"
+    is_shared = True
     role = "segmentation"
     keeps_images = True
 

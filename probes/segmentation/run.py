@@ -31,6 +31,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Progress, Score
 from ssl_bench.system.files import write_text_atomically
+from ssl_bench.system.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,10 @@ class SegmentationRun:
         if self.refit:
             heads = self._fit(features, self.split.every_entry(self.training_pass.views.count))
         reports, drawn = self.score(heads, held_out, self._details(heads, features, guesses))
-        # First, so that no record stands there without them.
-        self._draw(drawn, [report.chosen for report in reports])
-        self._list_training_images()
+        if self._ranks.is_first:
+            # Before the scores, so that no record stands there without them.
+            self._draw(drawn, [report.chosen for report in reports])
+            self._list_training_images()
         for report in reports:
             yield from report.scores()
         self._forget_kept()
@@ -102,11 +104,22 @@ class SegmentationRun:
         self, heads: TrainedHeads, features: TrainingFeatures
     ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
         """Counts summed over the held-out images, from their cached features."""
-        stream, total = self._stream(heads), None
+        counts = None
+        if self.split.held_out and self._own_sources:
+            counts = self._count_held_out(heads.of(self._own), features)
+        features.serve()
+        found = [some for some in self._ranks.gathered(counts) if some is not None]
+        return np.concatenate(found) if found else None
+
+    def _count_held_out(
+        self, heads: TrainedHeads, features: TrainingFeatures
+    ) -> Int64[np.ndarray, "own_sources values 3 classes"]:
+        stream = self._stream(heads)
+        total = torch.zeros(1, dtype=torch.int64, device=self.training.device)
         positions = torch.tensor(sorted(self.split.held_out))
         entries = positions * self.training_pass.views.count
         read = features.of_layers(features.layers, self.training.device)
-        chosen = entries.split(self.training_pass.batch_size) if len(entries) else []
+        chosen = entries.split(self.training_pass.batch_size)
         shown = self._progress(read(chosen), "held-out images", len(chosen))
         for batch, some in zip(shown, positions.split(self.training_pass.batch_size), strict=False):
             for number, position in enumerate(some.tolist()):
@@ -114,9 +127,8 @@ class SegmentationRun:
                 sample = self.training_pass.images[self.split.indices[position]]
                 image = self.scoring.prepare(sample)
                 blocks = dict(zip(features.layers, one, strict=True))
-                counts = stream.count_one(stream.predict(blocks, image), image.mask)
-                total = counts if total is None else total + counts
-        return None if total is None else total.cpu().numpy()
+                total = total + stream.count_one(stream.predict(blocks, image), image.mask)
+        return total.cpu().numpy()
 
     def score(
         self,
@@ -150,23 +162,33 @@ class SegmentationRun:
         return self.training_pass.progress
 
     def _counted(self, heads: TrainedHeads) -> tuple[ImageCounts, list[Tensor]]:
-        """Counts of every scored image; of those that a killed run had counted none passes again.
+        """Counts of every scored image, and what is drawn of the first ones.
+
+        Each process counts a share.
+        """
+        per_image, drawn = self._counted_share(heads, self._ranks.share(len(self.val_images)))
+        drawn = [one for some in self._ranks.gathered(drawn) for one in some]
+        return per_image.of_all(self._ranks), drawn
+
+    def _counted_share(self, heads: TrainedHeads, share: range) -> tuple[ImageCounts, list[Tensor]]:
+        """Of what a killed run had counted nothing passes again.
 
         But the first ones do, for they are drawn.
         """
-        stream, kept = self._stream(heads), self._kept(self._counts_path())
-        per_image = stream.nothing()
+        stream, kept = self._stream(heads), self._kept(self._counts_path(share))
+        per_image, panels = stream.nothing(), max(0, min(self.panels - share.start, len(share)))
         if kept.found:
-            per_image.go_on(kept.found)
+            per_image.extend(kept.found)
         done = len(per_image)
-        drawn = self._passed(stream, range(min(done, self.panels)), stream.nothing())
+        before = replace(stream, keep=panels)
+        drawn = self._passed(before, share[: min(done, panels)], stream.nothing())
 
         def write(counts: ImageCounts) -> None:
             if kept.is_due():
                 kept.write(counts.state())
 
-        left = replace(stream, keep=self.panels - len(drawn))
-        drawn += self._passed(left, range(done, len(self.val_images)), per_image, write)
+        left = replace(stream, keep=panels - len(drawn))
+        drawn += self._passed(left, share[done:], per_image, write)
         return per_image, drawn
 
     def _passed(
@@ -182,25 +204,52 @@ class SegmentationRun:
         return stream.count(training_pass.extractor, training_pass.facet, shown, per_image, written)
 
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
-        """Heads of all sources; those that a killed run had finished are taken from its file."""
+        """Heads of all sources; each process fits some."""
+        if self.training_pass.sharing.is_alone:
+            return self._fit_own(features, entries)
+        own = []
+        if self._own_sources:
+            own.append(self._fit_own(features, entries).on(torch.device("cpu")))
+        features.serve()
+        parts = [heads for some in self._ranks.gathered(own) for heads in some]
+        return TrainedHeads.joined(parts).on(self.training.device)
+
+    def _fit_own(
+        self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
+    ) -> TrainedHeads:
+        """Heads of own sources; those that a killed run had finished are taken from its file."""
         kept = self._kept(self._heads_path(entries))
         if "finished" in kept.found:
             return TrainedHeads(**kept.found["finished"]).on(self.training.device)
-        heads = self.training.train(features, self.sources, entries, self._progress, kept)
+        heads = self.training.train(features, self._own_sources, entries, self._progress, kept)
         if heads.seconds >= 60 * self.keep_minutes:
             kept.write({"finished": vars(heads)})
         return heads
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self.training_pass.sharing.ranks
+
+    @property
+    def _own(self) -> slice:
+        """Which sources this process fits heads to."""
+        return self.training_pass.sharing.part(len(self.sources))
+
+    @property
+    def _own_sources(self) -> Sequence[LayerGroup]:
+        return self.sources[self._own]
 
     def _kept(self, path: Path) -> KeptState:
         return KeptState(path, self.keep_minutes, self.training_pass.say)
 
     def _heads_path(self, entries: Int64[Tensor, " chosen"]) -> Path:
         """Named after all that the heads depend on."""
-        return self._named("heads", self.training_pass.header(), self.sources, entries.tolist())
+        header = self.training_pass.header()
+        return self._named("heads", header, self._own_sources, entries.tolist())
 
-    def _counts_path(self) -> Path:
+    def _counts_path(self, share: range) -> Path:
         """Named after all that the counts depend on."""
-        images = (self.val_images.fingerprint(), *self.val_images.ids)
+        images = (self.val_images.fingerprint(), *(self.val_images.ids[index] for index in share))
         split = (self.split.indices, sorted(self.split.held_out), self.refit)
         return self._named(
             "counts", self.training_pass.header(), self.sources, split, images, repr(self.scoring)
@@ -214,7 +263,7 @@ class SegmentationRun:
         views = self.training_pass.views.count
         for entries in (self.split.entries(views), self.split.every_entry(views)):
             self._heads_path(entries).unlink(missing_ok=True)
-        self._counts_path().unlink(missing_ok=True)
+        self._counts_path(self._ranks.share(len(self.val_images))).unlink(missing_ok=True)
 
     def _stream(self, heads: TrainedHeads) -> ScoredStream:
         return ScoredStream(

@@ -72,28 +72,60 @@ class DiscoveryLog:
     The first line holds the key, whose digest is in the file's name: whatever changes a result
     must be in the key. Each line has a CRC-32 of its content: one that was cut short or damaged is
     dropped, its image computed again.
+
+    Args:
+        folder: Where the file is.
+        key: Everything that the results depend on.
+        forget: Begin anew.
+        part: Of several processes that search together, each has a file of its own beside that of
+            the first, process 0, which takes up what it finds there when it opens its own.
     """
 
-    def __init__(self, folder: Path, key: Mapping[str, Any], *, forget: bool = False) -> None:
-        header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
-        digest = hashlib.sha256(header.encode(errors="surrogateescape")).hexdigest()
+    def __init__(
+        self, folder: Path, key: Mapping[str, Any], *, forget: bool = False, part: int = 0
+    ) -> None:
+        self._header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
+        digest = hashlib.sha256(self._header.encode(errors="surrogateescape")).hexdigest()
         self.path = folder / f"images_{digest[:12]}.jsonl"
         self.images: dict[str, ImageResult] = {}
+        self._own = self.path.with_suffix(f".{part}.jsonl") if part else self.path
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if forget:
-                self.path.unlink(missing_ok=True)
-            self._drop_half_line()
-            text = self.path.read_text(errors="replace") if self.path.exists() else ""
-            lines = text.splitlines()
-            if not lines:
-                self._append(header)
+                for path in (self.path, *self._parts()):
+                    path.unlink(missing_ok=True)
+            if not part:
+                self._take_up_parts()
+            self._known_lines(self.path)
         except OSError as error:
             raise _cannot_write(self.path, error) from error
-        for line in lines[1:]:
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.path.parent.glob(f"{self.path.stem}.*.jsonl"))
+
+    def _take_up_parts(self) -> None:
+        """Have what processes beside this one have left."""
+        self._drop_half_line()
+        self._begin()
+        for path in self._parts():
+            for line in self._known_lines(path):
+                self._append(line)
+            path.unlink()
+
+    def _begin(self) -> None:
+        if not self._own.exists() or not self._own.stat().st_size:
+            self._append(self._header)
+
+    def _known_lines(self, path: Path) -> list[str]:
+        """Know what the lines of a file say; those that are as they were written."""
+        text = path.read_text(errors="replace") if path.exists() else ""
+        whole = []
+        for line in text.splitlines()[1:]:
             # Bytes that a failing disk or another writer left say nothing of any image.
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 self._merge(_whole(json.loads(line)))
+                whole.append(line)
+        return whole
 
     def has(self, image_id: str, cells: Sequence[str]) -> bool:
         """Whether all cells of an image are known."""
@@ -110,6 +142,7 @@ class DiscoveryLog:
             "cells": result.cells,
         }
         try:
+            self._begin()
             self._append(json.dumps({**line, "crc32": _checksum(line)}))
         except OSError as error:
             raise _cannot_write(self.path, error) from error
@@ -124,16 +157,16 @@ class DiscoveryLog:
         )
 
     def _append(self, line: str) -> None:
-        with self.path.open("a") as file:
+        with self._own.open("a") as file:
             file.write(line + "\n")
 
     def _drop_half_line(self) -> None:
-        if not self.path.exists():
+        if not self._own.exists():
             return
-        content = self.path.read_bytes()
+        content = self._own.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
-            with self.path.open("r+b") as file:
+            with self._own.open("r+b") as file:
                 file.truncate(len(whole))
 
 

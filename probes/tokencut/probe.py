@@ -38,6 +38,7 @@ class TokenCut(Cut):
     panels: CountOrZero = 8
 
     task = "tokencut"
+    is_shared = True
     role = "discovery"
     keeps_images = True
 

@@ -49,10 +49,16 @@ class DiscoveryRun:
         images = self.probe.split(self.context.dataset)
         folder = self.context.artifacts / self.probe.folder
         key = self._log_key(images)
-        log = DiscoveryLog(folder, key, forget=self.context.overwrite)
+        ranks = self.context.ranks
+        forget = self.context.overwrite and ranks.is_first
+        log = ranks.after_first(lambda: DiscoveryLog(folder, key, forget=forget, part=ranks.rank))
         self._discover_all(images, log)
+        if ranks.count > 1:
+            # The first takes up what the others have found.
+            log = ranks.after_first(lambda: DiscoveryLog(folder, key, part=ranks.rank))
         results = {image_id: log.images[image_id] for image_id in images.ids}
-        self._draw_sheets(images, results, folder)
+        if ranks.is_first:
+            self._draw_sheets(images, results, folder)
         if not self._is_scored(images, list(results.values()), log.path):
             self.context.say(
                 f"{images.name} has no boxes to compare with: CorLoc was not scored; "
@@ -64,7 +70,11 @@ class DiscoveryRun:
 
     def _discover_all(self, images: ImageSet, log: DiscoveryLog) -> None:
         drawn, files = set(images.ids[: self.probe.panels]), DiscoveryFiles(log.path.parent)
-        pending = [i for i, name in enumerate(images.ids) if not self._has(name, log, files, drawn)]
+        ranks = self.context.ranks
+        missing = ranks.from_first(
+            lambda: [i for i, n in enumerate(images.ids) if not self._has(n, log, files, drawn)]
+        )
+        pending = [missing[position] for position in ranks.share(len(missing))]
         extractor = FeatureExtractor(
             self.context.encoder,
             layers=self.context.layers,

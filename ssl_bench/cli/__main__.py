@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from ssl_bench.cli.dispatch import run
 from ssl_bench.errors import INTERRUPTED
-from ssl_bench.system.endings import is_heard, open_streams, reported
+from ssl_bench.system.endings import open_streams, reported
+from ssl_bench.system.progress import is_heard
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

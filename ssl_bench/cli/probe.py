@@ -2,8 +2,10 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
 
 from ssl_bench.asked import (
@@ -17,10 +19,11 @@ from ssl_bench.composition.key_lines import key_lines
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import probing_config
-from ssl_bench.results import Record
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
 from ssl_bench.system.progress import say
+from ssl_bench.system.ranks import Ranks, joined
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.printing.sheets import default_format, render_tables
 
@@ -30,16 +33,12 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.keys:
         print("\n".join(key_lines(_defaults(options.task, options.dataset, overrides))))
         return 0
-    plan = asked_probes(options, overrides)
     device = choose_device(options.device)
-    store = opened_store(options.out)
-    records: list[Record] = []
-    for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
-        encoder = announced_encoder(uri)
-        layers = resolve_layers(options.layer, encoder.depth)
-        for planned in plan:
-            evaluation = planned.evaluation(encoder, layers, device)
-            records += evaluation.run(store, say=say, overwrite=options.overwrite)
+    with joined(on_cuda=device.type == "cuda") as ranks, ranks.together():
+        store = ranks.from_first(lambda: opened_store(options.out))
+        records = _probed(options, overrides, store, device, ranks)
+    if not ranks.is_first:
+        return 0
     if options.json:
         print(json_text([record.as_json() for record in records]))
     else:
@@ -49,6 +48,26 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         say(f"nothing was scored; pictures in {store.root}")
     return 0
+
+
+def _probed(
+    options: argparse.Namespace,
+    overrides: Sequence[str],
+    store: ResultStore,
+    device: torch.device,
+    ranks: Ranks,
+) -> list[Record]:
+    """Records of all asked checkpoints; of several processes the first gets them."""
+    plan = ranks.after_first(lambda: asked_probes(options, overrides))
+    records: list[Record] = []
+    for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
+        # The first leaves what it downloads where the others find it.
+        encoder = ranks.after_first(partial(announced_encoder, uri))
+        layers = resolve_layers(options.layer, encoder.depth)
+        for planned in plan:
+            evaluation = planned.evaluation(encoder, layers, device)
+            records += evaluation.run(store, say=say, overwrite=options.overwrite, ranks=ranks)
+    return records
 
 
 def _defaults(task: str, dataset: str, overrides: Sequence[str]) -> list[DictConfig]:

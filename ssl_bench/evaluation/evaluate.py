@@ -13,10 +13,11 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.evaluation.cells import cell_keys, cell_settings, left_out
 from ssl_bench.evaluation.pending import Pending, find_pending, pictures_folder
-from ssl_bench.evaluation.probe import Probe, ProbeContext, Score
+from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, SharedProbe
 from ssl_bench.models import Encoder
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import show_progress
+from ssl_bench.system.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,12 @@ class Evaluation:
     dtype: "torch.dtype"
 
     def run(
-        self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool = False
+        self,
+        store: ResultStore,
+        *,
+        say: Callable[[str], None],
+        overwrite: bool = False,
+        ranks: Ranks = ALONE,
     ) -> list[Record]:
         """Compute the cells that the store lacks, each saved as soon as it is known.
 
@@ -46,9 +52,10 @@ class Evaluation:
             store: Where finished cells are looked up and new ones go.
             say: Gets one line on what was skipped and what runs.
             overwrite: Compute finished cells again.
+            ranks: The processes that do it together, all with the same arguments.
 
         Returns:
-            The records of all asked cells, old and new.
+            The records of all asked cells, old and new; nothing in another process than the first.
 
         Raises:
             UnreadableImage: an image cannot be read, and is not to be left out.
@@ -56,36 +63,30 @@ class Evaluation:
         while True:
             try:
                 whole = replace(self, dataset=OpenedOnce(self.dataset))
-                return whole._run(store, say=say, overwrite=overwrite)
+                with ranks.together():
+                    return whole._run(store, say=say, overwrite=overwrite, ranks=ranks)
             except UnreadableImage as error:
                 sieve = self.dataset
                 if not isinstance(sieve, ReadableDataset):
-                    way = "or leave such images out with --on-bad-image skip"
-                    raise UnreadableImage(f"{error}, {way}") from error
-                if not sieve.leave_out_unreadable(show_progress):
-                    raise
+                    raise _with_a_way_out(error) from error
+                with ranks.together():
+                    if not sieve.leave_out_unreadable(show_progress):
+                        raise
                 gone = summary(sieve.left_out())
                 say(f"{error}; left out as unreadable: {gone}; beginning again")
 
     def _run(
-        self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool
+        self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool, ranks: Ranks
     ) -> list[Record]:
-        images = self.probe.split(self.dataset)
-        # Once, before anything is computed: images may change before the last score is known.
-        settings = cell_settings(self)
-        keys = cell_keys(
-            self, images, self.layers, identity=self.encoder.identity(), settings=settings
-        )
+        # The first leaves indices and fingerprints where the others find them.
+        images, keys = ranks.after_first(self._asked)
         artifacts = self.artifacts(store, images)
-        if overwrite:
-            pending = Pending.everything(keys)
-        else:
-            pending = find_pending(self.probe, keys, images, store, artifacts)
-        self._tell(pending, keys, images, store, say)
-        if store.image_ids(images.fingerprint()) is None:
-            store.save_image_ids(images.fingerprint(), images.ids)
+        pending = ranks.from_first(
+            lambda: self._pending(keys, images, store, say, overwrite=overwrite)
+        )
         records = dict(pending.finished)
-        if pending.layers:
+        shared = isinstance(self.probe, SharedProbe)
+        if pending.layers and (shared or ranks.is_first):
             context = ProbeContext(
                 encoder=self.encoder,
                 dataset=self.dataset,
@@ -98,16 +99,43 @@ class Evaluation:
                 overwrite=overwrite,
                 say=say,
                 known=list(pending.finished.values()),
+                ranks=ranks if shared else ALONE,
             )
             asked = {(key.layer, key.facet, key.metric): key for key in keys}
             start = time.monotonic()
             for score in self.probe.run(context):
                 key = asked[score.layer, score.facet, score.metric]
                 # Those of finished cells stay as they are.
-                if key not in pending.finished:
+                if ranks.is_first and key not in pending.finished:
                     records[key] = self._record(key, score, time.monotonic() - start)
                     store.save(records[key], score.per_image)
-        return [records[key] for key in keys if key in records]
+        return [records[key] for key in keys if key in records] if ranks.is_first else []
+
+    def _asked(self) -> tuple[ImageSet, list[CellKey]]:
+        """The images that are scored, and all that is asked about them."""
+        images = self.probe.split(self.dataset)
+        # Once, before anything is computed: images may change before the last score is known.
+        settings, identity = cell_settings(self), self.encoder.identity()
+        return images, cell_keys(self, images, self.layers, identity=identity, settings=settings)
+
+    def _pending(
+        self,
+        keys: Sequence[CellKey],
+        images: ImageSet,
+        store: ResultStore,
+        say: Callable[[str], None],
+        *,
+        overwrite: bool,
+    ) -> Pending:
+        if overwrite:
+            pending = Pending.everything(keys)
+        else:
+            artifacts = self.artifacts(store, images)
+            pending = find_pending(self.probe, keys, images, store, artifacts)
+        self._tell(pending, keys, images, store, say)
+        if store.image_ids(images.fingerprint()) is None:
+            store.save_image_ids(images.fingerprint(), images.ids)
+        return pending
 
     def _tell(
         self,
@@ -152,3 +180,9 @@ class Evaluation:
             changed=changed_settings(self.probe),
             **provenance(self.device, seconds),
         )
+
+
+def _with_a_way_out(error: UnreadableImage) -> UnreadableImage:
+    found = UnreadableImage(f"{error}, or leave such images out with --on-bad-image skip")
+    found.is_shared = error.is_shared
+    return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.models import Encoder
 from ssl_bench.results.record import PerImage, Record
+from ssl_bench.system.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,7 @@ class ProbeContext:
     Attributes:
         say: Tells the user one line that no record holds.
         known: Records of asked cells that are finished; their scores need not be given again.
+        ranks: The processes that run it together; the first alone writes what it does not share.
     """
 
     encoder: Encoder
@@ -44,6 +46,7 @@ class ProbeContext:
     overwrite: bool = False
     say: Callable[[str], None] = print
     known: Sequence[Record] = ()
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True)
@@ -101,3 +104,14 @@ class Probe(Protocol):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score the layers of the context, each as soon as it is known."""
         ...
+
+
+@runtime_checkable
+class SharedProbe(Protocol):
+    """A probe whose `run` divides its work among the processes of `ProbeContext.ranks`.
+
+    All of them run it and get all scores. Of another probe the first process alone knows.
+    """
+
+    @property
+    def is_shared(self) -> bool: ...

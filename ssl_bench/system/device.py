@@ -17,7 +17,7 @@ def choose_device(name: str | None) -> torch.device:
         MachineError: the device is not there.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and "LOCAL_RANK" in os.environ:
+    if name.split(":")[0] == "cuda" and "LOCAL_RANK" in os.environ:
         # One of the processes of torchrun; without it all would take memory of the first device.
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     device = _usable(name)

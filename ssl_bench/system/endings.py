@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ssl_bench.errors import MachineError, SslBenchError
 from ssl_bench.system.escaping import one_line
 from ssl_bench.system.memory import is_out_of_memory, memory_error
+from ssl_bench.system.progress import is_heard
 
 _LONGEST = 1000
 
@@ -23,11 +24,6 @@ def open_streams() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A terminal that knows only ASCII, or a file's name that is no text, ends no command.
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def is_heard() -> bool:
-    """Whether this process says what all of a run meet; torchrun starts several, one is enough."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def reported(error: Exception, arguments: Sequence[str]) -> int | None:

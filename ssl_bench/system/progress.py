@@ -1,5 +1,6 @@
 """What the user is told on stderr: lines, and on a terminal progress with rate and time left."""
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -13,12 +14,20 @@ T = TypeVar("T")
 _FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
 
 
+def is_heard() -> bool:
+    """Whether this process says what all of a command meet; of several, one is enough."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
     """Give back the items unchanged while stderr shows how far they are and what time is left.
 
     On a terminal that is a bar. Elsewhere, in a log, it is a line after 20 seconds, then whenever
-    the time has doubled, and every ten minutes at the latest.
+    the time has doubled, and every ten minutes at the latest. Of several processes the first alone
+    shows its own.
     """
+    if not is_heard():
+        return items
     if not sys.stderr.isatty():
         return _logged(items, description, total)
     bar = tqdm(
@@ -58,6 +67,8 @@ def in_words(seconds: float) -> str:
 
 
 def say(line: str) -> None:
-    """Tell the user on stderr, beside bars; stdout is for tables."""
+    """Tell the user on stderr, beside bars; stdout is for tables. The first process alone does."""
+    if not is_heard():
+        return
     with tqdm.external_write_mode(file=sys.stderr):
         print(printable(line), file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig, build_vit, token_statistics
@@ -75,7 +75,9 @@ def grayed(config: ViTConfig, kind: GrayingKind) -> ViTConfig:
 def candidate(config: ViTConfig, batch: int, device: torch.device) -> Candidate:
     names = [str(number) for number in range(NUM_CLASSES)]
     learner = Supervised().build(config, TIMELINE, seed=0, class_names=names)
-    trainer = Trainer(learner, AdamW(), TrainOptions(batch_size=batch), TIMELINE, Ranks(device))
+    trainer = Trainer(
+        learner, AdamW(), TrainOptions(batch_size=batch), TIMELINE, TrainingRanks(device=device)
+    )
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(batch, 3, config.image_size, config.image_size, generator=generator)
     labels = torch.randint(NUM_CLASSES, (batch,), generator=generator)

@@ -30,7 +30,7 @@ from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import TrainOptions
 from pretrain.runtime.batches import sample_generator
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.data.samples import Sample
@@ -142,7 +142,9 @@ class Candidate:
 
 def ours(setting: Setting, recipe: OptimizerRecipe, groups: Any) -> tuple[Candidate, Trainer]:
     crops, device = setting.objective.crops, setting.device
-    trainer = Trainer(setting.learner(), recipe, setting.train, TIMELINE, Ranks(device))
+    trainer = Trainer(
+        setting.learner(), recipe, setting.train, TIMELINE, TrainingRanks(device=device)
+    )
 
     def take_step(step: int) -> object:
         return trainer.take_step(step, (crops.finish(part, device) for part in [groups]))

@@ -16,7 +16,7 @@ from pretrain.logging import mfu
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from probes.features.image import ImagePass
@@ -62,7 +62,7 @@ class _Steps:
         options = TrainOptions(batch_size=2, compile=False)
         # The rate of a real device's products is measured with larger matrices.
         with patch.dict(mfu._SIDE, cuda=64):
-            self._trainer = Trainer(learner, recipe, options, timeline, Ranks(CUDA))
+            self._trainer = Trainer(learner, recipe, options, timeline, TrainingRanks(device=CUDA))
         self._views, self._step = objective.crops.finish(groups, CUDA), 0
         # Counting operations, and the bases of the first gradients.
         self.take(2)

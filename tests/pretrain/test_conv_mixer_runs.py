@@ -14,7 +14,7 @@ from pretrain.objectives.dino import Dino
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from pretrain.train import Pretraining
@@ -162,7 +162,7 @@ def test_a_step_that_learns_nothing_leaves_the_batch_statistics_too():
     timeline = Timeline(2, 2)
     learner = Supervised().build(TINY, timeline, seed=0, class_names=("a", "b"))
     options = TrainOptions(epochs=1, batch_size=4)
-    trainer = Trainer(learner, AdamW(), options, timeline, Ranks(CPU))
+    trainer = Trainer(learner, AdamW(), options, timeline, TrainingRanks(device=CPU))
     before = {name: value.clone() for name, value in learner.student.state_dict().items()}
     views = (torch.full((4, 3, 16, 16), torch.nan), torch.tensor([0, 1, 0, 1]), torch.tensor(1.0))
     trainer.take_step(0, [views])

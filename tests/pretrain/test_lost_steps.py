@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig
@@ -128,7 +128,9 @@ def trainer() -> Callable[[Any], Trainer]:
         timeline = Timeline(total_steps=20, steps_per_epoch=10)
         learner = Dino(out_dim=8, hidden_dim=8, bottleneck_dim=4).build(model, timeline, seed=0)
         options = TrainOptions(batch_size=2, warmup_epochs=0.0)
-        return Trainer(learner, recipe, options, timeline, Ranks(torch.device("cpu")))
+        return Trainer(
+            learner, recipe, options, timeline, TrainingRanks(device=torch.device("cpu"))
+        )
 
     return make
 

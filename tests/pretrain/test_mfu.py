@@ -8,7 +8,7 @@ from pretrain.logging.mfu import product_rate, training_flops
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig
@@ -52,7 +52,7 @@ def test_counting_leaves_random_numbers_and_the_learner_alone():
 def test_utilisation_is_the_share_of_the_measured_rate_over_all_parts():
     options = TrainOptions(batch_size=4, accumulation=2)
     learner = SMALL.build(TINY, Timeline(10, 10), seed=0)
-    trainer = Trainer(learner, AdamW(), options, Timeline(10, 10), Ranks(CPU))
+    trainer = Trainer(learner, AdamW(), options, Timeline(10, 10), TrainingRanks(device=CPU))
     views = [torch.randn(4, 3, 16, 16), torch.randn(4, 3, 8, 8)]
     flops = 2 * training_flops(learner, views, 0)
 

@@ -7,7 +7,7 @@ from pretrain.crops.multi import MultiCrop
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import Ranks
+from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig
@@ -39,7 +39,7 @@ class Steps:
         self.groups = setting.groups()
         train = TrainOptions(batch_size=BATCH, **options)
         learner = OBJECTIVE.build(MODEL, TIMELINE, seed=0)
-        self.trainer = Trainer(learner, recipe, train, TIMELINE, Ranks(self.device))
+        self.trainer = Trainer(learner, recipe, train, TIMELINE, TrainingRanks(device=self.device))
 
     def take(self, step):
         finish = OBJECTIVE.crops.finish
