@@ -16,7 +16,7 @@ from probes.features.split import TrainingSplit
 from probes.features.stream import batches
 from probes.features.training import FeaturesInMemory
 from probes.heads.losses import LabelLoss
-from probes.heads.sgd import Heads, TrainedHeads, Training
+from probes.heads.sgd import Heads, TrainedHeads, Training, trained_together
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -93,7 +93,7 @@ class ClassificationRun:
             self._require_two_classes(train.labels[self.split.entries(1)])
             val = self.image_pass.run(self.val_images, range(len(self.val_images)), layers)
             for facet in self.image_pass.facets:
-                for report in self._shared_reports(facet, sources, train, val):
+                for report in self._reports(facet, sources, train, val):
                     yield from report.scores()
 
     def _require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
@@ -105,16 +105,6 @@ class ClassificationRun:
                 f"{self.train_images.class_names[found[0]]}, expected at least two classes; "
                 "take more with probe.train_images"
             )
-
-    def _shared_reports(
-        self, facet: str, sources: Sequence[LayerGroup], train: ImageFeatures, val: ImageFeatures
-    ) -> list[ClassificationReport]:
-        """Of all sources; each process fits heads to some."""
-        ranks = self.image_pass.context.ranks
-        own, share = list[ClassificationReport](), ranks.share(len(sources))
-        if share:
-            own += self._reports(facet, sources[share.start : share.stop], train, val)
-        return [report for some in ranks.gathered(own) for report in some]
 
     def _reports(
         self, facet: str, sources: Sequence[LayerGroup], train: ImageFeatures, val: ImageFeatures
@@ -162,7 +152,12 @@ class ClassificationRun:
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
     ) -> TrainedHeads:
-        return self.training.train(cached, sources, entries, self.image_pass.context.progress)
+        context = self.image_pass.context
+
+        def fit(sources: Sequence[LayerGroup]) -> TrainedHeads:
+            return self.training.train(cached, sources, entries, context.progress)
+
+        return trained_together(context.ranks, sources, cached, fit, context.device)
 
     def _ranks(
         self, heads: TrainedHeads, index: int, images: LabelledFeatures

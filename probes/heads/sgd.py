@@ -1,6 +1,6 @@
 """Training a bank of heads on the features of a training set."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -16,6 +16,7 @@ from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress
+from ssl_bench.system.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,27 @@ class TrainedHeads:
         weight, bias = self.weight[index], self.bias[index]
         values = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
         return values.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
+
+
+def trained_together(
+    ranks: Ranks,
+    sources: Sequence[LayerGroup],
+    features: TrainingFeatures,
+    train: Callable[[Sequence[LayerGroup]], TrainedHeads],
+    device: torch.device,
+) -> TrainedHeads:
+    """Heads of all sources in all processes, each of which trains those of some.
+
+    Every head is trained by one process, so that it is the one that it would be without others.
+    """
+    if ranks.count == 1:
+        return train(sources)
+    share, own = ranks.share(len(sources)), None
+    if share:
+        own = train(sources[share.start : share.stop]).on(torch.device("cpu"))
+    features.serve()
+    parts = [heads for heads in ranks.gathered(own) if heads is not None]
+    return TrainedHeads.joined(parts).on(device)
 
 
 def layers_of(sources: Sequence[LayerGroup]) -> list[int]:

@@ -23,7 +23,7 @@ from probes.heads.image_counts import ImageCounts
 from probes.heads.kept import KeptState
 from probes.heads.scored_images import Scoring
 from probes.heads.scores import HeadScores, ScoredStream
-from probes.heads.sgd import TrainedHeads, Training
+from probes.heads.sgd import TrainedHeads, Training, trained_together
 from probes.segmentation.files import FileNames
 from probes.segmentation.panels import draw_panel
 from probes.segmentation.report import SourceReport
@@ -204,27 +204,18 @@ class SegmentationRun:
         return stream.count(training_pass.extractor, training_pass.facet, shown, per_image, written)
 
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
-        """Heads of all sources; each process fits some."""
-        if self.training_pass.sharing.is_alone:
-            return self._fit_own(features, entries)
-        own = []
-        if self._own_sources:
-            own.append(self._fit_own(features, entries).on(torch.device("cpu")))
-        features.serve()
-        parts = [heads for some in self._ranks.gathered(own) for heads in some]
-        return TrainedHeads.joined(parts).on(self.training.device)
+        """Heads of all sources; those that a killed run had finished are taken from its file."""
 
-    def _fit_own(
-        self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]
-    ) -> TrainedHeads:
-        """Heads of own sources; those that a killed run had finished are taken from its file."""
-        kept = self._kept(self._heads_path(entries))
-        if "finished" in kept.found:
-            return TrainedHeads(**kept.found["finished"]).on(self.training.device)
-        heads = self.training.train(features, self._own_sources, entries, self._progress, kept)
-        if heads.seconds >= 60 * self.keep_minutes:
-            kept.write({"finished": vars(heads)})
-        return heads
+        def fit(sources: Sequence[LayerGroup]) -> TrainedHeads:
+            kept = self._kept(self._heads_path(entries))
+            if "finished" in kept.found:
+                return TrainedHeads(**kept.found["finished"]).on(self.training.device)
+            heads = self.training.train(features, sources, entries, self._progress, kept)
+            if heads.seconds >= 60 * self.keep_minutes:
+                kept.write({"finished": vars(heads)})
+            return heads
+
+        return trained_together(self._ranks, self.sources, features, fit, self.training.device)
 
     @property
     def _ranks(self) -> Ranks:
