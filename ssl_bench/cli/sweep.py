@@ -104,7 +104,8 @@ def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         logs=Path(options.slurm_logs or Path(options.out) / "slurm"),
     )
     opened_store(options.out)
-    submitted = submit_array([probe_command(job) for job in jobs], slurm)
+    commands = [probe_command(job, processes=slurm.gpus) for job in jobs]
+    submitted = submit_array(commands, slurm)
     array = submitted[0].job_id.partition("_")[0]
     say(
         f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {slurm.logs}; when it "

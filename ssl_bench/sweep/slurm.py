@@ -1,5 +1,6 @@
 """A SLURM array whose tasks are the jobs of a sweep, submitted through submitit."""
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -40,12 +41,17 @@ class CommandTask:
     """
 
     words: tuple[str, ...]
+    threads: int = 1
 
     def __call__(self) -> None:
-        code = subprocess.run(self.words, check=False).returncode
+        code = subprocess.run(self.words, check=False, env=self._environment()).returncode
         if code:
             # An exception is how submitit learns of it, and SLURM through it.
             raise RuntimeError(f"exit code {code} of: {shlex.join(self.words)}")
+
+    def _environment(self) -> dict[str, str]:
+        """Threads for each process; torchrun would give each one alone."""
+        return {"OMP_NUM_THREADS": str(self.threads), **os.environ}
 
     def checkpoint(self) -> "submitit.helpers.DelayedSubmission":
         """What submitit queues again: the same, since finished cells are skipped."""
@@ -77,6 +83,7 @@ def submit_array(
         raise MachineError(
             "--slurm needs submitit; run: pip install 'ssl-bench[slurm]', or use --print"
         ) from error
+    threads = max(1, options.cpus // max(1, options.gpus))
     waits = {"dependency": dependency, "kill-on-invalid-dep": "yes"} if dependency else {}
     executor = submitit.AutoExecutor(
         options.logs, cluster=cluster, slurm_max_num_timeout=options.restarts
@@ -91,7 +98,7 @@ def submit_array(
     )
     try:
         with executor.batch():
-            return [executor.submit(CommandTask(tuple(words))) for words in commands]
+            return [executor.submit(CommandTask(tuple(w), threads)) for w in commands]
     except FailedJobError as error:
         raise MachineError(f"sbatch refused the array: {error}") from error
 

@@ -14,7 +14,9 @@ import torch.distributed.run
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
 from ssl_bench.models import load_encoder
-from ssl_bench.sweep.slurm import CommandTask, SlurmOptions, submit_array
+from ssl_bench.sweep.plan import plan_sweep
+from ssl_bench.sweep.run import probe_command
+from ssl_bench.sweep.slurm import SlurmOptions, submit_array
 from tests.cli.test_sweep import PHOTOS, values
 from tests.support.faults import PRETRAIN, encoder_file, fails, photo_folder
 from tests.support.runs import log_rows
@@ -94,10 +96,39 @@ def test_submitit_runs_a_task_here_and_learns_of_its_exit_code(tmp_path):
     assert "exit code 3" in str(jobs[1].exception())
 
 
-def test_a_task_whose_time_is_up_is_queued_again_as_it_is():
-    task = CommandTask(("true",))
+# Of a minute submitit says that it is up whenever a signal comes, of an hour that it is not.
+@pytest.mark.parametrize(("minutes", "why"), [(1, "timed-out"), (60, "preempted")])
+def test_a_task_that_slurm_takes_the_node_from_runs_again(tmp_path, minutes, why):
+    runs = tmp_path / "runs"
+    # The parent is the process that SLURM sends its signal to.
+    script = (
+        "import os, pathlib, sys, time; runs = pathlib.Path(sys.argv[1]);"
+        "first = not runs.exists();"
+        "runs.open('a').write(f'{os.getppid()}\\n'); time.sleep(20 * first)"
+    )
+    options = SlurmOptions(partition=None, minutes=minutes, gpus=0, cpus=1, logs=tmp_path)
+    (job,) = submit_array([[sys.executable, "-c", script, str(runs)]], options, cluster="local")
+    end = time.monotonic() + 60
+    while not (runs.exists() and runs.read_text()) and time.monotonic() < end:
+        time.sleep(0.1)
 
-    assert task.checkpoint().function == task
+    os.kill(int(runs.read_text()), signal.SIGUSR2)
+
+    assert job.exception() is None
+    assert len(runs.read_text().split()) == 2
+    assert f"this job is {why}" in (job.stderr() or "")
+
+
+def test_several_gpus_of_a_job_share_its_probe(place):
+    options = build_parser().parse_args(["sweep", *PHOTOS, "--task", "pca,tokencut"])
+    options.checkpoint = ["runs/*"]
+    jobs = plan_sweep(options, [], None)
+    found = {job.planned.probe.task: probe_command(job, processes=8) for job in jobs}
+
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"]
+    assert found["tokencut"][:7] == [*start, "-m", "ssl_bench"]
+    # Maps of colours are the first process's alone.
+    assert found["pca"][:3] == [sys.executable, "-m", "ssl_bench"]
 
 
 @pytest.mark.parametrize("missing", ["sbatch", "submitit"])
