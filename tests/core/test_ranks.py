@@ -1,7 +1,12 @@
 """Processes that work together: who has what, without any other process."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from probes.features.sharing import Sharing
 from probes.heads.image_counts import ImageCounts
@@ -36,22 +41,24 @@ def test_a_process_that_is_not_the_first_says_nothing(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
+@dataclass(frozen=True)
 class Posted(Ranks):
     """One of two processes; messages of the other one are put in its hands, or are zeros."""
 
-    def exchanged(self, messages, sizes):
+    posted: list[Tensor] = field(default_factory=list)
+    coming: dict[int, Tensor] = field(default_factory=dict)
+
+    def exchanged(self, messages: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         self.posted.extend(messages)
         came = [self.coming.get(rank, torch.zeros(size).byte()) for rank, size in enumerate(sizes)]
         came[self.rank] = messages[self.rank]
         # Whoever sends an odd number of bytes, what follows begins at an odd one.
-        return torch.cat([torch.zeros(1).byte(), *came])[1:].split(sizes)
+        return list(torch.cat([torch.zeros(1).byte(), *came])[1:].split([*sizes]))
 
 
 @pytest.mark.parametrize("width", [3, 1])
 def test_each_process_gets_the_whole_batch_of_its_own_layers(width):
     here, there = Posted(0, 2), Posted(1, 2)
-    for ranks in (here, there):
-        vars(ranks).update(posted=[], coming={})
     # Layers 4, 5 and 6 of three images: two are computed here, one there.
     whole = torch.arange(3 * 3 * 2.0).view(3, 3, 1, 1, 2).half()
     one, other = (Sharing(ranks, (4, 5, 6), ((4, 5), (6,))) for ranks in (here, there))
@@ -71,19 +78,24 @@ def test_each_process_gets_the_whole_batch_of_its_own_layers(width):
     )
 
 
+@dataclass(frozen=True)
+class Asked(Ranks):
+    """One of two processes, of which the other one still wants two batches."""
+
+    calls: list[Any] = field(default_factory=list)
+
+    def gathered(self, value: Any) -> list[Any]:
+        self.calls.append(value)
+        return [value, 2] if len(self.calls) == 1 else [value, [[3, 1], [2]]]
+
+
 def test_what_one_process_asks_for_last_is_skipped_by_one_that_has_it():
     chosen = [torch.tensor([3, 1]), torch.tensor([2])]
 
-    class Asked(Ranks):
-        def gathered(self, value):
-            # The other process still wants both batches.
-            self.calls.append(value)
-            return [value, 2] if len(self.calls) == 1 else [value, [[3, 1], [2]]]
+    asked = Sharing(Asked(0, 2), (0,), ((0,), (0,))).agreed(chosen[1:])
 
-    ranks = Asked(0, 2)
-    vars(ranks)["calls"] = []
-    batches, skipped = Sharing(ranks, (0,), ((0,), (0,))).agreed(chosen[1:])
-
+    assert asked is not None
+    batches, skipped = asked
     assert [some.tolist() for some in batches] == [[3, 1], [2]]
     assert skipped == 1
 
