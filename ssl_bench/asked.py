@@ -36,7 +36,9 @@ def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[
         plan = [replace(planned, dataset=ReadableDataset(planned.dataset)) for planned in plan]
     for planned in plan:
         planned.require_images()
-    return plan
+    # Those of a dataset that look at the same images follow each other, so that what passed the
+    # encoder for one need not be held for long.
+    return sorted(plan, key=lambda one: (datasets.index(one.choice[1]), one.probe.role))
 
 
 def _leave_out(why: str) -> None:

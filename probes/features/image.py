@@ -34,6 +34,9 @@ class ImageFeatures:
     def of(self, layer: int, facet: str) -> LabelledFeatures:
         return LabelledFeatures(self.by_facet[facet][self.layers.index(layer)], self.labels)
 
+    def has(self, layers: Sequence[int], facets: Sequence[str]) -> bool:
+        return set(layers) <= set(self.layers) and set(facets) <= set(self.by_facet)
+
     def joined(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
         """The features of several layers, concatenated."""
         parts = [self.of(layer, facet).features for layer in layers]
@@ -75,11 +78,25 @@ class ImagePass:
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
         """Features of the images of these indices; each image passes the encoder once.
 
-        Several processes have a part of the images each, and all features in the end.
+        Not even that where they passed for the probe before. Several processes have a part of the
+        images each, and all features in the end.
 
         Raises:
             CheckpointError: features are not finite.
         """
+        passed = self.context.passed
+        key = (images.fingerprint(), tuple(indices), self._size, self.crop_share)
+        known = passed.get(key)
+        if isinstance(known, ImageFeatures) and known.has(layers, self.facets):
+            return known
+        # Before others take their room.
+        passed.pop(key, None)
+        passed[key] = self._passed(images, indices, layers)
+        return passed[key]
+
+    def _passed(
+        self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]
+    ) -> ImageFeatures:
         extractor = FeatureExtractor(
             self.context.encoder,
             layers=layers,
@@ -116,11 +133,15 @@ class ImagePass:
         return ImageFeatures(tuple(layers), found, ranks.completed(labels, 0, shares))
 
     @property
+    def _size(self) -> int:
+        return self.image_size or min(self.context.encoder.native_size)
+
+    @property
     def _parts(self) -> tuple[Facet, ...]:
         return tuple(dict.fromkeys(part for facet in self.facets for part in IMAGE_FACETS[facet]))
 
     def _preparer(self) -> Callable[[Sample], tuple[UInt8[Tensor, "3 size size"], int]]:
-        size = self.image_size or min(self.context.encoder.native_size)
+        size = self._size
 
         def prepare(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
             assert sample.label is not None

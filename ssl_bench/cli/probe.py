@@ -16,6 +16,7 @@ from ssl_bench.asked import (
 )
 from ssl_bench.composition.choices import asked_names, choices
 from ssl_bench.composition.key_lines import key_lines
+from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import probing_config
@@ -59,14 +60,16 @@ def _probed(
 ) -> list[Record]:
     """Records of all asked checkpoints; of several processes the first gets them."""
     plan = ranks.after_first(lambda: asked_probes(options, overrides))
-    records: list[Record] = []
+    records, passed = list[Record](), PassedImages()
     for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
         # The first leaves what it downloads where the others find it.
         encoder = ranks.after_first(partial(announced_encoder, uri))
         layers = resolve_layers(options.layer, encoder.depth)
         for planned in plan:
             evaluation = planned.evaluation(encoder, layers, device)
-            records += evaluation.run(store, say=say, overwrite=options.overwrite, ranks=ranks)
+            records += evaluation.run(
+                store, say=say, overwrite=options.overwrite, ranks=ranks, passed=passed
+            )
     return records
 
 

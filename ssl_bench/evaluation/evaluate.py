@@ -12,6 +12,7 @@ from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.evaluation.cells import cell_keys, cell_settings, left_out
+from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.evaluation.pending import Pending, find_pending, pictures_folder
 from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, SharedProbe
 from ssl_bench.models import Encoder
@@ -42,6 +43,7 @@ class Evaluation:
         say: Callable[[str], None],
         overwrite: bool = False,
         ranks: Ranks = ALONE,
+        passed: PassedImages | None = None,
     ) -> list[Record]:
         """Compute the cells that the store lacks, each saved as soon as it is known.
 
@@ -53,6 +55,7 @@ class Evaluation:
             say: Gets one line on what was skipped and what runs.
             overwrite: Compute finished cells again.
             ranks: The processes that do it together, all with the same arguments.
+            passed: Of probes before this one; it takes part and leaves its own.
 
         Returns:
             The records of all asked cells, old and new; nothing in another process than the first.
@@ -64,7 +67,13 @@ class Evaluation:
             try:
                 whole = replace(self, dataset=OpenedOnce(self.dataset))
                 with ranks.together():
-                    return whole._run(store, say=say, overwrite=overwrite, ranks=ranks)
+                    return whole._run(
+                        store,
+                        say=say,
+                        overwrite=overwrite,
+                        ranks=ranks,
+                        passed=passed or PassedImages(),
+                    )
             except UnreadableImage as error:
                 sieve = self.dataset
                 if not isinstance(sieve, ReadableDataset):
@@ -76,7 +85,13 @@ class Evaluation:
                 say(f"{error}; left out as unreadable: {gone}; beginning again")
 
     def _run(
-        self, store: ResultStore, *, say: Callable[[str], None], overwrite: bool, ranks: Ranks
+        self,
+        store: ResultStore,
+        *,
+        say: Callable[[str], None],
+        overwrite: bool,
+        ranks: Ranks,
+        passed: PassedImages,
     ) -> list[Record]:
         # The first leaves indices and fingerprints where the others find them.
         images, keys = ranks.after_first(self._asked)
@@ -99,6 +114,7 @@ class Evaluation:
                 overwrite=overwrite,
                 say=say,
                 known=list(pending.finished.values()),
+                passed=passed.of(self.encoder, self.probe.role, str(self.dtype)),
                 ranks=ranks if shared else ALONE,
             )
             asked = {(key.layer, key.facet, key.metric): key for key in keys}

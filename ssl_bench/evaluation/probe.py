@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.evaluation.passed import Passed
 from ssl_bench.models import Encoder
 from ssl_bench.results.record import PerImage, Record
 from ssl_bench.system.ranks import ALONE, Ranks
@@ -32,6 +33,7 @@ class ProbeContext:
     Attributes:
         say: Tells the user one line that no record holds.
         known: Records of asked cells that are finished; their scores need not be given again.
+        passed: What probes before this one got from this encoder of the same images.
         ranks: The processes that run it together; the first alone writes what it does not share.
     """
 
@@ -46,6 +48,7 @@ class ProbeContext:
     overwrite: bool = False
     say: Callable[[str], None] = print
     known: Sequence[Record] = ()
+    passed: Passed = field(default_factory=dict)
     ranks: Ranks = ALONE
 
 

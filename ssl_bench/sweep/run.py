@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ssl_bench.asked import announced_encoder
 from ssl_bench.errors import MachineError
+from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.evaluation.probe import SharedProbe
 from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
@@ -65,13 +66,14 @@ def run_here(
 ) -> Iterator[Outcome]:
     """Run jobs one after the other in this process; `debug` raises the first error.
 
-    An encoder is loaded once where its jobs are neighbours.
+    An encoder is loaded once where its jobs are neighbours, and images pass it once for those of
+    them that look at the same.
     """
-    load = lru_cache(maxsize=1)(announced_encoder)
+    load, passed = lru_cache(maxsize=1)(announced_encoder), PassedImages()
 
     def compute(job: Job) -> None:
         encoder = load(job.encoder.uri)
-        job.planned.evaluation(encoder, job.layers, device).run(store, say=say)
+        job.planned.evaluation(encoder, job.layers, device).run(store, say=say, passed=passed)
 
     for number, job in enumerate(jobs, 1):
         say(f"job {number} of {len(jobs)}: {job.title}")

@@ -1,0 +1,100 @@
+"""How often an image passes the encoder for several probes of one command."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from probes.knn.probe import KNN
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.evaluation import Evaluation, Probe
+from ssl_bench.evaluation.passed import PassedImages
+from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
+from ssl_bench.results import ResultStore
+from tests.support import heads
+from tests.support.coloured_classes import coloured_classes
+from tests.support.colours import Counter
+
+TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
+TRAIN, VAL = 30, 12
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return coloured_classes(tmp_path_factory.mktemp("colours"))
+
+
+@pytest.fixture
+def encoder() -> Encoder:
+    return encoder_from_model(build_vit(TINY, seed=0), name="tiny")
+
+
+def evaluation(probe: Probe, encoder: Encoder, root: Path, **changes: Any) -> Evaluation:
+    values: dict[str, Any] = {"layers": (0, 1, 2), "seed": 0, "dtype": torch.float32}
+    values |= {"encoder": encoder, "dataset": ClassFolders(root), "probe": probe}
+    return Evaluation(**{**values, **changes}, device=torch.device("cpu"))
+
+
+def classification(**changes: Any) -> Probe:
+    return heads.classification({"c_values": [1e-2, 1.0], "max_iterations": 5}, **changes)
+
+
+def passes(encoder: Encoder, store: ResultStore, *asked: Evaluation) -> int:
+    counter, passed = Counter(encoder), PassedImages()
+    for one in asked:
+        one.run(store, say=lambda _: None, passed=passed)
+    return counter.images
+
+
+def test_images_pass_once_for_probes_that_ask_for_the_same(root, encoder, tmp_path):
+    knn = KNN(neighbours=[1, 2])
+    asked = [evaluation(probe, encoder, root) for probe in (classification(), knn)]
+
+    assert passes(encoder, ResultStore(tmp_path / "together"), *asked) == TRAIN + VAL
+
+    for one in asked:
+        assert passes(encoder, ResultStore(tmp_path / "apart"), one) == TRAIN + VAL
+    together, apart = (ResultStore(tmp_path / name).records() for name in ("together", "apart"))
+    cells = [(r.task, r.layer, r.metric, r.value, r.ci95) for r in together]
+    assert cells == [(r.task, r.layer, r.metric, r.value, r.ci95) for r in apart]
+    assert {task for task, *_ in cells} == {"classification", "knn"}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "again"),
+    [
+        # More than is asked for is enough, less is not.
+        ({"facet": ["cls", "patch_mean"]}, {}, 0),
+        ({}, {"facet": ["cls", "patch_mean"]}, TRAIN + VAL),
+        ({}, {"crop_share": 0.5}, TRAIN + VAL),
+        ({}, {"image_size": 24}, TRAIN + VAL),
+        # Other training images vote, the same ones are asked about.
+        ({}, {"train_images": 20}, 20),
+    ],
+)
+def test_what_differs_passes_again(root, encoder, tmp_path, first, second, again):
+    probes = [KNN(neighbours=[1], **first), KNN(neighbours=[2], **second)]
+    asked = [evaluation(probe, encoder, root) for probe in probes]
+
+    assert passes(encoder, ResultStore(tmp_path), *asked) == TRAIN + VAL + again
+
+
+def test_another_encoder_or_arithmetic_has_features_of_its_own(root, encoder, tmp_path):
+    other = encoder_from_model(build_vit(TINY, seed=1), name="other")
+    passed, store = PassedImages(), ResultStore(tmp_path)
+    counters = [Counter(encoder), Counter(other)]
+    for one, dtype in ((encoder, "float32"), (other, "float32"), (encoder, "bfloat16")):
+        knn = evaluation(KNN(neighbours=[1]), one, root, dtype=getattr(torch, dtype))
+        knn.run(store, say=lambda _: None, passed=passed)
+
+    assert [counter.images for counter in counters] == [2 * (TRAIN + VAL), TRAIN + VAL]
+
+
+def test_nothing_is_held_when_probes_of_other_images_follow(encoder):
+    passed = PassedImages()
+    passed.of(encoder, "classification", "float32")["images"] = "features"
+
+    assert passed.of(encoder, "classification", "float32") == {"images": "features"}
+    assert passed.of(encoder, "segmentation", "float32") == {}
+    assert passed.of(encoder, "classification", "float32") == {}
