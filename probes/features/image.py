@@ -17,6 +17,7 @@ from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.layers import Facet
 from ssl_bench.metrics import LabelledFeatures
+from ssl_bench.results import encoder_id
 from ssl_bench.system.transfers import fetched, sent
 
 # Unit vectors closer than this to each other tell nothing apart.
@@ -84,8 +85,9 @@ class ImagePass:
         Raises:
             CheckpointError: features are not finite.
         """
-        passed = self.context.passed
-        key = (images.fingerprint(), tuple(indices), self._size, self.crop_share)
+        passed, encoder = self.context.passed, encoder_id(self.context.encoder.identity())
+        seen = (images.fingerprint(), tuple(indices), self._size, self.crop_share)
+        key = (encoder, self.context.dtype, *seen)
         known = passed.get(key)
         if isinstance(known, ImageFeatures) and known.has(layers, self.facets):
             return known

@@ -114,7 +114,7 @@ class Evaluation:
                 overwrite=overwrite,
                 say=say,
                 known=list(pending.finished.values()),
-                passed=passed.of(self.encoder, self.probe.role, str(self.dtype)),
+                passed=passed.of(self.encoder, self.probe.role),
                 ranks=ranks if shared else ALONE,
             )
             asked = {(key.layer, key.facet, key.metric): key for key in keys}

@@ -7,7 +7,7 @@ from ssl_bench.models import Encoder
 from ssl_bench.results import encoder_id
 
 Passed = MutableMapping[Any, Any]
-"""Features by everything beside encoder and arithmetic that they depend on."""
+"""Features by everything that they depend on."""
 
 
 class PassedImages:
@@ -20,9 +20,9 @@ class PassedImages:
         self._of: tuple[str, ...] = ()
         self._found: Passed = {}
 
-    def of(self, encoder: Encoder, role: str, dtype: str) -> Passed:
+    def of(self, encoder: Encoder, role: str) -> Passed:
         """What probes of that role have left."""
-        asked = (encoder_id(encoder.identity()), role, dtype)
+        asked = (encoder_id(encoder.identity()), role)
         if asked != self._of:
             self._of, self._found = asked, {}
         return self._found

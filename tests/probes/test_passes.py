@@ -93,8 +93,8 @@ def test_another_encoder_or_arithmetic_has_features_of_its_own(root, encoder, tm
 
 def test_nothing_is_held_when_probes_of_other_images_follow(encoder):
     passed = PassedImages()
-    passed.of(encoder, "classification", "float32")["images"] = "features"
+    passed.of(encoder, "classification")["images"] = "features"
 
-    assert passed.of(encoder, "classification", "float32") == {"images": "features"}
-    assert passed.of(encoder, "segmentation", "float32") == {}
-    assert passed.of(encoder, "classification", "float32") == {}
+    assert passed.of(encoder, "classification") == {"images": "features"}
+    assert passed.of(encoder, "segmentation") == {}
+    assert passed.of(encoder, "classification") == {}
