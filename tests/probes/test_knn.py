@@ -1,5 +1,6 @@
 """k-NN classification: the vote, and the probe that asks every block."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -250,7 +251,7 @@ def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(contex
     assert found[0, "cls", "top1_k3"].value == pytest.approx(100 / 6)
     torch.nn.init.constant_(model.get_parameter("norm.bias"), torch.nan)
     with pytest.raises(CheckpointError, match="layer 0 of flat gives features that are not finite"):
-        scores(KNN(neighbours=[3]), replace(constant, passed={}))
+        scores(KNN(neighbours=[3]), dataclasses.replace(constant, passed={}))
 
 
 @pytest.mark.parametrize(
