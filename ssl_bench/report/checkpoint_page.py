@@ -94,9 +94,10 @@ def class_tables(
     tables: dict[tuple[str, ...], ClassTable] = {}
     for panel, line in lines:
         where = (panel.task, panel.where, panel.facet, panel.protocol, panel.difference)
-        found = _class_table(panel, line, records)
-        if found and panel.metric.startswith("miou"):
-            tables.setdefault(where, found)
+        if where in tables or not panel.metric.startswith("miou"):
+            continue
+        if found := _class_table(panel, line, records):
+            tables[where] = found
     return tuple(tables.values())
 
 

@@ -65,6 +65,7 @@ class _Words:
         # Written before: texts by themselves, the mappings that many records share by identity.
         self._texts: dict[str, int] = {}
         self._mappings: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
 
     def places(self, record: Record) -> list[int]:
         """Where the fields of a record are, its file, its settings and its details."""
@@ -89,7 +90,13 @@ class _Words:
             if found is None:
                 found = self._mappings[id(value)] = self._new(_plain(value))
             return found
+        if type(value) is int:
+            return self._numbers.get(value) or self._numbered(value)
         return self._new(_plain(value))
+
+    def _numbered(self, value: int) -> int:
+        found = self._numbers[value] = self._new(value)
+        return found
 
     def _new(self, value: Any) -> int:
         word = json.dumps(value, sort_keys=True, default=str)

@@ -145,9 +145,10 @@ def _require_plain(name: str, value: Any, levels: int) -> None:
             raise ValueError(f"{name} has more than {_DEEPEST} levels")
         for item in value.values() if isinstance(value, dict) else value:
             # Most are: without a call, because records of many classes have hundreds.
-            if type(item) is float and -_LARGEST <= item <= _LARGEST:
+            kind = type(item)
+            if kind is float and -_LARGEST <= item <= _LARGEST:
                 continue
-            if item is not None:
+            if kind is not str and item is not None:
                 _require_plain(name, item, levels - 1)
     elif isinstance(value, (int, float)) and not abs(value) <= _LARGEST:
         raise ValueError(f"{name} holds a number that is too large")

@@ -100,12 +100,20 @@ def json_text(
     return json.dumps(plain, indent=indent, separators=separators, default=list)
 
 
+_WHOLE = (int, bool)
+
+
 def plain_json(value: Any, *, infinity: str | None = None, text: Callable[[str], str] = str) -> Any:
     """Values of which JSON has all: null for what is no number, `infinity` for infinity."""
+    if value is None or type(value) in _WHOLE:
+        # Asked first, because whether something is a mapping takes long to know.
+        return value
     if isinstance(value, str):
         return text(value)
     if isinstance(value, float) and not math.isfinite(value):
         return infinity if value == math.inf else None
+    if type(value) is float:
+        return value
     if isinstance(value, Mapping):
         return {
             text(str(name)): plain_json(item, infinity=infinity, text=text)

@@ -54,12 +54,22 @@ class FilesWithin:
             _require_no_link(self._root, path.parent, path)
             self._folders.add(path.parent)
         try:
-            with os.fdopen(_descriptor_of(path, most_bytes), "rb", buffering=0) as file:
-                return file.read()
+            return _content(_descriptor_of(path, most_bytes), most_bytes)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise _is_link(path, path) from error
             raise
+
+
+def _content(descriptor: int, most_bytes: int) -> bytes:
+    """All bytes of a file that is open, which is closed; without an object of Python's for it."""
+    parts = []
+    try:
+        while part := os.read(descriptor, most_bytes):
+            parts.append(part)
+    finally:
+        os.close(descriptor)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _require_no_link(root: Path, top: Path, path: Path) -> None:
