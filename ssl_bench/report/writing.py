@@ -24,8 +24,8 @@ from ssl_bench.report.epochs import EpochsPage, PanelCourses, followed_panels
 from ssl_bench.report.folder import replacing
 from ssl_bench.report.model import Panel, panels_of
 from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
-from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
 from ssl_bench.report.overview.board import board_of
+from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
 from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.pictures.panels import Gallery, galleries_of
 from ssl_bench.report.pictures.strips import strips_of

@@ -39,11 +39,11 @@ from tests.support.report_cells import (
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([cell()], "Values are percent; bands, ± and [ ] are"),
-        ([plain()], "Values are plain numbers; bands, ± and [ ] are"),
+        ([cell()], "Values are percent; bands, ± and [\xa0] are"),
+        ([plain()], "Values are plain numbers; bands, ± and [\xa0] are"),
         (
             [cell(), plain()],
-            "Values are percent, except plain numbers: condition_number; bands, ± and [ ] are",
+            "Values are percent, except plain numbers: condition_number; bands, ± and [\xa0] are",
         ),
     ],
     ids=["percent", "plain numbers", "both"],

@@ -1,8 +1,9 @@
-"""All measurements of a task against checkpoints, and those of one checkpoint against its blocks."""
+"""All measurements of a task against checkpoints, and of one checkpoint against its blocks."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ssl_bench.report.model import Line, Panel
 from ssl_bench.report.overview.differing import Differing, Facts, differing
@@ -115,4 +116,4 @@ def _few(columns: Sequence[BlockColumn]) -> list[tuple[BlockColumn, ...]]:
     """As few tables as can be, of about as many columns each."""
     count = -(-len(columns) // MOST_BESIDE)
     ends = [len(columns) * number // count for number in range(count + 1)]
-    return [tuple(columns[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+    return [tuple(columns[a:b]) for a, b in pairwise(ends)]
