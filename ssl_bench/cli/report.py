@@ -37,7 +37,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
             say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
         write_report(report, folder)
-    say(f"{len(records)} records of {len(report.checkpoints)} checkpoints: {folder / 'index.html'}")
+    what = f"{len(records)} records" if records else "pictures without scores"
+    say(f"{what} of {len(report.checkpoints)} checkpoints: {folder / 'index.html'}")
     say_ignored(store)
     if report.pictures.refused:
         count = len(report.pictures.refused)

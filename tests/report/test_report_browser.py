@@ -215,7 +215,8 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, report, pa
     browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
 
     wide = browser.execute_script(
-        "return [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, .skip, .tall')"
+        "return [...document.querySelectorAll('body *')]"
+        ".filter(e => !e.closest('.scroll, .skip, .tall')"
         " && e.getBoundingClientRect().right > 400.5).map(e => e.outerHTML.slice(0, 99))"
     )
     assert wide == []

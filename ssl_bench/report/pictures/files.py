@@ -35,10 +35,14 @@ class PictureFiles:
 
     def unscored(self) -> list[Place]:
         """Where there are pictures of a task on a dataset that no record is about."""
-        folders = sorted((self.root / "pictures").glob("*/*/*/"))
-        places = [Place(*path.relative_to(self.root / "pictures").parts) for path in folders]
+        pictures = self.root / "pictures"
         scored = {p.parts[-3:-1] for p in (self.root / "records").glob("*/*/*.json")}
-        return [place for place in places if (place.task, place.dataset) not in scored]
+        return [
+            Place(*folder.relative_to(pictures).parts)
+            for folder in sorted(pictures.glob("*/*/*/"))
+            if folder.parts[-3:-1] not in scored
+            and self.names_below(f"{folder.relative_to(self.root)}")
+        ]
 
     def names_below(self, start: str) -> list[PurePosixPath]:
         """Pictures below a folder, both relative, in the order of their names."""
