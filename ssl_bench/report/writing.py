@@ -25,6 +25,7 @@ from ssl_bench.report.folder import replacing
 from ssl_bench.report.model import Panel, panels_of
 from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
 from ssl_bench.report.overview.board import board_of
+from ssl_bench.report.overview.headlines import by_task
 from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
 from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.pictures.panels import Gallery, galleries_of
@@ -98,6 +99,8 @@ class Report:
         shared = gallery_pairs(
             self.galleries[pair.first.encoder_id], self.galleries[pair.second.encoder_id]
         )
+        order = [panel.number for those in by_task(self.panels).values() for panel in those]
+        compared = sorted(compared, key=lambda one: order.index(one.panel.number))
         sides = [[(pair.first.name, g.first), (pair.second.name, g.second)] for g in shared]
         return PairPage(
             pair=pair,
