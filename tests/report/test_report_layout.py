@@ -24,6 +24,14 @@ axe.run(document, { resultTypes: ["violations"], rules: { "target-size": { enabl
   .then((found) => done(found.violations.map((v) => [v.impact, v.id, v.nodes[0].html])));
 """
 
+# Its width is known once it is loaded, which a picture that is decoded may not yet be.
+ENLARGED = """
+const [image, done] = arguments;
+const look = () => (image.width === 3 * image.naturalWidth && image.complete && image.naturalWidth)
+  ? done() : setTimeout(look, 20);
+look();
+"""
+
 
 @pytest.fixture(scope="module")
 def axe() -> str:
@@ -137,7 +145,7 @@ def test_a_pressed_picture_is_enlarged_and_closed_again(browser, report, width):
 
     link.click()
     large = dialog.find_element("css selector", "img")
-    browser.execute_async_script("arguments[0].decode().then(arguments[1])", large)
+    browser.execute_async_script(ENLARGED, large)
 
     assert browser.current_url == address
     assert large.size["width"] == 3 * int(small.get_attribute("naturalWidth"))

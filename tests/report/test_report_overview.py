@@ -169,6 +169,15 @@ def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
     assert strips[0].pictures[-1].address == "pca/block11/dog.png"
 
 
+def test_strips_are_of_what_most_checkpoints_have():
+    first, second = checkpoints_of([cell(), skipless()])
+    many, few = gallery([0], "dog", task="tokencut"), gallery([0], "dog", task="pca")
+
+    strips = strips_of((first, second), {first.encoder_id: [few, many], second.encoder_id: [many]})
+
+    assert [strip.what[:8] for strip in strips] == ["tokencut", "tokencut"]
+
+
 def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):
     names = ("a", "b", "c", "d")
     records = [
