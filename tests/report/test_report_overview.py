@@ -235,7 +235,7 @@ def test_pictures_that_no_record_is_about_are_shown(tmp_path, capsys, others):
     sources = [given["src"] for tag, given in Elements(page).elements if tag == "img"]
     start = "pictures/tokencut/my%20photos/vit-0123abcd/reference"
     assert sources == [f"{start}/block{layer}_key/dog.jpg.png" for layer in ("00", "11")]
-    assert ("No scores" in page) == (not others)
+    assert ("Pictures of 1 checkpoint; no scores." in page) == (not others)
     (own,) = (tmp_path / "report").glob("checkpoint-vit-0123abcd.html")
     text = Elements(own.read_text()).text
     assert "no record is about it" in text
