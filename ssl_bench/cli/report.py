@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_bench.cli.records import asked_records, first_few, recorded_checkpoint, say_ignored
+from ssl_bench.composition.choices import asked_names, choices
+from ssl_bench.errors import DataError
 from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.folder import require_replaceable
+from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.writing import build_report, write_report
-from ssl_bench.results import ResultStore
+from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.system.memory import without_collections
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
@@ -20,7 +23,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     store = ResultStore(Path(options.out))
     folder = expanded(options.into) if options.into else store.root / "report"
     require_replaceable(folder)
-    records = asked_records(options, store)
+    unscored = _asked_pictures(options, PictureFiles(store.root))
+    records = _asked_records(options, store, required=not unscored)
     pairs = [
         (
             recorded_checkpoint(first, records, store)[0],
@@ -29,13 +33,36 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         for first, second in options.pair or []
     ]
     with without_collections():
-        report = build_report(store, records, pairs)
+        report = build_report(store, records, pairs, unscored)
         if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
             say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
         write_report(report, folder)
-    say(f"{len(records)} records of {len(report.checkpoints)} checkpoints: {folder / 'index.html'}")
+    what = f"{len(records)} records" if records else "pictures without scores"
+    say(f"{what} of {len(report.checkpoints)} checkpoints: {folder / 'index.html'}")
     say_ignored(store)
     if report.pictures.refused:
         count = len(report.pictures.refused)
         say(f"{count} pictures cannot be shown: {first_few(report.pictures.refused)}")
     return 0
+
+
+def _asked_pictures(options: argparse.Namespace, files: PictureFiles) -> list[Place]:
+    """Pictures of the asked tasks and datasets that no record is about, as of unlabelled ones."""
+    tasks = asked_names("task", options.task, [*choices("probe"), SUPERVISED])
+    datasets = options.dataset.split(",") if options.dataset else None
+    return [
+        place
+        for place in files.unscored()
+        if place.task in tasks and (datasets is None or place.dataset in datasets)
+    ]
+
+
+def _asked_records(
+    options: argparse.Namespace, store: ResultStore, *, required: bool
+) -> list[Record]:
+    try:
+        return asked_records(options, store)
+    except DataError:
+        if required:
+            raise
+        return []

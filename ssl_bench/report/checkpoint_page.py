@@ -13,6 +13,7 @@ from ssl_bench.report.model import (
     said_units,
 )
 from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
+from ssl_bench.report.overview.measured import BlockGroup, block_groups
 from ssl_bench.report.pages import number
 from ssl_bench.report.pictures.viewers import GallerySection
 from ssl_bench.results import Record
@@ -69,8 +70,8 @@ class CheckpointPage:
     runs: tuple[SettingsGroup, ...]
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(sorted({point.layer for _, line in self.lines for point in line.points}))
+    def groups(self) -> tuple[BlockGroup, ...]:
+        return block_groups(self.lines)
 
     @property
     def has_arbitrary(self) -> bool:

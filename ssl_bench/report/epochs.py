@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ssl_bench.errors import DataError
-from ssl_bench.report.curves import Chart, Curve, Spot, draw
+from ssl_bench.report.drawing.curves import Chart, Curve, Spot, draw
 from ssl_bench.report.model import MOST_DRAWN, Panel, Point, best_of, point_of, said_units
 from ssl_bench.report.pages import Filter, filters_of, spot_of
 from ssl_bench.results import Record
@@ -89,8 +89,9 @@ class PanelCourses:
         shown = self.shown
         curves = {course.run: course.curves() for course in shown}
         every = [curve for those in curves.values() for curve in those]
+        unit, said = self.panel.unit, self.panel.measured
         return tuple(
-            (c, draw(curves[c.run], unit=self.panel.unit, along="epoch", beside=every))
+            (c, draw(curves[c.run], unit=unit, measured=said, along="epoch", beside=every))
             for c in shown
         )
 

@@ -47,6 +47,12 @@ class Point:
         return self.entry.text()
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The value and what is behind it, which may stand below it."""
+        number, _, interval = self.text.partition(" ")
+        return (number, interval) if interval else (number,)
+
+    @property
     def sort_key(self) -> str:
         """As JavaScript reads numbers; empty where there is no value."""
         if math.isnan(self.value):
@@ -81,6 +87,7 @@ class Panel:
     Attributes:
         number: From 0; names its place in the pages.
         difference: What sets it apart from panels of the same names, else empty.
+        facts: All that a row of a table has to say of it, by name.
         footnote: Where all of its numbers are from.
     """
 
@@ -93,12 +100,18 @@ class Panel:
     facet: str
     protocol: str
     difference: str
+    facts: tuple[tuple[str, str], ...]
     lines: tuple[Line, ...]
     footnote: str
 
     @property
     def where(self) -> str:
         return f"{self.dataset} {self.split}"
+
+    @property
+    def measured(self) -> str:
+        """Such as "corloc (%)"."""
+        return f"{self.metric} ({self.unit})" if self.unit else self.metric
 
     @property
     def title(self) -> str:
@@ -137,9 +150,7 @@ def panels_of(records: Sequence[Record], checkpoints: Sequence[Checkpoint]) -> t
     firsts = [group[0] for group in groups]
     numbers = {id(record): number for number, record in enumerate(records)}
     return tuple(
-        _panel(
-            number, {numbers[id(r)]: r for r in group}, _difference(group[0], firsts), checkpoints
-        )
+        _panel(number, {numbers[id(r)]: r for r in group}, _rivals(group[0], firsts), checkpoints)
         for number, group in enumerate(groups)
     )
 
@@ -147,7 +158,7 @@ def panels_of(records: Sequence[Record], checkpoints: Sequence[Checkpoint]) -> t
 def _panel(
     number: int,
     members: Mapping[int, Record],
-    difference: str,
+    rivals: Sequence[Record],
     checkpoints: Sequence[Checkpoint],
 ) -> Panel:
     first = next(iter(members.values()))
@@ -168,20 +179,41 @@ def _panel(
         unit=first.unit,
         facet=first.facet,
         protocol=first.protocol,
-        difference=difference,
+        difference=_difference(first, rivals),
+        facts=tuple(_facts(first, rivals).items()),
         lines=tuple(lines),
         footnote=provenance(list(members.values())),
     )
 
 
-def _difference(record: Record, firsts: Sequence[Record]) -> str:
-    """What the protocol's name leaves out, and what sets a panel apart from others of its names."""
+def _rivals(record: Record, firsts: Sequence[Record]) -> list[Record]:
+    """Records of the panels of the same names."""
     same = (*PANEL_FIELDS, "split")
-    rivals = [r for r in firsts if all(getattr(r, n) == getattr(record, n) for n in same)]
+    return [r for r in firsts if all(getattr(r, n) == getattr(record, n) for n in same)]
+
+
+def _difference(record: Record, rivals: Sequence[Record]) -> str:
+    """What the protocol's name leaves out, and what sets a panel apart from others of its names."""
     differing = differing_settings(record, rivals)
     changed = record.named_protocol.removeprefix(record.protocol)
     training = said_training(record)
     return changed + training + (f" [{', '.join(differing)}]" if differing else "")
+
+
+def _facts(record: Record, rivals: Sequence[Record]) -> dict[str, str]:
+    """What `Panel.title` and `_difference` say, one by one."""
+    facts = {name: str(getattr(record, name)) for name in ("metric", "facet", "protocol")}
+    facts["on"] = f"{record.dataset} {record.split}"
+    facts |= {name: str(value) for name, value in sorted(record.changed.items())}
+    if record.trained_on is not None:
+        facts["trained on"] = str(record.trained_on)
+    differing = (text.partition(separator) for text, separator in _said(record, rivals))
+    return facts | {name: value for name, _, value in differing}
+
+
+def _said(record: Record, rivals: Sequence[Record]) -> list[tuple[str, str]]:
+    """Differing settings, and what parts their names from their values."""
+    return [(text, "=" if "=" in text else " ") for text in differing_settings(record, rivals)]
 
 
 def best_of(points: Iterable[Point]) -> Point | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.comparing import Pair, PanelPair
-from ssl_bench.report.curves import Chart, Curve, Reference, Spot, draw
+from ssl_bench.report.drawing.curves import Chart, Curve, Reference, Spot, draw
 from ssl_bench.report.model import (
     PANEL_FIELDS,
     Line,
@@ -15,10 +15,17 @@ from ssl_bench.report.model import (
     Point,
     said_units,
 )
+from ssl_bench.report.overview.board import Board
+from ssl_bench.report.overview.headlines import by_task, headline_metric
+from ssl_bench.report.overview.measured import TaskTable, task_tables
+from ssl_bench.report.pictures.strips import Strip
 from ssl_bench.report.pictures.viewers import GallerySection
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.tables.published import PublishedValue, published_beside
+
+MOST_UNFOLDED = 2
+"""Of more panels on one split of a dataset only those of the headline metric stand open."""
 
 _DOUBTFUL_PERCENT = 50.0
 
@@ -57,10 +64,16 @@ class PanelView:
 
 @dataclass(frozen=True)
 class PanelGroup:
-    """The panels on one split of a dataset."""
+    """The panels on one split of a dataset.
+
+    Attributes:
+        views: Those of the metric that stands for the task.
+        folded: All others.
+    """
 
     where: str
     views: tuple[PanelView, ...]
+    folded: tuple[PanelView, ...]
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,8 @@ class IndexPage:
     """The overview.
 
     Attributes:
+        board: One number a task.
+        strips: A few pictures of each checkpoint.
         followed: Numbers of the panels that the page on epochs follows runs in.
     """
 
@@ -92,6 +107,8 @@ class IndexPage:
     num_unreadable: int
     checkpoints: tuple[Checkpoint, ...]
     pairs: tuple[Pair, ...]
+    board: Board
+    strips: tuple[Strip, ...]
     views: tuple[PanelView, ...]
     followed: frozenset[int]
 
@@ -100,9 +117,9 @@ class IndexPage:
         return len(self.views)
 
     @property
-    def ranked(self) -> tuple[Panel, ...]:
+    def measured(self) -> tuple[TaskTable, ...]:
         """Where more is better."""
-        return tuple(view.panel for view in self.views if view.panel.is_ranked)
+        return task_tables([view.panel for view in self.views])
 
     @property
     def units(self) -> str:
@@ -122,17 +139,34 @@ class IndexPage:
 
     @property
     def sections(self) -> tuple[TaskSection, ...]:
-        groups: dict[str, dict[str, list[PanelView]]] = defaultdict(lambda: defaultdict(list))
-        for view in self.views:
-            groups[view.panel.task][view.panel.where].append(view)
+        views = {view.panel.number: view for view in self.views}
+        tasks = by_task([view.panel for view in self.views])
         return tuple(
             TaskSection(
                 task,
                 f"task-{in_file_names(task)}",
-                tuple(PanelGroup(where, tuple(views)) for where, views in places.items()),
+                _groups([views[panel.number] for panel in panels], headline_metric(panels)),
             )
-            for task, places in groups.items()
+            for task, panels in tasks.items()
         )
+
+
+def _groups(views: Sequence[PanelView], metric: str) -> tuple[PanelGroup, ...]:
+    """By split of a dataset; folded is what is not of the metric, and what more is not better of.
+
+    But for the panels of a task that has a few of them.
+    """
+    places: dict[str, list[PanelView]] = defaultdict(list)
+    for view in views:
+        places[view.panel.where].append(view)
+    groups = []
+    for where, those in places.items():
+        shown = [v for v in those if v.panel.metric == metric and v.panel.is_ranked]
+        if len(those) <= MOST_UNFOLDED:
+            shown = those
+        folded = [view for view in those if view not in shown]
+        groups.append(PanelGroup(where, tuple(shown), tuple(folded)))
+    return tuple(groups)
 
 
 @dataclass(frozen=True)
@@ -164,6 +198,7 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
                 spot_of(point, point.layer, f"{line.checkpoint.name}, block {point.layer}")
                 for point in line.points
             ),
+            line.checkpoint.label if len(lines) > 1 else "",
         )
         for line in lines
     ]
@@ -175,7 +210,9 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
         # Not beside a part of the dataset.
         if value.dataset == panel.dataset
     ]
-    return PanelView(panel, lines, draw(curves, levels, panel.unit), published)
+    return PanelView(
+        panel, lines, draw(curves, levels, panel.unit, measured=panel.measured), published
+    )
 
 
 def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
@@ -191,7 +228,9 @@ def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
         )
         for one in differences
     )
-    return PairView(compared, draw([Curve(second.name, second.style, second.number, spots)]))
+    curve = Curve(second.name, second.style, second.number, spots)
+    measured = f"difference in {compared.panel.metric} (points)"
+    return PairView(compared, draw([curve], measured=measured))
 
 
 def filters_of(panels: Sequence[Panel]) -> tuple[Filter, ...]:

@@ -24,9 +24,12 @@ from ssl_bench.report.epochs import EpochsPage, PanelCourses, followed_panels
 from ssl_bench.report.folder import replacing
 from ssl_bench.report.model import Panel, panels_of
 from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
+from ssl_bench.report.overview.board import board_of
+from ssl_bench.report.overview.headlines import by_task
 from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
-from ssl_bench.report.pictures.files import PictureFiles
+from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.pictures.panels import Gallery, galleries_of
+from ssl_bench.report.pictures.strips import strips_of
 from ssl_bench.report.pictures.viewers import address_of, sections_of
 from ssl_bench.report.provenance import as_script
 from ssl_bench.results import Record, ResultStore
@@ -58,7 +61,7 @@ class Report:
     pairs: tuple[Pair, ...]
     followed: tuple[PanelCourses, ...]
     by_encoder: Mapping[str, Sequence[Record]]
-    galleries: dict[str, list[Gallery]]
+    galleries: Mapping[str, Sequence[Gallery]]
     pictures: PictureFiles
     num_unreadable: int
 
@@ -68,6 +71,8 @@ class Report:
             num_unreadable=self.num_unreadable,
             checkpoints=self.checkpoints,
             pairs=self.pairs,
+            board=board_of(self.panels, self.checkpoints),
+            strips=strips_of(self.checkpoints, self.galleries),
             views=tuple(panel_view(panel, self.records) for panel in self.panels),
             followed=frozenset(one.panel.number for one in self.followed),
         )
@@ -94,6 +99,8 @@ class Report:
         shared = gallery_pairs(
             self.galleries[pair.first.encoder_id], self.galleries[pair.second.encoder_id]
         )
+        order = [panel.number for those in by_task(self.panels).values() for panel in those]
+        compared = sorted(compared, key=lambda one: order.index(one.panel.number))
         sides = [[(pair.first.name, g.first), (pair.second.name, g.second)] for g in shared]
         return PairPage(
             pair=pair,
@@ -108,14 +115,17 @@ class Report:
 
 
 def build_report(
-    store: ResultStore, records: Sequence[Record], asked_pairs: Iterable[tuple[str, str]]
+    store: ResultStore,
+    records: Sequence[Record],
+    asked_pairs: Iterable[tuple[str, str]],
+    unscored: Sequence[Place] = (),
 ) -> Report:
-    """Gather what is known of some records.
+    """Gather what is known of some records, and of pictures that no record is about.
 
     Raises:
         ConfigurationError: a pair names a checkpoint that is not there.
     """
-    checkpoints, pictures = checkpoints_of(records), PictureFiles(store.root)
+    checkpoints, pictures = checkpoints_of(records, unscored), PictureFiles(store.root)
     by_encoder: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_encoder[record.encoder_id].append(record)
@@ -129,7 +139,8 @@ def build_report(
         followed=followed_panels(panels, records),
         by_encoder=by_encoder,
         galleries={
-            c.encoder_id: galleries_of(pictures, by_encoder[c.encoder_id], c) for c in checkpoints
+            c.encoder_id: galleries_of(pictures, by_encoder[c.encoder_id], c, unscored)
+            for c in checkpoints
         },
         pictures=pictures,
         num_unreadable=len(store.unreadable),

@@ -8,7 +8,8 @@ from tests.support.hostile import hostile_store
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium.webdriver.common.keys import Keys
 
-from tests.report.test_report_browser import PAGES, find, open_page
+from tests.report.test_report_browser import find
+from tests.support.report_pages import PAGES, open_page
 
 pytestmark = pytest.mark.browser
 # What a page could be made to hold; ends when all of it had the time to act.

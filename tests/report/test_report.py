@@ -39,11 +39,11 @@ from tests.support.report_cells import (
 @pytest.mark.parametrize(
     ("records", "said"),
     [
-        ([cell()], "Values are percent; bands, ± and [ ] are"),
-        ([plain()], "Values are plain numbers; bands, ± and [ ] are"),
+        ([cell()], "Values are percent; bands, ± and [\xa0] are"),
+        ([plain()], "Values are plain numbers; bands, ± and [\xa0] are"),
         (
             [cell(), plain()],
-            "Values are percent, except plain numbers: condition_number; bands, ± and [ ] are",
+            "Values are percent, except plain numbers: condition_number; bands, ± and [\xa0] are",
         ),
     ],
     ids=["percent", "plain numbers", "both"],
@@ -58,10 +58,9 @@ def test_pages_say_percent_of_percent_alone(tmp_path, records, said):
     page = (tmp_path / "report" / "index.html").read_text()
     assert said in Elements(page).text
     charts = re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)
-    assert ['text x="6" y="236">%<' in chart for chart in charts] == [
-        record.unit == "%" for record in sorted(records, key=lambda record: record.task)
-    ]
-    assert ("Highest value over blocks" in page) == any(record.unit for record in records)
+    named = [re.findall('class="measured".*?>(.*?)<', chart) for chart in charts]
+    assert named == [["corloc (%)" if record.unit else record.metric] for record in records]
+    assert ("All measurements" in page) == any(record.unit for record in records)
     script = (tmp_path / "report" / "records.js").read_text()
     assert ("plain number" in script) == any(not record.unit for record in records)
 
@@ -258,7 +257,7 @@ def test_of_many_checkpoints_the_highest_are_drawn_and_all_have_a_page(tmp_path,
     assert main(["report", "--out", str(tmp_path)]) == 0
 
     page = (tmp_path / "report/index.html").read_text()
-    card = page[page.index('<article class="card"') :]
+    card = page[page.index('<article class="card"') : page.index("</article>")]
     heads = re.findall(r'data-m="(\d+)"><button', card)
     left_out = {"0", "1"} if unit else {str(count - 2), str(count - 1)}
     assert set(map(str, range(count))) - set(heads) == left_out

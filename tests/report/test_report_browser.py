@@ -1,24 +1,17 @@
 """A report in a browser: opened from disk, sorted, filtered, in the dark and on a phone."""
 
-import math
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from ssl_bench.cli.__main__ import main
-from ssl_bench.results import Record, ResultStore
-from tests.support.report_cells import SKIP, SKIPLESS, cell, counts, folder_of, save, skipless
+from tests.support.report_cells import SKIP, SKIPLESS
+from tests.support.report_pages import NAME, PAGES, SHEET_WIDTH, browsed_report, open_page
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 pytestmark = pytest.mark.browser
-NAME = "skipless <script>alert(1)</script>"
-PAGES = ("index.html", "checkpoint-*.html", "compare-*.html")
 # Of WCAG 2.2, level AA, for text of usual size.
 LEAST_CONTRAST = 4.5
 
@@ -52,46 +45,7 @@ return ratios;
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> Path:
-    """Two checkpoints of three blocks, scored and drawn on two images."""
-    root = tmp_path_factory.mktemp("report # 100%")
-    store, random = ResultStore(root), np.random.default_rng(0)
-    for layer, num_hits in enumerate((9, 0, 10)):
-        for record, hits in (
-            (cell(layer=layer), num_hits),
-            (skipless(layer=layer, model=NAME), 10 - num_hits),
-        ):
-            save(store, record, np.arange(12) < hits)
-            right = random.integers(0, 9, (4, 1, 2))
-            pixels = counts(*np.concatenate([right, right + 2, right + 1], 1))
-            names = {"task": "segmentation", "dataset": "scenes", "metric": "miou_oracle"}
-            save(store, replace(record, **names, details={"iou_by_class": {NAME: 50.0}}), pixels)
-            draw(root, record)
-            value = (3.0, math.inf, 2e4)[layer]
-            store.save(plain(record, value=value, ci95=(value / 2, math.inf)))
-    assert main(["report", "--out", str(root)]) == 0
-    return root / "report"
-
-
-def plain(record: Record, **changes) -> Record:
-    names = {"task": "conditioning", "metric": "condition_number", "unit": ""}
-    return replace(record, **{**names, **changes})
-
-
-def draw(root: Path, record: Record) -> None:
-    folder = folder_of(record).replace("/", "_")
-    path = root / f"pictures/tokencut/toy/{folder}/reference/block0{record.layer}_key"
-    path.mkdir(parents=True)
-    for number, image in enumerate(("dog", "cat")):
-        colour = (80 * record.layer, 200 * number, 99)
-        Image.new("RGB", (60, 20), colour).save(path / f"{image}.png")
-
-
-def open_page(browser, report: Path, pattern: str, *, width: int = 1280, dark: bool = False):
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    browser.get(next(iter(sorted(report.glob(pattern)))).as_uri())
+    return browsed_report(tmp_path_factory.mktemp("report # 100%"))
 
 
 def find(browser, selector: str):
@@ -118,8 +72,8 @@ def test_pages_open_from_disk_without_complaints_and_with_their_pictures(browser
         "return Promise.all([...document.images].map(i => i.decode().then(() => i.naturalWidth)))"
     )
     widths = browser.execute_script(loaded)
-    assert set(widths) <= {60}
-    assert bool(widths) == (pattern != "index.html")
+    assert set(widths) <= {60, SHEET_WIDTH}
+    assert widths
 
 
 def test_nothing_is_fetched_from_elsewhere_and_scripts_in_the_page_do_not_run(browser, report):
@@ -169,7 +123,7 @@ def test_infinity_is_above_every_number(browser, report):
         browser.execute_script(
             "return document.querySelectorAll('article[data-task=conditioning] .endless').length"
         )
-        == 2
+        == 3 * 2
     )
 
 
@@ -181,14 +135,19 @@ def test_a_choice_hides_what_does_not_match_and_show_all_brings_it_back(browser,
 
     find(browser, "select[data-field=task] option[value=tokencut]").click()
     assert len(shown("#best tbody tr")) == len(shown("article")) == 1
-    assert len(shown("main section h2")) == 2
-    assert find(browser, "#shown").text == "1 of 3 panels shown"
+    assert [e.text for e in shown("main section h2")] == [
+        "Checkpoints",
+        "Pictures",
+        "tokencut",
+        "All measurements",
+    ]
+    assert find(browser, "#shown").text == "1 of 5 panels shown"
     find(browser, "input[data-model='1']").click()
     assert len(shown("#best thead th")) == 2
     assert len(shown("article g[data-m='1']")) == 0
     find(browser, "button[type=reset]").click()
     assert browser.execute_async_script("setTimeout(arguments[0], 0)") is None
-    assert (len(shown("#best tbody tr")), len(shown("#best thead th"))) == (2, 3)
+    assert (len(shown("#best tbody tr")), len(shown("#best thead th"))) == (2, 6)
 
 
 def test_a_number_tells_its_provenance_to_the_keyboard(browser, report):
@@ -211,7 +170,7 @@ def test_the_slider_and_the_choice_of_an_image_change_both_sides(browser, report
     slider, image = find(browser, ".viewer input"), find(browser, ".viewer select")
 
     def files():
-        pictures = browser.find_elements(By.CSS_SELECTOR, ".viewer img")
+        pictures = browser.find_elements(By.CSS_SELECTOR, ".sides:not(.tall) img")
         return ["/".join(p.get_attribute("src").split("/")[-2:]) for p in pictures]
 
     assert files() == ["block02_key/cat.png"] * 2
@@ -256,7 +215,8 @@ def test_a_phone_shows_every_page_without_scrolling_sideways(browser, report, pa
     browser.execute_script("document.querySelectorAll('details').forEach(d => { d.open = true })")
 
     wide = browser.execute_script(
-        "return [...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll, .skip')"
+        "return [...document.querySelectorAll('body *')]"
+        ".filter(e => !e.closest('.scroll, .skip, .tall')"
         " && e.getBoundingClientRect().right > 400.5).map(e => e.outerHTML.slice(0, 99))"
     )
     assert wide == []

@@ -1,11 +1,13 @@
 import hashlib
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.curves import Reference, draw, nice_ticks
+from ssl_bench.report.drawing.curves import MOST_LABELLED, Reference, draw, nice_ticks
+from ssl_bench.report.drawing.labels import short_names, spread
 from ssl_bench.report.model import panels_of
 from ssl_bench.tables.printing.sheets import NO_VALUE
 from tests.support.report_cells import (
@@ -75,18 +77,61 @@ def test_numbers_with_other_settings_or_data_stand_in_panels_of_their_own():
     assert [line.checkpoint.name for line in panels[0].lines] == ["skip", "skipless"]
 
 
-def test_a_checkpoint_without_skips_is_drawn_dashed_in_the_colour_of_its_counterpart():
+def test_a_checkpoint_without_skips_is_told_apart_by_colour_dashes_and_label():
     names = ["skip_soap", "vit", "skipless_soap", "skip_adamw"]
     records = [cell(model=m, checkpoint_sha256=f"{i}" * 64) for i, m in enumerate(names)]
 
-    styles = {checkpoint.name: checkpoint.style for checkpoint in checkpoints_of(records)}
+    drawn = {one.name: (one.style, one.label) for one in checkpoints_of(records)}
 
-    assert styles == {
-        "skip_adamw": "c0 d0",
-        "skip_soap": "c1 d0",
-        "skipless_soap": "c1 d0s",
-        "vit": "c2 d0",
+    assert drawn == {
+        "skip_adamw": ("c0 d0", "skip adamw"),
+        "skip_soap": ("c1 d0", "skip soap"),
+        "skipless_soap": ("c2 d0s", "skipless soap"),
+        "vit": ("c3 d0", "vit"),
     }
+
+
+def test_an_architecture_without_skips_is_dashed_whatever_its_name():
+    lacking = {"kind": "vit", "skip_attention": False}
+    records = [cell(model="b", architecture=lacking), cell(model="a", checkpoint_sha256="c" * 64)]
+
+    first, second = checkpoints_of(records)
+
+    assert (first.style, second.style) == ("c0 d0", "c1 d0s")
+    assert (dict(first.facts)["skips"], dict(second.facts)["skips"]) == ("yes", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["vit_tiny_skip", "vit_tiny_skipless"], ["skip", "skipless"]),
+        (["vit_tiny_skip", "vit_tiny"], ["vit_tiny_skip", "vit_tiny"]),
+        (["alone"], ["alone"]),
+        (["one_enormous_encoder", "one_tiny_encoder"], ["enormous", "tiny"]),
+        (["tiny_skipless_adamw", "tiny_skip_adamw", "small"], ["tiny skipl adamw"]),
+        (["a" * 20, "b" * 20], ["a" * 16, "b" * 16]),
+        (["__", "//"], ["__", "//"]),
+    ],
+)
+def test_labels_are_what_names_do_not_share_and_fit(names, short):
+    assert list(short_names(names))[: len(short)] == short
+
+
+def test_labels_at_the_ends_of_curves_do_not_touch():
+    assert spread([50.0, 51.0, 90.0], 10.0, 0.0, 100.0) == (50.0, 60.0, 90.0)
+    assert spread([99.0, 98.0], 10.0, 0.0, 100.0) == (100.0, 90.0)
+    assert spread([3.0, 2.0, 1.0], 10.0, 0.0, 20.0) == (20.0, 10.0, 0.0)
+
+
+def test_labels_take_room_from_the_drawing_and_many_curves_have_none():
+    def labelled(count):
+        return draw([replace(curve(1.0, 2.0), label="skipless") for _ in range(count)])
+
+    few, many = labelled(MOST_LABELLED), labelled(MOST_LABELLED + 1)
+
+    assert [one.label.label for one in few.curves if one.label] == ["skipless"] * MOST_LABELLED
+    assert few.right < few.curves[0].marks[-1].x + 20 < many.right
+    assert [one.label for one in many.curves] == [None] * (MOST_LABELLED + 1)
 
 
 def test_no_two_of_many_checkpoints_look_the_same():
@@ -125,7 +170,7 @@ def test_a_curve_spans_the_drawing_and_a_missing_value_breaks_it():
     chart = draw([curve(0.0, 10.0, math.nan, 5.0)])
 
     (drawn,) = chart.curves
-    assert [mark.x for mark in drawn.marks] == pytest.approx([52, 161.3, 380], abs=0.1)
+    assert [mark.x for mark in drawn.marks] == pytest.approx([66, 170.7, 380], abs=0.1)
     assert [mark.y for mark in drawn.marks] == [chart.bottom, chart.top, 108.0]
     assert drawn.line.count("M") == 2
     assert drawn.band == ""

@@ -1,5 +1,6 @@
 """The files below OUT/pictures: which of them may go into a report, and how they get there."""
 
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ssl_bench.system.files import open_within, read_within
@@ -8,6 +9,15 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MOST_BYTES = 64 * 2**20
 # One a image without ground truth, for other programs rather than for readers.
 _NOT_SHOWN = "masks"
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """A folder OUT/pictures/TASK/DATASET/FOLDER; the last one is named after an encoder."""
+
+    task: str
+    dataset: str
+    folder: str
 
 
 class PictureFiles:
@@ -22,6 +32,17 @@ class PictureFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.refused: dict[Path, str] = {}
+
+    def unscored(self) -> list[Place]:
+        """Where there are pictures of a task on a dataset that no record is about."""
+        pictures = self.root / "pictures"
+        scored = {p.parts[-3:-1] for p in (self.root / "records").glob("*/*/*.json")}
+        return [
+            Place(*folder.relative_to(pictures).parts)
+            for folder in sorted(pictures.glob("*/*/*/"))
+            if folder.parts[-3:-1] not in scored
+            and self.names_below(f"{folder.relative_to(self.root)}")
+        ]
 
     def names_below(self, start: str) -> list[PurePosixPath]:
         """Pictures below a folder, both relative, in the order of their names."""

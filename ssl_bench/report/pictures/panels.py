@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from ssl_bench.report.checkpoints import Checkpoint
-from ssl_bench.report.pictures.files import PictureFiles
+from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.results import Record
 from ssl_bench.system.naming import file_name
 
@@ -63,7 +63,10 @@ class Gallery:
 
 
 def galleries_of(
-    files: PictureFiles, records: Sequence[Record], checkpoint: Checkpoint
+    files: PictureFiles,
+    records: Sequence[Record],
+    checkpoint: Checkpoint,
+    unscored: Iterable[Place] = (),
 ) -> list[Gallery]:
     """What there is to see of a checkpoint.
 
@@ -71,21 +74,26 @@ def galleries_of(
         files: Those of the folder of results.
         records: Those of the report; their tasks and datasets are looked at.
         checkpoint: Whose pictures.
+        unscored: Where there are pictures that no record is about.
 
     Returns:
         Galleries whose paths are relative to that folder, with / between folders.
     """
-    own: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
+    variants: dict[Place, set[tuple[str, str]]] = defaultdict(set)
+    datasets: dict[Place, str] = {}
     for record in records:
         if record.encoder_id == checkpoint.encoder_id:
-            own[record.task, record.dataset].add((record.protocol, record.facet))
+            for folder in checkpoint.folders:
+                place = Place(record.task, file_name(record.dataset), folder)
+                variants[place].add((record.protocol, record.facet))
+                datasets[place] = record.dataset
+    own = [place for place in unscored if place.folder in checkpoint.folders]
     found = []
-    for (task, dataset), variants in sorted(own.items()):
-        for folder in checkpoint.folders:
-            start = f"pictures/{task}/{file_name(dataset)}/{folder}/"
-            names = files.names_below(start)
-            found += _by_block(task, dataset, start, names)
-            found += _panels(task, dataset, start, names, variants)
+    for place in sorted({*datasets, *own}):
+        start = f"pictures/{place.task}/{place.dataset}/{place.folder}/"
+        names, dataset = files.names_below(start), datasets.get(place, place.dataset)
+        found += _by_block(place.task, dataset, start, names)
+        found += _panels(place.task, dataset, start, names, variants[place])
     return found
 
 

@@ -35,13 +35,17 @@ function applyFilters(form) {
     if (item.classList.contains("card") && !item.hidden) shown += 1;
   }
   for (const group of document.querySelectorAll("[data-group]")) {
-    group.hidden = !group.querySelector(".card:not([hidden])");
+    group.hidden = !group.querySelector(".card:not([hidden]), tbody > tr[data-task]:not([hidden])");
   }
   for (const box of form.querySelectorAll("input[data-model]")) {
     for (const item of document.querySelectorAll(`[data-m="${box.dataset.model}"]`)) {
       // Parts of drawings have no property of this name.
       item.toggleAttribute("hidden", !box.checked);
     }
+  }
+  // What was asked for and is folded away shows itself.
+  for (const fold of document.querySelectorAll("details.fold")) {
+    if (wanted.length) fold.open = true;
   }
   const all = document.querySelectorAll(".card[data-task]").length;
   document.getElementById("shown").textContent = `${shown} of ${all} panels shown`;
@@ -107,7 +111,45 @@ function setUpViewer(viewer) {
   show();
 }
 
+// Pictures: pressed ones are shown in a dialog, small ones enlarged and large ones whole.
+function showPicture(link) {
+  const dialog = document.getElementById("picture");
+  const place = dialog.querySelector("div");
+  const small = link.querySelector("img");
+  const large = document.createElement("img");
+  const enlarge = () => {
+    const room = place.clientWidth;
+    large.width = Math.max(large.naturalWidth, Math.min(3 * large.naturalWidth, room));
+  };
+  large.addEventListener("load", enlarge);
+  large.alt = small ? small.alt : link.textContent;
+  large.src = link.href;
+  place.replaceChildren(large);
+  dialog.querySelector("h2").textContent = large.alt;
+  const alone = document.createElement("a");
+  alone.href = link.href;
+  alone.textContent = "Only the picture";
+  dialog.querySelector("p").replaceChildren(alone);
+  dialog.showModal();
+  place.scrollTo(0, 0);
+}
+
+// A place on the page that is folded away opens when it is gone to.
+function unfold() {
+  const place = document.getElementById(location.hash.slice(1));
+  if (!place) return;
+  for (let e = place; e; e = e.parentElement) if (e.matches("details.fold")) e.open = true;
+  place.scrollIntoView();
+}
+window.addEventListener("hashchange", unfold);
+
 document.addEventListener("click", (event) => {
+  const link = event.target.closest("a.zoom");
+  if (link && !event.ctrlKey && !event.metaKey && !event.shiftKey) {
+    event.preventDefault();
+    showPicture(link);
+    return;
+  }
   const button = event.target.closest("button");
   if (!button) return;
   if (button.matches("th button")) sortTable(button);
@@ -125,3 +167,4 @@ if (filters) {
   filters.addEventListener("reset", () => setTimeout(() => applyFilters(filters)));
   applyFilters(filters);
 }
+unfold();

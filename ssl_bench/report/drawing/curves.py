@@ -3,11 +3,19 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+
+from ssl_bench.report.drawing.labels import spread
 
 WIDTH, HEIGHT = 400, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 42, 10, 10, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 10, 10, 34
 _LONGEST_LABEL = 5
 _LABEL_GAP = 27
+MOST_LABELLED = 8
+"""With more curves than that their names at the right edge would cover each other."""
+
+# Of a letter of a name at the right edge, and of its line.
+_LETTER, _LINE = 5.9, 11.0
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,14 @@ class Curve:
     Attributes:
         style: Classes of the style sheet.
         number: Of the checkpoint or block, so that readers can hide it.
+        label: Stands at the right end where there are few curves; empty for none.
     """
 
     name: str
     style: str
     number: int
     spots: tuple[Spot, ...]
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +82,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class DrawnCurve:
-    """A curve in the drawing; `line` and `band` are SVG paths."""
+    """A curve in the drawing; `line` and `band` are SVG paths.
+
+    Attributes:
+        label: Its text and height at the right edge, if it has one.
+    """
 
     name: str
     style: str
@@ -80,6 +94,7 @@ class DrawnCurve:
     line: str
     band: str
     marks: tuple[Mark, ...]
+    label: Tick | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +103,7 @@ class Chart:
 
     Attributes:
         along: What the curves run over.
-        unit: Of the heights; empty for plain numbers.
+        measured: What the heights are, with their unit.
         zero: Height of the line at zero where values of both signs are shown, else None.
         levels: Values of references and what they stand for.
     """
@@ -98,12 +113,12 @@ class Chart:
     curves: tuple[DrawnCurve, ...]
     levels: tuple[Tick, ...]
     zero: float | None
-    unit: str = "%"
-    along: str = "block"
+    measured: str
+    along: str
+    right: int
     width: int = WIDTH
     height: int = HEIGHT
     left: int = _LEFT
-    right: int = WIDTH - _RIGHT
     top: int = _TOP
     bottom: int = HEIGHT - _BOTTOM
 
@@ -116,10 +131,11 @@ class Frame:
     last: int | float
     low: float
     high: float
+    right: int
     is_log: bool = False
 
     def x(self, value: int | float) -> float:
-        step = (WIDTH - _LEFT - _RIGHT - 20) / ((self.last - self.first) or 1)
+        step = (self.right - _LEFT - 20) / ((self.last - self.first) or 1)
         return round(_LEFT + 10 + step * (value - self.first), 1)
 
     def y(self, value: float) -> float:
@@ -137,6 +153,7 @@ def draw(
     references: Sequence[Reference] = (),
     unit: str = "%",
     *,
+    measured: str = "",
     along: str = "block",
     beside: Sequence[Curve] = (),
 ) -> Chart:
@@ -151,19 +168,22 @@ def draw(
     low, high = min(heights, default=0.0), max(heights, default=1.0)
     is_log = not unit and 0 < 100 * low < high
     ticks = powers_of_ten(low, high) if is_log else nice_ticks(low, high)
-    frame = Frame(places[0], places[-1], ticks[0], ticks[-1], is_log)
+    labels = [curve.label for curve in curves] if len(curves) <= MOST_LABELLED else []
+    right = WIDTH - _RIGHT - round(_LETTER * max(map(len, labels), default=0))
+    frame = Frame(places[0], places[-1], ticks[0], ticks[-1], right, is_log)
     return Chart(
         x_ticks=_apart([Tick(frame.x(place), f"{place:g}") for place in places]),
         y_ticks=tuple(Tick(frame.y(value), _label(value)) for value in ticks),
-        curves=tuple(_drawn(curve, frame) for curve in curves),
+        curves=tuple(map(_drawn, curves, repeat(frame), _labels(curves, frame))),
         levels=tuple(
             Tick(frame.y(level.value), level.name)
             for level in references
             if frame.low <= level.value <= frame.high
         ),
         zero=frame.y(0.0) if frame.low < 0 < frame.high else None,
-        unit=unit,
+        measured=measured or unit,
         along=along,
+        right=right,
     )
 
 
@@ -191,7 +211,21 @@ def powers_of_ten(low: float, high: float, most: int = 6) -> tuple[float, ...]:
     return tuple(10.0 ** (first + step * i) for i in range(-(-(last - first) // step) + 1))
 
 
-def _drawn(curve: Curve, frame: Frame) -> DrawnCurve:
+def _labels(curves: Sequence[Curve], frame: Frame) -> list[Tick | None]:
+    """Names beside the last value of each curve; none of many curves, or without a value."""
+    ends = {
+        number: frame.y(values[-1])
+        for number, curve in enumerate(curves)
+        if (values := [s.value for s in curve.spots if not math.isnan(s.value)]) and curve.label
+    }
+    if len(curves) > MOST_LABELLED:
+        return [None] * len(curves)
+    heights = spread(list(ends.values()), _LINE, float(_TOP), float(HEIGHT - _BOTTOM))
+    labels = {n: Tick(height, curves[n].label) for n, height in zip(ends, heights, strict=True)}
+    return [labels.get(number) for number in range(len(curves))]
+
+
+def _drawn(curve: Curve, frame: Frame, label: Tick | None) -> DrawnCurve:
     runs: list[list[Spot]] = [[]]
     for spot in curve.spots:
         if not math.isnan(spot.value):
@@ -210,6 +244,7 @@ def _drawn(curve: Curve, frame: Frame) -> DrawnCurve:
             for run in runs
             for s in run
         ),
+        label=label,
     )
 
 

@@ -1,0 +1,1 @@
+"""Curves as lengths in a drawing, and what they are called there."""

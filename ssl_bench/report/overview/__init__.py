@@ -1,0 +1,1 @@
+"""Tables of a report: checkpoints against tasks, against measurements, and blocks."""

@@ -1,0 +1,56 @@
+"""The one metric that stands for a task where there is room for one."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ssl_bench.report.model import Panel
+
+FIRST_TASKS = ("segmentation", "tokencut")
+"""The tasks that readers come for stand first."""
+
+_METRICS = (
+    "miou_holdout",
+    "corloc",
+    "miou",
+    "top1_holdout",
+    "top1_k20",
+    "explained_variance",
+    "condition_number",
+)
+
+
+def headline_metric(panels: Sequence[Panel]) -> str:
+    """The metric that stands for a task: of the known ones, or the first in which more is better.
+
+    Args:
+        panels: Of one task.
+    """
+    metrics = [panel.metric for panel in sorted(panels, key=lambda panel: not panel.is_ranked)]
+    return next((metric for metric in _METRICS if metric in metrics), metrics[0])
+
+
+def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
+    """One a task and split of a dataset: that of its metric with the most checkpoints."""
+    chosen = []
+    for those in by_task(panels).values():
+        metric = headline_metric(those)
+        places: dict[str, list[Panel]] = defaultdict(list)
+        for panel in those:
+            if panel.metric == metric:
+                places[panel.where].append(panel)
+        chosen += [max(rivals, key=lambda panel: len(panel.lines)) for rivals in places.values()]
+    return tuple(chosen)
+
+
+def by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
+    """Panels by task: the first ones, those in which more is better, others with few panels."""
+    tasks: dict[str, list[Panel]] = defaultdict(list)
+    for panel in panels:
+        tasks[panel.task].append(panel)
+
+    def place(task: str) -> tuple[int, int]:
+        first = FIRST_TASKS.index(task) if task in FIRST_TASKS else len(FIRST_TASKS)
+        is_ranked = any(panel.is_ranked for panel in tasks[task])
+        return first, 0 if is_ranked else len(tasks[task])
+
+    return {task: tasks[task] for task in sorted(tasks, key=place)}

@@ -1,0 +1,273 @@
+"""What stands on the first page and in the tables, by the elements of the pages alone."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.model import panels_of
+from ssl_bench.report.overview.board import board_of
+from ssl_bench.report.overview.differing import differing
+from ssl_bench.report.overview.headlines import by_task, headline_panels
+from ssl_bench.report.overview.measured import block_groups
+from ssl_bench.report.pictures.files import PictureFiles, Place
+from ssl_bench.report.pictures.panels import Gallery
+from ssl_bench.report.pictures.strips import MOST_SHOWN, strips_of
+from ssl_bench.results import Record, ResultStore
+from tests.support.report_cells import Elements, cell, folder_of, plain, save_pictures, skipless
+
+SEGMENTATION = {"task": "segmentation", "metric": "miou_oracle", "facet": "token"}
+
+
+def panels(*records: Record):
+    return panels_of(records, checkpoints_of(records))
+
+
+def written(root: Path, *records: Record, page: str = "index.html") -> str:
+    store = ResultStore(root)
+    for record in records:
+        store.save(record)
+    assert main(["report", "--out", str(root)]) == 0
+    return next((root / "report").glob(page)).read_text()
+
+
+def ids(page: str) -> list[str]:
+    return [given["id"] or "" for _, given in Elements(page).elements if "id" in given]
+
+
+def test_what_rows_differ_in_is_told_from_what_they_share():
+    rows = [
+        [("metric", "a"), ("on", "voc val"), ("epochs", "2")],
+        [("metric", "b"), ("on", "voc val")],
+    ]
+
+    found = differing(rows)
+
+    assert (found.names, found.rows) == (("metric", "epochs"), (("a", "2"), ("b", "")))
+    assert found.shared == (("on", "voc val"),)
+    assert (found.words(0), found.words(1)) == (("a", "epochs 2"), ("b",))
+
+
+def test_a_task_has_one_headline_a_dataset():
+    chosen = headline_panels(
+        panels(
+            cell(**SEGMENTATION),
+            cell(**SEGMENTATION | {"metric": "miou_holdout", "protocol": "fast"}),
+            cell(**SEGMENTATION | {"metric": "miou_holdout", "protocol": "full"}),
+            skipless(**SEGMENTATION | {"metric": "miou_holdout", "protocol": "full"}),
+            cell(**SEGMENTATION | {"metric": "miou_holdout", "dataset": "voc"}),
+            cell(task="mine", metric="zeal"),
+            cell(task="mine", metric="ardour", unit=""),
+        )
+    )
+
+    assert [(p.task, p.dataset, p.metric, p.protocol) for p in chosen] == [
+        ("segmentation", "toy", "miou_holdout", "full"),
+        ("segmentation", "voc", "miou_holdout", "reference"),
+        ("mine", "toy", "zeal", "reference"),
+    ]
+
+
+def test_segmentation_and_discovery_come_first_and_many_plain_numbers_last():
+    rest = [cell(task="knn", metric="top1_k20"), cell(task="pca", metric="explained_variance")]
+    shares = [plain(facet=facet) for facet in ("attention", "mlp")]
+
+    tasks = by_task(panels(*shares, *rest, cell(), cell(**SEGMENTATION)))
+
+    assert list(tasks) == ["segmentation", "tokencut", "knn", "pca", "conditioning"]
+
+
+def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better():
+    records = [cell(layer=n, value=v) for n, v in enumerate((40.0, 60.0, 50.0))]
+    records += [plain(facet="mlp", layer=n, value=v) for n, v in enumerate((3.0, 2.0, 1.0))]
+    checkpoints = checkpoints_of(records)
+
+    board = board_of(panels_of(records, checkpoints), checkpoints)
+
+    points = [column.at(checkpoints[0]) for column in board.columns]
+    assert [(p.layer, p.value) for p in points if p] == [(1, 60.0), (2, 1.0)]
+    assert [column.facts for column in board.columns] == [("key",), ("mlp",)]
+    assert board.shared == (("protocol", "reference"), ("on", "toy val"))
+
+
+def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path):
+    small = {"kind": "vit", "dim": 12, "patch_size": 8}
+    records = [cell(architecture=small), skipless(architecture={**small, "dim": 24}, depth=6)]
+
+    page = written(tmp_path, *records)
+
+    head = page[page.index('<table class="held board">') : page.index("</thead>")]
+    assert re.findall(r"<button[^>]*>(.*?)</button>", head) == [
+        "checkpoint",
+        "tokencut",
+        "depth",
+        "dim",
+    ]
+    assert "All checkpoints: skips yes, kind vit, patch size 8." in Elements(page).text
+
+
+def test_settings_that_differ_are_columns_and_equal_ones_are_said_once(tmp_path):
+    settings = [{"size": 128, "epochs": 2}, {"size": 128, "epochs": 20}]
+    records = [cell(**SEGMENTATION, settings=given, changed=given) for given in settings]
+
+    page = written(tmp_path, *records)
+
+    table = page[page.index('<table class="all">') :]
+    heads = re.findall(r"<button[^>]*>(.*?)</button>", table[: table.index("</thead>")])
+    assert heads == ["measured", "epochs", "skip"]
+    said = re.findall("All rows: .*", Elements(page).text)
+    assert said == ["All rows: metric miou_oracle, facet token, protocol reference, on toy val, "
+                    "size 128."]  # fmt: skip
+
+
+def test_the_first_page_has_checkpoints_pictures_curves_and_then_all_numbers(tmp_path):
+    shares = [plain(facet=facet) for facet in ("attention", "mlp", "mlp_skip")]
+    save_pictures(tmp_path, f"tokencut/toy/{folder_of(cell())}/reference/block03_key/dog")
+
+    page = written(tmp_path, *shares, cell(), cell(**SEGMENTATION))
+
+    sections = [i for i in ids(page) if not i.startswith("panel")]
+    assert [i for i in sections if i in ("checkpoints", "pictures", "filters", "best")] == [
+        "checkpoints",
+        "pictures",
+        "filters",
+        "best",
+    ]
+    tasks = ["task-segmentation", "task-tokencut", "task-conditioning"]
+    assert [i for i in sections if i.startswith("task-")] == tasks
+    folds = re.findall(r'<details class="fold".*?</summary>', page)
+    assert [Elements(fold).text for fold in folds] == ["3 panels of conditioning"]
+    assert page.index('class="fold"') < page.index('data-task="conditioning"')
+    assert page.index('data-task="tokencut"') < page.index('class="fold"')
+
+
+def gallery(layers, *images: str, task: str = "pca") -> Gallery:
+    prefixes = {layer: f"{task}/block{layer}/" for layer in layers}
+    return Gallery(task, "toy", "image", prefixes, {image: f"{image}.png" for image in images})
+
+
+def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
+    first, second, third = checkpoints_of([cell(), skipless(), cell(checkpoint_sha256="e" * 64)])
+    galleries = {
+        first.encoder_id: [gallery([None], "all"), gallery(range(12), "cat", "dog")],
+        second.encoder_id: [gallery(range(3), "dog")],
+        third.encoder_id: [],
+    }
+
+    strips = strips_of((first, second, third), galleries)
+
+    assert [strip.checkpoint for strip in strips] == [first, second]
+    assert {strip.what for strip in strips} == {"pca on toy, image, image dog"}
+    blocks = [[picture.block for picture in strip.pictures] for strip in strips]
+    assert blocks == [
+        [f"block {n}" for n in (0, 2, 4, 7, 9, 11)],
+        ["block 0", "block 1", "block 2"],
+    ]
+    assert len(blocks[0]) == MOST_SHOWN
+    assert strips[0].pictures[-1].address == "pca/block11/dog.png"
+
+
+def test_strips_are_of_what_most_checkpoints_have():
+    first, second = checkpoints_of([cell(), skipless()])
+    many, few = gallery([0], "dog", task="tokencut"), gallery([0], "dog", task="pca")
+
+    strips = strips_of((first, second), {first.encoder_id: [few, many], second.encoder_id: [many]})
+
+    assert [strip.what[:8] for strip in strips] == ["tokencut", "tokencut"]
+
+
+def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):
+    names = ("a", "b", "c", "d")
+    records = [
+        cell(**SEGMENTATION | {"metric": f"miou_{name}"}, layer=layer, value=float(layer))
+        for name in names
+        for layer in (0, 5, 11)
+    ]
+
+    page = written(tmp_path, *records, page="checkpoint-*.html")
+
+    tables = re.findall(r'<table class="blocks">.*?</table>', page, re.DOTALL)
+    rows = [re.findall(r'<th scope="row">(\d+)</th>', table) for table in tables]
+    heads = [re.findall(r"<button type=\"button\">(.*?)</button>", table) for table in tables]
+    assert rows == [["0", "5", "11"]] * 2
+    assert heads == [
+        ["block", "miou_<wbr>a", "miou_<wbr>b"],
+        ["block", "miou_<wbr>c", "miou_<wbr>d"],
+    ]
+    assert [table.count('class="best"') for table in tables] == [2, 2]
+
+
+def test_of_many_measurements_on_a_dataset_some_are_folded():
+    records = [plain(facet=f"f{number}") for number in range(11)]
+    lines = [(panel, panel.lines[0]) for panel in panels(*records)]
+
+    (group,) = block_groups(lines)
+
+    sizes = [len(table.columns) for table in (*group.tables, *group.folded)]
+    assert (sizes, group.num_folded) == ([2, 3, 3, 3], 3)
+
+
+def test_one_word_for_a_block_and_axes_that_are_named(tmp_path):
+    written(tmp_path, cell(), skipless(), plain())
+
+    pages = {path.name: path.read_text() for path in (tmp_path / "report").glob("*.html")}
+    assert len(pages) == 4
+    for page in pages.values():
+        assert "layer" not in Elements(page).text
+        assert page.count('class="chart"') == page.count('class="measured"')
+        assert not re.findall(r'class="measured"[^>]*></text>', page)
+
+
+@pytest.mark.parametrize("others", [(), (cell(task="knn", metric="top1_k20", dataset="faces"),)])
+def test_pictures_that_no_record_is_about_are_shown(tmp_path, capsys, others):
+    store = ResultStore(tmp_path)
+    for record in others:
+        store.save(record)
+    for layer in (0, 11):
+        place = f"tokencut/my photos/vit-0123abcd/reference/block{layer:02}_key/dog.jpg"
+        save_pictures(tmp_path, place)
+
+    assert main(["report", "--out", str(tmp_path)]) == 0
+
+    page = (tmp_path / "report/index.html").read_text()
+    sources = [given["src"] for tag, given in Elements(page).elements if tag == "img"]
+    start = "pictures/tokencut/my%20photos/vit-0123abcd/reference"
+    assert sources == [f"{start}/block{layer}_key/dog.jpg.png" for layer in ("00", "11")]
+    assert ("Pictures of 1 checkpoint; no scores." in page) == (not others)
+    (own,) = (tmp_path / "report").glob("checkpoint-vit-0123abcd.html")
+    text = Elements(own.read_text()).text
+    assert "no record is about it" in text
+    assert "my photos, reference key" in text
+    said = "1 records of 2" if others else "pictures without scores of 1"
+    assert f"{said} checkpoints" in capsys.readouterr().err
+
+
+def test_pictures_of_tasks_that_were_not_asked_for_are_no_report(tmp_path, capsys):
+    save_pictures(tmp_path, "tokencut/folder/vit-0123abcd/reference/block00_key/dog")
+
+    assert main(["report", "--out", str(tmp_path), "--task", "knn"]) == 3
+    assert main(["report", "--out", str(tmp_path), "--dataset", "toy"]) == 3
+    assert "no records in" in capsys.readouterr().err
+
+
+def test_pictures_of_an_encoder_with_records_belong_to_it(tmp_path):
+    record = cell()
+    save_pictures(tmp_path, f"pca/folder/{folder_of(record)}/image/block00/dog")
+    save_pictures(tmp_path, f"pca/folder/renamed-{record.encoder_id[:8]}/image/block00/dog")
+    (tmp_path / "pictures/pca/folder/link").symlink_to(tmp_path)
+
+    page = written(tmp_path, record, page="checkpoint-*.html")
+
+    assert len(list((tmp_path / "report").glob("checkpoint-*.html"))) == 1
+    assert page.count('<div class="viewer">') == 2
+
+
+def test_folders_of_pictures_are_unscored_where_no_record_is(tmp_path):
+    ResultStore(tmp_path).save(cell())
+    save_pictures(tmp_path, "tokencut/toy/a/one", "tokencut/folder/a/one", "pca/toy/a/one")
+
+    found = PictureFiles(tmp_path).unscored()
+
+    assert found == [Place("pca", "toy", "a"), Place("tokencut", "folder", "a")]
