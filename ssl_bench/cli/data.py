@@ -1,7 +1,6 @@
 """The command `ssl-bench data`: what is published, fetched, complete and unchanged."""
 
 import argparse
-import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.network.downloads import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.system.files import write_text_atomically
+from ssl_bench.system.locks import lock_when_free
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say, show_progress
 
@@ -168,13 +168,14 @@ def _fetch(one: Download, root: Path) -> None:
     check = partial(_require_archive, target=target) if _is_archive(one) else None
     with download(one.published, target, check).open("rb") as file:
         # Another process may unpack it.
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_when_free(file.fileno())
         if _is_done(one, root):
             return
         if _is_archive(one):
             unpack(target, root / one.into, show_progress)
             # Before the mark: it must not survive a loss of power that the files do not.
-            os.sync()
+            if hasattr(os, "sync"):
+                os.sync()
         write_text_atomically(_mark(root, one), _what_is_done(one))
 
 

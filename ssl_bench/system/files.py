@@ -1,7 +1,6 @@
 """Files that are either complete or not there."""
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ssl_bench.errors import MachineError
+from ssl_bench.system.locks import lock_or_refuse
 
 # Between them `*` marks what sha256sum read as binary.
 _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
@@ -130,7 +130,7 @@ def unfinished(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "w+b") as file:
             # Whoever looks for orphans may hold it for a moment.
             with suppress(BlockingIOError):
-                _lock(descriptor)
+                lock_or_refuse(descriptor)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -168,30 +168,15 @@ def remove_orphans(folder: Path, *, idle_seconds: float = _ORPHAN_SECONDS) -> No
 def _remove_orphan(path: Path, idle_seconds: float) -> None:
     # Errors: another process was quicker, it is a link, or its writer lives.
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDWR | _NO_LINK_NO_WAIT)
         try:
             status = os.fstat(descriptor)
-            if not _lock(descriptor):
+            if not lock_or_refuse(descriptor):
                 idle_seconds = max(idle_seconds, _UNLOCKED_ORPHAN_SECONDS)
             if stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime >= idle_seconds:
                 path.unlink()
         finally:
             os.close(descriptor)
-
-
-def _lock(descriptor: int) -> bool:
-    """Lock a file until it is closed; False on a file system without locks.
-
-    Raises:
-        BlockingIOError: another process holds it.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:
-        return False
-    return True
 
 
 def open_regular(path: Path) -> BufferedReader:
