@@ -250,7 +250,8 @@ def _check_layers(layers: Sequence[int], depth: int) -> None:
     outside = [layer for layer in layers if not 0 <= layer < depth]
     if outside or not layers:
         raise ConfigurationError(
-            f"layers must lie in 0..{depth - 1} for this encoder, got {outside or 'none'}"
+            f"layers must lie in 0..{depth - 1} for this encoder, "
+            f"got {', '.join(map(str, outside)) or 'none'}"
         )
 
 

@@ -34,7 +34,14 @@ PACKAGES = (
     ("sklearn", "scikit-learn"),
     ("hydra", "hydra-core"),
 )
-EXTRAS = (("submitit", "slurm", "sweep --slurm"), ("tensorboard", "track", "train.tensorboard"))
+EXTRAS = (
+    ("submitit", "ssl-bench[slurm]", "sweep --slurm"),
+    ("tensorboard", "ssl-bench[track]", "train.tensorboard"),
+    ("wandb", "wandb", "train.wandb"),
+    ("pandas", "ssl-bench[frames]", "to_pandas"),
+    ("pyarrow", "ssl-bench[frames]", "table --format parquet"),
+)
+"""Packages that something optional needs, what to install for it, and what needs it."""
 THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -75,8 +82,8 @@ def _findings(data_root: str | None) -> Iterator[Finding]:
     for module, distribution in PACKAGES:
         yield _package(module, distribution)
     yield from _unmet_requirements()
-    for distribution, extra, purpose in EXTRAS:
-        yield _extra(distribution, extra, purpose)
+    for distribution, wanted, purpose in EXTRAS:
+        yield _extra(distribution, wanted, purpose)
     yield from _processors()
     yield from _gpus()
     yield from _disks()
@@ -124,11 +131,11 @@ def _unmet_requirements() -> Iterator[Finding]:
             yield Finding(needed.name, text, broken=True)
 
 
-def _extra(distribution: str, extra: str, purpose: str) -> Finding:
+def _extra(distribution: str, wanted: str, purpose: str) -> Finding:
     try:
         return Finding(distribution, metadata.version(distribution))
     except metadata.PackageNotFoundError:
-        text = f"none; only {purpose} needs it: pip install 'ssl-bench[{extra}]'"
+        text = f"none; only {purpose} needs it: pip install '{wanted}'"
         return Finding(distribution, text)
 
 

@@ -26,6 +26,8 @@ _COMMANDS = {
     "check": "doctor` or `ssl-bench data check",
     "demo": "quickstart",
     "help": "--help",
+    "config": "keys",
+    "options": "keys",
     "version": "--version",
 }
 _FLAGS = {
@@ -40,16 +42,17 @@ _FLAGS = {
     "--resume": ("continue",),
     "--jobs": ("workers", "parallel", "n-jobs"),
     "--format": ("output-format", "style"),
-    "--keys": ("config", "options", "list-options", "print-config"),
+    "--print-config": ("config", "show-config", "cfg"),
+    "--limit": ("max-images", "num-images", "num-samples", "subset", "limit-images", "n"),
+    "--dry-run": ("dryrun", "plan", "dry"),
+    "--batch-size": ("batch", "bs", "batchsize"),
 }
 # What is no flag but a value of the configuration, by command.
 _VALUES = {
     "probe": {
-        "seed": "seed=0",
         "dtype": "dtype=bfloat16",
         "epochs": "probe.training.epochs=10",
         "lr": "probe.training.learning_rates=[1e-3]",
-        "batch-size": "probe.training.batch_size=16 or probe.batch_size=16",
         "image-size": "probe.image_size=224",
         "img-size": "probe.image_size=224",
         "k": "probe.neighbours=[20]",
@@ -61,12 +64,10 @@ _VALUES = {
         "num-workers": "probe.num_workers=4",
     },
     "pretrain": {
-        "seed": "train.seed=0",
         "model": "model=vit_small_skip",
         "arch": "model=vit_small_skip",
         "epochs": "train.epochs=100",
         "lr": "optimizer.lr=5e-4",
-        "batch-size": "train.batch_size=256",
         "num-workers": "train.num_workers=8",
         "optimizer": "optimizer=soap",
         "patch-size": "model.patch_size=16",

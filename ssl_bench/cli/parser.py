@@ -24,9 +24,18 @@ examples:
   ssl-bench report --out results
   ssl-bench cost --work pretrain_dino --device h100 cost.batch_size=512
 
-KEY=VALUE arguments are Hydra overrides of the files in configs/; a wrong key names the nearest.
+KEY=VALUE says what has no flag: model=vit_tiny_skip chooses configs/model/vit_tiny_skip.yaml,
+probe.tau=0.3 sets a value, probe.neighbours=[10,20] a list, "probe.cache='/a b'" a text with
+blanks. `ssl-bench keys` lists what there is, `ssl-bench keys probe.tokencut` what one takes, with
+ranges and defaults; a wrong key names the nearest. --seed 3 is short for seed=3, or train.seed=3.
 """
-WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data", "cost")
+WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data", "cost", "keys")
+_KEY_VALUE = "KEY=VALUE, such as {}, sets what has no flag; `ssl-bench keys {}` lists every key"
+_EXAMPLES = {
+    "probe": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
+    "sweep": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
+    "pretrain": ("model=vit_tiny_skip or train.epochs=10", "pretrain"),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_quickstart(commands)
     _add_doctor(commands)
     _add_cost(commands)
+    _add_keys(commands)
     _add_completion(commands)
     return parser
 
@@ -63,13 +73,27 @@ def build_parser() -> argparse.ArgumentParser:
 def _command(
     commands: "argparse._SubParsersAction[_Parser]", name: str, summary: str
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=summary, description=summary)
+    example = _EXAMPLES.get(name)
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=_KEY_VALUE.format(*example) if example else None,
+    )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return command
 
 
-def _add_keys(add: Callable[..., argparse.Action]) -> None:
-    add("--keys", action="store_true", help="print every KEY=VALUE with what it takes, and stop")
+def _add_short(add: Callable[..., object]) -> None:
+    """Short forms of keys, which are where their defaults stand; see `shorthand`."""
+    add("--limit", type=int, metavar="N", help="at most N images of each split: data.limit=N")
+    add("--seed", type=int, metavar="N", help="short for seed=N; of pretrain train.seed=N")
+    add("--batch-size", type=int, metavar="N", help="images that the encoder takes at once")
+
+
+def _add_showing(add: Callable[..., object]) -> None:
+    add("--dry-run", action="store_true", help="say what would be done, and stop")
+    add("--print-config", action="store_true", help="print all values that hold, and stop")
 
 
 def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -82,7 +106,7 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     _add_probing(add)
     add("--overwrite", action="store_true", help="compute finished cells again")
-    _add_keys(add)
+    _add_showing(add)
     add("--json", action="store_true", help="print the records as JSON instead of tables")
 
 
@@ -124,6 +148,7 @@ def _add_probing(add: Callable[..., object]) -> None:
         metavar="fail|skip",
         help="skip: leave out images that cannot be read and say so in the records (default fail)",
     )
+    _add_short(add)
 
 
 def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -140,7 +165,8 @@ def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="go on for longer: with more train.epochs or train.max_steps than before",
     )
     add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
-    _add_keys(add)
+    _add_short(add)
+    _add_showing(add)
 
 
 def _add_reproduce(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -229,13 +255,21 @@ def _add_data(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("action", choices=("list", "download", "check", "verify"), help="what to do")
     add("target", nargs="?", metavar="NAME|DIR", help="a dataset, or the folder of verify")
     add("--data-root", metavar="DIR", help="where the data lies or shall lie (download, check)")
+    add(
+        "--subset",
+        action="store_true",
+        help="check: these are some of the published images, as many as there are",
+    )
     add("--manifest", metavar="FILE", help="list of verify (default DIR/SHA256SUMS)")
     add("--update", action="store_true", help="let verify write its list anew")
     add("--json", action="store_true", help="print what was found as JSON")
 
 
 def _add_format(add: Callable[..., object]) -> None:
-    add("--format", help="text, terminal, markdown, latex, csv or json (default text or terminal)")
+    add(
+        "--format",
+        help="text, terminal, markdown, latex, csv, json or parquet (default text or terminal)",
+    )
 
 
 def _add_filters(add: Callable[..., object]) -> None:
@@ -271,7 +305,18 @@ def _add_cost(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--json", action="store_true", help="print costs as JSON")
 
 
+def _add_keys(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "list KEY=VALUE arguments: what each takes, and its default"
+    add = _command(commands, "keys", summary).add_argument
+    add(
+        "target",
+        nargs="?",
+        metavar="WHAT",
+        help="pretrain, probe.TASK, dataset.NAME, model.NAME, ...; without it: what there is",
+    )
+
+
 def _add_completion(commands: "argparse._SubParsersAction[_Parser]") -> None:
     summary = 'print a script for the shell: eval "$(ssl-bench completion bash)"'
     add = _command(commands, "completion", summary).add_argument
-    add("shell", choices=("bash", "zsh", "tcsh"), help="the shell that will read it")
+    add("shell", choices=("bash", "zsh", "fish", "tcsh"), help="the shell that will read it")

@@ -6,21 +6,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 
 from ssl_bench.asked import (
     announced_encoder,
     asked_probes,
     newest_checkpoint,
     opened_store,
+    planned_probes,
 )
-from ssl_bench.composition.choices import asked_names, choices
-from ssl_bench.composition.key_lines import key_lines
+from ssl_bench.cli.plans import device_of_estimates, plan_table
+from ssl_bench.composition.compose import as_yaml
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.addresses import expand
-from ssl_bench.planning import probing_config
+from ssl_bench.planning import PlannedProbe, probing_config
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.sweep.plan import plan_sweep
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
 from ssl_bench.system.progress import say
@@ -31,8 +32,11 @@ from ssl_bench.tables.printing.sheets import default_format, render_tables
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Probe every asked layer of every asked checkpoint; print the tables."""
-    if options.keys:
-        print("\n".join(key_lines(_defaults(options.task, options.dataset, overrides))))
+    if options.print_config:
+        _print_configs(planned_probes(options, overrides))
+        return 0
+    if options.dry_run:
+        print(plan_table(plan_sweep(options, overrides, device_of_estimates(options))))
         return 0
     device = choose_device(options.device)
     with joined(on_cuda=device.type == "cuda") as ranks, ranks.together():
@@ -73,9 +77,7 @@ def _probed(
     return records
 
 
-def _defaults(task: str, dataset: str, overrides: Sequence[str]) -> list[DictConfig]:
-    return [
-        probing_config(one, where, overrides)
-        for one in asked_names("task", task, choices("probe"))
-        for where in asked_names("dataset", dataset, choices("dataset"))
-    ]
+def _print_configs(plan: Sequence[PlannedProbe]) -> None:
+    for planned in plan:
+        config = probing_config(*planned.choice, planned.overrides, planned.root)
+        print(f"# {planned.choice[0]} on {planned.choice[1]}\n{as_yaml(config)}", end="")

@@ -6,10 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from ssl_bench.cli.__main__ import main
-from ssl_bench.system import device, files, locks
+from ssl_bench.system import locks
 from ssl_bench.system.files import remove_orphans, unfinished
 
 REPOSITORY = Path(__file__).parents[2]
