@@ -1,7 +1,8 @@
 """`ssl-bench probe`: frozen encoders, block by block."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from ssl_bench.asked import (
 )
 from ssl_bench.cli.plans import device_of_estimates, plan_table
 from ssl_bench.composition.compose import as_yaml
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.addresses import expand
@@ -71,10 +73,27 @@ def _probed(
         layers = resolve_layers(options.layer, encoder.depth)
         for planned in plan:
             evaluation = planned.evaluation(encoder, layers, device)
-            records += evaluation.run(
-                store, say=say, overwrite=options.overwrite, ranks=ranks, passed=passed
-            )
+            with _left_out_of_all(planned, plan, asked=options.task, alone=ranks.count == 1):
+                records += evaluation.run(
+                    store, say=say, overwrite=options.overwrite, ranks=ranks, passed=passed
+                )
     return records
+
+
+@contextmanager
+def _left_out_of_all(
+    planned: PlannedProbe, plan: Sequence[PlannedProbe], *, asked: str, alone: bool
+) -> Iterator[None]:
+    """Go on with the other tasks of `--task all` where one does not fit the encoder or the data.
+
+    Of several processes one must not go on without the others.
+    """
+    try:
+        yield
+    except ConfigurationError as error:
+        if asked != "all" or len(plan) == 1 or not alone:
+            raise
+        say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
 
 
 def _print_configs(plan: Sequence[PlannedProbe]) -> None:

@@ -1,4 +1,4 @@
-"""Rows of the log for Weights & Biases, walked with a stand-in of its package, without a network."""
+"""Rows of the log for Weights & Biases, walked with a stand-in of its package."""
 
 import sys
 from types import ModuleType, SimpleNamespace
