@@ -67,9 +67,7 @@ class ImagePass:
     def __post_init__(self) -> None:
         encoder = self.context.encoder
         if "cls_normed" in self._parts and not encoder.has_cls:
-            raise UnfitEncoder(
-                f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean"
-            )
+            raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
 
     def layers_at_once(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""

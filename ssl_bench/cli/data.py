@@ -20,8 +20,7 @@ from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.network.downloads import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
-from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.locks import lock_when_free
+from ssl_bench.system.files import lock_when_free, write_text_atomically
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say, show_progress
 

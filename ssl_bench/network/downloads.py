@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network.answers import Answer, NotFetched, Origin, Refused, Unfit, Wish, ask
-from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.locks import lock_when_free
+from ssl_bench.system.files import lock_when_free, write_text_atomically
 
 
 @dataclass(frozen=True)

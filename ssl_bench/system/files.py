@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ssl_bench.errors import MachineError
-from ssl_bench.system.locks import lock_or_refuse
+
+try:
+    import fcntl
+except ImportError:
+    # Windows has no locks of this kind.
+    fcntl = None
 
 # Between them `*` marks what sha256sum read as binary.
 _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
@@ -177,6 +182,36 @@ def _remove_orphan(path: Path, idle_seconds: float) -> None:
                 path.unlink()
         finally:
             os.close(descriptor)
+
+
+def lock_or_refuse(descriptor: int) -> bool:
+    """Lock a file until it is closed; False on a system or file system without locks.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def lock_when_free(descriptor: int) -> None:
+    """Wait until no other process holds a file, and lock it until it is closed.
+
+    On a system without locks nothing waits: there, of processes that fetch the same file at the
+    same time, the digest tells what they spoilt.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def open_regular(path: Path) -> BufferedReader:

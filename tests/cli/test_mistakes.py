@@ -3,6 +3,9 @@
 import pytest
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
+from ssl_bench.results import ResultStore
+from tests.support.faults import class_folders
 
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
 MISTAKES = [
@@ -88,3 +91,22 @@ def test_tasks_that_nothing_fits_are_named_where_all_were_asked_for(place, capsy
     for task in ("classification", "knn", "retrieval", "segmentation"):
         assert f"{task} needs " in line
     assert "folder has discovery, images" in line
+
+
+def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command(place, capsys):
+    mixer = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+    save_encoder(place / "mixer.safetensors", build_encoder(mixer, seed=0), {})
+    class_folders(place / "classes")
+    words = ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]
+    words += ["class_folders", "--data-root", "classes", "--limit", "6", "--task"]
+
+    assert main([*words, "all"]) == 0
+    said = capsys.readouterr().err
+    assert main([*words, "knn"]) == 2
+    assert "add probe.neighbours=[6]" in capsys.readouterr().err
+    assert main([*words, "knn", "probe.neighbours=[6]"]) == 2
+    assert "take probe.facet=patch_mean" in capsys.readouterr().err
+
+    left = {line.split()[2].rstrip(":") for line in said.splitlines() if "left out: " in line}
+    assert left == {"classification", "conditioning", "knn", "retrieval"}
+    assert {record.task for record in ResultStore(place / "results").records()} == {"pca"}

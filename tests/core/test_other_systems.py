@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ssl_bench.system import locks
+from ssl_bench.system import files
 from ssl_bench.system.files import remove_orphans, unfinished
 
 REPOSITORY = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def test_every_module_can_be_imported_where_only_unix_has_what_is_hidden():
 
 
 def test_without_locks_files_are_written_and_fresh_ones_are_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(locks, "fcntl", None)
+    monkeypatch.setattr(files, "fcntl", None)
     with unfinished(tmp_path / "written.txt") as file:
         file.write(b"whole")
         remove_orphans(tmp_path)
