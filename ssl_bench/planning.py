@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 PROTOCOL = "probe.protocol"
 DType = Literal["float32", "float16", "bfloat16"]
 """As torch names them."""
+Limit = Count | None
 SHARED: Mapping[str, Any] = {
     "data.root": Place,
     "data.fingerprint": FingerprintKind,
-    "data.limit": Count | None,
+    "data.limit": Limit,
     "seed": Seed,
     "dtype": DType,
 }

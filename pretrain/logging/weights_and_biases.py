@@ -66,7 +66,7 @@ def require_wandb() -> Any:
     """
     try:
         # Not for everybody, and no extra: it brings two dozen packages along.
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MachineError(
             "train.wandb=PROJECT needs the package wandb, which is not installed; "

@@ -11,7 +11,7 @@ from ssl_bench.results.record import Record
 from ssl_bench.results.store import ResultStore
 
 if TYPE_CHECKING:
-    import pandas
+    import pandas  # pyright: ignore[reportMissingImports]
 
 
 def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
@@ -30,7 +30,7 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
     """
     try:
         # Not for everybody: the package is an extra, and slow to import.
-        import pandas
+        import pandas  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MachineError(
             "to_pandas needs the package pandas, which is not installed; "

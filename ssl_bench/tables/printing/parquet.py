@@ -16,8 +16,8 @@ def as_parquet(tables: Sequence[Printable]) -> bytes:
     """
     try:
         # Not for everybody: the package is an extra.
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow  # pyright: ignore[reportMissingImports]
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MachineError(
             "--format parquet needs the package pyarrow, which is not installed; "
