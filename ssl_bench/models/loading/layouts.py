@@ -108,6 +108,26 @@ TRANSFORMERS = Layout(
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
 )
+_TV_BLOCK = r"encoder\.layers\.encoder_layer_(\d+)\."
+TORCHVISION = Layout(
+    "torchvision",
+    "https://github.com/pytorch/vision/blob/main/torchvision/models/vision_transformer.py",
+    marks=(r"conv_proj\.weight",),
+    renames=(
+        (r"class_token", r"cls_token"),
+        (r"encoder\.pos_embedding", r"pos_embed"),
+        (r"conv_proj\.(\w+)", r"patch_embed.proj.\1"),
+        (rf"{_TV_BLOCK}ln_([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (rf"{_TV_BLOCK}self_attention\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
+        (rf"{_TV_BLOCK}self_attention\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        # Its first files name the layers of an MLP in another way than it does now.
+        (rf"{_TV_BLOCK}mlp\.(?:0|linear_1)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (rf"{_TV_BLOCK}mlp\.(?:3|linear_2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (r"encoder\.ln\.(\w+)", r"norm.\1"),
+    ),
+    ignored={r"heads\..*": "a head, after the encoder"},
+    heads=_WIDE_HEADS,
+)
 DINOV3_TRANSFORMERS = Layout(
     "DINOv3 of transformers",
     "https://github.com/huggingface/transformers/tree/main/src/transformers/models/dinov3_vit",
@@ -127,7 +147,7 @@ DINOV3_TRANSFORMERS = Layout(
 )
 """The names of DINOv3's own files; its two linear layers differ with and without a gate."""
 
-LAYOUTS = (TRANSFORMERS, MOCO_V3, DINOV2, MAE, IBOT, DINO)
+LAYOUTS = (TRANSFORMERS, TORCHVISION, MOCO_V3, DINOV2, MAE, IBOT, DINO)
 """In the order in which they are tried; the last takes what nothing else marks."""
 
 # What tells an encoder that our ViT is not, and the architecture of timm that is the same.
@@ -149,7 +169,6 @@ _UNSUPPORTED = (
     (r"conv1\.weight|layer\d\.\d+\.conv\d\.weight", "a ResNet"),
     (r"stages\.\d+\..*|downsample_layers\..*", "a network of stages, such as ConvNeXt"),
     (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer"),
-    (r"conv_proj\.weight", "a Vision Transformer of torchvision"),
     (r"features\.\d+\..*", "a network of torchvision"),
 )
 
@@ -200,8 +219,10 @@ def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
     files have zeros there.
     """
     kernel = weights.get("patch_embed.proj.weight")
-    size = None if kernel is None else _DINOV3_SIZES.get(len(kernel))
-    if size is None or "storage_tokens" not in weights:
+    if kernel is None or kernel.ndim != 4 or "storage_tokens" not in weights:
+        return None
+    size = _DINOV3_SIZES.get(len(kernel))
+    if size is None:
         return None
     plus = "_plus" if "blocks.0.mlp.w1.weight" in weights and size != "7b" else ""
     biases = "_qkvb" if "blocks.0.attn.qkv.bias" in weights else ""

@@ -94,7 +94,14 @@ def _from_torch_hub(uri: str) -> Encoder:
 
 
 def _refuse_torchvision(uri: str) -> Encoder:
-    raise CheckpointError(f"{uri}: models of torchvision are not supported; give {_KINDS}")
+    name = uri.partition(":")[2]
+    if not name.startswith("vit_"):
+        raise CheckpointError(f"{uri}: this model of torchvision is not supported; give {_KINDS}")
+    raise CheckpointError(
+        f"{uri}: Vision Transformers of torchvision are loaded from a file; write it with `python "
+        f"-c \"import torch, torchvision.models as m; torch.save(m.get_model('{name}', "
+        f"weights='DEFAULT').state_dict(), '{name}.pth')\"` and give {name}.pth"
+    )
 
 
 def _from_path(uri: str) -> Encoder:
