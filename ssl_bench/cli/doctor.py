@@ -42,6 +42,7 @@ EXTRAS = (
     ("pyarrow", "ssl-bench[frames]", "table --format parquet"),
 )
 """Packages that something optional needs, what to install for it, and what needs it."""
+CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME", "XDG_CACHE_HOME")
 THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -87,6 +88,7 @@ def _findings(data_root: str | None) -> Iterator[Finding]:
     yield from _processors()
     yield from _gpus()
     yield from _disks()
+    yield _caches()
     yield _slurm()
     yield Finding("configs", str(config_folder()))
     yield Finding("probes", ", ".join(choices("probe")))
@@ -176,6 +178,13 @@ def _disks() -> Iterator[Finding]:
         free = shutil.disk_usage(existing).free / 2**30
         advice = "" if os.access(existing, os.W_OK) else f"; {existing} cannot be written"
         yield Finding(name, f"{free:.0f} GiB free in {folder}{advice}")
+
+
+def _caches() -> Finding:
+    """What moves them and whether the network is asked; docs/caches.md has all of them."""
+    said = [f"{name}={os.environ[name]}" for name in CACHE_VARIABLES if name in os.environ]
+    network = "offline" if hub.HF_HUB_OFFLINE else "the network is asked for what is not there"
+    return Finding("caches", f"{', '.join(said) or 'where they usually are'}; {network}")
 
 
 def _slurm() -> Finding:

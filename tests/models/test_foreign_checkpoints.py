@@ -184,6 +184,20 @@ def test_dino_and_deit_need_no_renames(tmp_path, suffix):
     assert (encoder.contents.layout, encoder.contents.ignored) == ("DINO", {})
 
 
+@pytest.mark.parametrize(
+    ("container", "prefix"),
+    [("ema_model", ""), ("net", "module."), ("state_dict", "encoder."), ("w", "model.backbone.")],
+)
+def test_wrappers_of_any_name_are_taken_off_where_nothing_else_can_be_meant(
+    tmp_path, container, prefix
+):
+    model = timm_model()
+    weights = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    path = saved(tmp_path / "w.pth", {container: weights, "epoch": 3, "args": {"lr": 1.0}})
+
+    same_features(path, model)
+
+
 @pytest.mark.parametrize("names", ["of today", "of its first files"])
 def test_a_vision_transformer_of_torchvision_gives_its_own_features(tmp_path, names):
     torch.manual_seed(0)
