@@ -42,8 +42,10 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     device = choose_device(options.device)
     with joined(on_cuda=device.type == "cuda") as ranks, ranks.together():
+        # First, so that a wrong word leaves no folder.
+        plan = ranks.after_first(lambda: asked_probes(options, overrides))
         store = ranks.from_first(lambda: opened_store(options.out))
-        records = _probed(options, overrides, store, device, ranks)
+        records = _probed(options, plan, store, device, ranks)
     if not ranks.is_first:
         return 0
     if options.json:
@@ -59,13 +61,12 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _probed(
     options: argparse.Namespace,
-    overrides: Sequence[str],
+    plan: Sequence[PlannedProbe],
     store: ResultStore,
     device: torch.device,
     ranks: Ranks,
 ) -> list[Record]:
     """Records of all asked checkpoints; of several processes the first gets them."""
-    plan = ranks.after_first(lambda: asked_probes(options, overrides))
     records, passed = list[Record](), PassedImages()
     for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
         # The first leaves what it downloads where the others find it.
