@@ -68,6 +68,7 @@ def test_the_newest_checkpoint_is_taken_and_said(workplace, capsys):
     assert main([*PROBE, "--layer", "-1,0", "probe.image_size=40"]) == 0
 
     out, err = capsys.readouterr()
+    assert "no --checkpoint: the newest below runs/ is runs/newer/last.safetensors, writ" in err
     assert "encoder newer: 3 blocks" in err
     assert "pca: explained_variance" in out
     records = ResultStore(workplace / "results").records()
