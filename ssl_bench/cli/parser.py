@@ -1,10 +1,10 @@
 """The arguments of `ssl-bench`: flags for what people type daily, Hydra overrides for the rest."""
 
 import argparse
-from collections.abc import Callable
 from typing import NoReturn
 
 from ssl_bench import __version__
+from ssl_bench.cli.flags import add_filters, add_format, add_probing, add_short, add_showing
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.arguments import add_arguments
 from ssl_bench.sweep.arguments import add_slurm
@@ -84,18 +84,6 @@ def _command(
     return command
 
 
-def _add_short(add: Callable[..., object]) -> None:
-    """Short forms of keys, which are where their defaults stand; see `shorthand`."""
-    add("--limit", type=int, metavar="N", help="at most N images of each split: data.limit=N")
-    add("--seed", type=int, metavar="N", help="short for seed=N; of pretrain train.seed=N")
-    add("--batch-size", type=int, metavar="N", help="images that the encoder takes at once")
-
-
-def _add_showing(add: Callable[..., object]) -> None:
-    add("--dry-run", action="store_true", help="say what would be done, and stop")
-    add("--print-config", action="store_true", help="print all values that hold, and stop")
-
-
 def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
     probe = _command(commands, "probe", "probe the blocks of frozen encoders")
     add = probe.add_argument
@@ -104,9 +92,9 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
         required=True,
         help="such as tokencut, segmentation, pca, knn, retrieval; several with commas, or all",
     )
-    _add_probing(add)
+    add_probing(add)
     add("--overwrite", action="store_true", help="compute finished cells again")
-    _add_showing(add)
+    add_showing(add)
     add("--json", action="store_true", help="print the records as JSON instead of tables")
 
 
@@ -115,7 +103,7 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     sweep = _command(commands, "sweep", summary)
     add = sweep.add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
-    _add_probing(add)
+    add_probing(add)
     add("--jobs", type=int, default=1, metavar="N", help="processes at a time (default 1)")
     add("--json", action="store_true", help="print plan and outcome as JSON")
     way = sweep.add_mutually_exclusive_group().add_argument
@@ -123,32 +111,6 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     way("--print", action="store_true", help="print a command for each job with pending cells")
     way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
     add_slurm(sweep)
-
-
-def _add_probing(add: Callable[..., object]) -> None:
-    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
-    add(
-        "--checkpoint",
-        action="append",
-        metavar="URI",
-        help="run folder, RUN@EPOCH, weights file, timm:NAME and others that `ssl-bench models` "
-        "lists; several, or patterns such as 'runs/*' (default: the newest below runs/)",
-    )
-    add("--dataset", default="toy", help="several with commas (default toy)")
-    add(
-        "--data-root",
-        metavar="DIR",
-        help="where the data lies; DATASET=DIR,DATASET=DIR for several",
-    )
-    add("--out", default="results", metavar="DIR", help="records and pictures (default results)")
-    add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    add(
-        "--on-bad-image",
-        default="fail",
-        metavar="fail|skip",
-        help="skip: leave out images that cannot be read and say so in the records (default fail)",
-    )
-    _add_short(add)
 
 
 def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -165,8 +127,8 @@ def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="go on for longer: with more train.epochs or train.max_steps than before",
     )
     add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
-    _add_short(add)
-    _add_showing(add)
+    add_short(add)
+    add_showing(add)
 
 
 def _add_reproduce(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -180,9 +142,9 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
     table = _command(commands, "table", "print tables over blocks from records")
     add = table.add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
-    _add_filters(add)
+    add_filters(add)
     add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
-    _add_format(add)
+    add_format(add)
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
     add("--pivot", action="store_true", help="encoders as rows, datasets and metrics as columns")
     add("--over-epochs", action="store_true", help="a run's epochs as rows, blocks as columns")
@@ -214,8 +176,8 @@ def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     add("--over-epochs", action="store_true", help="two runs, at each epoch that both kept")
     add("--task", default="all", help="several with commas, or all (default all)")
-    _add_filters(add)
-    _add_format(add)
+    add_filters(add)
+    add_format(add)
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
 
 
@@ -223,7 +185,7 @@ def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
     summary = "write a folder of pages with curves, tables and pictures from records"
     add = _command(commands, "report", summary).add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
-    _add_filters(add)
+    add_filters(add)
     add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
     add("--into", metavar="DIR", help="folder of the report (default OUT/report)")
@@ -263,18 +225,6 @@ def _add_data(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--manifest", metavar="FILE", help="list of verify (default DIR/SHA256SUMS)")
     add("--update", action="store_true", help="let verify write its list anew")
     add("--json", action="store_true", help="print what was found as JSON")
-
-
-def _add_format(add: Callable[..., object]) -> None:
-    add(
-        "--format",
-        help="text, terminal, markdown, latex, csv, json or parquet (default text or terminal)",
-    )
-
-
-def _add_filters(add: Callable[..., object]) -> None:
-    for name in ("dataset", "metric", "facet", "protocol"):
-        add(f"--{name}", help=f"only these {name}s, with commas")
 
 
 def _add_quickstart(commands: "argparse._SubParsersAction[_Parser]") -> None:
