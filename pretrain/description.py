@@ -17,6 +17,7 @@ _FREE = (
     "train.shared_memory_gib",
     "train.compile",
     "train.tensorboard",
+    "train.wandb",
     "train.checkpoint_minutes",
     "train.checkpoint_epochs",
     "train.keep_epochs",

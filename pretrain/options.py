@@ -29,6 +29,7 @@ from ssl_bench.data.layouts.archives import is_archive, open_archives, open_labe
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
+from ssl_bench.data.limited import limited
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
@@ -54,6 +55,7 @@ class DataOptions:
         labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then.
         fingerprint: How the images are known again when the run is resumed: "content" reads every
             file once, "stat" trusts sizes and times.
+        limit: Learn from so many images at most, spread evenly over all of them.
         mean: Subtracted from the images, RGB in [0, 1]; `std` divides them then. With zeros and
             ones they stay in [0, 1]. What RandAugment fills with is ImageNet's mean always.
     """
@@ -64,6 +66,7 @@ class DataOptions:
     keep_encoded: bool = False
     labels: bool = False
     fingerprint: FingerprintKind = "content"
+    limit: Count | None = None
     mean: Annotated[Sequence[Share], Items(3, 3)] = IMAGENET_MEAN
     std: Annotated[Sequence[PositiveShare], Items(3, 3)] = IMAGENET_STD
 
@@ -94,7 +97,8 @@ class DataOptions:
             ConfigurationError: they cannot be kept or labelled as asked.
         """
         images = self._open()
-        return known_by_stat(images) if self.fingerprint == "stat" else images
+        images = known_by_stat(images) if self.fingerprint == "stat" else images
+        return limited(images, self.limit) if self.limit else images
 
     def _open(self) -> ImageSet:
         if self.root is not None and is_archive(self.root):
@@ -150,6 +154,7 @@ class TrainOptions:
         non_finite_patience: Steps in a row without a finite gradient before the run stops.
         collapse_patience: Steps in a row with a collapsed teacher before the run stops.
         tensorboard: Write the rows of the log for TensorBoard too (extra `track`).
+        wandb: Send them to this project of Weights & Biases too (package `wandb`).
     """
 
     epochs: Count = 300
@@ -181,6 +186,7 @@ class TrainOptions:
     non_finite_patience: Count = 10
     collapse_patience: Count = 500
     tensorboard: bool = False
+    wandb: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, "train")
@@ -193,7 +199,8 @@ class TrainOptions:
         late = [epoch for epoch in self.keep_epochs or () if epoch > self.epochs]
         if late:
             raise ConfigurationError(
-                f"train.keep_epochs expects epochs up to train.epochs={self.epochs}, got {late}"
+                f"train.keep_epochs expects epochs up to train.epochs={self.epochs}, got "
+                f"{', '.join(map(str, late))}"
             )
 
     def keeps(self, epoch: int) -> bool:
@@ -205,9 +212,10 @@ class TrainOptions:
     def timeline(self, num_images: int) -> Timeline:
         """The planned length of a run over so many images."""
         if num_images < self.batch_size:
+            fits = 2 ** (num_images.bit_length() - 1)
             raise ConfigurationError(
-                f"train.batch_size must be at most the number of images, {num_images}, "
-                f"got {self.batch_size}"
+                f"train.batch_size={self.batch_size} is more than the {num_images} images; add "
+                f"train.batch_size={fits}, or --data-root DIR with more of them"
             )
         steps_per_epoch = num_images // self.batch_size
         total = self.epochs * steps_per_epoch

@@ -19,16 +19,17 @@ from pretrain.accuracy import Trained, record_accuracy
 from pretrain.description import LENGTH, describe, differences, in_full
 from pretrain.logging.clock import Clock
 from pretrain.logging.divergence import Watch
-from pretrain.logging.jsonl import Journal
+from pretrain.logging.jsonl import Curves, Journal
 from pretrain.logging.report import StepLog
 from pretrain.logging.tensorboard import Board
+from pretrain.logging.weights_and_biases import WandbRun
 from pretrain.monitor import described
 from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
 from pretrain.plan import Plan
 from pretrain.runtime.batches import Batches, Share, in_memory
 from pretrain.runtime.distributed import TrainingRanks
 from pretrain.runtime.fine_tuning import SHA256, init_from, sha256_at_resume
-from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG, SavedEncoder, Saver
+from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG, WANDB, SavedEncoder, Saver
 from pretrain.runtime.lock import Hold
 from pretrain.runtime.signals import StopRequest
 from pretrain.runtime.state import load_state
@@ -189,10 +190,13 @@ class Run:
     def _journal(self) -> Journal | None:
         if not self.ranks.is_first:
             return None
-        board = None
+        curves: list[Curves] = []
         if self.plan.train.tensorboard:
-            board = Board(self.out / BOARD, last_step=self.step)
-        return Journal(self.out / LOG, last_step=self.step, board=board)
+            curves.append(Board(self.out / BOARD, last_step=self.step))
+        if project := self.plan.train.wandb:
+            folder = self.out / WANDB
+            curves.append(WandbRun(project, folder, self.description, last_step=self.step))
+        return Journal(self.out / LOG, last_step=self.step, curves=curves)
 
     def save(self, report: StepLog) -> None:
         """Leave training state and encoder, once all steps so far are known to be sound.

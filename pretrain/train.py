@@ -11,12 +11,13 @@ import torch
 
 from pretrain.description import describe
 from pretrain.logging.tensorboard import require_tensorboard
+from pretrain.logging.weights_and_biases import require_wandb
 from pretrain.plan import Plan
 from pretrain.run import Run
 from pretrain.runtime.determinism import deterministic
 from pretrain.runtime.distributed import training_together
 from pretrain.runtime.fine_tuning import require_apart
-from pretrain.runtime.folder import ENCODER, claim
+from pretrain.runtime.folder import ENCODER, claim, require_free
 from pretrain.runtime.lock import held
 from pretrain.runtime.signals import stop_requests
 from pretrain.runtime.state import has_state
@@ -27,6 +28,32 @@ from ssl_bench.system.device import choose_device
 @dataclass(frozen=True)
 class Pretraining(Plan):
     """A plan that can be carried out."""
+
+    def outline(self, out: Path, *, goes_on: bool = False) -> list[str]:
+        """What a run would do, in a few lines; nothing is computed or written.
+
+        Args:
+            out: Folder of the run.
+            goes_on: It is resumed or begun anew, so that `out` may hold one.
+
+        Raises:
+            ConfigurationError: `out` holds a run, or a batch is larger than the data.
+            DataError: there are no images.
+        """
+        if not goes_on:
+            require_free(out)
+        images, encoder = self.data.open(), self.encoder
+        timeline, batch = self.train.timeline(len(images)), self.train.batch_size
+        epochs = timeline.total_steps / timeline.steps_per_epoch
+        side = encoder.image_size
+        return [
+            f"run folder {out}",
+            f"images     {len(images):,} of {images.name} {images.split}",
+            f"encoder    {encoder.depth} blocks of width {encoder.dim}, patches of "
+            f"{encoder.patch_size} pixels, images of {side} x {side}",
+            f"learning   {_word(self.objective)} with {_word(self.optimizer)}",
+            f"steps      {timeline.total_steps:,} of {batch:,} images, {epochs:.4g} epochs",
+        ]
 
     def run(
         self,
@@ -64,10 +91,13 @@ class Pretraining(Plan):
             DataError: an image cannot be read; everything is saved.
             Preempted: SIGTERM or SIGUSR1 came, and everything is saved.
             KeyboardInterrupt: SIGINT came, and everything is saved.
-            MachineError: a folder cannot be written, or TensorBoard is asked for and missing.
+            MachineError: a folder cannot be written, or TensorBoard or
+                Weights & Biases is asked for and missing.
         """
         if self.train.tensorboard:
             require_tensorboard()
+        if self.train.wandb is not None:
+            require_wandb()
         if self.init_from is not None:
             require_apart(self.init_from, out)
         with ExitStack() as stack:
@@ -97,3 +127,7 @@ class Pretraining(Plan):
                     run.write_config(config or describe(self))
             run.go()
         return out / ENCODER
+
+
+def _word(component: object) -> str:
+    return type(component).__name__

@@ -2,21 +2,25 @@
 
 import argparse
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ssl_bench.composition.choices import asked_names, choices, require_choice
+from ssl_bench.composition.compose import compose_config, has_key
 from ssl_bench.data.files.readable import ReadableDataset
-from ssl_bench.errors import CheckpointError, MachineError
+from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.addresses import kept_epoch
+from ssl_bench.models.loading.identity import read_metadata
 from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, refuse
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import remove_orphans_below
-from ssl_bench.system.progress import say
+from ssl_bench.system.progress import in_words, say
 
 ON_BAD_IMAGE = ("fail", "skip")
+_BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 
 
 def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[PlannedProbe]:
@@ -26,19 +30,44 @@ def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[
         ConfigurationError: a task, a dataset, a key or a value is wrong.
         DataError: nothing fits, or files are missing.
     """
+    plan = planned_probes(options, overrides)
+    for planned in plan:
+        planned.require_images()
+    return plan
+
+
+def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[PlannedProbe]:
+    """As `asked_probes`, before any file is looked for."""
     tasks = asked_names("task", options.task, choices("probe"))
     datasets = asked_names("dataset", options.dataset, choices("dataset"))
     require_choice("--on-bad-image", options.on_bad_image, ON_BAD_IMAGE)
     roots = dataset_roots(options.data_root, datasets)
     unfit = _leave_out if options.task == "all" else refuse
-    plan = plan_probes(tasks, datasets, overrides, roots, unfit=unfit)
+    sizes = [] if options.batch_size is None else _batch_sizes(tasks, options.batch_size)
+    plan = plan_probes(tasks, datasets, [*sizes, *overrides], roots, unfit=unfit)
     if options.on_bad_image == "skip":
         plan = [replace(planned, dataset=ReadableDataset(planned.dataset)) for planned in plan]
-    for planned in plan:
-        planned.require_images()
     # Those of a dataset that look at the same images follow each other, so that what passed the
     # encoder for one need not be held for long.
     return sorted(plan, key=lambda one: (datasets.index(one.choice[1]), one.probe.role))
+
+
+def _batch_sizes(tasks: Sequence[str], size: int) -> list[str]:
+    """What --batch-size is short for: how many images the encoder takes at once changes no score.
+
+    Raises:
+        ConfigurationError: no task has such a key.
+    """
+    configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
+    taken = [key for key in _BATCH_SIZES if any(has_key(config, key) for config in configs)]
+    if not taken:
+        training = [c for c in configs if has_key(c, "probe.training.batch_size")]
+        hint = f"; that of training is probe.training.batch_size={size}" if training else ""
+        raise ConfigurationError(
+            f"--batch-size is not for {', '.join(tasks)}, which choose how many images the "
+            f"encoder takes at once themselves{hint}"
+        )
+    return [f"{key}={size}" for key in taken]
 
 
 def _leave_out(why: str) -> None:
@@ -87,7 +116,7 @@ def require_writable(folder: Path) -> None:
 
 
 def newest_checkpoint(folder: Path) -> str:
-    """Path of the encoder weights below a folder that were written last.
+    """Path of the encoder weights below a folder that were written last; says which it is.
 
     Raises:
         CheckpointError: there are none.
@@ -99,4 +128,17 @@ def newest_checkpoint(folder: Path) -> str:
             f"no checkpoint below {folder}/; pass --checkpoint URI or make one with "
             "`ssl-bench pretrain` or `ssl-bench quickstart`"
         )
-    return str(max(found, key=lambda path: path.stat().st_mtime))
+    newest = max(found, key=lambda path: path.stat().st_mtime)
+    say(f"no --checkpoint: the newest below {folder}/ is {newest}, {_age(newest)}")
+    return str(newest)
+
+
+def _age(path: Path) -> str:
+    """How long weights were trained, as their file says, and when they were written."""
+    ago = in_words(max(0.0, time.time() - path.stat().st_mtime))
+    try:
+        told = read_metadata(path)
+    except CheckpointError:
+        told = {}
+    steps = f"trained for {told['step']} steps, " if "step" in told else ""
+    return f"{steps}written {ago} ago"

@@ -34,6 +34,10 @@ class CheckpointError(SslBenchError, ValueError):
     exit_code = 4
 
 
+class UnfitEncoder(ConfigurationError, CheckpointError):
+    """An encoder without what is asked of it, such as a [CLS] token; another question may fit."""
+
+
 class MachineError(SslBenchError, OSError):
     """The disk, the network or a library of this machine failed."""
 

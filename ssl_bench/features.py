@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.layers import FACETS, Facet
 from ssl_bench.models import Encoder
 from ssl_bench.system.memory import is_out_of_memory
@@ -224,7 +224,7 @@ class FeatureExtractor:
         for layer, features in found.items():
             silent = [facet for facet in self.facets if facet not in features]
             if silent:
-                raise CheckpointError(
+                raise UnfitEncoder(
                     f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
                     "qkv layer; ask for facet=token"
                 )
@@ -250,7 +250,8 @@ def _check_layers(layers: Sequence[int], depth: int) -> None:
     outside = [layer for layer in layers if not 0 <= layer < depth]
     if outside or not layers:
         raise ConfigurationError(
-            f"layers must lie in 0..{depth - 1} for this encoder, got {outside or 'none'}"
+            f"layers must lie in 0..{depth - 1} for this encoder, "
+            f"got {', '.join(map(str, outside)) or 'none'}"
         )
 
 
@@ -261,4 +262,4 @@ def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
             f"facets must be among {', '.join(FACETS)}, got {', '.join(unknown) or 'none'}"
         )
     if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
-        raise ConfigurationError(f"{encoder.name} has no [CLS] token; ask for facet=token")
+        raise UnfitEncoder(f"{encoder.name} has no [CLS] token; ask for facet=token")

@@ -2,25 +2,26 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from omegaconf import DictConfig
 
-from ssl_bench.composition.choices import choices, nearest
+from ssl_bench.composition.choices import choices, files, nearest
 from ssl_bench.composition.components import TARGET, component_class
 from ssl_bench.composition.compose import (
-    as_plain,
     build,
     choice_group,
     compose_config,
+    flattened,
     has_key,
     keys,
     with_root,
 )
-from ssl_bench.composition.fields import Place, Seed, require, shown
+from ssl_bench.composition.fields import Count, Place, Seed, require, shown
 from ssl_bench.composition.presets import protocols
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.known_by_stat import DatasetByStat
+from ssl_bench.data.limited import LimitedDataset
 from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation, Probe
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
 PROTOCOL = "probe.protocol"
 DType = Literal["float32", "float16", "bfloat16"]
 """As torch names them."""
+Limit = Count | None
+SHARED: Mapping[str, Any] = {
+    "data.root": Place,
+    "data.fingerprint": FingerprintKind,
+    "data.limit": Limit,
+    "seed": Seed,
+    "dtype": DType,
+}
+"""What the keys take that belong to no component."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +151,8 @@ def dataset_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
     """Where each dataset lies, from `DIR` for all of them or `NAME=DIR,NAME=DIR`.
 
     Raises:
-        ConfigurationError: some parts begin with the name of a dataset and others do not.
+        ConfigurationError: some parts begin with the name of a dataset and others do not, or what
+            is named lies nowhere.
     """
     if text is None:
         return {}
@@ -149,13 +160,31 @@ def dataset_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
     known = choices("dataset")
     named = [bool(equals) and name.strip() in known for name, equals, _ in pairs]
     if not any(named):
+        if not any(map(_lies_somewhere, datasets)):
+            raise _takes_no_root(datasets)
         return dict.fromkeys(datasets, text)
     if not all(named):
         raise ConfigurationError(
             f"expected --data-root DIR or DATASET=DIR,DATASET=DIR, got {text!r}; "
             f"datasets: {', '.join(known)}"
         )
-    return {name.strip(): root for name, _, root in pairs}
+    roots = {name.strip(): root for name, _, root in pairs}
+    if nowhere := [name for name in roots if not _lies_somewhere(name)]:
+        raise _takes_no_root(nowhere)
+    return roots
+
+
+def _lies_somewhere(dataset: str) -> bool:
+    """Whether --data-root can say where; of other packages' datasets nobody knows."""
+    ours = dataset in files("dataset")
+    return not ours or has_key(compose_config("data", [f"dataset={dataset}"]), "dataset.root")
+
+
+def _takes_no_root(datasets: Sequence[str]) -> ConfigurationError:
+    return ConfigurationError(
+        f"{' and '.join(datasets)} is generated and takes no --data-root; leave it out, or say "
+        "what lies there: --dataset folder for pictures, class_folders, voc2012 and others"
+    )
 
 
 def _base(task: str, dataset: str) -> list[str]:
@@ -175,18 +204,17 @@ def probing_config(
 
 def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) -> PlannedProbe:
     config = probing_config(*choice, overrides, root)
-    shared = as_plain(config)
-    require("seed", Seed, shared["seed"])
-    require("dtype", DType, shared["dtype"])
-    require("data.root", Place, shared["data"]["root"])
-    kind = shared["data"]["fingerprint"]
-    require("data.fingerprint", FingerprintKind, kind)
+    values = flattened(config)
+    for key, kind in SHARED.items():
+        require(key, kind, values[key])
     dataset: Dataset = build(config.dataset)
+    dataset = DatasetByStat(dataset) if values["data.fingerprint"] == "stat" else dataset
+    limit = values["data.limit"]
     return PlannedProbe(
         probe=build(config.probe),
-        dataset=DatasetByStat(dataset) if kind == "stat" else dataset,
-        seed=shared["seed"],
-        dtype=shared["dtype"],
+        dataset=LimitedDataset(dataset, limit) if limit else dataset,
+        seed=values["seed"],
+        dtype=values["dtype"],
         choice=choice,
         overrides=tuple(overrides),
         root=root,

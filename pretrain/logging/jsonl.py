@@ -4,13 +4,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from tqdm import tqdm
 
-from pretrain.logging.tensorboard import Board
 from ssl_bench.errors import MachineError
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_text_atomically
@@ -18,14 +17,25 @@ from ssl_bench.system.files import write_text_atomically
 _SECONDS_BETWEEN_LINES = 20.0
 
 
+@runtime_checkable
+class Curves(Protocol):
+    """Somewhere else that rows are shown, such as TensorBoard."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Show the numbers of a row at its step; None where one was not finite."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Journal:
     """`log.jsonl`, one row a step; rows after `last_step` are of work that was lost, and go.
 
-    The `board`, if there is one, is written and closed along.
+    `curves` are written and closed along.
     """
 
-    def __init__(self, path: Path, *, last_step: int, board: Board | None = None) -> None:
-        self.path, self._board = path, board
+    def __init__(self, path: Path, *, last_step: int, curves: Sequence[Curves] = ()) -> None:
+        self.path, self._curves = path, curves
         write_text_atomically(path, "".join(_kept_lines(path, last_step)))
         self._file: TextIO = path.open("a", buffering=1)
 
@@ -36,13 +46,13 @@ class Journal:
             self._file.write(json.dumps(plain) + "\n")
         except OSError as error:
             raise MachineError(f"cannot write {self.path}: {error.strerror}; free space") from error
-        if self._board is not None:
-            self._board.write(plain)
+        for curves in self._curves:
+            curves.write(plain)
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for curves in self._curves:
+            curves.close()
 
 
 class ProgressBar:

@@ -14,7 +14,8 @@ from ssl_bench.models import EncoderModule, save_encoder
 from ssl_bench.models.loading.addresses import LAST, kept_epoch, kept_name
 from ssl_bench.system.files import remove_orphans
 
-ENCODER, CONFIG, LOG, BOARD = LAST, "config.yaml", "log.jsonl", "tensorboard"
+ENCODER, CONFIG, LOG = LAST, "config.yaml", "log.jsonl"
+BOARD, WANDB = "tensorboard", "wandb"
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,32 @@ def claim(out: Path, *, resume: bool, overwrite: bool) -> None:
     Raises:
         ConfigurationError: another run is there, and neither of the options says what to do.
     """
-    kept = [path for path in out.glob("*") if kept_epoch(path) is not None]
-    encoders = [out / ENCODER, *kept]
-    files = [out / CONFIG, out / LOG, *encoders, *(_digest_of(path) for path in encoders)]
-    is_taken = has_state(out) or any(path.exists() for path in files)
-    if is_taken and not (resume or overwrite):
+    if not (resume or overwrite):
+        require_free(out)
+    remove_orphans(out, idle_seconds=0.0)
+    if overwrite and not resume:
+        remove_states(out)
+        for path in _files_of_a_run(out):
+            path.unlink(missing_ok=True)
+
+
+def require_free(out: Path) -> None:
+    """Refuse a folder that holds a run.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    if has_state(out) or any(path.exists() for path in _files_of_a_run(out)):
         raise ConfigurationError(
             f"{out} already holds a run; go on with --resume, forget it with --overwrite, or "
             "choose another --out"
         )
-    remove_orphans(out, idle_seconds=0.0)
-    if overwrite and not resume:
-        remove_states(out)
-        for path in files:
-            path.unlink(missing_ok=True)
+
+
+def _files_of_a_run(out: Path) -> list[Path]:
+    kept = [path for path in out.glob("*") if kept_epoch(path) is not None]
+    encoders = [out / ENCODER, *kept]
+    return [out / CONFIG, out / LOG, *encoders, *(_digest_of(path) for path in encoders)]
 
 
 def _digest_of(path: Path) -> Path:

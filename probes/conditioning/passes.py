@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from probes.conditioning.decomposition import Parts, decompose_block
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, EncoderModule, build_encoder, encoder_from_model
@@ -52,7 +52,7 @@ def block_passes(
         CheckpointError: Features are not finite.
     """
     if not encoder.num_heads:
-        raise ConfigurationError(
+        raise UnfitEncoder(
             f"conditioning expects blocks of attention and an MLP, {encoder.name} has "
             "convolutions; take --task pca, segmentation, retrieval or knn"
         )

@@ -12,7 +12,7 @@ from probes.features.sources import IMAGE_FACETS
 from probes.features.stream import batches, read_ahead
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.layers import Facet
@@ -54,7 +54,7 @@ class ImagePass:
         crop_share: Side of the central square that is looked at, relative to the shorter side.
 
     Raises:
-        ConfigurationError: the encoder has no [CLS] token.
+        UnfitEncoder: the encoder has no [CLS] token.
     """
 
     context: ProbeContext
@@ -67,9 +67,7 @@ class ImagePass:
     def __post_init__(self) -> None:
         encoder = self.context.encoder
         if "cls_normed" in self._parts and not encoder.has_cls:
-            raise ConfigurationError(
-                f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean"
-            )
+            raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
 
     def layers_at_once(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""

@@ -57,9 +57,11 @@ class KNNRun:
 
     def _require_enough(self, num_images: int, train: ImageSet) -> None:
         if max(self.probe.neighbours) > num_images:
+            fitting = [k for k in self.probe.neighbours if k <= num_images] or [num_images]
             raise ConfigurationError(
                 f"probe.neighbours must be at most the {num_images} images of {train.name} "
-                f"{train.split}, got {max(self.probe.neighbours)}"
+                f"{train.split}, got {max(self.probe.neighbours)}; add "
+                f"probe.neighbours=[{','.join(map(str, fitting))}]"
             )
 
     def _image_pass(self) -> ImagePass:

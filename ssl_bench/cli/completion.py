@@ -50,6 +50,8 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
     for action in _actions(parser):
         if action.dest in _NAMED and shell == "bash":
             _complete_by(action, {"bash": f"_ssl_bench_{action.dest}"})
+        elif action.dest in names and shell == "fish":
+            _complete_by(action, {"fish": f"(__fish_complete_list , _ssl_bench_{action.dest})"})
         elif action.dest in _NAMED:
             action.choices = names.get(action.dest, names["dataset"])
         elif words := _words_of(action):
@@ -58,9 +60,8 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
             _complete_by(action, shtab.FILE)
         elif action.dest in _FOLDERS:
             _complete_by(action, shtab.DIRECTORY)
-    return shtab.complete(
-        parser, shell=shell, preamble=_functions(names) if shell == "bash" else ""
-    )
+    functions = _FUNCTIONS.get(shell, _no_functions)(names)
+    return shtab.complete(parser, shell=shell, preamble=functions)
 
 
 def _words_of(action: argparse.Action) -> list[str]:
@@ -82,6 +83,22 @@ def _functions(names: Mapping[str, Sequence[str]]) -> str:
         for kind, valid in names.items()
     ]
     return "\n".join([_COMPLETE_A_LIST, *lines])
+
+
+def _fish_functions(names: Mapping[str, Sequence[str]]) -> str:
+    lines = [
+        f"function _ssl_bench_{kind}; printf '%s\\n' {' '.join(valid)}; end"
+        for kind, valid in names.items()
+    ]
+    return "\n".join(lines)
+
+
+def _no_functions(names: Mapping[str, Sequence[str]]) -> str:
+    del names
+    return ""
+
+
+_FUNCTIONS = {"bash": _functions, "fish": _fish_functions}
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -6,6 +6,7 @@ from importlib import import_module
 
 from ssl_bench.cli.mistakes import near_flag, require_known_words
 from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
+from ssl_bench.cli.shorthand import with_short_forms
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.paths import expanded
 
@@ -33,6 +34,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"unknown argument {unknown[0]!r}; {hint}")
     if overrides and options.command not in WITH_OVERRIDES:
         raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
+    overrides = with_short_forms(options, overrides)
     # Imported here because torch alone takes seconds and `--help` needs none of it.
     return import_module(f"ssl_bench.cli.{options.command}").command(options, overrides)
 

@@ -34,7 +34,15 @@ PACKAGES = (
     ("sklearn", "scikit-learn"),
     ("hydra", "hydra-core"),
 )
-EXTRAS = (("submitit", "slurm", "sweep --slurm"), ("tensorboard", "track", "train.tensorboard"))
+EXTRAS = (
+    ("submitit", "ssl-bench[slurm]", "sweep --slurm"),
+    ("tensorboard", "ssl-bench[track]", "train.tensorboard"),
+    ("wandb", "wandb", "train.wandb"),
+    ("pandas", "ssl-bench[frames]", "to_pandas"),
+    ("pyarrow", "ssl-bench[frames]", "table --format parquet"),
+)
+"""Packages that something optional needs, what to install for it, and what needs it."""
+CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME", "XDG_CACHE_HOME")
 THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -75,11 +83,12 @@ def _findings(data_root: str | None) -> Iterator[Finding]:
     for module, distribution in PACKAGES:
         yield _package(module, distribution)
     yield from _unmet_requirements()
-    for distribution, extra, purpose in EXTRAS:
-        yield _extra(distribution, extra, purpose)
+    for distribution, wanted, purpose in EXTRAS:
+        yield _extra(distribution, wanted, purpose)
     yield from _processors()
     yield from _gpus()
     yield from _disks()
+    yield _caches()
     yield _slurm()
     yield Finding("configs", str(config_folder()))
     yield Finding("probes", ", ".join(choices("probe")))
@@ -124,11 +133,11 @@ def _unmet_requirements() -> Iterator[Finding]:
             yield Finding(needed.name, text, broken=True)
 
 
-def _extra(distribution: str, extra: str, purpose: str) -> Finding:
+def _extra(distribution: str, wanted: str, purpose: str) -> Finding:
     try:
         return Finding(distribution, metadata.version(distribution))
     except metadata.PackageNotFoundError:
-        text = f"none; only {purpose} needs it: pip install 'ssl-bench[{extra}]'"
+        text = f"none; only {purpose} needs it: pip install '{wanted}'"
         return Finding(distribution, text)
 
 
@@ -169,6 +178,13 @@ def _disks() -> Iterator[Finding]:
         free = shutil.disk_usage(existing).free / 2**30
         advice = "" if os.access(existing, os.W_OK) else f"; {existing} cannot be written"
         yield Finding(name, f"{free:.0f} GiB free in {folder}{advice}")
+
+
+def _caches() -> Finding:
+    """What moves them and whether the network is asked; docs/caches.md has all of them."""
+    said = [f"{name}={os.environ[name]}" for name in CACHE_VARIABLES if name in os.environ]
+    network = "offline" if hub.HF_HUB_OFFLINE else "the network is asked for what is not there"
+    return Finding("caches", f"{', '.join(said) or 'where they usually are'}; {network}")
 
 
 def _slurm() -> Finding:

@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+import re
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from ssl_bench.errors import ConfigurationError
 
@@ -26,30 +28,43 @@ _COMMANDS = {
     "check": "doctor` or `ssl-bench data check",
     "demo": "quickstart",
     "help": "--help",
+    "config": "keys",
+    "options": "keys",
     "version": "--version",
 }
 _FLAGS = {
-    "--checkpoint": ("model", "ckpt", "weights", "encoder", "backbone", "pretrained", "run"),
-    "--task": ("tasks", "probe", "metric-task"),
-    "--layer": ("layers", "block", "blocks", "depth"),
+    "--checkpoint": (
+        "model",
+        "ckpt",
+        "weights",
+        "encoder",
+        "backbone",
+        "pretrained",
+        "run",
+        "c",
+        "m",
+    ),
+    "--task": ("tasks", "probe", "metric-task", "t"),
+    "--layer": ("layers", "block", "blocks", "depth", "l"),
     "--dataset": ("datasets", "dataset-name"),
     "--data-root": ("data", "root", "data-dir", "data-path", "images", "image-folder"),
-    "--out": ("output", "output-dir", "out-dir", "results", "save-dir", "outdir"),
+    "--out": ("output", "output-dir", "out-dir", "results", "save-dir", "outdir", "o"),
     "--device": ("gpu", "gpus", "cuda", "cpu"),
     "--overwrite": ("force", "rerun", "no-cache"),
     "--resume": ("continue",),
     "--jobs": ("workers", "parallel", "n-jobs"),
     "--format": ("output-format", "style"),
-    "--keys": ("config", "options", "list-options", "print-config"),
+    "--print-config": ("config", "show-config", "cfg"),
+    "--limit": ("max-images", "num-images", "num-samples", "subset", "limit-images", "n"),
+    "--dry-run": ("dryrun", "plan", "dry"),
+    "--batch-size": ("batch", "bs", "batchsize"),
 }
 # What is no flag but a value of the configuration, by command.
 _VALUES = {
     "probe": {
-        "seed": "seed=0",
         "dtype": "dtype=bfloat16",
         "epochs": "probe.training.epochs=10",
         "lr": "probe.training.learning_rates=[1e-3]",
-        "batch-size": "probe.training.batch_size=16 or probe.batch_size=16",
         "image-size": "probe.image_size=224",
         "img-size": "probe.image_size=224",
         "k": "probe.neighbours=[20]",
@@ -61,12 +76,10 @@ _VALUES = {
         "num-workers": "probe.num_workers=4",
     },
     "pretrain": {
-        "seed": "train.seed=0",
         "model": "model=vit_small_skip",
         "arch": "model=vit_small_skip",
         "epochs": "train.epochs=100",
         "lr": "optimizer.lr=5e-4",
-        "batch-size": "train.batch_size=256",
         "num-workers": "train.num_workers=8",
         "optimizer": "optimizer=soap",
         "patch-size": "model.patch_size=16",
@@ -75,6 +88,8 @@ _VALUES = {
     },
 }
 _VALUES["sweep"] = _VALUES["probe"]
+_NEEDLESS = {("report", "format"): "a report is a folder of pages; leave it out"}
+_HELP = ("-h", "--help")
 
 
 Commands = Mapping[str, argparse.ArgumentParser]
@@ -97,22 +112,48 @@ def require_known_words(
         raise ConfigurationError(f"unknown command {command!r}; {_near_command(command, commands)}")
     flags = [flag for a in commands[command]._actions for flag in a.option_strings]
     known = [*flags, *(flag for a in parser._actions for flag in a.option_strings)]
-    for word in words:
-        flag = word.partition("=")[0]
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        flag, _, value = word.partition("=")
         if flag.startswith("--") and not any(one.startswith(flag) for one in known):
-            hint = near_flag(command, flags, flag)
+            hint = near_flag(command, flags, flag, value or after)
             raise ConfigurationError(f"unknown argument {word!r}; {hint}")
+    if command == "probe" and not any(word.startswith("--t") or word in _HELP for word in words):
+        _refuse_without_task(words)
 
 
-def near_flag(command: str, flags: Sequence[str], word: str) -> str:
-    """What may have been meant by a word that is no flag of a command."""
+def _refuse_without_task(words: Sequence[str]) -> NoReturn:
+    from ssl_bench.composition.choices import choices
+
+    tasks = choices("probe")
+    if meant := [word for word in words if set(word.split(",")) <= {*tasks, "all"}]:
+        raise ConfigurationError(f"did you mean --task {meant[0]}?")
+    raise ConfigurationError(f"say what to ask: --task {', '.join(tasks)}, several or all")
+
+
+def near_flag(command: str, flags: Sequence[str], word: str, value: str = "") -> str:
+    """What may have been meant by a word that is no flag of a command.
+
+    Args:
+        command: Such as "probe".
+        flags: Of that command.
+        word: The one that is none of them.
+        value: What stood behind it.
+    """
     name = word.lstrip("-").replace("_", "-")
-    if value := _VALUES.get(command, {}).get(name):
-        return f"write it without dashes, as KEY=VALUE: {value}"
+    if (command, name) in _NEEDLESS:
+        return _NEEDLESS[command, name]
+    if example := _VALUES.get(command, {}).get(name):
+        if _is_number(value):
+            example = re.sub(r"=(\[?)[^\[\]]*(\]?)$", rf"=\g<1>{value}\2", example)
+        return f"write it without dashes, as KEY=VALUE: {example}"
     meant = [flag for flag in flags if flag == f"--{name}" or name in _FLAGS.get(flag, ())]
     close = meant or difflib.get_close_matches(word, flags, n=2)
     others = [flag for flag in flags if flag != "-h"]
     return f"did you mean {' or '.join(close)}?" if close else f"flags: {', '.join(others)}"
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", text) is not None
 
 
 def _near_command(word: str, commands: Commands) -> str:

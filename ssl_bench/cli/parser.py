@@ -1,10 +1,10 @@
 """The arguments of `ssl-bench`: flags for what people type daily, Hydra overrides for the rest."""
 
 import argparse
-from collections.abc import Callable
 from typing import NoReturn
 
 from ssl_bench import __version__
+from ssl_bench.cli.flags import add_filters, add_format, add_probing, add_short, add_showing
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.arguments import add_arguments
 from ssl_bench.sweep.arguments import add_slurm
@@ -24,9 +24,18 @@ examples:
   ssl-bench report --out results
   ssl-bench cost --work pretrain_dino --device h100 cost.batch_size=512
 
-KEY=VALUE arguments are Hydra overrides of the files in configs/; a wrong key names the nearest.
+KEY=VALUE says what has no flag: model=vit_tiny_skip chooses configs/model/vit_tiny_skip.yaml,
+probe.tau=0.3 sets a value, probe.neighbours=[10,20] a list, "probe.cache='/a b'" a text with
+blanks. `ssl-bench keys` lists what there is, `ssl-bench keys probe.tokencut` what one takes, with
+ranges and defaults; a wrong key names the nearest. --seed 3 is short for seed=3, or train.seed=3.
 """
-WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data", "cost")
+WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data", "cost", "keys")
+_KEY_VALUE = "KEY=VALUE, such as {}, sets what has no flag; `ssl-bench keys {}` lists every key"
+_EXAMPLES = {
+    "probe": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
+    "sweep": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
+    "pretrain": ("model=vit_tiny_skip or train.epochs=10", "pretrain"),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_quickstart(commands)
     _add_doctor(commands)
     _add_cost(commands)
+    _add_keys(commands)
     _add_completion(commands)
     return parser
 
@@ -63,13 +73,15 @@ def build_parser() -> argparse.ArgumentParser:
 def _command(
     commands: "argparse._SubParsersAction[_Parser]", name: str, summary: str
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=summary, description=summary)
+    example = _EXAMPLES.get(name)
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=_KEY_VALUE.format(*example) if example else None,
+    )
     command.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return command
-
-
-def _add_keys(add: Callable[..., argparse.Action]) -> None:
-    add("--keys", action="store_true", help="print every KEY=VALUE with what it takes, and stop")
 
 
 def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -80,9 +92,9 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
         required=True,
         help="such as tokencut, segmentation, pca, knn, retrieval; several with commas, or all",
     )
-    _add_probing(add)
+    add_probing(add)
     add("--overwrite", action="store_true", help="compute finished cells again")
-    _add_keys(add)
+    add_showing(add)
     add("--json", action="store_true", help="print the records as JSON instead of tables")
 
 
@@ -91,7 +103,7 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     sweep = _command(commands, "sweep", summary)
     add = sweep.add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
-    _add_probing(add)
+    add_probing(add)
     add("--jobs", type=int, default=1, metavar="N", help="processes at a time (default 1)")
     add("--json", action="store_true", help="print plan and outcome as JSON")
     way = sweep.add_mutually_exclusive_group().add_argument
@@ -99,31 +111,6 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     way("--print", action="store_true", help="print a command for each job with pending cells")
     way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
     add_slurm(sweep)
-
-
-def _add_probing(add: Callable[..., object]) -> None:
-    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
-    add(
-        "--checkpoint",
-        action="append",
-        metavar="URI",
-        help="run folder, RUN@EPOCH, weights file, timm:NAME and others that `ssl-bench models` "
-        "lists; several, or patterns such as 'runs/*' (default: the newest below runs/)",
-    )
-    add("--dataset", default="toy", help="several with commas (default toy)")
-    add(
-        "--data-root",
-        metavar="DIR",
-        help="where the data lies; DATASET=DIR,DATASET=DIR for several",
-    )
-    add("--out", default="results", metavar="DIR", help="records and pictures (default results)")
-    add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    add(
-        "--on-bad-image",
-        default="fail",
-        metavar="fail|skip",
-        help="skip: leave out images that cannot be read and say so in the records (default fail)",
-    )
 
 
 def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -140,7 +127,8 @@ def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="go on for longer: with more train.epochs or train.max_steps than before",
     )
     add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
-    _add_keys(add)
+    add_short(add)
+    add_showing(add)
 
 
 def _add_reproduce(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -154,9 +142,9 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
     table = _command(commands, "table", "print tables over blocks from records")
     add = table.add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
-    _add_filters(add)
+    add_filters(add)
     add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
-    _add_format(add)
+    add_format(add)
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
     add("--pivot", action="store_true", help="encoders as rows, datasets and metrics as columns")
     add("--over-epochs", action="store_true", help="a run's epochs as rows, blocks as columns")
@@ -188,8 +176,8 @@ def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     add("--over-epochs", action="store_true", help="two runs, at each epoch that both kept")
     add("--task", default="all", help="several with commas, or all (default all)")
-    _add_filters(add)
-    _add_format(add)
+    add_filters(add)
+    add_format(add)
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
 
 
@@ -197,7 +185,7 @@ def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
     summary = "write a folder of pages with curves, tables and pictures from records"
     add = _command(commands, "report", summary).add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
-    _add_filters(add)
+    add_filters(add)
     add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
     add("--into", metavar="DIR", help="folder of the report (default OUT/report)")
@@ -229,18 +217,14 @@ def _add_data(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("action", choices=("list", "download", "check", "verify"), help="what to do")
     add("target", nargs="?", metavar="NAME|DIR", help="a dataset, or the folder of verify")
     add("--data-root", metavar="DIR", help="where the data lies or shall lie (download, check)")
+    add(
+        "--subset",
+        action="store_true",
+        help="check: these are some of the published images, as many as there are",
+    )
     add("--manifest", metavar="FILE", help="list of verify (default DIR/SHA256SUMS)")
     add("--update", action="store_true", help="let verify write its list anew")
     add("--json", action="store_true", help="print what was found as JSON")
-
-
-def _add_format(add: Callable[..., object]) -> None:
-    add("--format", help="text, terminal, markdown, latex, csv or json (default text or terminal)")
-
-
-def _add_filters(add: Callable[..., object]) -> None:
-    for name in ("dataset", "metric", "facet", "protocol"):
-        add(f"--{name}", help=f"only these {name}s, with commas")
 
 
 def _add_quickstart(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -271,7 +255,18 @@ def _add_cost(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--json", action="store_true", help="print costs as JSON")
 
 
+def _add_keys(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "list KEY=VALUE arguments: what each takes, and its default"
+    add = _command(commands, "keys", summary).add_argument
+    add(
+        "target",
+        nargs="?",
+        metavar="WHAT",
+        help="pretrain, probe.TASK, dataset.NAME, model.NAME, ...; without it: what there is",
+    )
+
+
 def _add_completion(commands: "argparse._SubParsersAction[_Parser]") -> None:
     summary = 'print a script for the shell: eval "$(ssl-bench completion bash)"'
     add = _command(commands, "completion", summary).add_argument
-    add("shell", choices=("bash", "zsh", "tcsh"), help="the shell that will read it")
+    add("shell", choices=("bash", "zsh", "fish", "tcsh"), help="the shell that will read it")

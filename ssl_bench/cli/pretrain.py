@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from ssl_bench.composition.compose import as_plain, build, compose_config, with_root
-from ssl_bench.composition.key_lines import key_lines
+from ssl_bench.composition.compose import as_plain, as_yaml, build, compose_config, with_root
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.endings import is_heard
+from ssl_bench.system.escaping import printable_lines
 from ssl_bench.system.progress import say
 
 
@@ -16,12 +16,16 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Pretrain one encoder into a run folder."""
     overrides = with_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
-    if options.keys:
-        print("\n".join(key_lines([config])))
+    if options.print_config:
+        print(as_yaml(config), end="")
         return 0
     if (options.resume or options.must_resume or options.extend) and options.out is None:
         raise ConfigurationError("--resume and --extend need --out DIR, the run to go on with")
     out = Path(options.out or _default_run(overrides))
+    if options.dry_run:
+        goes_on = options.resume or options.must_resume or options.extend or options.overwrite
+        print(printable_lines(build(config).outline(out, goes_on=goes_on)))
+        return 0
     if is_heard():
         say(f"run folder {out}")
     build(config).run(

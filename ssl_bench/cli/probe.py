@@ -1,26 +1,29 @@
 """`ssl-bench probe`: frozen encoders, block by block."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 
 from ssl_bench.asked import (
     announced_encoder,
     asked_probes,
     newest_checkpoint,
     opened_store,
+    planned_probes,
 )
-from ssl_bench.composition.choices import asked_names, choices
-from ssl_bench.composition.key_lines import key_lines
+from ssl_bench.cli.plans import device_of_estimates, plan_table
+from ssl_bench.composition.compose import as_yaml
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models.loading.addresses import expand
-from ssl_bench.planning import probing_config
+from ssl_bench.planning import PlannedProbe, probing_config
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.sweep.plan import plan_sweep
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
 from ssl_bench.system.progress import say
@@ -31,13 +34,18 @@ from ssl_bench.tables.printing.sheets import default_format, render_tables
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Probe every asked layer of every asked checkpoint; print the tables."""
-    if options.keys:
-        print("\n".join(key_lines(_defaults(options.task, options.dataset, overrides))))
+    if options.print_config:
+        _print_configs(planned_probes(options, overrides))
+        return 0
+    if options.dry_run:
+        print(plan_table(plan_sweep(options, overrides, device_of_estimates(options))))
         return 0
     device = choose_device(options.device)
     with joined(on_cuda=device.type == "cuda") as ranks, ranks.together():
+        # First, so that a wrong word leaves no folder.
+        plan = ranks.after_first(lambda: asked_probes(options, overrides))
         store = ranks.from_first(lambda: opened_store(options.out))
-        records = _probed(options, overrides, store, device, ranks)
+        records = _probed(options, plan, store, device, ranks)
     if not ranks.is_first:
         return 0
     if options.json:
@@ -53,13 +61,12 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _probed(
     options: argparse.Namespace,
-    overrides: Sequence[str],
+    plan: Sequence[PlannedProbe],
     store: ResultStore,
     device: torch.device,
     ranks: Ranks,
 ) -> list[Record]:
     """Records of all asked checkpoints; of several processes the first gets them."""
-    plan = ranks.after_first(lambda: asked_probes(options, overrides))
     records, passed = list[Record](), PassedImages()
     for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
         # The first leaves what it downloads where the others find it.
@@ -67,15 +74,30 @@ def _probed(
         layers = resolve_layers(options.layer, encoder.depth)
         for planned in plan:
             evaluation = planned.evaluation(encoder, layers, device)
-            records += evaluation.run(
-                store, say=say, overwrite=options.overwrite, ranks=ranks, passed=passed
-            )
+            with _left_out_of_all(planned, plan, asked=options.task, alone=ranks.count == 1):
+                records += evaluation.run(
+                    store, say=say, overwrite=options.overwrite, ranks=ranks, passed=passed
+                )
     return records
 
 
-def _defaults(task: str, dataset: str, overrides: Sequence[str]) -> list[DictConfig]:
-    return [
-        probing_config(one, where, overrides)
-        for one in asked_names("task", task, choices("probe"))
-        for where in asked_names("dataset", dataset, choices("dataset"))
-    ]
+@contextmanager
+def _left_out_of_all(
+    planned: PlannedProbe, plan: Sequence[PlannedProbe], *, asked: str, alone: bool
+) -> Iterator[None]:
+    """Go on with the other tasks of `--task all` where one does not fit the encoder or the data.
+
+    Of several processes one must not go on without the others.
+    """
+    try:
+        yield
+    except ConfigurationError as error:
+        if asked != "all" or len(plan) == 1 or not alone:
+            raise
+        say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
+
+
+def _print_configs(plan: Sequence[PlannedProbe]) -> None:
+    for planned in plan:
+        config = probing_config(*planned.choice, planned.overrides, planned.root)
+        print(f"# {planned.choice[0]} on {planned.choice[1]}\n{as_yaml(config)}", end="")

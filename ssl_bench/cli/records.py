@@ -1,6 +1,7 @@
 """Which records `table`, `compare` and `report` are asked for, and what they say of others."""
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say
+from ssl_bench.tables.printing.parquet import as_parquet
 from ssl_bench.tables.printing.sheets import FORMATS, Printable, default_format, render_tables
 from ssl_bench.tables.series import model_names
 
@@ -19,6 +21,17 @@ _SHOWN = 5
 
 
 def print_tables(tables: Sequence[Printable], style: str) -> None:
+    """Print tables in one of `FORMATS`.
+
+    Raises:
+        ConfigurationError: what is no text would go to a terminal.
+        MachineError: pyarrow is not installed.
+    """
+    if style == "parquet":
+        if sys.stdout.isatty():
+            raise ConfigurationError("parquet is no text; put it into a file: > results.parquet")
+        sys.stdout.buffer.write(as_parquet(tables))
+        return
     print(render_tables(tables, style), end="" if style in ("csv", "json") else "\n")
 
 

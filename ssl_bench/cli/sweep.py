@@ -3,19 +3,18 @@
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ssl_bench.asked import opened_store
-from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.results import encoder_id
+from ssl_bench.cli.plans import device_of_estimates, duration, plan_table
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.sweep.plan import Job, plan_sweep
 from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes
 from ssl_bench.sweep.slurm import SlurmOptions, submit_array
-from ssl_bench.system.escaping import json_text, printable, shell_words
-from ssl_bench.system.processors import cpu_name, may_have_gpu
-from ssl_bench.system.progress import in_words, say
+from ssl_bench.system.escaping import json_text, shell_words
+from ssl_bench.system.progress import say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
 
@@ -28,9 +27,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     if options.jobs < 1:
         raise ConfigurationError(f"--jobs must be at least 1, got {options.jobs}")
-    jobs = plan_sweep(options, overrides, _device_of_estimates(options))
+    jobs = plan_sweep(options, overrides, device_of_estimates(options))
     shown_on = sys.stdout if options.dry_run and not options.json else sys.stderr
-    print(_plan_table(jobs), file=shown_on, flush=True)
+    print(plan_table(jobs), file=shown_on, flush=True)
     pending = [job for job in jobs if job.pending]
     outcomes: Outcomes = {}
     if options.slurm and pending:
@@ -44,24 +43,6 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.json:
         print(json_text(_as_json(jobs, outcomes)))
     return next((one.exit_code for one in outcomes.values() if one.exit_code), 0)
-
-
-def _device_of_estimates(options: argparse.Namespace) -> str | None:
-    """The device as records name it, None where jobs run on machines that are not known here."""
-    if options.slurm:
-        return None
-    is_cpu = options.device == "cpu" or (options.device is None and not may_have_gpu())
-    if is_cpu and "torch" not in sys.modules:
-        return cpu_name()
-    from ssl_bench.results.provenance import device_name
-    from ssl_bench.system.device import choose_device
-
-    try:
-        return device_name(choose_device(options.device))
-    except MachineError:
-        if options.dry_run or options.print:
-            return None
-        raise
 
 
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
@@ -79,7 +60,7 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
         outcomes[outcome.job.arguments] = outcome
         said = f": {outcome.error}" if outcome.error else ""
         count = f"{len(outcomes)} of {len(jobs)}"
-        say(f"{outcome.state} {count} in {_duration(outcome.seconds)}, {outcome.job.title}{said}")
+        say(f"{outcome.state} {count} in {duration(outcome.seconds)}, {outcome.job.title}{said}")
     # In the order of the plan, whichever came first.
     return {job.arguments: outcomes[job.arguments] for job in jobs}
 
@@ -111,49 +92,6 @@ def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {slurm.logs}; when it "
         "has ended, the same command submits what is still pending"
     )
-
-
-def _plan_table(jobs: Sequence[Job]) -> str:
-    names = _names(jobs)
-    rows = [("checkpoint", "task", "dataset", "finished", "pending", "time")]
-    for job in jobs:
-        done = len(job.keys) - len(job.pending)
-        time = _duration(job.seconds) if job.pending else "-"
-        what = (
-            names[encoder_id(job.encoder.identity())],
-            job.planned.probe.task,
-            f"{job.dataset} {job.split}",
-        )
-        rows.append((*what, str(done), str(len(job.pending)), time))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, _total(jobs)])
-
-
-def _names(jobs: Iterable[Job]) -> dict[str, str]:
-    """A name in the table by id; two encoders may have one name."""
-    encoders = {encoder_id(job.encoder.identity()): job.encoder for job in jobs}
-    counts = Counter(encoder.name for encoder in encoders.values())
-    return {
-        one: printable(encoder.name if counts[encoder.name] == 1 else f"{encoder.name} {one[:8]}")
-        for one, encoder in encoders.items()
-    }
-
-
-def _total(jobs: Sequence[Job]) -> str:
-    cells, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
-    known = [job.seconds for job in jobs if job.pending and job.seconds is not None]
-    unknown = sum(1 for job in jobs if job.pending and job.seconds is None)
-    parts = [f"{len(jobs)} jobs, {cells} cells: {cells - pending} finished, {pending} pending"]
-    if known:
-        parts.append(f"about {_duration(sum(known))}, one after the other, as records tell")
-    if unknown:
-        parts.append(f"time unknown for {unknown} jobs: no record of the like on this device")
-    return "; ".join(parts)
-
-
-def _duration(seconds: float | None) -> str:
-    return "unknown" if seconds is None else in_words(seconds)
 
 
 def _as_json(jobs: Sequence[Job], outcomes: Outcomes) -> dict[str, Any]:

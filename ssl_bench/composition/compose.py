@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -103,6 +104,11 @@ def as_plain(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ConfigurationError(_one_line(error)) from error
     return {str(key): value for key, value in dict(values).items()}  # type: ignore[arg-type]
+
+
+def as_yaml(config: DictConfig) -> str:
+    """The resolved configuration as a file of `configs/` would say all of it."""
+    return yaml.safe_dump(as_plain(config), sort_keys=False)
 
 
 def has_key(config: DictConfig, key: str) -> bool:

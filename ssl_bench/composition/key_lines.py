@@ -1,4 +1,4 @@
-"""Every key of a configuration with its value and what it takes, one a line, for `--keys`."""
+"""Every key of a configuration with its value and what it takes, one a line."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,19 +9,24 @@ from omegaconf import DictConfig, OmegaConf
 from ssl_bench.composition.choices import LONG, choices, config_folder, files
 from ssl_bench.composition.components import TARGET, completed, component_class, legal_values
 from ssl_bench.composition.compose import choice_group, flattened, read_file
+from ssl_bench.composition.fields import described
+
+_NONE: Mapping[str, Any] = {}
 
 
-def key_lines(configs: Sequence[DictConfig]) -> list[str]:
+def key_lines(
+    config: DictConfig, within: Sequence[str] = (), shared: Mapping[str, Any] = _NONE
+) -> list[str]:
     """Lines such as "train.seed=0  a whole number in [0, 4294967295]".
 
-    A line that several configurations have in common stands once.
+    Args:
+        config: What was composed.
+        within: Only these keys and those below them, such as "train"; all without any.
+        shared: What the keys take that are no field of a component, as `fields` has it.
     """
-    return list(dict.fromkeys(line for config in configs for line in _lines(config)))
-
-
-def _lines(config: DictConfig) -> list[str]:
     plain: Any = OmegaConf.to_container(config, resolve=False)
     legal, shown = legal_values(plain), {}
+    legal |= {key: described(kind) for key, kind in shared.items()}
     for key, value in flattened(config).items():
         owner, _, last = key.rpartition(".")
         group, name = _named(plain, owner if last == TARGET else key, value)
@@ -30,8 +35,12 @@ def _lines(config: DictConfig) -> list[str]:
             shown[named], legal[named] = name, " or ".join(choices(group))
         elif last != TARGET:
             shown[key] = json.dumps(value)
-    said = {key: f"{key}={value}" for key, value in shown.items()}
-    width = min(max(map(len, said.values())), LONG)
+    said = {
+        key: f"{key}={value}"
+        for key, value in shown.items()
+        if not within or any(f"{key}.".startswith(f"{one}.") for one in within)
+    }
+    width = min(max(map(len, said.values()), default=0), LONG)
     return [f"{text:{width}}  {legal.get(key, '')}".rstrip() for key, text in said.items()]
 
 

@@ -129,7 +129,8 @@ class ViTConfig:
         outside = [layer for layer in self.graying_layers if layer not in range(self.depth)]
         if outside or not self.graying_layers:
             raise ConfigurationError(
-                f"model.graying_layers must lie in 0..{self.depth - 1}, got {outside or 'none'}; "
+                f"model.graying_layers must lie in 0..{self.depth - 1}, "
+                f"got {', '.join(map(str, outside)) or 'none'}; "
                 "model.graying=none grays no block, null every one"
             )
 

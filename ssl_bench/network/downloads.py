@@ -1,6 +1,5 @@
 """Published files from the network: whole and with the published checksum, or not at all."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ from tqdm import tqdm
 
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network.answers import Answer, NotFetched, Origin, Refused, Unfit, Wish, ask
-from ssl_bench.system.files import write_text_atomically
+from ssl_bench.system.files import lock_when_free, write_text_atomically
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def _fetch(published: Published, path: Path, check: Check | None) -> None:
     part = part_of(path)
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock_when_free(file.fileno())
         if path.exists():
             return
         try:

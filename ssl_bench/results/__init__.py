@@ -1,5 +1,6 @@
 """Records: what they are and where they lie. Where they are from, in `provenance`, needs torch."""
 
+from ssl_bench.results.frames import to_pandas
 from ssl_bench.results.reading import OUTDATED
 from ssl_bench.results.record import (
     ENCODER,
@@ -26,4 +27,5 @@ __all__ = [
     "ResultStore",
     "TrainingImages",
     "encoder_id",
+    "to_pandas",
 ]

@@ -171,7 +171,9 @@ def _run_at_once(jobs: Sequence[Job], count: int, places: Places) -> Iterator[Ou
         # A signal has no code of its own; most often it is the system's, for want of memory.
         code = process.returncode if process.returncode >= 0 else MachineError.exit_code
         error = _error(process, said)
-        short = process.returncode == -signal.SIGKILL or is_out_of_memory(MachineError(error))
+        short = process.returncode == -getattr(signal, "SIGKILL", 9) or is_out_of_memory(
+            MachineError(error)
+        )
         return Outcome(job, time.monotonic() - start, code, error, wants_memory=short)
 
     with ThreadPoolExecutor(count) as pool:

@@ -1,7 +1,6 @@
 """Files that are either complete or not there."""
 
 import errno
-import fcntl
 import hashlib
 import os
 import re
@@ -15,6 +14,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ssl_bench.errors import MachineError
+
+try:
+    import fcntl
+except ImportError:
+    # Windows has no locks of this kind.
+    fcntl = None
 
 # Between them `*` marks what sha256sum read as binary.
 _DIGEST_LINE = re.compile(r"([0-9a-fA-F]{64})(?: [ *](.+))?")
@@ -140,7 +145,7 @@ def unfinished(path: Path) -> Iterator[BinaryIO]:
         with os.fdopen(descriptor, "w+b") as file:
             # Whoever looks for orphans may hold it for a moment.
             with suppress(BlockingIOError):
-                _lock(descriptor)
+                lock_or_refuse(descriptor)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -178,10 +183,10 @@ def remove_orphans(folder: Path, *, idle_seconds: float = _ORPHAN_SECONDS) -> No
 def _remove_orphan(path: Path, idle_seconds: float) -> None:
     # Errors: another process was quicker, it is a link, or its writer lives.
     with suppress(OSError):
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDWR | _NO_LINK_NO_WAIT)
         try:
             status = os.fstat(descriptor)
-            if not _lock(descriptor):
+            if not lock_or_refuse(descriptor):
                 idle_seconds = max(idle_seconds, _UNLOCKED_ORPHAN_SECONDS)
             if stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime >= idle_seconds:
                 path.unlink()
@@ -189,12 +194,14 @@ def _remove_orphan(path: Path, idle_seconds: float) -> None:
             os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a file until it is closed; False on a file system without locks.
+def lock_or_refuse(descriptor: int) -> bool:
+    """Lock a file until it is closed; False on a system or file system without locks.
 
     Raises:
         BlockingIOError: another process holds it.
     """
+    if fcntl is None:
+        return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -202,6 +209,19 @@ def _lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def lock_when_free(descriptor: int) -> None:
+    """Wait until no other process holds a file, and lock it until it is closed.
+
+    On a system without locks nothing waits: there, of processes that fetch the same file at the
+    same time, the digest tells what they spoilt.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    if fcntl is not None:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 
 def open_regular(path: Path) -> BufferedReader:

@@ -1,5 +1,6 @@
 """What a real shell offers when Tab is pressed."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def offered(script: Path, *typed: str) -> list[str]:
         (["probe", "--task", "token"], ["tokencut"]),
         (["sweep", "--task", "tokencut,seg"], ["tokencut,segmentation"]),
         (["table", "--dataset", "toy,voc"], ["toy,voc2007", "toy,voc2012"]),
-        (["completion", ""], ["bash", "zsh", "tcsh"]),
+        (["completion", ""], ["bash", "zsh", "fish", "tcsh"]),
         (["data", "ver"], ["verify"]),
         (["data", "check", "voc2012"], ["voc2012"]),
         (["probe", "--on-bad-image", ""], ["fail", "skip"]),
@@ -67,7 +68,30 @@ def test_tab_offers_files_for_a_checkpoint_and_only_folders_for_data(script):
     assert offered(script, "probe", "--data-root", "ru") == ["runs"]
 
 
-@pytest.mark.parametrize("shell", ["zsh", "tcsh"])
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@pytest.mark.parametrize(
+    ("typed", "wanted"),
+    [
+        ("swe", {"sweep"}),
+        ("probe --task token", {"tokencut"}),
+        ("sweep --task tokencut,seg", {"tokencut,segmentation"}),
+        ("table --dataset toy,voc", {"toy,voc2007", "toy,voc2012"}),
+        ("completion ", {"bash", "zsh", "fish", "tcsh"}),
+        ("probe --on-bad-image ", {"fail", "skip"}),
+        ("data check voc2012", {"voc2012"}),
+    ],
+)
+def test_fish_offers_the_same(tmp_path, capsys, typed, wanted):
+    assert main(["completion", "fish"]) == 0
+    (tmp_path / "script.fish").write_text(capsys.readouterr().out)
+
+    ask = f"source {tmp_path}/script.fish; complete -C 'ssl-bench {typed}'"
+    run = subprocess.run(["fish", "--no-config", "-c", ask], capture_output=True, text=True)
+
+    assert {line.partition("\t")[0] for line in run.stdout.splitlines()} == wanted, run.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "tcsh", "fish"])
 def test_other_shells_get_a_script_with_the_names_too(capsys, shell):
     assert main(["completion", shell]) == 0
 

@@ -386,3 +386,16 @@ def test_the_photographs_are_found_readable_but_few(photos, capsys):
     out, err = capsys.readouterr()
     assert "val        26 images of 1,449 published, 26 read as a sample: 1 problem(s)" in out
     assert "36 images, published are 1,464" in err
+
+
+def test_a_part_of_a_dataset_is_checked_as_it_is(tmp_path, capsys):
+    root = voc_tree(tmp_path)
+    words = ["data", "check", "voc2012", "--data-root", str(root)]
+
+    assert main(words) == 3
+    assert "is a part of what is published" in (said := capsys.readouterr().err)
+    assert "--subset checks a part as it is" in said
+    assert main([*words, "--subset"]) == 0
+    assert "2 images, 2 read as a sample: ok" in capsys.readouterr().out
+    (root / "VOCdevkit/VOC2012/JPEGImages/2007_1.jpg").write_bytes(b"cut")
+    assert main([*words, "--subset"]) == 3

@@ -136,3 +136,13 @@ def test_doctor_answers_where_the_other_commands_cannot_be_imported(tmp_path):
 
     assert run.returncode == 5, run.stderr
     assert "BROKEN       torchvision does not import" in run.stdout
+
+
+def test_what_moves_caches_is_said(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("TORCH_HOME", "/shared/torch")
+
+    (line,) = findings(capsys)["caches"]
+
+    assert line.startswith(f"HF_HOME={tmp_path}, TORCH_HOME=/shared/torch")
+    assert line.endswith("; the network is asked for what is not there")

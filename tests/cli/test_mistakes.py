@@ -3,6 +3,9 @@
 import pytest
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
+from ssl_bench.results import ResultStore
+from tests.support.faults import class_folders
 
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
 MISTAKES = [
@@ -20,21 +23,30 @@ MISTAKES = [
     ("probe --layers 3", "--layer?"),
     ("probe --block 3", "--layer?"),
     ("probe --data_root x", "--data-root?"),
-    ("probe --data x", "could match --dataset, --data-root"),
+    ("probe --task pca --data x", "could match --dataset, --data-root"),
     ("probe --output x", "--out?"),
     ("probe --gpu 0", "--device?"),
     ("probe --force", "--overwrite?"),
     ("probe --checkpiont x", "--checkpoint?"),
-    ("probe --epochs 3", "KEY=VALUE: probe.training.epochs=10"),
-    ("probe --lr 0.1", "KEY=VALUE: probe.training.learning_rates=[1e-3]"),
-    ("probe --seed 3", "KEY=VALUE: seed=0"),
-    ("probe --tau 0.3", "KEY=VALUE: probe.tau=0.2"),
-    ("sweep --batch-size 3", "KEY=VALUE: probe.training.batch_size=16"),
+    ("probe --epochs 3", "KEY=VALUE: probe.training.epochs=3"),
+    ("probe --lr 0.1", "KEY=VALUE: probe.training.learning_rates=[0.1]"),
+    ("probe --task pca --seed x", "invalid int value"),
+    ("probe --max-images 3", "did you mean --limit?"),
+    ("probe --bs 3", "did you mean --batch-size?"),
+    ("probe --dryrun", "did you mean --dry-run?"),
+    ("pretrain --config x", "experiment=NAME"),
+    ("options", "`ssl-bench keys`"),
+    ("keys tokencut", "`ssl-bench keys probe.tokencut`"),
+    ("pretrain model=vit_tiny_skip", "add train.batch_size=128"),
+    ("probe --task pca --data-root photos", "--dataset folder"),
+    ("data check toy --data-root photos", "takes no --data-root"),
+    ("probe --tau 0.3", "KEY=VALUE: probe.tau=0.3"),
+    ("probe --task segmentation --batch-size 3", "probe.training.batch_size=3"),
     ("pretrain --model vit_small", "KEY=VALUE: model=vit_small_skip"),
     ("pretrain --arch vit_small", "KEY=VALUE: model=vit_small_skip"),
-    ("pretrain --epochs 3", "KEY=VALUE: train.epochs=100"),
-    ("pretrain --lr 3", "KEY=VALUE: optimizer.lr=5e-4"),
-    ("pretrain --num_workers 3", "KEY=VALUE: train.num_workers=8"),
+    ("pretrain --epochs 3", "KEY=VALUE: train.epochs=3"),
+    ("pretrain --lr=1e-4", "KEY=VALUE: optimizer.lr=1e-4"),
+    ("pretrain --num_workers 3", "KEY=VALUE: train.num_workers=3"),
     ("pretrain model=vit_smal_skip", "vit_small_skip"),
     ("pretrain train.epoch=3", "train.epochs"),
     (f"{PCA} probe.epochs=3", "unknown key 'probe.epochs'"),
@@ -56,6 +68,11 @@ MISTAKES = [
     ("probe --task pca --layer 11", "no checkpoint below runs/"),
     (f"{PCA} --layer 11", "layers must lie in 0..1"),
     ("probe --task tokencut,knn --dataset toy", "knn needs classification; toy has discovery"),
+    ("probe pca --checkpoint x", "did you mean --task pca?"),
+    ("probe --checkpoint x", "say what to ask: --task classification, conditioning"),
+    ("probe --task pca -c x", "did you mean --checkpoint?"),
+    ("probe --task pca --checkpoint encoder.safetensor", "did you mean encoder.safetensors?"),
+    ("report --format html", "a report is a folder of pages"),
     ("table --format html", "`ssl-bench report`"),
     ("table --format md", "did you mean markdown?"),
 ]
@@ -79,3 +96,22 @@ def test_tasks_that_nothing_fits_are_named_where_all_were_asked_for(place, capsy
     for task in ("classification", "knn", "retrieval", "segmentation"):
         assert f"{task} needs " in line
     assert "folder has discovery, images" in line
+
+
+def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command(place, capsys):
+    mixer = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+    save_encoder(place / "mixer.safetensors", build_encoder(mixer, seed=0), {})
+    class_folders(place / "classes")
+    words = ["probe", "--checkpoint", "mixer.safetensors", "--layer", "0", "--dataset"]
+    words += ["class_folders", "--data-root", "classes", "--limit", "6", "--task"]
+
+    assert main([*words, "all"]) == 0
+    said = capsys.readouterr().err
+    assert main([*words, "knn"]) == 2
+    assert "add probe.neighbours=[6]" in capsys.readouterr().err
+    assert main([*words, "knn", "probe.neighbours=[6]"]) == 2
+    assert "take probe.facet=patch_mean" in capsys.readouterr().err
+
+    left = {line.split()[2].rstrip(":") for line in said.splitlines() if "left out: " in line}
+    assert left == {"classification", "conditioning", "knn", "retrieval"}
+    assert {record.task for record in ResultStore(place / "results").records()} == {"pca"}

@@ -40,7 +40,7 @@ def test_the_site_builds_without_a_warning_and_without_the_network(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_command_of_a_page_parses(page):
     text = "\n".join(blocks(page, "")).replace("\\\n", " ")
-    for line in re.findall(r"^ssl-bench (.+?)(?:\s+#.*)?$", text, re.MULTILINE):
+    for line in re.findall(r"^ssl-bench (.+?)(?:\s+[#>].*)?$", text, re.MULTILINE):
         words = [word for word in shlex.split(line) if word != "..."]
         _, rest = build_parser().parse_known_args(words)
         assert all("=" in word and not word.startswith("-") for word in rest), line

@@ -102,8 +102,7 @@ def test_a_part_reaches_the_tasks_that_have_one_of_that_name():
 
 @pytest.mark.parametrize(("task", "field", "name"), PARTS)
 def test_keys_tell_the_name_of_each_part_and_what_else_it_can_be(task, field, name, capsys):
-    words = ["probe", "--task", task, "--dataset", DATA[task], "--keys", f"probe.{field}={name}"]
-    assert main(words) == 0
+    assert main(["keys", f"probe.{task}", f"probe.{field}={name}"]) == 0
 
     lines = [line.split(None, 1) for line in capsys.readouterr().out.splitlines()]
     found = {said: legal[0].strip() for said, *legal in lines if said.startswith(f"probe.{field}=")}

@@ -188,6 +188,7 @@ def test_fault_21_weights_that_are_missing_or_unknown_are_never_left_random(plac
 
     saved_dino(place / "renamed.pth", renamed)
     saved_dino(place / "wrapped.pth", lambda weights: {f"net.{n}": w for n, w in weights.items()})
+    torch.save({**torch.load(place / "wrapped.pth"), "b.c": torch.zeros(1)}, "wrapped.pth")
 
     assert "26/30 keys fit" in fails(capsys, with_checkpoint("renamed.pth"), 4)
     assert "wrapped.pth" in fails(capsys, with_checkpoint("wrapped.pth"), 4)

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torchvision
 
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
 from ssl_bench.models.positions import sinusoidal_positions
 from ssl_bench.system.files import sha256_of
@@ -180,6 +182,48 @@ def test_dino_and_deit_need_no_renames(tmp_path, suffix):
         safetensors.torch.save_file(model.state_dict(), path)
     encoder = same_features(path, model, extra=("token_normed",))
     assert (encoder.contents.layout, encoder.contents.ignored) == ("DINO", {})
+
+
+@pytest.mark.parametrize(
+    ("container", "prefix"),
+    [("ema_model", ""), ("net", "module."), ("state_dict", "encoder."), ("w", "model.backbone.")],
+)
+def test_wrappers_of_any_name_are_taken_off_where_nothing_else_can_be_meant(
+    tmp_path, container, prefix
+):
+    model = timm_model()
+    weights = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    path = saved(tmp_path / "w.pth", {container: weights, "epoch": 3, "args": {"lr": 1.0}})
+
+    same_features(path, model)
+
+
+@pytest.mark.parametrize("names", ["of today", "of its first files"])
+def test_a_vision_transformer_of_torchvision_gives_its_own_features(tmp_path, names):
+    torch.manual_seed(0)
+    model = torchvision.models.VisionTransformer(32, 8, 2, 2, 128, 512).eval()
+    torch.nn.init.normal_(model.class_token)
+    weights = model.state_dict()
+    if names == "of its first files":
+        weights = {re.sub(r"mlp\.(0|3)", _first_names, name): w for name, w in weights.items()}
+
+    encoder = load_encoder(str(saved(tmp_path / "vit.pth", weights)))
+
+    image = torch.rand(1, 3, 32, 32)
+    found = FeatureExtractor(encoder, layers=[1], facets=["token_normed", "cls_normed"])(image)[1]
+    mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in (encoder.mean, encoder.std))
+    patches = model._process_input((image - mean) / std)
+    with torch.no_grad():
+        tokens = model.encoder(torch.cat([model.class_token, patches], 1))
+    torch.testing.assert_close(found["cls_normed"], tokens[:, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        found["token_normed"].flatten(1, 2), tokens[:, 1:], rtol=0, atol=1e-5
+    )
+    assert encoder.contents.ignored.keys() == {"heads.head.weight", "heads.head.bias"}
+
+
+def _first_names(found: re.Match[str]) -> str:
+    return {"0": "mlp.linear_1", "3": "mlp.linear_2"}[found[1]]
 
 
 @pytest.mark.parametrize(

@@ -321,7 +321,7 @@ def test_a_training_step_has_gradients_everywhere_and_its_flops_can_be_counted(k
             {"graying_exponent": 1.2},
             r"model.graying_exponent expects a number in \(0, 1\], got 1.2",
         ),
-        ({"graying_layers": [0, 2]}, r"graying_layers must lie in 0..1, got \[2\]"),
+        ({"graying_layers": [0, 2]}, r"graying_layers must lie in 0..1, got 2;"),
         ({"graying_layers": []}, "graying_layers must lie in 0..1, got none"),
         ({"graying_exponent": "big"}, "model.graying_exponent expects a number .*, got 'big'"),
     ],

@@ -138,7 +138,10 @@ def test_colours_come_from_the_folder_and_are_never_guessed_where_they_differ(tm
         ({"hidden_size": 192}, "has the width 128, config.json says 192"),
         ({"num_attention_heads": None}, "says nothing of num_attention_heads"),
         ({"num_attention_heads": 3}, "model.dim must be a multiple of model.num_heads"),
-        ({"model_type": "swin"}, "vit, vit_mae, dinov2, dinov2_with_registers, but 'swin'"),
+        (
+            {"model_type": "swin"},
+            "vit, vit_mae, dinov2, dinov2_with_registers, dinov3_vit, but 'swin'",
+        ),
     ],
 )
 def test_folders_of_another_kind_are_refused(tmp_path, change, said):

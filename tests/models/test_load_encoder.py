@@ -255,7 +255,10 @@ def without(weights: dict[str, Tensor], name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda w: {f"encoder.{n}": v for n, v in w.items()}, "came encoder.cls_token"),
+        (
+            lambda w: {f"net.{'ab'[i % 2]}.{n}": v for i, (n, v) in enumerate(w.items())},
+            "came a.cls_token",
+        ),
         (
             lambda w: without(w, "blocks.1.mlp.fc2.bias"),
             "29/30 keys fit; blocks.1.mlp.fc2.bias mis",

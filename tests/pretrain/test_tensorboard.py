@@ -23,7 +23,7 @@ def curves_of(folder):
 def write_rows(folder, losses, *, last_step):
     pytest.importorskip("tensorboard")
     board = Board(folder / "board", last_step=last_step)
-    journal = Journal(folder / "log.jsonl", last_step=last_step, board=board)
+    journal = Journal(folder / "log.jsonl", last_step=last_step, curves=[board])
     for step, loss in enumerate(losses, start=last_step + 1):
         journal.write({"step": step, "epoch": step // 4, "loss": loss})
     journal.close()

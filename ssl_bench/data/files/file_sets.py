@@ -184,6 +184,10 @@ class FileImageSet:
         """The same images, their files known by size and time."""
         return replace(self, fingerprint_kind="stat")
 
+    def some(self, name: str, kept: Sequence[int]) -> "FileImageSet":
+        """The images of these indices, under another name."""
+        return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
+
     def checked(self) -> "FileImageSet":
         """This set, once every file behind it is known to be there; nothing is decoded.
 

@@ -1,9 +1,10 @@
 """Doing without images whose files cannot be read, and saying which."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 from ssl_bench.data.files.fingerprints import extended
 from ssl_bench.data.files.threads import in_threads
@@ -20,14 +21,16 @@ class RemainingImages:
 
     Attributes:
         kept: Indices into `images`, ascending.
+        called: Their name, where it is not that of the whole.
     """
 
     images: ImageSet
     kept: tuple[int, ...]
+    called: str | None = None
 
     @property
     def name(self) -> str:
-        return self.images.name
+        return self.called or self.images.name
 
     @property
     def split(self) -> str:
@@ -58,6 +61,22 @@ class RemainingImages:
     @cached_property
     def _ids(self) -> tuple[str, ...]:
         return tuple(self.images.ids[index] for index in self.kept)
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """An `ImageSet` that knows how to be smaller, so that only the files of what stays are read."""
+
+    def some(self, name: str, kept: Sequence[int]) -> ImageSet:
+        """The images of these indices, under another name."""
+        ...
+
+
+def some_of(images: ImageSet, name: str, kept: Sequence[int]) -> ImageSet:
+    """Some images of a set, under another name."""
+    if isinstance(images, Divisible):
+        return images.some(name, kept)
+    return RemainingImages(images, tuple(kept), name)
 
 
 class ReadableDataset(DatasetView):

@@ -9,6 +9,7 @@ from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.files.fingerprints import extended
 from ssl_bench.data.files.known_by_stat import known_by_stat
+from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.paired_folders import split_folder
 from ssl_bench.data.roles import lacking
@@ -62,6 +63,11 @@ class LabelledImages:
     def by_stat(self) -> "LabelledImages":
         """The same images, their files known by size and time."""
         return replace(self, images=known_by_stat(self.images))
+
+    def some(self, name: str, kept: Sequence[int]) -> "LabelledImages":
+        """The images of these indices, under another name."""
+        labels = tuple(self.labels[index] for index in kept)
+        return replace(self, images=some_of(self.images, name, kept), labels=labels)
 
 
 @dataclass(frozen=True)

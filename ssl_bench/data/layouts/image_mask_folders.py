@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from ssl_bench.composition.fields import MaskValue, Place, Rgb, check_fields
+from ssl_bench.composition.fields import MaskValue, Place, Rgb, check_fields, shown
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.labels import LabelMap
@@ -200,7 +200,7 @@ class ImageMaskFolders(PairedFolders):
         if len(set(numbers)) != count or not set(numbers).isdisjoint(ignored):
             raise ConfigurationError(
                 f"dataset.numbers must be {count} different numbers, one a class and none of "
-                f"dataset.ignored, got {list(numbers)} and {sorted(ignored)}"
+                f"dataset.ignored, got {shown(list(numbers))} and {shown(sorted(ignored))}"
             )
         if not {*numbers, *ignored} <= set(range(256)):
             raise ConfigurationError("dataset.numbers and dataset.ignored must lie in 0..255")

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,8 +13,10 @@ from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.encoder import Contents
 from ssl_bench.models.loading.layouts import (
+    DINOV3_TRANSFORMERS,
     TRANSFORMERS,
     Layout,
+    dinov3_architecture,
     recognised,
     refuse_strangers,
     renamed,
@@ -74,6 +76,11 @@ def load_foreign(path: Path, described: Description | None = None) -> Foreign:
             f"{path} has the layout of transformers, whose heads and norms stand in config.json; "
             f"put both into a folder and type local-dir:{path.parent}"
         )
+    if (architecture := dinov3_architecture(backbone.weights)) is not None:
+        raise CheckpointError(
+            f"{path} is a DINOv3, whose rotary positions the ViT of this suite does not have; "
+            f"type timm:{architecture}@{path}"
+        )
     refuse_strangers(names, path)
     dropped = [name for name in names if any(re.fullmatch(p, name) for p in layout.ignored)]
     ignored = {**backbone.ignored, **left_out(dropped, layout.ignored, path)}
@@ -115,6 +122,32 @@ def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
             )
         weights[f"{start}qkv.{kind}"] = torch.cat([weights.pop(name) for name in names])
     return "query, key and value are one layer here; " if any(parts) else ""
+
+
+def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
+    """Weights that transformers wrote under DINOv3's own names.
+
+    Raises:
+        CheckpointError: two tensors would get the same name, or thirds of a layer do not fit.
+    """
+    layout = DINOV3_TRANSFORMERS
+    dropped = [n for n in backbone.weights if any(re.fullmatch(p, n) for p in layout.ignored)]
+    kept = {name: value for name, value in backbone.weights.items() if name not in dropped}
+    weights = renamed(layout, kept, path)
+    gated = any(".mlp.w1." in name for name in weights)
+    for old, new in (
+        ("up_proj", "w2" if gated else "fc1"),
+        ("down_proj", "w3" if gated else "fc2"),
+    ):
+        pattern = rf"(?:model\.)?layer\.(\d+)\.mlp\.{old}\.(\w+)"
+        weights = {re.sub(pattern, rf"blocks.\1.mlp.{new}.\2", n): w for n, w in weights.items()}
+    for name in [name for name in weights if name.endswith("attn.query.bias")]:
+        # Keys have none, which is what zeros are.
+        zeros = torch.zeros_like(weights[name])
+        weights.setdefault(name.replace("query", "key"), zeros)
+    _fuse_queries_keys_values(weights, path)
+    ignored = {**backbone.ignored, **left_out(dropped, layout.ignored, path)}
+    return replace(backbone, weights=weights, ignored=ignored)
 
 
 def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:

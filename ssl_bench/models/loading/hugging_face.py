@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from ssl_bench.system.paths import expanded, real
 
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
 _TRANSFORMERS = ("vit", "vit_mae", "dinov2", "dinov2_with_registers")
+_DINOV3 = "dinov3_vit"
+# What timm's architectures hold fast.
+_DINOV3_ROTATION = 100.0
 # Published with ImageNet's mean and deviation, all of them; `vit` with several.
 _ON_IMAGENET_COLOURS = ("vit_mae", "dinov2", "dinov2_with_registers")
 
@@ -24,7 +28,7 @@ def load_hugging_face(uri: str) -> Encoder:
     """Load `hf-hub:ORG/NAME@REVISION` or `local-dir:FOLDER`.
 
     The folder is one of timm's (config.json names the architecture) or of transformers'
-    (`model_type` is vit, vit_mae, dinov2 or dinov2_with_registers).
+    (`model_type` is vit, vit_mae, dinov2, dinov2_with_registers or dinov3_vit).
 
     Raises:
         CheckpointError: Files are missing, cannot be had, or are of another kind.
@@ -38,11 +42,13 @@ def load_hugging_face(uri: str) -> Encoder:
         from ssl_bench.models.loading.timm_encoder import load_timm_folder
 
         return load_timm_folder(config, folder.file(*WEIGHTS_FILES), uri=uri, label=folder.name)
+    if config.get("model_type") == _DINOV3:
+        return _from_dinov3(config, folder, uri)
     if config.get("model_type") in _TRANSFORMERS:
         return _from_transformers(config, folder, uri)
     raise CheckpointError(
         f"{path} is neither timm's (architecture=...) nor of model_type "
-        f"{', '.join(_TRANSFORMERS)}, but {config.get('model_type', 'unnamed')!r}; "
+        f"{', '.join((*_TRANSFORMERS, _DINOV3))}, but {config.get('model_type', 'unnamed')!r}; "
         "use timm:NAME@FILE"
     )
 
@@ -108,6 +114,24 @@ def _from_transformers(
         colours=colours,
         colours_from=colours_from,
     )
+
+
+def _from_dinov3(
+    config: Mapping[str, Any], folder: "_LocalFolder | _Repository", uri: str
+) -> Encoder:
+    weights = folder.file(*WEIGHTS_FILES)
+    said = config.get("rope_parameters") or config
+    if float(said.get("rope_theta", _DINOV3_ROTATION)) != _DINOV3_ROTATION:
+        raise CheckpointError(
+            f"{weights.with_name(_CONFIG)} has rope_theta={said['rope_theta']}, the published "
+            f"DINOv3 have {_DINOV3_ROTATION:g}, and no other is supported"
+        )
+    colours, colours_from = _colours(_DINOV3, folder)
+    # timm takes seconds to import.
+    from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
+
+    encoder = load_dinov3_folder(weights, uri=uri, label=folder.name, colours=colours)
+    return replace(encoder, colours_from=colours_from)
 
 
 def _require_plain(config: Mapping[str, Any], weights: Path) -> None:

@@ -108,7 +108,46 @@ TRANSFORMERS = Layout(
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
 )
-LAYOUTS = (TRANSFORMERS, MOCO_V3, DINOV2, MAE, IBOT, DINO)
+_TV_BLOCK = r"encoder\.layers\.encoder_layer_(\d+)\."
+TORCHVISION = Layout(
+    "torchvision",
+    "https://github.com/pytorch/vision/blob/main/torchvision/models/vision_transformer.py",
+    marks=(r"conv_proj\.weight",),
+    renames=(
+        (r"class_token", r"cls_token"),
+        (r"encoder\.pos_embedding", r"pos_embed"),
+        (r"conv_proj\.(\w+)", r"patch_embed.proj.\1"),
+        (rf"{_TV_BLOCK}ln_([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (rf"{_TV_BLOCK}self_attention\.in_proj_(\w+)", r"blocks.\1.attn.qkv.\2"),
+        (rf"{_TV_BLOCK}self_attention\.out_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        # Its first files name the layers of an MLP in another way than it does now.
+        (rf"{_TV_BLOCK}mlp\.(?:0|linear_1)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (rf"{_TV_BLOCK}mlp\.(?:3|linear_2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (r"encoder\.ln\.(\w+)", r"norm.\1"),
+    ),
+    ignored={r"heads\..*": "a head, after the encoder"},
+    heads=_WIDE_HEADS,
+)
+DINOV3_TRANSFORMERS = Layout(
+    "DINOv3 of transformers",
+    "https://github.com/huggingface/transformers/tree/main/src/transformers/models/dinov3_vit",
+    renames=(
+        (r"embeddings\.cls_token", r"cls_token"),
+        (r"embeddings\.register_tokens", r"storage_tokens"),
+        (r"embeddings\.patch_embeddings\.(\w+)", r"patch_embed.proj.\1"),
+        (r"(?:model\.)?layer\.(\d+)\.norm([12])\.(\w+)", r"blocks.\1.norm\2.\3"),
+        (r"(?:model\.)?layer\.(\d+)\.attention\.o_proj\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (r"(?:model\.)?layer\.(\d+)\.attention\.q_proj\.(\w+)", r"blocks.\1.attn.query.\2"),
+        (r"(?:model\.)?layer\.(\d+)\.attention\.k_proj\.(\w+)", r"blocks.\1.attn.key.\2"),
+        (r"(?:model\.)?layer\.(\d+)\.attention\.v_proj\.(\w+)", r"blocks.\1.attn.value.\2"),
+        (r"(?:model\.)?layer\.(\d+)\.layer_scale([12])\.lambda1", r"blocks.\1.ls\2.gamma"),
+        (r"(?:model\.)?layer\.(\d+)\.mlp\.gate_proj\.(\w+)", r"blocks.\1.mlp.w1.\2"),
+    ),
+    ignored={r"embeddings\.mask_token": _MASKED},
+)
+"""The names of DINOv3's own files; its two linear layers differ with and without a gate."""
+
+LAYOUTS = (TRANSFORMERS, TORCHVISION, MOCO_V3, DINOV2, MAE, IBOT, DINO)
 """In the order in which they are tried; the last takes what nothing else marks."""
 
 # What tells an encoder that our ViT is not, and the architecture of timm that is the same.
@@ -116,11 +155,7 @@ _STRANGERS = (
     (r"blocks\.(?:\d+\.)+mlp\.w12\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
     (r".*\.mlp\.weights_in\.\w+", "the SwiGLU MLP of ViT-g", "vit_giant_patch14_dinov2"),
     (r"dist_token", "a distillation token", "deit_small_distilled_patch16_224"),
-    (
-        r"storage_tokens|rope_embed\..*",
-        "the rotary positions of DINOv3",
-        "vit_small_patch16_dinov3",
-    ),
+    (r"storage_tokens|rope_embed\..*", "the rotary positions of DINOv3", "NAME"),
     (r"norm_pre\.\w+", "a norm before the first block", "vit_base_patch16_clip_224"),
     (r".*\.attn\.[qk]_norm\.\w+", "norms of queries and keys", "NAME"),
     (r".*relative_position_bias_table", "relative positions", "NAME"),
@@ -134,7 +169,6 @@ _UNSUPPORTED = (
     (r"conv1\.weight|layer\d\.\d+\.conv\d\.weight", "a ResNet"),
     (r"stages\.\d+\..*|downsample_layers\..*", "a network of stages, such as ConvNeXt"),
     (r"layers\.\d+\.blocks\.\d+\..*", "a Swin Transformer"),
-    (r"conv_proj\.weight", "a Vision Transformer of torchvision"),
     (r"features\.\d+\..*", "a network of torchvision"),
 )
 
@@ -170,6 +204,29 @@ def refuse_strangers(names: Sequence[str], path: object) -> None:
                 f"{path} has {what} ({found}), which the ViT of this suite does not have; "
                 f"use timm:{architecture}@FILE with timm's name of its architecture"
             )
+
+
+# Width to timm's word; the ones with a gate in their MLP are its "plus".
+_DINOV3_SIZES = MappingProxyType(
+    {192: "tiny", 384: "small", 768: "base", 1024: "large", 1280: "huge", 4096: "7b"}
+)
+
+
+def dinov3_architecture(weights: Mapping[str, Tensor]) -> str | None:
+    """Timm's architecture of the weights of a DINOv3 in its own names; None of another encoder.
+
+    With the biases of query and value, which timm's other architectures leave out, though not all
+    files have zeros there.
+    """
+    kernel = weights.get("patch_embed.proj.weight")
+    if kernel is None or kernel.ndim != 4 or "storage_tokens" not in weights:
+        return None
+    size = _DINOV3_SIZES.get(len(kernel))
+    if size is None:
+        return None
+    plus = "_plus" if "blocks.0.mlp.w1.weight" in weights and size != "7b" else ""
+    biases = "_qkvb" if "blocks.0.attn.qkv.bias" in weights else ""
+    return f"vit_{size}{plus}_patch16_dinov3{biases}"
 
 
 def _first(names: Sequence[str], pattern: str) -> str | None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
@@ -94,7 +95,14 @@ def _from_torch_hub(uri: str) -> Encoder:
 
 
 def _refuse_torchvision(uri: str) -> Encoder:
-    raise CheckpointError(f"{uri}: models of torchvision are not supported; give {_KINDS}")
+    name = uri.partition(":")[2]
+    if not name.startswith("vit_"):
+        raise CheckpointError(f"{uri}: this model of torchvision is not supported; give {_KINDS}")
+    raise CheckpointError(
+        f"{uri}: Vision Transformers of torchvision are loaded from a file; write it with `python "
+        f"-c \"import torch, torchvision.models as m; torch.save(m.get_model('{name}', "
+        f"weights='DEFAULT').state_dict(), '{name}.pth')\"` and give {name}.pth"
+    )
 
 
 def _from_path(uri: str) -> Encoder:
@@ -103,7 +111,7 @@ def _from_path(uri: str) -> Encoder:
         folder = path.parent
         raise CheckpointError(f"{folder} is a folder of Hugging Face; type local-dir:{folder}")
     if not path.is_file():
-        hint = _address_of(uri)
+        hint = _sibling_of(path) or _address_of(uri)
         wanted = f"did you mean {hint}?" if hint else f"give {_KINDS}"
         raise CheckpointError(f"no checkpoint at {path}; {wanted}")
     if path.suffix == ".safetensors" and is_ours(path):
@@ -126,6 +134,16 @@ def _from_our_file(path: Path, uri: str) -> Encoder:
         colours=stated_colours(path),
         contents=Contents("ssl-bench", file=path, epoch=stated_epoch(path)),
     )
+
+
+def _sibling_of(path: Path) -> str | None:
+    """What lies there under nearly the same name."""
+    try:
+        names = [one.name for one in path.parent.iterdir()]
+    except OSError:
+        return None
+    near = get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return str(path.with_name(near[0])) if near else None
 
 
 def _address_of(name: str) -> str | None:

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.architecture import of_library
-from ssl_bench.models.encoder import ASSUMED, Contents, Encoder
+from ssl_bench.models.encoder import ASSUMED, Colours, Contents, Encoder
 from ssl_bench.models.kinds import state_dict_sha256
+from ssl_bench.models.loading.foreign import dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.loading.identity import unreplaced, verified_sha256
+from ssl_bench.models.loading.layouts import dinov3_architecture
 from ssl_bench.models.loading.timm_attention import give_queries_keys_values
 from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights
 from ssl_bench.models.positions import resize_positions
@@ -111,12 +113,41 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     return _from_file(uri, name, path, label=label, config=config)
 
 
+def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Colours) -> Encoder:
+    """Load a DINOv3 that transformers wrote, as the architecture of timm that is the same.
+
+    Raises:
+        CheckpointError: the weights are of no published size, or do not fit.
+    """
+    with unreplaced(path):
+        digest = verified_sha256(path)
+        backbone = dinov3_weights(backbone_weights(read_weights(path), path), path)
+    name = dinov3_architecture(backbone.weights)
+    if name is None:
+        raise CheckpointError(f"{path} is no DINOv3 of a published size; use timm:NAME@FILE")
+    config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
+    return _of_backbone(uri, name, path, digest, backbone, label=label, config=config)
+
+
 def _from_file(
     uri: str, name: str, path: Path, *, label: str, config: Mapping[str, Any] | None = None
 ) -> Encoder:
     with unreplaced(path):
         digest = verified_sha256(path)
         backbone = backbone_weights(read_weights(path), path)
+    return _of_backbone(uri, name, path, digest, backbone, label=label, config=config)
+
+
+def _of_backbone(
+    uri: str,
+    name: str,
+    path: Path,
+    digest: str,
+    backbone: Backbone,
+    *,
+    label: str,
+    config: Mapping[str, Any] | None,
+) -> Encoder:
     if not backbone.weights:
         # timm would take "no weights" for "none given" and ask the network.
         raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")

@@ -4,7 +4,7 @@ import argparse
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
         CheckpointError: A tensor is neither the encoder's nor one that is known to be left out.
     """
     ignored: dict[str, str] = {}
-    while container := next((c for c in _CONTAINERS if isinstance(content.get(c), Mapping)), None):
+    while container := _container(content):
         beside = [name for name, value in content.items() if name != container and _tensors(value)]
         ignored |= left_out(beside, _BESIDE_CONTAINERS, path)
         content = content[container]
@@ -123,7 +123,7 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     nested = [name for name, value in content.items() if name not in weights and _tensors(value)]
     ignored |= left_out(nested, _BESIDE_CONTAINERS, path)
     total, prefixes = len(weights), []
-    while prefix := next((p for p in _PREFIXES if any(n.startswith(p) for n in weights)), None):
+    while prefix := _prefix(list(weights)):
         beside = [name for name in weights if not name.startswith(prefix)]
         ignored |= left_out(beside, _BESIDE_PREFIXES, path)
         weights = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
@@ -132,6 +132,24 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     ignored |= left_out(heads, _HEADS, path)
     plain = {name: value for name, value in weights.items() if name not in heads}
     return Backbone(plain, total, ignored, tuple(prefixes))
+
+
+def _container(content: Mapping[str, Any]) -> str | None:
+    """The dictionary with the model: of a known name, or the only thing that holds tensors."""
+    known = next((c for c in _CONTAINERS if isinstance(content.get(c), Mapping)), None)
+    holding = [name for name, value in content.items() if _tensors(value)]
+    if known is None and len(holding) == 1 and isinstance(content[holding[0]], Mapping):
+        return holding[0]
+    return known
+
+
+def _prefix(names: Sequence[str]) -> str | None:
+    """What wrappers put before names: a known word, or whatever all of several names begin with."""
+    known = next((p for p in _PREFIXES if any(name.startswith(p) for name in names)), None)
+    first = {name.partition(".")[0] for name in names}
+    if known is None and len(first) == 1 and len(names) > 1 and all("." in n for n in names):
+        return f"{first.pop()}."
+    return known
 
 
 def left_out(names: Iterable[str], known: Mapping[str, str], path: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.escaping import csv_field, json_text, latex, markdown, printable
 
 STYLES = ("text", "terminal", "markdown", "latex")
-FORMATS = (*STYLES, "csv", "json")
+FORMATS = (*STYLES, "csv", "json", "parquet")
 NO_VALUE = "\N{EN DASH}"
 """Stands where a value is no number."""
 _BOLD, _UNDERLINED, _PLAIN = "\033[1m", "\033[4m", "\033[0m"
@@ -71,7 +71,7 @@ def render_tables(tables: Sequence[Printable], style: str) -> str:
     """Tables one after another; as CSV under one head, as JSON in one array.
 
     Raises:
-        ConfigurationError: another style.
+        ConfigurationError: another style, or one that is no text.
     """
     if style == "csv":
         return _as_csv([row for table in tables for row in table.csv_rows()])

@@ -1,0 +1,34 @@
+"""The first try of something on few images: data of which each split gives so many, and says so."""
+
+from ssl_bench.data.files.readable import some_of
+from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
+
+
+class LimitedDataset(DatasetView):
+    """A dataset with at most `limit` images in each split, under a name of its own."""
+
+    def __init__(self, dataset: Dataset, limit: int) -> None:
+        super().__init__(dataset)
+        self._limit = limit
+
+    @property
+    def name(self) -> str:
+        return _limited_name(self._dataset.name, self._limit)
+
+    def _given(self, role: str, images: ImageSet) -> ImageSet:
+        del role
+        return limited(images, self._limit)
+
+
+def limited(images: ImageSet, limit: int) -> ImageSet:
+    """At most `limit` images, spread evenly over a split that may be sorted by class.
+
+    They are named "voc2012-limit64", so that no table shows a score of them beside one of all.
+    """
+    count = min(limit, len(images))
+    kept = [index * len(images) // count for index in range(count)]
+    return some_of(images, _limited_name(images.name, limit), kept)
+
+
+def _limited_name(name: str, limit: int) -> str:
+    return f"{name}-limit{limit}"

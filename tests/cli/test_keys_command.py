@@ -1,0 +1,89 @@
+"""`ssl-bench keys`: what can be said as KEY=VALUE."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.choices import choices, config_folder
+from ssl_bench.composition.compose import compose_config, keys
+
+
+def listed(capsys, *words: str) -> dict[str, str]:
+    """Each key with its line."""
+    assert main(["keys", *words]) == 0
+    return {line.partition("=")[0]: line for line in capsys.readouterr().out.splitlines()}
+
+
+def test_every_key_of_a_run_is_listed_with_what_it_takes(place, capsys):
+    found = listed(capsys, "pretrain", "objective=supervised", "train.max_grad_norm=2")
+
+    assert set(found) == set(keys(compose_config("pretraining", ["objective=supervised"])))
+    line = r"train\.max_grad_norm=2 +a number in \(0, 1000000000\] or null"
+    assert re.fullmatch(line, found["train.max_grad_norm"])
+    assert "a number in [0, 1)" in found["objective.label_smoothing"]
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("task", choices("probe"))
+def test_the_keys_of_a_probe_are_its_own_and_those_of_all(capsys, task):
+    found = listed(capsys, f"probe.{task}")
+
+    composed = set(keys(compose_config("probing", [f"probe={task}"])))
+    named = {f"probe.{part.name}" for part in (config_folder() / "probe").glob(f"{task}/*")}
+    assert set(found) == {one for one in composed | named if not one.startswith("dataset.")}
+    assert found["seed"].split(None, 1)[1] == "a whole number in [0, 4294967295]"
+    assert found["data.limit"].endswith("or null")
+
+
+def test_a_choice_by_name_decides_which_keys_there_are(capsys):
+    assert (
+        "probe.training.epochs=25 "
+        in listed(capsys, "probe.segmentation", "probe.protocol=neco")["probe.training.epochs"]
+    )
+    below = listed(capsys, "probe.segmentation.training", "probe.training=lbfgs")
+    assert "probe.training.refit" in below
+    assert all(one.startswith("probe.training") for one in below)
+
+
+@pytest.mark.parametrize(
+    ("target", "first", "others"),
+    [
+        ("train", "train.epochs", {"train"}),
+        ("train.epochs", "train.epochs", {"train"}),
+        ("model.conv_mixer", "model.dim", {"model"}),
+        ("optimizer.soap", "optimizer.lr", {"optimizer"}),
+        ("dataset.voc2012", "dataset.year", {"dataset", "data"}),
+        ("experiment.dino_photographs", "train.max_steps", {"model", "objective", "data"}),
+    ],
+)
+def test_a_part_of_a_configuration_can_be_named(capsys, target, first, others):
+    found = listed(capsys, target)
+
+    assert first in found
+    assert others <= {one.partition(".")[0] for one in found}
+
+
+def test_without_a_name_all_names_are_listed(capsys):
+    assert main(["keys"]) == 0
+
+    out = capsys.readouterr().out
+    assert all(name in out for group in ("probe", "dataset", "model") for name in choices(group))
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        ("tokencut", "did you mean `ssl-bench keys probe.tokencut`?"),
+        ("probe", "name one: probe.classification, "),
+        ("trian", "did you mean train"),
+        ("probe.tokencat", "did you mean tokencut?"),
+        ("probe.knn probe.nothing=1", "unknown key 'probe.nothing'"),
+        ("train.epoch", "did you mean train.epochs"),
+    ],
+)
+def test_what_is_not_there_gets_the_nearest_name(capsys, words, mend):
+    assert main(["keys", *words.split()]) == 2
+
+    assert mend in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Flags that are short for keys, and what is shown before anything is computed."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ssl_bench.cli.__main__ import main
+from tests.support.faults import fails, pretraining
+
+PROBE = ["probe", "--checkpoint", "encoder.safetensors", "--dataset", "folder"]
+PROBE += ["--data-root", "photos"]
+
+
+def configs(capsys, *words: str) -> dict[str, dict]:
+    """What is printed for each task, and nothing is written."""
+    before = {path.name for path in Path().iterdir()}
+    assert main([*words, "--print-config"]) == 0
+    assert {path.name for path in Path().iterdir()} == before
+    out = capsys.readouterr().out
+    parts = out.split("# ")[1:] or [f"\n{out}"]
+    return {
+        part.partition(" ")[0].strip(): yaml.safe_load(part.partition("\n")[2]) for part in parts
+    }
+
+
+def test_flags_are_short_for_keys_of_probes(place, capsys):
+    flags = ["--task", "pca,tokencut", "--seed", "3", "--limit", "2"]
+    found = configs(capsys, *PROBE, *flags, "probe.tau=0.3")
+
+    assert found.keys() == {"pca", "tokencut"}
+    assert {(one["seed"], one["data"]["limit"]) for one in found.values()} == {(3, 2)}
+    assert found["tokencut"]["probe"]["tau"] == 0.3
+    assert found["tokencut"]["dataset"]["root"] == "photos"
+
+
+def test_a_batch_of_probes_is_what_the_encoder_takes_at_once(place, capsys):
+    words = ["probe", "--task", "knn,classification,segmentation", "--dataset"]
+    words += ["class_folders,toy", "--data-root", "class_folders=x", "--batch-size", "3"]
+    found = configs(capsys, *words)
+
+    assert found["knn"]["probe"]["batch_size"] == 3
+    assert found["classification"]["probe"]["encoder_batch_size"] == 3
+    assert found["segmentation"]["probe"]["training"]["batch_size"] == 16
+    said = fails(capsys, ["probe", "--task", "segmentation", "--batch-size", "3"], 2)
+    assert "probe.training.batch_size=3" in said
+
+
+def test_flags_are_short_for_keys_of_runs(place, capsys):
+    words = ["pretrain", "--seed", "3", "--limit", "20", "--batch-size", "4", "train.epochs=2"]
+    (found,) = configs(capsys, *words).values()
+
+    told = {name: found["train"][name] for name in ("seed", "batch_size", "epochs")}
+    assert told == {"seed": 3, "batch_size": 4, "epochs": 2}
+    assert found["data"]["limit"] == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        ("probe --task pca --seed 3 seed=4", "leave it or seed=4 out"),
+        ("pretrain --batch-size 3 train.batch_size=4", "leave it or train.batch_size=4 out"),
+        ("probe --task pca --limit 0", "data.limit expects a whole number in [1, "),
+        ("probe --task pca --seed many", "invalid int value: 'many'"),
+        ("pretrain model=vit_tiny_skip", "add train.batch_size=128"),
+        ("pretrain --limit 3", "add train.batch_size=2"),
+    ],
+)
+def test_a_flag_that_cannot_hold_says_what_can(place, capsys, words, mend):
+    assert mend in fails(capsys, words.split(), 2)
+
+
+def test_a_dry_run_shows_pending_cells_and_writes_nothing(place, capsys):
+    words = [*PROBE, "--task", "pca", "--layer", "0,1", "probe.image_size=32"]
+    assert main([*words, "--dry-run"]) == 0
+    assert "1 jobs, 2 cells: 0 finished, 2 pending" in capsys.readouterr().out
+    assert not (place / "results").exists()
+
+    assert main([*words, "--layer", "0"]) == 0
+    assert main([*words, "--dry-run"]) == 0
+
+    assert "1 jobs, 2 cells: 1 finished, 1 pending" in capsys.readouterr().out
+
+
+def test_a_dry_run_of_pretraining_says_how_long_and_of_what(place, capsys):
+    words = pretraining(place / "photos", "run", "--dry-run")
+    assert main(words) == 0
+
+    out = capsys.readouterr().out
+    assert "4 of folder all" in out
+    assert "2 blocks of width 24, patches of 8 pixels, images of 16 x 16" in out
+    # Two steps an epoch, six at most.
+    assert "6 of 2 images, 3 epochs" in out
+    assert not (place / "run").exists()
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(place, capsys):
+    (place / "run").mkdir()
+    (place / "run" / "log.jsonl").touch()
+
+    words = pretraining(place / "photos", "run", "--dry-run")
+
+    assert "run already holds a run" in fails(capsys, words, 2)
+    assert main([*words, "--overwrite"]) == 0
+    assert (place / "run" / "log.jsonl").exists()

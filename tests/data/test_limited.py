@@ -1,0 +1,79 @@
+"""A few images of each split, for a first try: which, and under which name."""
+
+import pytest
+
+from pretrain.description import describe, differences
+from pretrain.options import DataOptions
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.data.files.readable import RemainingImages
+from ssl_bench.data.limited import LimitedDataset, limited
+from ssl_bench.results import ResultStore
+from tests.support.faults import class_folders, photo_folder
+
+
+def dataset(name: str, root):
+    return build(compose_config("data", [f"dataset={name}", f"data.root={root}"]).dataset)
+
+
+def test_images_are_spread_over_a_split_that_is_sorted_by_class(tmp_path):
+    whole = dataset("class_folders", class_folders(tmp_path / "data"))
+
+    few = LimitedDataset(whole, 3)
+
+    # Three images of each of two classes: every second one.
+    assert few.train().ids == whole.train().ids[::2]
+    assert [few.train()[i].label for i in range(3)] == [whole.train()[i].label for i in (0, 2, 4)]
+    assert few.train().class_names == whole.train().class_names
+    assert few.name == few.train().name == few.val().name == "class_folders-limit3"
+
+
+@pytest.mark.parametrize("kind", ["files", "others"])
+def test_fewer_images_have_another_fingerprint_and_know_their_own(tmp_path, kind):
+    images = dataset("folder", photo_folder(tmp_path / "photos")).images()
+    if kind == "others":
+        images = RemainingImages(images, (0, 1, 2, 3))
+
+    few = limited(images, 2)
+
+    assert (few.ids, few.name, len(few)) == (("0.jpg", "2.jpg"), "folder-limit2", 2)
+    assert [few[i].image_id for i in range(2)] == ["0.jpg", "2.jpg"]
+    assert len({few.fingerprint(), images.fingerprint(), limited(images, 3).fingerprint()}) == 3
+    assert limited(images, 9).ids == images.ids
+    assert limited(images, 9).name == "folder-limit9"
+
+
+def test_only_files_that_stay_are_read(tmp_path):
+    root = photo_folder(tmp_path / "photos")
+    images = limited(dataset("folder", root).images(), 2)
+    (root / "1.jpg").unlink()
+
+    assert len(images.fingerprint()) == 64
+
+
+def test_scores_of_few_images_stand_apart_from_those_of_all(place, capsys):
+    words = ["probe", "--task", "pca", "--checkpoint", "encoder.safetensors", "--layer", "0"]
+    words += ["--dataset", "folder", "--data-root", "photos", "probe.image_size=32"]
+
+    assert main(words) == 0
+    assert main([*words, "--limit", "2"]) == 0
+    assert main([*words, "data.limit=2"]) == 0
+
+    assert "1 of 1 cells finished before" in capsys.readouterr().err
+    records = ResultStore(place / "results").records()
+    assert {(r.dataset, r.num_images) for r in records} == {("folder", 4), ("folder-limit2", 2)}
+    assert main(["table"]) == 0
+    assert " on folder-limit2 all" in capsys.readouterr().out
+
+
+def test_a_run_learns_from_few_images_and_is_another_run(tmp_path):
+    few, whole = (
+        DataOptions(root=str(photo_folder(tmp_path / str(limit))), limit=limit)
+        for limit in (3, None)
+    )
+
+    assert few.open().ids == ("0.jpg", "1.jpg", "2.jpg")
+    assert len(whole.open()) == 4
+    assert "data.limit: 3 -> None" in differences(
+        {"data": describe(few)}, {"data": describe(whole)}
+    )
