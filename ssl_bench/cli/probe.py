@@ -74,7 +74,7 @@ def _probed(
         layers = resolve_layers(options.layer, encoder.depth)
         for planned in plan:
             evaluation = planned.evaluation(encoder, layers, device)
-            with _left_out_of_all(planned, plan, asked=options.task, alone=ranks.count == 1):
+            with _left_out_of_all(planned, plan, asked=options.task):
                 records += evaluation.run(
                     store, say=say, overwrite=options.overwrite, ranks=ranks, passed=passed
                 )
@@ -83,16 +83,16 @@ def _probed(
 
 @contextmanager
 def _left_out_of_all(
-    planned: PlannedProbe, plan: Sequence[PlannedProbe], *, asked: str, alone: bool
+    planned: PlannedProbe, plan: Sequence[PlannedProbe], *, asked: str
 ) -> Iterator[None]:
     """Go on with the other tasks of `--task all` where one does not fit the encoder or the data.
 
-    Of several processes one must not go on without the others.
+    Of several processes all meet the same, and go on.
     """
     try:
         yield
     except ConfigurationError as error:
-        if asked != "all" or len(plan) == 1 or not alone:
+        if asked != "all" or len(plan) == 1:
             raise
         say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
 

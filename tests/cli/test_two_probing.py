@@ -74,6 +74,14 @@ def test_one_of_them_speaks_for_both(ends):
 
 
 @pytest.mark.slow
+def test_what_does_not_fit_is_left_out_by_both(ends):
+    _, found = ends
+    for count in (1, 2):
+        said = found[f"{count}:left_out"]["said"][0]
+        assert "left out: knn on class_folders: probe.neighbours must be at most the 6" in said
+
+
+@pytest.mark.slow
 def test_both_end_with_what_one_meets_in_one_line(ends):
     _, found = ends
     for case, code, said in (

@@ -49,6 +49,10 @@ LBFGS = (
 CASES: dict[str, tuple[str, ...]] = {
     "knn": ("--task", "knn", *CLASSES, "probe.neighbours=[1,2]", "probe.facet=[cls,patch_mean]"),
     "classification": ("--task", "classification", *FITS, "probe.training.c_values=[0.01,1.0]"),
+    "left_out": (
+        *("--task", "all", "--dataset", "class_folders", "--data-root", "classes"),
+        *("--layer", "2", "probe.num_images=2", "probe.image_size=32"),
+    ),
     "retrieval": ("--task", "retrieval", *VOC, "probe.neighbours=5", "probe.batch_size=2"),
     "memory": (*SGD, "probe.tier=memory"),
     "disk": (*SGD, "probe.tier=disk"),
