@@ -14,7 +14,7 @@ from probes.features.image import ImageFeatures, ImagePass
 from probes.features.sources import LayerGroup
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches
-from probes.features.training import FeaturesInMemory
+from probes.features.tiers.training import FeaturesInMemory
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import Heads, TrainedHeads, Training, trained_together
 from ssl_bench.data.samples import ImageSet

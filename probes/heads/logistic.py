@@ -11,7 +11,7 @@ from torch import Tensor
 
 from probes.features.sources import LayerGroup
 from probes.features.statistics import RunningStatistics, Standardization
-from probes.features.training import Chosen, FeatureBatch, Read, TrainingFeatures
+from probes.features.tiers.training import Chosen, FeatureBatch, Read, TrainingFeatures
 from probes.heads.fitting import LogisticRegression
 from probes.heads.kept import KeptState
 from probes.heads.lbfgs import minimise

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probes.features.sources import LayerGroup
 from probes.features.statistics import RunningStatistics
-from probes.features.training import Read, TrainingFeatures
+from probes.features.tiers.training import Read, TrainingFeatures
 from probes.heads.kept import KeptState, Standing
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss

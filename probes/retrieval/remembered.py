@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Float16, Int64, UInt8
 from torch import Tensor
 
-from probes.features.cache import TrainingPass
 from probes.features.labels import label_histograms
-from probes.features.sharing import Sharing
+from probes.features.tiers.cache import TrainingPass
+from probes.features.tiers.sharing import Sharing
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.transfers import fetched, sent
 

@@ -7,11 +7,11 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from probes.features.cache import TrainingPass
 from probes.features.neighbours import NeighbourSearch
-from probes.features.sharing import Sharing
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches, check, extract, read_ahead
+from probes.features.tiers.cache import TrainingPass
+from probes.features.tiers.sharing import Sharing
 from probes.features.views import ResizedCrops, TrainingViews, WholeImage
 from probes.heads.image_counts import ImageCounts
 from probes.heads.scored_images import SquashedScoring

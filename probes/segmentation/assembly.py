@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from probes.features.cache import TrainingPass
-from probes.features.room import Room
-from probes.features.sharing import Sharing
 from probes.features.sources import LayerGroup
 from probes.features.split import TrainingSplit
+from probes.features.tiers.cache import TrainingPass
+from probes.features.tiers.room import Room
+from probes.features.tiers.sharing import Sharing
 from probes.features.views import ResizedCrops, ScaledCrops, TrainingViews, WholeImage
 from probes.heads.losses import PixelLoss
 from probes.heads.sgd import Heads

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from probes.features.room import AskedTier
 from probes.features.sources import LayerGroup, sources_of
+from probes.features.tiers.room import AskedTier
 from probes.segmentation.components import (
     Inference,
     Loss,

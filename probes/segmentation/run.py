@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from probes.features.cache import TrainingPass
-from probes.features.room import Room
 from probes.features.sources import LayerGroup
 from probes.features.split import TrainingSplit
 from probes.features.stream import read_ahead
-from probes.features.training import TrainingFeatures
+from probes.features.tiers.cache import TrainingPass
+from probes.features.tiers.room import Room
+from probes.features.tiers.training import TrainingFeatures
 from probes.features.views import nearest_labels
 from probes.heads.image_counts import ImageCounts
 from probes.heads.kept import KeptState
@@ -29,7 +29,7 @@ from probes.segmentation.panels import draw_panel
 from probes.segmentation.report import SourceReport
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
-from ssl_bench.evaluation import Progress, Score
+from ssl_bench.evaluation import Score
 from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.ranks import Ranks
 
@@ -105,7 +105,7 @@ class SegmentationRun:
     ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
         """Counts summed over the held-out images, from their cached features."""
         counts = None
-        if self.split.held_out and self._own_sources:
+        if self.split.held_out and self.sources[self._own]:
             counts = self._count_held_out(heads.of(self._own), features)
         features.serve()
         found = [some for some in self._ranks.gathered(counts) if some is not None]
@@ -120,7 +120,7 @@ class SegmentationRun:
         entries = positions * self.training_pass.views.count
         read = features.of_layers(features.layers, self.training.device)
         chosen = entries.split(self.training_pass.batch_size)
-        shown = self._progress(read(chosen), "held-out images", len(chosen))
+        shown = self.training_pass.progress(read(chosen), "held-out images", len(chosen))
         for batch, some in zip(shown, positions.split(self.training_pass.batch_size), strict=False):
             for number, position in enumerate(some.tolist()):
                 one = batch.features[:, number : number + 1]
@@ -156,10 +156,6 @@ class SegmentationRun:
             for index, source in enumerate(self.sources)
         ]
         return reports, drawn
-
-    @property
-    def _progress(self) -> Progress:
-        return self.training_pass.progress
 
     def _counted(self, heads: TrainedHeads) -> tuple[ImageCounts, list[Tensor]]:
         """Counts of every scored image, and what is drawn of the first ones.
@@ -200,7 +196,7 @@ class SegmentationRun:
     ) -> list[Tensor]:
         images, training_pass = self.val_images, self.training_pass
         items = read_ahead(images, indices, self.scoring.prepare, workers=training_pass.workers)
-        shown = self._progress(items, "scored images", len(indices))
+        shown = self.training_pass.progress(items, "scored images", len(indices))
         return stream.count(training_pass.extractor, training_pass.facet, shown, per_image, written)
 
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
@@ -210,7 +206,9 @@ class SegmentationRun:
             kept = self._kept(self._heads_path(entries))
             if "finished" in kept.found:
                 return TrainedHeads(**kept.found["finished"]).on(self.training.device)
-            heads = self.training.train(features, sources, entries, self._progress, kept)
+            heads = self.training.train(
+                features, sources, entries, self.training_pass.progress, kept
+            )
             if heads.seconds >= 60 * self.keep_minutes:
                 kept.write({"finished": vars(heads)})
             return heads
@@ -226,17 +224,13 @@ class SegmentationRun:
         """Which sources this process fits heads to."""
         return self.training_pass.sharing.part(len(self.sources))
 
-    @property
-    def _own_sources(self) -> Sequence[LayerGroup]:
-        return self.sources[self._own]
-
     def _kept(self, path: Path) -> KeptState:
         return KeptState(path, self.keep_minutes, self.training_pass.say)
 
     def _heads_path(self, entries: Int64[Tensor, " chosen"]) -> Path:
         """Named after all that the heads depend on."""
         header = self.training_pass.header()
-        return self._named("heads", header, self._own_sources, entries.tolist())
+        return self._named("heads", header, self.sources[self._own], entries.tolist())
 
     def _counts_path(self, share: range) -> Path:
         """Named after all that the counts depend on."""

@@ -62,4 +62,4 @@ def _after(kind: str, jobs: Sequence[str]) -> str | None:
 
 
 def _command(words: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "ssl_bench.cli", *words]
+    return [sys.executable, "-m", "ssl_bench", *words]

@@ -101,7 +101,7 @@ def choosing_folder(cifar: Path, out: Path) -> Path:
 
 def train(out: Path, row: Row, arm: str, more: Sequence[str]) -> Path:
     """The folder of a finished run."""
-    command = [sys.executable, "-m", "ssl_bench.cli", "pretrain", "--out", str(out), "--resume"]
+    command = [sys.executable, "-m", "ssl_bench", "pretrain", "--out", str(out), "--resume"]
     # `model=` names the file whose values the others change.
     options = [*row.arms[arm], *BASE, f"model.depth={row.depth}", *more]
     with (out.parent / f"{out.name}.txt").open("a") as said:

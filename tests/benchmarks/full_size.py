@@ -120,7 +120,7 @@ def planned_apart(
     }
     words = [word for pair in flags.items() for word in pair]
     usage, _ = usage_of(
-        "ssl_bench.cli",
+        "ssl_bench",
         ["sweep", *words, "--dry-run", f"data.fingerprint={kind}", *overrides],
         environment={"XDG_CACHE_HOME": str(cache)},
     )

@@ -46,7 +46,7 @@ def trained(arm: tuple[str, str, float], data: str, steps: int) -> Path:
     out = OUT / f"{reading}-{optimizer}-{rate:g}"
     if has_state(out) and load_state(out, torch.device("cpu"))[0]["step"] >= steps:
         return out
-    command = [sys.executable, "-m", "ssl_bench.cli", "pretrain", "--out", str(out), "--resume"]
+    command = [sys.executable, "-m", "ssl_bench", "pretrain", "--out", str(out), "--resume"]
     options = [f"optimizer={optimizer}", f"optimizer.lr={rate * 256 / BATCH}"]
     options += [f"train.batch_size={BATCH}", f"train.max_steps={steps}"]
     subprocess.run(

@@ -31,7 +31,7 @@ def measured(folder: Path, hundreds: int) -> Mapping[str, float]:
     runs = [str(folder / f"{number:02}" / "*") for number in range(hundreds)]
     checkpoints = [word for pattern in runs for word in ("--checkpoint", pattern)]
     words = ["sweep", "--task", _TASK, "--dataset", "toy", *checkpoints, "--dry-run"]
-    usage, printed = usage_of("ssl_bench.cli", [*words, "--out", str(folder / "results")])
+    usage, printed = usage_of("ssl_bench", [*words, "--out", str(folder / "results")])
     assert f"\n{hundreds * 100} jobs, " in printed, printed[-300:]
     return rounded(usage)
 

@@ -131,7 +131,7 @@ def measured(root: Path, rounds: int, only: str) -> dict[str, list[dict[str, flo
     figures: dict[str, list[dict[str, float]]] = {title: [] for title in asked}
     for _ in range(rounds):
         for title, words in asked.items():
-            figures[title].append(rounded(usage_of("ssl_bench.cli", words)[0]))
+            figures[title].append(rounded(usage_of("ssl_bench", words)[0]))
     return figures
 
 

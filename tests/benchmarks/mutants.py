@@ -46,8 +46,8 @@ ROOMS = {
         "cell_identity cli faults_data faults_pictures",
     ),
     "ssl_bench/evaluation/pending.py": (4, "cli faults_pictures"),
-    "probes/features/file.py": (5, "feature_cache faults_cache"),
-    "probes/features/training.py": (4, "feature_cache faults_cache"),
+    "probes/features/tiers/file.py": (5, "feature_cache faults_cache"),
+    "probes/features/tiers/training.py": (4, "feature_cache faults_cache"),
     "ssl_bench/models/loading/checkpoint.py": (2, "checkpoint digests load_encoder faults_models"),
     "ssl_bench/models/loading/identity.py": (
         3,

@@ -83,7 +83,7 @@ def trained(row: Row, guess: str, data: str, out: Path) -> Path:
     options = FIRST_RUNS | GUESSES[guess] | {"train.max_steps": str(row.steps)}
     # Few of the images are looked at.
     options |= {"data.in_memory": "false", "data.fingerprint": "stat", "data.root": data}
-    command = [sys.executable, "-m", "ssl_bench.cli", "pretrain", "--out", str(folder), "--resume"]
+    command = [sys.executable, "-m", "ssl_bench", "pretrain", "--out", str(folder), "--resume"]
     subprocess.run(
         [*command, f"experiment={row.experiment}", *(f"{k}={v}" for k, v in options.items())],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -117,7 +117,7 @@ def run(name: str, root: Path, encoder: Path) -> dict[str, Any]:
     alone = ["--decode", case.dataset, "--size", str(case.size), str(root), str(encoder)]
     _, printed = usage_of("tests.benchmarks.segmentation_full_size", alone)
     with tempfile.TemporaryDirectory(dir=root) as folder, Watched(Path(folder) / "cache") as disk:
-        usage, _ = usage_of("ssl_bench.cli", case.arguments(root, encoder, Path(folder)))
+        usage, _ = usage_of("ssl_bench", case.arguments(root, encoder, Path(folder)))
     decoded, limit = case.passes * train + val, json.loads(printed)
     return {
         "case": name,

@@ -186,7 +186,7 @@ def test_a_broken_image_loses_no_finished_cell(workplace, capsys):
 
 
 def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(workplace):
-    command = [sys.executable, "-m", "ssl_bench.cli", *PROBE, "--layer", "0"]
+    command = [sys.executable, "-m", "ssl_bench", *PROBE, "--layer", "0"]
     Image.new("RGB", (640, 480), (9, 0, 0)).save("photos/many0.png")
     for i in range(1, 400):
         shutil.copy("photos/many0.png", f"photos/many{i}.png")

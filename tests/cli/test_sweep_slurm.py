@@ -190,7 +190,7 @@ def test_the_template_is_bash_and_starts_what_torchrun_and_pretrain_understand(a
     launch = torch.distributed.run.parse_args(words)
     assert (launch.nnodes, launch.nproc_per_node) == ("2", "4")
     assert (launch.rdzv_backend, launch.rdzv_endpoint) == ("c10d", "node7:30001")
-    assert (launch.module, launch.training_script) == (True, "ssl_bench.cli")
+    assert (launch.module, launch.training_script) == (True, "ssl_bench")
     options, overrides = build_parser().parse_known_args(launch.training_script_args)
     assert (options.command, options.data_root, options.resume) == ("pretrain", "/my photos", True)
     assert options.out == "runs/pretrain-70001"
@@ -214,7 +214,7 @@ def test_the_template_stops_the_run_and_queues_the_job_again_when_time_is_nearly
 def test_two_processes_of_torchrun_pretrain_one_run_on_the_cpu(place):
     sizes = [word for word in PRETRAIN if not word.startswith("train.max_steps")]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "ssl_bench.cli"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "ssl_bench"]
     command += ["pretrain", "--data-root", "photos", "--out", "runs/both", "--device", "cpu"]
     limited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TEMPLATE.parents[2])}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from probes.features.sharing import Sharing
+from probes.features.tiers.sharing import Sharing
 from probes.heads.image_counts import ImageCounts
 from ssl_bench.errors import MachineError
 from ssl_bench.system.progress import say, show_progress

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from probes.features import file as feature_file
-from probes.features.file import FeatureFile, FeatureWriter
+from probes.features.tiers import file as feature_file
+from probes.features.tiers.file import FeatureFile, FeatureWriter
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from tests.support.colours import probe_context, quick_probe, score_values
@@ -166,7 +166,7 @@ def test_fault_57_a_disk_that_is_full_says_so_before_anything_is_computed(
     # What a quota, or another process a moment later, leaves of it is another matter.
     free = feature_file.shutil.disk_usage(place)
     monkeypatch.setattr(feature_file.shutil, "disk_usage", lambda _: free)
-    monkeypatch.setattr("probes.features.cache.extract", None)
+    monkeypatch.setattr("probes.features.tiers.halves.extract", None)
 
     said = fails(capsys, from_disk(place, "out", "disk"), 5)
 
@@ -246,7 +246,7 @@ def test_fault_57_a_killed_stream_loses_what_it_had_not_written_and_no_more(plac
     assert main(words("through", 10.0)) == 0
     folder, latest = place / "cache" / "heads", time.monotonic() + 120
     # Not forked: the threads of this process's torch would be missing there.
-    with subprocess.Popen([sys.executable, "-m", "ssl_bench.cli", *words("killed", 0.0)]) as child:
+    with subprocess.Popen([sys.executable, "-m", "ssl_bench", *words("killed", 0.0)]) as child:
         while not any(state_of(path).get("step", 0) > 5 for path in folder.glob("*.heads")):
             assert time.monotonic() < latest
             time.sleep(0.002)

@@ -343,7 +343,7 @@ def test_fault_41_without_gpu_and_display_everything_runs_and_doctor_says_so(pla
 
     def command(*words: str) -> str:
         run = subprocess.run(
-            [sys.executable, "-m", "ssl_bench.cli", *words],
+            [sys.executable, "-m", "ssl_bench", *words],
             env=environment, capture_output=True, text=True, check=True,
         )  # fmt: skip
         return run.stdout

@@ -82,7 +82,7 @@ def test_fault_58_a_folder_in_use_is_refused_with_its_holder_and_left_alone(plac
 def test_fault_58_of_two_commands_started_together_one_trains(place):
     commands = [pretraining(place / "photos", "run", f"train.seed={seed}") for seed in (1, 2)]
     started = [
-        subprocess.Popen([sys.executable, "-m", "ssl_bench.cli", *words], stderr=subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, "-m", "ssl_bench", *words], stderr=subprocess.DEVNULL)
         for words in commands
     ]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from probes.features import cache as feature_cache
+from probes.features.tiers import cache as feature_cache
 from probes.features.views import WholeImage, nearest_labels
 from probes.segmentation.components import Steps
 from ssl_bench.errors import CheckpointError, MachineError

@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
-from probes.features.training import FeaturesInMemory
+from probes.features.tiers.training import FeaturesInMemory
 from probes.heads.lbfgs import minimise
 from probes.heads.logistic import LogisticTraining
 from probes.heads.losses import HistogramLoss

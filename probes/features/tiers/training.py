@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Float16, Int64, Integer
 from torch import Tensor
 
-from probes.features.file import DamagedFeatures, FeatureFile, FeatureReader
 from probes.features.labels import LabelFacts, LabelFile
-from probes.features.sharing import Chosen, Sharing
 from probes.features.stream import ahead
+from probes.features.tiers.file import DamagedFeatures, FeatureFile, FeatureReader
+from probes.features.tiers.sharing import Chosen, Sharing
 from ssl_bench.errors import MachineError
 from ssl_bench.system.device import free_memory
 from ssl_bench.system.transfers import sent

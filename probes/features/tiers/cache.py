@@ -8,15 +8,16 @@ from itertools import islice
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Float16, UInt8
+from jaxtyping import Float, Float16, UInt8
 from torch import Tensor
 
-from probes.features.file import DamagedFeatures, FeatureFile
 from probes.features.labels import LabelFacts, LabelFile
-from probes.features.room import Room, Tier
-from probes.features.sharing import Chosen, Halves, Sharing
-from probes.features.stream import ahead, check, extract, read_ahead
-from probes.features.training import (
+from probes.features.stream import ahead, read_ahead
+from probes.features.tiers.file import DamagedFeatures, FeatureFile
+from probes.features.tiers.halves import HalfFeatures
+from probes.features.tiers.room import Room, Tier
+from probes.features.tiers.sharing import Chosen, Halves, Sharing
+from probes.features.tiers.training import (
     FeatureBatch,
     FeaturesInMemory,
     FeaturesOnDisk,
@@ -26,12 +27,12 @@ from probes.features.training import (
 )
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
+from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.evaluation import Progress
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.system.ranks import Ranks, processes_here
-from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.system.transfers import sent
 
 # Takes the features of some entries of the layer of an index.
 Put = Callable[[int, Sequence[int], Tensor], None]
@@ -140,9 +141,7 @@ class TrainingPass:
         for some, part in zip(chosen, own, strict=True):
             items = list(islice(prepared, len(part)))
             images, labels = self._views_of(items, 0)
-            halves, finite, sums = self._computed(images, [item.image_id for item in items])
-            sums, finite = fetched([sums, finite])
-            self._require_finite(sums, finite, [item.image_id for item in items])
+            halves: Halves = self._encoder.left(images, [item.image_id for item in items])
             labels = sent(labels, self.extractor.device)
             halves, labels = self.sharing.exchanged(halves, labels, len(some))
             asked = [halves[self.sharing.own.index(layer)] for layer in layers]
@@ -184,6 +183,10 @@ class TrainingPass:
             write()
         passes = int(not is_kept)
         return FeaturesOnDisk(self.sharing.own, facts, labels, file, write_again, self.say, passes)
+
+    @property
+    def _encoder(self) -> HalfFeatures:
+        return HalfFeatures(self.extractor, self.facet)
 
     @property
     def _ranks(self) -> Ranks:
@@ -252,7 +255,7 @@ class TrainingPass:
         images, labels = self._views_of(batch, number)
         halves: Halves = []
         if put is not None:
-            halves = self._halves(images, [item.image_id for item in batch])
+            halves = self._encoder.fetched(images, [item.image_id for item in batch])
         halves, labels = self.sharing.exchanged(halves, labels, len(group))
         views = self.views.count
         entries = range(group.start * views + number, group.stop * views, views)
@@ -272,46 +275,6 @@ class TrainingPass:
             )
         images = torch.stack([item.images[number] for item in batch])
         return images, torch.stack([item.labels[number] for item in batch])
-
-    def _halves(
-        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
-    ) -> list[Float16[Tensor, "batch rows cols dim"]]:
-        """Features of a batch by layer in host memory, which waits for them once."""
-        halves, finite, sums = self._computed(images, ids)
-        sums, finite, *halves = fetched([sums, finite, *halves])
-        self._require_finite(sums, finite, ids)
-        return halves
-
-    def _computed(
-        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
-    ) -> tuple[
-        list[Float16[Tensor, "batch rows cols dim"]],
-        Bool[Tensor, "layers batch"],
-        Float[Tensor, "layers batch"],
-    ]:
-        """Features by layer, which of them are finite in float16, and what `check` takes."""
-        if not ids:
-            side = self.image_size // self.extractor.patch_size
-            none = torch.empty(0, side, side, self.extractor.dim, dtype=torch.float16)
-            halves = [none.to(self.extractor.device) for _ in self._layers]
-            empty = torch.empty(len(halves), 0, device=self.extractor.device)
-            return halves, empty.bool(), empty
-        features, sums = extract(self.extractor, self.facet, images, ids)
-        halves = [features[layer].half() for layer in self._layers]
-        return halves, torch.stack([half.isfinite().flatten(1).all(1) for half in halves]), sums
-
-    def _require_finite(
-        self,
-        sums: Float[Tensor, "layers batch"],
-        finite: Bool[Tensor, "layers batch"],
-        ids: Sequence[str],
-    ) -> None:
-        check(self.extractor, sums, ids)
-        for index, image in finite.logical_not().nonzero().tolist():
-            raise CheckpointError(
-                f"layer {self._layers[index]} of {self.extractor.encoder.name} gives features "
-                f"beyond float16 (65504) for image {ids[image]}; try probe.norm=final"
-            )
 
 
 def _put(

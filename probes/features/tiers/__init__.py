@@ -1,0 +1,1 @@
+"""Where the features of a training set are, and how they come there."""
