@@ -12,9 +12,9 @@ from ssl_bench.composition.compose import (
     build,
     choice_group,
     compose_config,
-    flattened,
     has_key,
     keys,
+    value_of,
     with_root,
 )
 from ssl_bench.composition.fields import Count, Place, Seed, require, shown
@@ -204,7 +204,7 @@ def probing_config(
 
 def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) -> PlannedProbe:
     config = probing_config(*choice, overrides, root)
-    values = flattened(config)
+    values = {key: value_of(config, key) for key in SHARED}
     for key, kind in SHARED.items():
         require(key, kind, values[key])
     dataset: Dataset = build(config.dataset)

@@ -30,7 +30,7 @@ from probes.segmentation.report import SourceReport
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
-from ssl_bench.system.files import write_text_atomically
+from ssl_bench.system.files import remove_orphans, write_text_atomically
 from ssl_bench.system.ranks import Ranks
 
 
@@ -249,6 +249,7 @@ class SegmentationRun:
         for entries in (self.split.entries(views), self.split.every_entry(views)):
             self._heads_path(entries).unlink(missing_ok=True)
         self._counts_path(self._ranks.share(len(self.val_images))).unlink(missing_ok=True)
+        remove_orphans(self.kept)
 
     def _stream(self, heads: TrainedHeads) -> ScoredStream:
         return ScoredStream(

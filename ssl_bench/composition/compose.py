@@ -253,6 +253,12 @@ def _mappings(config: DictConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     return walk("", OmegaConf.to_container(config, resolve=False))
 
 
+def value_of(config: DictConfig, key: str) -> Any:
+    """What stands under a key such as `data.root`, as JSON types: a mapping too, where one came."""
+    value = OmegaConf.select(config, key)
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
 def flattened(config: DictConfig) -> dict[str, Any]:
     """Dotted key -> value for every leaf; an empty mapping is a leaf."""
     leaves: dict[str, Any] = {}
