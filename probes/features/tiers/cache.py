@@ -140,9 +140,9 @@ class TrainingPass:
         prepared = ahead(self._entry, entries, workers=self.workers, most=4 * self.workers)
         for some, part in zip(chosen, own, strict=True):
             items = list(islice(prepared, len(part)))
-            images, labels = self._views_of(items, 0)
-            halves: Halves = self._encoder.left(images, [item.image_id for item in items])
-            labels = sent(labels, self.extractor.device)
+            ids = [item.image_id for item in items]
+            halves: Halves = self._encoder.left(self._images_of(items, 0), ids)
+            labels = sent(self._labels_of(items, 0), self.extractor.device)
             halves, labels = self.sharing.exchanged(halves, labels, len(some))
             asked = [halves[self.sharing.own.index(layer)] for layer in layers]
             features = torch.stack(asked) if asked else labels.new_empty(0, *labels.shape, 0).half()
@@ -252,10 +252,11 @@ class TrainingPass:
         put_labels: PutLabels,
     ) -> None:
         """One view of a batch, of which this process has a part."""
-        images, labels = self._views_of(batch, number)
         halves: Halves = []
         if put is not None:
-            halves = self._encoder.fetched(images, [item.image_id for item in batch])
+            ids = [item.image_id for item in batch]
+            halves = self._encoder.fetched(self._images_of(batch, number), ids)
+        labels = self._labels_of(batch, number)
         halves, labels = self.sharing.exchanged(halves, labels, len(group))
         views = self.views.count
         entries = range(group.start * views + number, group.stop * views, views)
@@ -264,17 +265,18 @@ class TrainingPass:
             for index, half in enumerate(halves):
                 put(index, entries, half)
 
-    def _views_of(
+    def _images_of(
         self, batch: Sequence[PreparedImage], number: int
-    ) -> tuple[Float[Tensor, "batch 3 size size"], UInt8[Tensor, "batch rows cols"]]:
+    ) -> Float[Tensor, "batch 3 size size"]:
         """One view of images, of which there may be none."""
-        size, label_size = self.image_size, self.label_size
-        if not batch:
-            return torch.empty(0, 3, size, size), torch.empty(
-                0, label_size, label_size, dtype=torch.uint8
-            )
-        images = torch.stack([item.images[number] for item in batch])
-        return images, torch.stack([item.labels[number] for item in batch])
+        none = torch.empty(0, 3, self.image_size, self.image_size)
+        return torch.stack([item.images[number] for item in batch]) if batch else none
+
+    def _labels_of(
+        self, batch: Sequence[PreparedImage], number: int
+    ) -> UInt8[Tensor, "batch rows cols"]:
+        none = torch.empty(0, self.label_size, self.label_size, dtype=torch.uint8)
+        return torch.stack([item.labels[number] for item in batch]) if batch else none
 
 
 def _put(
