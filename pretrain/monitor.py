@@ -23,6 +23,7 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.system.device import in_float64
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.processors import usable_cores
 
@@ -268,4 +269,4 @@ def described(measures: Mapping[str, float]) -> str:
 
 def percent(right: Bool[Tensor, " images"]) -> float:
     """Share of those that are true."""
-    return 100 * right.double().mean().item()
+    return 100 * in_float64(right).mean().item()

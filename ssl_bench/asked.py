@@ -10,7 +10,7 @@ from pathlib import Path
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.composition.compose import compose_config, has_key
 from ssl_bench.data.files.readable import ReadableDataset
-from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
+from ssl_bench.errors import BrokenFile, CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.models.loading.addresses import kept_epoch
 from ssl_bench.models.loading.identity import read_metadata
@@ -39,6 +39,8 @@ def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[
 def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[PlannedProbe]:
     """As `asked_probes`, before any file is looked for."""
     tasks = asked_names("task", options.task, choices("probe"))
+    if options.task == "all":
+        tasks = _importable(tasks)
     datasets = asked_names("dataset", options.dataset, choices("dataset"))
     require_choice("--on-bad-image", options.on_bad_image, ON_BAD_IMAGE)
     roots = dataset_roots(options.data_root, datasets)
@@ -50,6 +52,18 @@ def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> lis
     # Those of a dataset that look at the same images follow each other, so that what passed the
     # encoder for one need not be held for long.
     return sorted(plan, key=lambda one: (datasets.index(one.choice[1]), one.probe.role))
+
+
+def _importable(tasks: Sequence[str]) -> list[str]:
+    """The tasks whose files can be imported; a mistake in one is said, and the others go on."""
+    found = []
+    for task in tasks:
+        try:
+            compose_config("probing", [f"probe={task}"])
+            found.append(task)
+        except BrokenFile as error:
+            _leave_out(f"{task}: {error}")
+    return found
 
 
 def _batch_sizes(tasks: Sequence[str], size: int) -> list[str]:

@@ -44,6 +44,10 @@ class MachineError(SslBenchError, OSError):
     exit_code = 5
 
 
+class BrokenFile(MachineError):
+    """A file of Python that cannot be imported, such as a probe with a mistake in it."""
+
+
 class Preempted(SslBenchError):
     """Asked to stop by the scheduler; everything is saved, submit again."""
 

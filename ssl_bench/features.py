@@ -11,11 +11,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
-from ssl_bench.layers import FACETS, Facet
+from ssl_bench.layers import FACETS, Facet, submodule_of
 from ssl_bench.models import Encoder
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
 from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.taps import TRIAL_GRID, Taps
 
 Features = dict[int, dict[Facet, Tensor]]
 Hook = Callable[[nn.Module, tuple[Any, ...], Tensor], None]
@@ -31,7 +32,10 @@ class FeatureExtractor:
         layers: Block indices from 0 to depth - 1.
         facets: "token": patches after the block; "token_normed": the same through the encoder's
             final norm; "cls", "cls_normed": the first token, before and after it; "key", "query",
-            "value": thirds of the qkv layer's output, heads concatenated.
+            "value": thirds of the qkv layer's output, heads concatenated; "attn_out",
+            "mlp_out": what a sublayer adds to its skip, after LayerScale; "attn_skip": the tokens
+            behind the skip of attention, as "token" is behind that of the MLP; "mlp_hidden": what
+            enters the MLP's last layer; "blocks.*.NAME": what submodule NAME of the block gives.
         device: As torch names it.
         dtype: Below float32 the encoder runs under autocast; features are float32 always.
         pad: Pad right and bottom to a multiple of the patch with zeros, after normalisation, as
@@ -61,6 +65,15 @@ class FeatureExtractor:
         self._module = encoder.module.to(self.device)
         self._mean = torch.tensor(encoder.mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(encoder.std, device=self.device).view(3, 1, 1)
+        self._taps = Taps.of(encoder, self.layers, self.facets)
+        self._widths = dict.fromkeys(self.facets, self.dim)
+        if self._taps:
+            found, _ = self.unchecked(torch.zeros(2, 3, *(n * self.patch_size for n in TRIAL_GRID)))
+            self._widths |= self._taps.widths(found)
+
+    def width(self, facet: Facet) -> int:
+        """Of its features, the same in all layers."""
+        return self._widths[facet]
 
     def __call__(
         self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str] = ()
@@ -124,7 +137,7 @@ class FeatureExtractor:
         found: Features = {layer: {} for layer in self.layers}
         lower = self.dtype != torch.float32
         with (
-            self._listening(found, grid),
+            self._listening(found, grid, len(images)),
             torch.autocast(self.device.type, self.dtype, enabled=lower),
             suppress(_DeepestLayerDone),
         ):
@@ -168,7 +181,7 @@ class FeatureExtractor:
         return images
 
     @contextmanager
-    def _listening(self, found: Features, grid: tuple[int, int]) -> Iterator[None]:
+    def _listening(self, found: Features, grid: tuple[int, int], batch: int) -> Iterator[None]:
         """Hooks that fill `found` during a forward pass; gone afterwards, whatever happens."""
         blocks = self._module.get_submodule("blocks")
         handles = []
@@ -182,6 +195,7 @@ class FeatureExtractor:
                 if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
                     keep_qkv = self._qkv_keeper(found[layer], grid)
                     handles.append(qkv.register_forward_hook(keep_qkv))
+            handles += self._taps.listen(found, grid, batch)
             deepest = blocks.get_submodule(str(max(self.layers)))
             handles.append(deepest.register_forward_hook(_stop))
             yield
@@ -223,6 +237,11 @@ class FeatureExtractor:
     def _require_all(self, found: Features) -> None:
         for layer, features in found.items():
             silent = [facet for facet in self.facets if facet not in features]
+            if unheard := [facet for facet in silent if facet not in _QKV_PARTS]:
+                raise UnfitEncoder(
+                    f"{self.encoder.name} never calls {', '.join(unheard)} of block {layer} in a "
+                    "pass; ask for a submodule that it calls"
+                )
             if silent:
                 raise UnfitEncoder(
                     f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
@@ -256,10 +275,11 @@ def _check_layers(layers: Sequence[int], depth: int) -> None:
 
 
 def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
-    unknown = [facet for facet in facets if facet not in FACETS]
+    unknown = [f for f in facets if f not in FACETS and submodule_of(f) is None]
     if unknown or not facets:
         raise ConfigurationError(
-            f"facets must be among {', '.join(FACETS)}, got {', '.join(unknown) or 'none'}"
+            f"facets must be among {', '.join(FACETS)} or blocks.*.NAME, "
+            f"got {', '.join(unknown) or 'none'}"
         )
     if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
         raise UnfitEncoder(f"{encoder.name} has no [CLS] token; ask for facet=token")

@@ -1,14 +1,101 @@
 """What can be asked of an encoder: which of its blocks, and what of them."""
 
+import re
 from collections.abc import Sequence
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from ssl_bench.errors import ConfigurationError
 
-Facet = Literal["token", "token_normed", "cls", "cls_normed", "key", "query", "value"]
+Facet = str
+"""One of `FACETS`, or a submodule of every block: "blocks.*.mlp.fc1"."""
+
+INNER_FACETS: tuple[Facet, ...] = ("attn_out", "attn_skip", "mlp_hidden", "mlp_out")
+"""From inside of a block, before and after its skip connections."""
+FACETS: tuple[Facet, ...] = (
+    *("token", "token_normed", "cls", "cls_normed", "key", "query", "value"),
+    *INNER_FACETS,
+)
 """See `ssl_bench.features.FeatureExtractor`."""
 
-FACETS: tuple[Facet, ...] = get_args(Facet)
+_SUBMODULE = re.compile(r"blocks\.(\*|0|[1-9][0-9]{0,5})\.(\w+(?:\.\w+)*)")
+_EVERY = "blocks.*."
+
+
+@dataclass(frozen=True)
+class AskedFacets:
+    """What a probe looks at.
+
+    Attributes:
+        names: As records have them, where the layer says the block: "blocks.*.mlp.fc1".
+        block: The only one that is asked, where a name says it.
+    """
+
+    names: tuple[Facet, ...]
+    block: int | None
+
+
+@runtime_checkable
+class FacetProbe(Protocol):
+    """A probe whose facets may name a block."""
+
+    @property
+    def asked_facets(self) -> AskedFacets: ...
+
+
+def asked_facets(
+    facet: str | Sequence[str], known: Sequence[Facet], key: str = "probe.facet"
+) -> AskedFacets:
+    """From one name or several to what is asked: names of `known`, in its order, then submodules.
+
+    "blocks.7.mlp.fc1" is the output of a submodule of block 7, "blocks.*.mlp.fc1" that of each
+    block.
+
+    Raises:
+        ConfigurationError: none, one that is not known, or submodules of several blocks.
+    """
+    asked = [facet] if isinstance(facet, str) else list(facet)
+    matches = {name: _SUBMODULE.fullmatch(name) for name in asked}
+    unknown = [name for name, match in matches.items() if match is None and name not in known]
+    if not asked or unknown:
+        raise ConfigurationError(
+            f"{key} must be among {', '.join(known)}, or a submodule as in blocks.7.mlp.fc1 or, of "
+            f"every block, blocks.*.mlp.fc1, got {', '.join(unknown) or 'none'}"
+        )
+    submodules = [match for match in matches.values() if match]
+    blocks = sorted({match[1] for match in submodules})
+    if len(blocks) > 1:
+        raise ConfigurationError(
+            f"{key} must name one block, or every one with *, got {', '.join(blocks)}; "
+            "ask for other blocks in a call of their own"
+        )
+    names = [name for name in known if name in asked]
+    names += dict.fromkeys(_EVERY + match[2] for match in submodules)
+    return AskedFacets(tuple(names), None if blocks in ([], ["*"]) else int(blocks[0]))
+
+
+def submodule_of(facet: Facet) -> str | None:
+    """Its name within a block; None for one of `FACETS`."""
+    return facet.removeprefix(_EVERY) if facet.startswith(_EVERY) else None
+
+
+def layers_of(probe: object, layers: str | int | Sequence[int], depth: int) -> tuple[int, ...]:
+    """As `resolve_layers`; "all" is the one block that a probe's facet names, where it does.
+
+    Raises:
+        ConfigurationError: the facet names another block than those that are asked.
+    """
+    asked = resolve_layers(layers, depth)
+    block = probe.asked_facets.block if isinstance(probe, FacetProbe) else None
+    if block is None:
+        return asked
+    named = resolve_layers(block, depth)
+    if layers != "all" and asked != named:
+        raise ConfigurationError(
+            f"probe.facet names block {block}, expected --layer {block}, got "
+            f"{', '.join(map(str, asked))}; leave --layer out, or put * for the block"
+        )
+    return named
 
 
 def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ssl_bench.composition.fields import Engine
 from ssl_bench.neighbours import nearest_vectors
 from ssl_bench.scores import IGNORED
+from ssl_bench.system.device import in_float64
 
 # Queries whose votes are in memory at once.
 _ASKED = 4096
@@ -69,8 +70,8 @@ def scattered_counts(
     if weights is None:
         ones = torch.ones(1, dtype=torch.int64, device=values.device)
         return ones.new_zeros(size).scatter_add_(0, values.long(), ones.expand(len(values)))
-    wide = weights.double()
-    return wide.new_zeros(size).scatter_add_(0, values.long(), wide)
+    wide = in_float64(weights)
+    return wide.new_zeros(size).scatter_add_(0, values.long().to(wide.device), wide)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,8 +117,9 @@ def knn_ranks(
         some = F.normalize(queries.features[start : start + _ASKED].float(), dim=1)
         similarities, index = nearest_vectors(some, memory, max(neighbours), engine=engine)
         # Relative to the nearest, so that no temperature overflows.
-        votes = torch.exp((similarities - similarities[:, :1]).double() / temperature)
-        named, true = bank.labels[index], queries.labels[start : start + _ASKED]
+        votes = torch.exp(in_float64(similarities - similarities[:, :1]) / temperature)
+        named = bank.labels[index].to(votes.device)
+        true = queries.labels[start : start + _ASKED].to(votes.device)
         ranks = [vote_rank(votes[:, :k], named[:, :k], true, num_classes) for k in neighbours]
         found.append(torch.stack(ranks))
     return torch.cat(found, dim=1)

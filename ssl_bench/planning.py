@@ -1,5 +1,6 @@
 """Which probe runs on which dataset: composed and built in full before anything is computed."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -22,8 +23,9 @@ from ssl_bench.composition.presets import protocols
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.known_by_stat import DatasetByStat
 from ssl_bench.data.limited import LimitedDataset
+from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import BrokenFile, ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation, Probe
 from ssl_bench.models import Encoder
 
@@ -142,9 +144,13 @@ def plan_probes(
 
 
 def _misfit(plan: Sequence[PlannedProbe]) -> str:
-    needs = sorted({f"{one.probe.task} needs {one.probe.role}" for one in plan})
-    have = sorted({f"{o.dataset.name} has {', '.join(sorted(o.dataset.supports))}" for o in plan})
-    return f"{'; '.join(needs)}; {'; '.join(have)}"
+    tasks = defaultdict[tuple[str, str], set[str]](set)
+    for one in plan:
+        tasks[one.dataset.name, OFFERED[one.probe.role]].add(one.probe.task)
+    return "; ".join(
+        f"{dataset} has no {what} for {' and '.join(sorted(asked))}"
+        for (dataset, what), asked in sorted(tasks.items())
+    )
 
 
 def dataset_roots(text: str | None, datasets: Sequence[str]) -> dict[str, str]:
@@ -266,13 +272,20 @@ def _require_taker(
 
 
 def _refuse_key(key: str, known: set[str], tasks: Sequence[str], dataset: str) -> NoReturn:
-    others = {task: compose_config("probing", _base(task, dataset)) for task in choices("probe")}
-    owners = [task for task, config in others.items() if has_key(config, key)]
+    owners = [task for task in choices("probe") if _has_key(task, dataset, key)]
     if named := _having(key, tasks, dataset):
         raise ConfigurationError(f"{key} is a setting of {' or '.join(named)} alone")
     if owners:
         raise ConfigurationError(f"{key} is a setting of --task {', '.join(owners)} alone")
     raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, known)}")
+
+
+def _has_key(task: str, dataset: str, key: str) -> bool:
+    """Whether a task takes a key; what cannot be imported takes none."""
+    try:
+        return has_key(compose_config("probing", _base(task, dataset)), key)
+    except BrokenFile:
+        return False
 
 
 def _having(key: str, tasks: Sequence[str], dataset: str) -> list[str]:

@@ -20,6 +20,7 @@ from pretrain.optimizers.soap_stacks import (
     rotate_back,
     stack_of_states,
 )
+from ssl_bench.system.device import float64_device
 
 
 class Effect:
@@ -244,7 +245,9 @@ class SOAP(torch.optim.Optimizer):
         for turn, ((*_, device, step), parameters) in enumerate(alike.items()):
             states = [self.state[p] for p in parameters]
             # States of earlier versions do not know it.
-            zero = torch.zeros((), dtype=torch.float64, device=device)
+            # A device without it counts to 2^24 in float32, too.
+            precise = torch.float64 if float64_device(device) == device else torch.float32
+            zero = torch.zeros((), dtype=precise, device=device)
             count = skipped.setdefault(step, states[0].get("skipped", zero))
             if step < 0:
                 stack = new_stack(parameters, group, turn, count)

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from ssl_bench.system.device import in_float64
+
 Matrices = dict[int, Float[Tensor, "members _ _"]]
 """One square matrix per member of a stack, by the mode (axis of the parameter) it belongs to."""
 
@@ -151,7 +153,7 @@ def eigenvectors(matrices: Float[Tensor, "members n n"]) -> Float[Tensor, "membe
         vectors = torch.linalg.eigh(matrices)[1]
     except torch.linalg.LinAlgError:
         # The first gradient's statistics are singular, where float32 solvers may not converge.
-        vectors = torch.linalg.eigh(matrices.double())[1].to(matrices.dtype)
+        vectors = torch.linalg.eigh(in_float64(matrices))[1].to(matrices)
     return vectors.flip(-1)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from probes.classification.training import ImageRegression
-from probes.features.sources import IMAGE_FACETS, LayerGroup, asked_facets, sources_of
+from probes.features.sources import IMAGE_FACETS, LayerGroup, require_one_block_a_head, sources_of
 from probes.heads.fitting import HeadFitting
 from ssl_bench.composition.fields import (
     Count,
@@ -18,8 +18,10 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
 TOPS = (1, 5)
+_FACETS: tuple[Facet, ...] = (*IMAGE_FACETS, *INNER_FACETS)
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.
 _NOT_SETTINGS = frozenset(
     {
@@ -41,7 +43,9 @@ class LinearClassification:
     Attributes:
         protocol: The preset these values come from; records carry it.
         facet: What stands for an image, one or several of "cls", "patch_mean", its mean patch, and
-            "cls_patch_mean", both concatenated; all after the encoder's final norm.
+            "cls_patch_mean", both concatenated, all after the encoder's final norm, and of
+            attn_out, attn_skip, mlp_hidden, mlp_out and submodules of a block, of which the mean
+            patch is taken as it is.
         layers_mode: "single": one head a block. "last4": one head on the last four blocks up to the
             last asked one, concatenated.
         training: How heads are fitted, a file of configs/probe/classification/training.
@@ -76,11 +80,15 @@ class LinearClassification:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
-        asked_facets(self.facet, tuple(IMAGE_FACETS))
+        require_one_block_a_head(self.asked_facets, self.layers_mode)
+
+    @property
+    def asked_facets(self) -> AskedFacets:
+        return asked_facets(self.facet, _FACETS)
 
     @property
     def facets(self) -> tuple[str, ...]:
-        return asked_facets(self.facet, tuple(IMAGE_FACETS))
+        return self.asked_facets.names
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""

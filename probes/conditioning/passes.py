@@ -17,6 +17,7 @@ from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import Encoder, EncoderModule, build_encoder, encoder_from_model
+from ssl_bench.system.device import float64_device
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ def block_passes(
             f"conditioning expects blocks of attention and an MLP, {encoder.name} has "
             "convolutions; take --task pca, segmentation, retrieval or knn"
         )
-    double = in_float64(encoder)
-    extractor = FeatureExtractor(double, layers=context.layers, device=context.device)
+    device = float64_device(context.device)
+    double = in_float64(encoder, device)
+    extractor = FeatureExtractor(double, layers=context.layers, device=device)
     blocks = double.module.get_submodule("blocks")
     asked = {layer: blocks.get_submodule(str(layer)) for layer in context.layers}
     seen: dict[int, tuple[Tensor, Tensor]] = {}
@@ -69,7 +71,7 @@ def block_passes(
     try:
         for sample in context.progress(samples, "conditioning", len(samples)):
             image = squared(sample.image, image_size)
-            extractor(image[None].to(context.device), [sample.image_id])
+            extractor(image[None].to(device), [sample.image_id])
             for layer, block in asked.items():
                 entered, left = seen[layer]
                 with torch.no_grad():
@@ -88,9 +90,9 @@ def _keeper(seen: dict[int, tuple[Tensor, Tensor]], layer: int) -> Any:
     return keep
 
 
-def in_float64(encoder: Encoder) -> Encoder:
+def in_float64(encoder: Encoder, device: torch.device) -> Encoder:
     """A copy whose weights and activations are float64: rounding ends at 1e16, not at 1e7."""
-    module = copy.deepcopy(encoder.module).double()
+    module = copy.deepcopy(encoder.module).to(device).double()
     module.register_forward_pre_hook(lambda _module, images: images[0].double())
     return replace(encoder, module=module)
 

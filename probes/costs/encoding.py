@@ -8,8 +8,9 @@ from torch import Tensor
 
 from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.cost.places import Place
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.features import FeatureExtractor
-from ssl_bench.layers import Facet
+from ssl_bench.layers import INNER_FACETS, Facet, submodule_of
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 
 Size = tuple[int, int]
@@ -33,7 +34,17 @@ class OfSplits:
 def extractor_on(
     place: Place, model: ViTConfig, layers: Sequence[int], facets: Sequence[Facet]
 ) -> FeatureExtractor:
-    """Of an encoder with random weights, in float32."""
+    """Of an encoder with random weights, in float32.
+
+    Raises:
+        ConfigurationError: a facet from inside of blocks, whose channels only a pass tells.
+    """
+    inner = [f for f in facets if f in INNER_FACETS or submodule_of(f) is not None]
+    if inner:
+        raise ConfigurationError(
+            f"costs are known of what blocks give, got probe.facet={inner[0]}; "
+            "take probe.facet=token"
+        )
     encoder = place.built(
         lambda _: encoder_from_model(build_vit(model, seed=0), name="priced", sha256="none"),
         lambda built: [built.module],

@@ -94,12 +94,12 @@ class PCACost:
 
     def _features(self, place: Place, _: int) -> Step:
         layers, side = range(self.model.depth), self.probe.image_size
-        extractor = extractor_on(place, self.model, layers, [self.probe.facet])
+        extractor = extractor_on(place, self.model, layers, [self.probe.scored_facet])
         images = pictures(1, (side, side))
 
         def step() -> None:
             found, sums = extractor.unchecked(place.sent(images))
-            place.fetched([sums, *(of[self.probe.facet] for of in found.values())])
+            place.fetched([sums, *(of[self.probe.scored_facet] for of in found.values())])
 
         return step
 

@@ -40,18 +40,18 @@ class RetrievalCost(OfSplits):
 
     def _features(self, place: Place, _: int) -> Step:
         layers, size = range(self.model.depth), (self.probe.image_size, self.probe.image_size)
-        extractor = extractor_on(place, self.model, layers, [self.probe.facet])
+        extractor = extractor_on(place, self.model, layers, [self.probe.scored_facet])
         images = pictures(self.probe.batch_size, size)
 
         def step() -> None:
             found, sums = extractor.unchecked(place.sent(images))
-            place.fetched([sums, *(found[i][self.probe.facet].half() for i in layers)])
+            place.fetched([sums, *(found[i][self.probe.scored_facet].half() for i in layers)])
 
         return step
 
     def _scored(self, place: Place, _: int) -> Step:
         layers, side = range(self.model.depth), self.probe.image_size
-        extractor = extractor_on(place, self.model, layers, [self.probe.facet])
+        extractor = extractor_on(place, self.model, layers, [self.probe.scored_facet])
         images = pictures(self.probe.batch_size, (side, side))
         shape = (self.probe.memory_patches, self.model.dim)
         memories = [NeighbourSearch.of(torch.randn(shape, device=place.device)) for _ in layers]
@@ -63,7 +63,9 @@ class RetrievalCost(OfSplits):
         def step() -> None:
             found, sums = extractor.unchecked(place.sent(images))
             votes = [
-                patch_votes(self.probe, found[layer][self.probe.facet], memories[layer], labels)
+                patch_votes(
+                    self.probe, found[layer][self.probe.scored_facet], memories[layer], labels
+                )
                 for layer in layers
             ]
             counts = []

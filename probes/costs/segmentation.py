@@ -82,12 +82,12 @@ class SegmentationCost(OfSplits):
 
     def _features(self, place: Place, _: int) -> Step:
         batch, layers = self.probe.training.batch_size, range(self.model.depth)
-        extractor = extractor_on(place, self.model, layers, [self.probe.facet])
+        extractor = extractor_on(place, self.model, layers, [self.probe.scored_facet])
         images = pictures(batch, (self.probe.image_size, self.probe.image_size))
 
         def step() -> None:
             found, sums = extractor.unchecked(place.sent(images))
-            halves = [found[layer][self.probe.facet].half() for layer in layers]
+            halves = [found[layer][self.probe.scored_facet].half() for layer in layers]
             finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
             place.fetched([sums, finite, *halves])
 
@@ -139,7 +139,7 @@ class SegmentationCost(OfSplits):
         return ScoredImage("", nothing, ((0, 0),), (side, side), mask)
 
     def _held_out(self, place: Place, _: int) -> Step:
-        extractor = extractor_on(place, self.model, [0], [self.probe.facet])
+        extractor = extractor_on(place, self.model, [0], [self.probe.scored_facet])
         stream, image = self._stream(place, extractor.encoder), self._image(place)
         entry = torch.zeros(1, self._side, self._side, self.model.dim, dtype=torch.float16)
 
@@ -151,7 +151,7 @@ class SegmentationCost(OfSplits):
 
     def _scored(self, place: Place, _: int) -> Step:
         layers, size = range(self.model.depth), (self.probe.image_size, self.probe.image_size)
-        extractor = extractor_on(place, self.model, layers, [self.probe.facet])
+        extractor = extractor_on(place, self.model, layers, [self.probe.scored_facet])
         stream, image = self._stream(place, extractor.encoder), self._image(place)
         images = pictures(self.probe.training.batch_size, size)
 
@@ -160,7 +160,7 @@ class SegmentationCost(OfSplits):
             counts = []
             for number in range(len(images)):
                 some = slice(number, number + 1)
-                blocks = {layer: found[layer][self.probe.facet][some] for layer in layers}
+                blocks = {layer: found[layer][self.probe.scored_facet][some] for layer in layers}
                 counts.append(stream.count_one(stream.predict(blocks, image), image.mask))
             place.fetched([sums, torch.stack(counts)])
 

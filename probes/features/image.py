@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
-from probes.features.sources import IMAGE_FACETS
+from probes.features.sources import parts_of
 from probes.features.stream import batches, read_ahead
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
@@ -49,7 +49,7 @@ class ImagePass:
     """How images become vectors.
 
     Attributes:
-        facets: Of `IMAGE_FACETS`.
+        facets: Of `IMAGE_FACETS`, or from inside of blocks.
         image_size: Side in pixels; without it the encoder's own.
         crop_share: Side of the central square that is looked at, relative to the shorter side.
 
@@ -71,7 +71,8 @@ class ImagePass:
 
     def layers_at_once(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""
-        width = self.context.encoder.dim * sum(len(IMAGE_FACETS[facet]) for facet in self.facets)
+        extractor = self._extractor(self.context.layers)
+        width = sum(_width(extractor, facet) for facet in self.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
 
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
@@ -97,15 +98,9 @@ class ImagePass:
     def _passed(
         self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]
     ) -> ImageFeatures:
-        extractor = FeatureExtractor(
-            self.context.encoder,
-            layers=layers,
-            facets=self._parts,
-            device=self.context.device,
-            dtype=self.context.dtype,
-        )
+        extractor = self._extractor(layers)
         found = {
-            facet: torch.empty(len(layers), len(indices), extractor.dim * len(IMAGE_FACETS[facet]))
+            facet: torch.empty(len(layers), len(indices), _width(extractor, facet))
             for facet in self.facets
         }
         labels = torch.empty(len(indices), dtype=torch.int64)
@@ -132,13 +127,22 @@ class ImagePass:
             ranks.completed(values, 1, shares)
         return ImageFeatures(tuple(layers), found, ranks.completed(labels, 0, shares))
 
+    def _extractor(self, layers: Sequence[int]) -> FeatureExtractor:
+        return FeatureExtractor(
+            self.context.encoder,
+            layers=layers,
+            facets=self._parts,
+            device=self.context.device,
+            dtype=self.context.dtype,
+        )
+
     @property
     def _size(self) -> int:
         return self.image_size or min(self.context.encoder.native_size)
 
     @property
     def _parts(self) -> tuple[Facet, ...]:
-        return tuple(dict.fromkeys(part for facet in self.facets for part in IMAGE_FACETS[facet]))
+        return tuple(dict.fromkeys(part for facet in self.facets for part in parts_of(facet)))
 
     def _preparer(self) -> Callable[[Sample], tuple[UInt8[Tensor, "3 size size"], int]]:
         size = self._size
@@ -156,10 +160,14 @@ def is_constant(features: Float[Tensor, "images dim"]) -> bool:
     return bool((unit - unit[0]).abs().max() < _CONSTANT)
 
 
+def _width(extractor: FeatureExtractor, facet: Facet) -> int:
+    return sum(map(extractor.width, parts_of(facet)))
+
+
 def _by_layer(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
     found = []
     for by_part in features.values():
-        found.append(torch.cat([_as_vectors(by_part[part]) for part in IMAGE_FACETS[facet]], 1))
+        found.append(torch.cat([_as_vectors(by_part[part]) for part in parts_of(facet)], 1))
     return torch.stack(found)
 
 

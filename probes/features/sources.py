@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.layers import Facet
+from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
 # The layers whose features, concatenated, one head sees.
 LayerGroup = tuple[int, ...]
 
-IMAGE_FACETS: dict[str, tuple[Facet, ...]] = {
+IMAGE_FACETS: dict[Facet, tuple[Facet, ...]] = {
     "cls": ("cls_normed",),
     "patch_mean": ("token_normed",),
     "cls_patch_mean": ("cls_normed", "token_normed"),
 }
 """What stands for an image: [CLS], the mean patch, or both concatenated, after the final norm."""
+
+_PATCHES: tuple[Facet, ...] = ("token", "key", "query", "value", *INNER_FACETS)
 
 
 def sources_of(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
@@ -29,13 +31,36 @@ def sources_of(layers: Sequence[int], layers_mode: str) -> list[LayerGroup]:
     return [(layer,) for layer in sorted(layers)]
 
 
-def asked_facets(facet: str | Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """One name or several, in the order in which they are known.
+def parts_of(facet: Facet) -> tuple[Facet, ...]:
+    """What is taken of a block for an image: of facets from inside of it the mean patch."""
+    return IMAGE_FACETS.get(facet, (facet,))
+
+
+def asked_patches(facet: str, norm: str) -> AskedFacets:
+    """What a head or a memory sees of patches, where a block's output may pass the final norm.
 
     Raises:
-        ConfigurationError: none, or one that is not known.
+        ConfigurationError: not known, or not what a block gives although it is to be normed.
     """
-    asked = [facet] if isinstance(facet, str) else list(facet)
-    if not asked or set(asked).difference(known):
-        raise ConfigurationError(f"probe.facet must be among {', '.join(known)}, got {facet}")
-    return tuple(name for name in known if name in asked)
+    asked = asked_facets(facet, _PATCHES)
+    if norm != "final":
+        return asked
+    if asked.names != ("token",):
+        raise ConfigurationError(
+            f"probe.facet must be token for probe.norm=final, got {facet}; that norm is the "
+            "encoder's last, of what blocks give"
+        )
+    return AskedFacets(("token_normed",), None)
+
+
+def require_one_block_a_head(asked: AskedFacets, layers_mode: str) -> None:
+    """Refuse a block by name where heads see several.
+
+    Raises:
+        ConfigurationError: one is named.
+    """
+    if asked.block is not None and layers_mode != "single":
+        raise ConfigurationError(
+            f"probe.facet must name every block with * for probe.layers_mode={layers_mode}, got "
+            f"block {asked.block}"
+        )

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from ssl_bench.system.device import float64_device, in_float64
+
 _AT_ONCE = 16
 
 
@@ -19,6 +21,9 @@ class Standardization:
 
     def parts(self) -> tuple[Tensor, Tensor]:
         return self.mean, self.scale
+
+    def on(self, device: torch.device) -> "Standardization":
+        return Standardization(self.mean.to(device), self.scale.to(device))
 
     def identity(self) -> "Standardization":
         """One that leaves the features as they are."""
@@ -50,13 +55,13 @@ class RunningStatistics:
 
     @classmethod
     def none(cls, device: torch.device) -> "RunningStatistics":
-        zero = torch.zeros(1, 1, dtype=torch.float64, device=device)
+        zero = torch.zeros(1, 1, dtype=torch.float64, device=float64_device(device))
         return cls(0, zero, zero, zero)
 
     def add(self, features: Float[Tensor, "layers some rows cols dim"]) -> None:
         for part in features.split(_AT_ONCE, 1):
             variance, mean = torch.var_mean(part.float().flatten(2, 3), 2, correction=0)
-            self._join(mean.double(), variance.double())
+            self._join(in_float64(mean), in_float64(variance))
 
     def _join(
         self,
@@ -85,4 +90,4 @@ class RunningStatistics:
 
     def on(self, device: torch.device) -> "RunningStatistics":
         parts = (self.mean, self.between, self.within)
-        return RunningStatistics(self.images, *(part.to(device) for part in parts))
+        return RunningStatistics(self.images, *(part.to(float64_device(device)) for part in parts))

@@ -19,6 +19,7 @@ from probes.heads.linear import LinearHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.sgd import TrainedHeads, joined, layers_of
 from ssl_bench.evaluation import Progress
+from ssl_bench.system.device import in_float64
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class LogisticTraining:
         for batch in progress(read(batches), "mean and deviation", len(batches)):
             found.add(batch.features)
             counted.append(self.loss.targets(batch.labels, self.classes).counted.sum())
-        return found.standardization(sources), counted
+        return found.standardization(sources).on(self.device), counted
 
     def _objective(
         self,
@@ -100,9 +101,9 @@ class LogisticTraining:
     ) -> "_Objective":
         sources, dim = standardization.mean.shape
         weight = standardization.mean.new_zeros(sources, len(self.values), self.classes, dim)
-        numbers = torch.stack(list(counted)).double()
+        numbers = in_float64(torch.stack(list(counted)))
         total = numbers.sum().clamp(min=1)
-        c_values = torch.tensor(self.values, dtype=torch.float64, device=self.device)
+        c_values = torch.tensor(self.values, dtype=torch.float64, device=numbers.device)
         # At the minimum the weights of two classes are opposite, so that the sum of their squares
         # is half the square of the difference, which is all that scikit-learn has there.
         weights = 2 if self.classes == 2 else 1
@@ -132,12 +133,13 @@ class _Objective:
     penalty: Float64[Tensor, " heads"]
 
     def start(self) -> Float64[Tensor, "heads parameters"]:
-        return torch.cat([self.heads.weight.flatten(2), self.heads.bias], 2).flatten(0, 1).double()
+        by_head = torch.cat([self.heads.weight.flatten(2), self.heads.bias], 2).flatten(0, 1)
+        return in_float64(by_head)
 
     def place(self, values: Float64[Tensor, "heads parameters"]) -> None:
         """Write parameters into the heads."""
         shape = self.heads.weight.shape
-        by_head = values.to(self.heads.weight.dtype).view(*shape[:2], -1)
+        by_head = values.to(self.heads.weight).view(*shape[:2], -1)
         self.heads.weight = by_head[..., : -shape[2]].reshape(shape)
         self.heads.bias = by_head[..., -shape[2] :].contiguous()
 
@@ -151,9 +153,9 @@ class _Objective:
             features = joined(batch.features, sources)
             targets = self.loss.targets(batch.labels, classes)
             losses, parts = self.heads.loss_and_gradients(features, self.loss, targets)
-            loss += share * losses.flatten().double()
+            loss += share * in_float64(losses.flatten())
             by_head = torch.cat([parts[0].flatten(2), parts[1]], 2).flatten(0, 1)
-            gradient += share * by_head.double()
+            gradient += share * in_float64(by_head)
         weights = values[:, :-classes]
         gradient[:, :-classes] += self.penalty[:, None] * weights
         return loss + self.penalty * weights.square().sum(1) / 2, gradient

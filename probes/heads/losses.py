@@ -21,6 +21,7 @@ from probes.heads.upsampled_logsumexp import (
 )
 from ssl_bench.metrics import value_counts
 from ssl_bench.scores import IGNORED
+from ssl_bench.system.device import float64_device
 
 Logits = Float[Tensor, "heads classes batch rows cols"]
 
@@ -162,7 +163,8 @@ class UpsampledLoss:
             for side in weights.T
         ]
         by_corner = torch.stack(corners).view(4, classes + 1, *cells.shape[1:])[:, :classes]
-        return PixelTargets(_add_corners(by_corner).float(), (cells != IGNORED).float())
+        wanted = _add_corners(by_corner).float().to(labels.device)
+        return PixelTargets(wanted, (cells != IGNORED).float())
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
@@ -235,9 +237,9 @@ def resampling_matrix(
     patches: int, size: int, device: torch.device | None = None
 ) -> Float[Tensor, "size patches"]:
     """Bilinear weights (`align_corners=False`) of patches in pixels, along one axis."""
-    pixels = torch.arange(size, dtype=torch.float64, device=device)
+    pixels = torch.arange(size, dtype=torch.float64, device=device and float64_device(device))
     position = ((pixels + 0.5) * (patches / size) - 0.5).clamp(0, patches - 1)
-    distance = position[:, None] - torch.arange(patches, device=device)
+    distance = position[:, None] - torch.arange(patches, device=pixels.device)
     return (1 - distance.abs()).clamp(min=0)
 
 

@@ -94,9 +94,8 @@ class HeadTraining:
         """Train one head for each source and rate on the chosen entries."""
         standing = Standing(kept)
         read = features.of_layers(layers_of(sources), self.device)
-        statistics = self._statistics(read, entries, standing, progress).standardization(
-            len(sources)
-        )
+        found = self._statistics(read, entries, standing, progress)
+        statistics = found.standardization(len(sources)).on(self.device)
         bank = ParallelHeads(
             statistics if self.standardize else statistics.identity(),
             classes=self.classes,

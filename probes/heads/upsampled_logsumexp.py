@@ -10,8 +10,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from ssl_bench.system.device import float64_device
+
 # Of one piece: the second-level cache of a CPU core; a GPU wants few, large kernels.
-PIECE_BYTES = {"cpu": 2**20, "cuda": 2**28}
+PIECE_BYTES = {"cpu": 2**20, "cuda": 2**28, "mps": 2**28}
 # Columns below which matrix products and vector instructions lose their speed.
 _NARROWEST = 64
 # Pixels along a cell from which powers are faster than exponentials.
@@ -35,7 +37,7 @@ def summed_logsumexp(corners: Corners, counted: Counted) -> Sums:
     """
     side = _side(counted)
     # A device would have to say first which heads are gentle, and exponentials cost it little.
-    if side < _POWERS_FROM or corners.is_cuda:
+    if side < _POWERS_FROM or corners.device.type != "cpu":
         return by_exponentials(corners, counted)
     gentle = _is_gentle(corners)
     if gentle.all():
@@ -131,7 +133,8 @@ def corner_weights(side: int, device: torch.device | None = None) -> Float[Tenso
 def _positions(side: int, device: torch.device | None = None) -> Float[Tensor, " side"]:
     """How far each pixel of a cell lies between two patch centers."""
     first = 0.5 if side % 2 == 0 else 0.0
-    return (torch.arange(side, dtype=torch.float64, device=device) + first) / side
+    numbers = torch.arange(side, dtype=torch.float64, device=device and float64_device(device))
+    return (numbers + first) / side
 
 
 def logsumexp(logits: Tensor, shares: Tensor, axis: int) -> Tensor:

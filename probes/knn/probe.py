@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from probes.features.sources import asked_facets
 from ssl_bench.composition.fields import (
     Count,
     Engine,
@@ -18,9 +17,10 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
 TOPS = (1, 5)
-_FACETS = ("cls", "patch_mean")
+_FACETS: tuple[Facet, ...] = ("cls", "patch_mean", *INNER_FACETS)
 _NOT_SETTINGS = frozenset(
     {"protocol", "facet", "batch_size", "memory_gib", "num_workers", "engine"}
 )
@@ -33,8 +33,9 @@ class KNN:
     Attributes:
         neighbours: How many training images vote, one or several numbers.
         temperature: A neighbour's vote is exp(cosine similarity / temperature).
-        facet: What stands for an image, one or several of "cls" and "patch_mean", its mean patch;
-            both after the encoder's final norm.
+        facet: What stands for an image, one or several of "cls" and "patch_mean", its mean patch,
+            both after the encoder's final norm, and of attn_out, attn_skip, mlp_hidden, mlp_out
+            and submodules of a block, of which the mean patch is taken as it is.
         image_size: Side in pixels; without it the encoder's own.
         crop_share: Side of the central square that is looked at, relative to the shorter side.
         train_images: At most so many vote, drawn with the seed.
@@ -69,8 +70,12 @@ class KNN:
         asked_facets(self.facet, _FACETS)
 
     @property
-    def facets(self) -> tuple[str, ...]:
+    def asked_facets(self) -> AskedFacets:
         return asked_facets(self.facet, _FACETS)
+
+    @property
+    def facets(self) -> tuple[str, ...]:
+        return self.asked_facets.names
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [

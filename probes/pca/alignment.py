@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def reference_folder(align_to: str, pictures: Path, kind: str) -> Path:
     given = expanded(align_to)
     if (given / FILE).is_file():
         return given
-    known = sorted(path.parent.parent for path in pictures.glob(f"*/{kind}/{FILE}"))
+    known = sorted(path.parent.parent for path in pictures.glob(f"*/{escape(kind)}/{FILE}"))
     name = given.parent.name if given.name == "last.safetensors" else given.name
     found = [folder for folder in known if folder.name.rpartition("-")[0] == encoder_name(name)]
     found = found or [folder for folder in known if folder.name.startswith(name)]

@@ -75,7 +75,7 @@ def _legend(probe: PCA) -> str:
     }
     left_out = ", one side of the first component left out" if probe.background != "keep" else ""
     return (
-        f"three principal components of {probe.facet} features, "
+        f"three principal components of {probe.scored_facet} features, "
         f"{fitted[probe.protocol]}{left_out}; above, their share of the variance "
         f"(and the variance in percent of the mean square, where below {SMALL_SPREAD:g})"
     )

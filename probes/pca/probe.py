@@ -9,9 +9,11 @@ from ssl_bench.composition.fields import Count, FilePath, Pixels, check_fields
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
 FILE = "reference.npz"
 """Maps that others are aligned with, beside the pictures."""
+_FACETS: tuple[Facet, ...] = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
 # What is drawn and how, not what the variance is.
 _NOT_SETTINGS = ("protocol", "facet", "align_to", "grid")
 
@@ -23,7 +25,8 @@ class PCA:
     Attributes:
         protocol: "image" fits the components on each image, "batch" on all drawn images, "dataset"
             on all images of the dataset; with these two a colour means the same in every image.
-        facet: What is projected: token, token_normed, key, query or value.
+        facet: What is projected: token, token_normed, key, query, value, attn_out, attn_skip,
+            mlp_hidden, mlp_out, or a submodule of a block.
         num_images: How many images are drawn, from the first one on.
         image_size: Longer side in pixels; both sides are rounded to multiples of the patch.
         background: "keep", or "first_component": patches on one side of the first component are
@@ -35,7 +38,7 @@ class PCA:
     """
 
     protocol: Literal["image", "batch", "dataset"] = "image"
-    facet: Literal["token", "token_normed", "key", "query", "value"] = "token"
+    facet: str = "token"
     num_images: Count = 8
     image_size: Pixels = 224
     background: Literal["keep", "first_component"] = "keep"
@@ -47,6 +50,7 @@ class PCA:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
+        asked_facets(self.facet, _FACETS)
         if self.protocol == "dataset" and self.background != "keep":
             raise ConfigurationError(
                 "probe.background must be keep for probe.protocol=dataset, whose images pass the "
@@ -54,7 +58,7 @@ class PCA:
             )
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        return [(layer, self.facet, "explained_variance") for layer in layers]
+        return [(layer, self.scored_facet, "explained_variance") for layer in layers]
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
@@ -83,6 +87,15 @@ class PCA:
         yield from PCARun(self, context).scores()
 
     @property
+    def asked_facets(self) -> AskedFacets:
+        return asked_facets(self.facet, _FACETS)
+
+    @property
+    def scored_facet(self) -> Facet:
+        """As records have it."""
+        return self.asked_facets.names[0]
+
+    @property
     def grid_kinds(self) -> tuple[str, ...]:
         """Ends of the names of the overviews."""
         return ("png", "svg") if self.grid == "both" else (self.grid,)
@@ -90,6 +103,6 @@ class PCA:
     @property
     def kind(self) -> str:
         """Name of the folder of the pictures."""
-        more = [self.facet] if self.facet != "token" else []
+        more = [self.scored_facet] if self.scored_facet != "token" else []
         more += ["foreground"] if self.background != "keep" else []
         return "-".join([self.protocol, *more])

@@ -88,7 +88,7 @@ class PCARun:
         extractor = FeatureExtractor(
             self.context.encoder,
             layers=self.context.layers,
-            facets=(self.probe.facet,),
+            facets=(self.probe.scored_facet,),
             device=self.context.device,
             dtype=self.context.dtype,
         )
@@ -101,7 +101,7 @@ class PCARun:
             image = resize(sample.image, self.probe.image_size, extractor.patch_size)
             blocks, sums = extractor.unchecked(image[None])
             sums, *maps = fetched(
-                [sums, *(facets[self.probe.facet][0] for facets in blocks.values())]
+                [sums, *(facets[self.probe.scored_facet][0] for facets in blocks.values())]
             )
             extractor.check(sums, [sample.image_id])
             found = dict(zip(blocks, maps, strict=True))
@@ -147,7 +147,7 @@ class PCARun:
             details["foreground_percent"] = 100 * float(shown)
         value = float(explained.mean())
         return Score(
-            layer, self.probe.facet, "explained_variance", value, ci95, num_images, details
+            layer, self.probe.scored_facet, "explained_variance", value, ci95, num_images, details
         )
 
     def _given_reference(self, images: Sequence[str]) -> MapReference | None:

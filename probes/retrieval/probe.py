@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from probes.features.sources import asked_patches
 from ssl_bench.composition.fields import (
     Count,
     Engine,
@@ -15,10 +16,10 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.layers import Facet
+from ssl_bench.layers import AskedFacets, Facet
 
 METRICS = ("miou", "pixel_accuracy")
-_NOT_SETTINGS = frozenset({"protocol", "memory_gib", "num_workers", "engine", "guesses"})
+_NOT_SETTINGS = frozenset({"protocol", "facet", "memory_gib", "num_workers", "engine", "guesses"})
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Retrieval:
         neighbours: How many patches of the memory vote for a patch.
         temperature: Of the softmax over their cosine similarities.
         memory_patches: Patches of the training set that are remembered, drawn with the seed.
+        facet: What of a patch is compared: token, key, query, value, attn_out, attn_skip,
+            mlp_hidden, mlp_out, or a submodule of a block.
         norm: "final": patches after the encoder's last norm. "none": the block's output.
         crops: "whole" or "resized" training images, as in linear segmentation.
         batch_size: Images that pass the encoder together.
@@ -48,6 +51,7 @@ class Retrieval:
     temperature: Temperature = 0.02
     memory_patches: Count = 100_000
     image_size: Pixels = 512
+    facet: str = "token"
     norm: Literal["none", "final"] = "none"
     crops: Literal["whole", "resized"] = "whole"
     views: Count = 1
@@ -66,9 +70,10 @@ class Retrieval:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
+        asked_patches(self.facet, self.norm)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        return [(layer, self.facet, m) for layer in sorted(layers) for m in METRICS]
+        return [(layer, self.scored_facet, m) for layer in sorted(layers) for m in METRICS]
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val()
@@ -80,8 +85,13 @@ class Retrieval:
         return {name: value for name, value in asdict(self).items() if name not in _NOT_SETTINGS}
 
     @property
-    def facet(self) -> Facet:
-        return "token_normed" if self.norm == "final" else "token"
+    def asked_facets(self) -> AskedFacets:
+        return asked_patches(self.facet, self.norm)
+
+    @property
+    def scored_facet(self) -> Facet:
+        """As records have it."""
+        return self.asked_facets.names[0]
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers, as many at once as their memories fit into `memory_gib`.

@@ -62,7 +62,8 @@ def remembered(
     extractor, sharing = training_pass.extractor, training_pass.sharing
     alone = replace(training_pass, sharing=Sharing.alone(extractor.layers))
     patches = (training_pass.image_size // extractor.patch_size) ** 2
-    features = torch.empty(len(layers), len(chosen), extractor.dim, dtype=torch.float16)
+    width = extractor.width(training_pass.facet)
+    features = torch.empty(len(layers), len(chosen), width, dtype=torch.float16)
     shares = torch.empty(len(chosen), classes)
     by_batch = list(_by_batch(chosen, patches, training_pass.batch_size))
     ends = [0, *accumulate(len(within) for _, within in by_batch)]

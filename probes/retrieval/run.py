@@ -42,7 +42,7 @@ class RetrievalRun:
         training_pass = self.training_pass()
         patch, classes = context.encoder.patch_size, len(val_images.class_names)
         chosen = chosen_patches(probe, labelled_patches(training_pass, patch), context.seed)
-        bytes_a_layer = 4 * len(chosen) * context.encoder.dim
+        bytes_a_layer = 4 * len(chosen) * training_pass.extractor.width(training_pass.facet)
         at_once = max(1, int(probe.memory_gib * 2**30 / bytes_a_layer))
         for layers in batches(training_pass.extractor.layers, at_once):
             patches = remembered(training_pass, layers, chosen, classes)
@@ -71,11 +71,11 @@ class RetrievalRun:
             extractor=FeatureExtractor(
                 context.encoder,
                 layers=layers,
-                facets=(probe.facet,),
+                facets=(probe.scored_facet,),
                 device=context.device,
                 dtype=context.dtype,
             ),
-            facet=probe.facet,
+            facet=probe.scored_facet,
             images=images,
             indices=split.indices,
             image_size=probe.image_size,
@@ -108,7 +108,7 @@ class RetrievalRun:
         for batch in batches(shown, probe.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
-            blocks, sums = extract(training_pass.extractor, probe.facet, windows, ids)
+            blocks, sums = extract(training_pass.extractor, probe.scored_facet, windows, ids)
             votes = [patch_votes(probe, blocks[i], search, labels) for i, search in memory.items()]
             counts = []
             for position, item in enumerate(batch):
@@ -139,7 +139,9 @@ class RetrievalRun:
         for metric, value, interval in zip(METRICS, values, intervals, strict=True):
             number = len(images)
             counts = scores.counts(0)
-            yield Score(layer, self.probe.facet, metric, value, interval, number, details, counts)
+            yield Score(
+                layer, self.probe.scored_facet, metric, value, interval, number, details, counts
+            )
 
 
 def chosen_patches(

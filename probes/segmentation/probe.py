@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from probes.features.sources import LayerGroup, sources_of
+from probes.features.sources import LayerGroup, asked_patches, require_one_block_a_head, sources_of
 from probes.features.tiers.room import AskedTier
 from probes.segmentation.components import (
     Inference,
@@ -29,7 +29,7 @@ from ssl_bench.composition.fields import (
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.layers import Facet
+from ssl_bench.layers import AskedFacets, Facet
 
 if TYPE_CHECKING:
     from probes.segmentation.run import SegmentationRun
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 _COMPONENTS = ("loss", "training", "inference")
 _PLACES = ("tier", "memory_gib", "disk_gib", "cache", "keep_minutes")
 # Where, how fast and with what words, not what comes out; protocol and facet have their own place.
-_NOT_SETTINGS = frozenset({*_COMPONENTS, *_PLACES, "protocol", "panels", "num_workers", "guesses"})
+_NOT_SETTINGS = frozenset(
+    {*_COMPONENTS, *_PLACES, "protocol", "facet", "panels", "num_workers", "guesses"}
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Segmentation:
         loss: What the heads are trained to, a file of configs/probe/segmentation/loss.
         training: How, a file of configs/probe/segmentation/training.
         inference: How images are scored, a file of configs/probe/segmentation/inference.
+        facet: What of a patch the heads see: token, key, query, value, attn_out, attn_skip,
+            mlp_hidden, mlp_out, or a submodule of a block.
         norm: Before the head. "standardize": each channel over the training set. "final": the
             encoder's last norm. "none": the block's output.
         crops: "whole": training images are squashed. "resized": random parts of at least 80 % of
@@ -76,6 +80,7 @@ class Segmentation:
     loss: Loss = field(default_factory=Upsampled)
     training: PatchHeadFitting = field(default_factory=Steps)
     inference: Inference = field(default_factory=Squashed)
+    facet: str = "token"
     norm: Literal["none", "final", "standardize"] = "standardize"
     crops: Literal["whole", "resized", "scaled"] = "whole"
     views: Count = 1
@@ -97,6 +102,7 @@ class Segmentation:
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
+        require_one_block_a_head(self.asked_facets, self.layers_mode)
         if self.crops == "whole" and self.views > 2:
             raise ConfigurationError(
                 f"probe.views must be 1 or 2 for probe.crops=whole, got {self.views}"
@@ -115,7 +121,7 @@ class Segmentation:
         metrics = ["miou_holdout"] if self.holdout else []
         metrics += ["miou_oracle", "pixel_accuracy"]
         sources = self.sources(layers)
-        return [(source[-1], self.facet, metric) for source in sources for metric in metrics]
+        return [(source[-1], self.scored_facet, metric) for source in sources for metric in metrics]
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val()
@@ -138,8 +144,10 @@ class Segmentation:
 
     def names(self, seed: int) -> FileNames:
         """What a run with that seed leaves beside its records."""
-        shown = self.facet if self.layers_mode == "single" else self.layers_mode
-        return FileNames(self.protocol, shown, seed)
+        shown = [] if self.layers_mode == "single" else [self.layers_mode]
+        if not shown or self.facet != "token":
+            shown.append(self.scored_facet)
+        return FileNames(self.protocol, "-".join(shown), seed)
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -157,9 +165,13 @@ class Segmentation:
         return prepared(self, context)
 
     @property
-    def facet(self) -> Facet:
-        """What of a block the heads see."""
-        return "token_normed" if self.norm == "final" else "token"
+    def asked_facets(self) -> AskedFacets:
+        return asked_patches(self.facet, self.norm)
+
+    @property
+    def scored_facet(self) -> Facet:
+        """As records have it."""
+        return self.asked_facets.names[0]
 
     def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
         """The layers that each head sees."""

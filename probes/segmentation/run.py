@@ -141,13 +141,14 @@ class SegmentationRun:
         per_image, drawn = self._counted(heads)
         if not per_image.has_labels:
             raise DataError(f"{images.name} {images.split} has no labelled pixel")
+        width = training_pass.extractor.width(training_pass.facet)
         reports = [
             SourceReport(
                 layer=source[-1],
                 facet=self.facet,
                 hyperparameter=self.training.hyperparameter,
                 values=self.training.values,
-                constant=heads.constant_channels[index] / training_pass.extractor.dim / len(source),
+                constant=heads.constant_channels[index] / width / len(source),
                 class_names=images.class_names,
                 val=HeadScores(per_image, index),
                 held_out=None if held_out is None else held_out[index],

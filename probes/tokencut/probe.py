@@ -12,9 +12,12 @@ from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.layers import Facet
+from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
-FACETS: tuple[Facet, ...] = ("key", "query", "value", "token", "token_normed")
+FACETS: tuple[Facet, ...] = (
+    *("key", "query", "value", "token", "token_normed"),
+    *INNER_FACETS,
+)
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class TokenCut(Cut):
 
     Attributes:
         protocol: That of the reference code. Changed options stand beside it in tables.
-        facet: Which features make the graph, one or several of key, query, value, token and
-            token_normed.
+        facet: Which features make the graph, one or several of key, query, value, token,
+            token_normed, attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
         method: tokencut, lost, or maskcut, whose first mask counts.
         max_objects: Rounds of maskcut in an image, each of which gives a mask at most.
         panels: How many images get a picture of their own, from the first one on, and how many of
@@ -49,9 +52,7 @@ class TokenCut(Cut):
             self.method != "maskcut" or self.tau >= 0,
             f"tau must lie in [0, 1) for maskcut, got {self.tau}",
         )
-        unknown = [facet for facet in self._asked_facets() if facet not in FACETS]
-        wrong = f"facet must be among {', '.join(FACETS)}, got {', '.join(unknown) or 'none'}"
-        _require(bool(self._asked_facets()) and not unknown, wrong)
+        asked_facets(self.facet, FACETS)
 
     @property
     def folder(self) -> str:
@@ -61,7 +62,11 @@ class TokenCut(Cut):
 
     @property
     def facets(self) -> tuple[Facet, ...]:
-        return tuple(facet for facet in FACETS if facet in self._asked_facets())
+        return self.asked_facets.names
+
+    @property
+    def asked_facets(self) -> AskedFacets:
+        return asked_facets(self.facet, FACETS)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [(layer, facet, "corloc") for layer in layers for facet in self.facets]
@@ -103,9 +108,6 @@ class TokenCut(Cut):
         from probes.tokencut.run import DiscoveryRun
 
         yield from DiscoveryRun(self, context).scores()
-
-    def _asked_facets(self) -> Sequence[str]:
-        return (self.facet,) if isinstance(self.facet, str) else self.facet
 
 
 def _require(condition: bool, message: str) -> None:

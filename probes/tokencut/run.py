@@ -200,7 +200,14 @@ def find_together(
     def solve(
         graphs: Sequence[Float[Tensor, "tokens dim"]],
     ) -> Sequence[FiedlerVector]:
-        return solve_batch(torch.stack([*graphs]), tau=probe.tau, eps=probe.eps, each=pool.map)
+        found: dict[int, FiedlerVector] = {}
+        # Facets differ in their channels.
+        for width in dict.fromkeys(graph.shape[-1] for graph in graphs):
+            some = {n: graph for n, graph in enumerate(graphs) if graph.shape[-1] == width}
+            together = torch.stack([*some.values()])
+            solved = solve_batch(together, tau=probe.tau, eps=probe.eps, each=pool.map)
+            found |= zip(some, solved, strict=True)
+        return [found[number] for number in range(len(graphs))]
 
     pairs = list(zip(graphs, grids, strict=True))
     if probe.method == "maskcut":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ssl_bench.cli.dispatch import run
 from ssl_bench.errors import INTERRUPTED
 from ssl_bench.system.endings import open_streams, reported
+from ssl_bench.system.processors import let_threads_sleep
 from ssl_bench.system.progress import is_heard
 
 
@@ -13,6 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit codes are those of `ssl_bench.errors`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     open_streams()
+    let_threads_sleep()
     try:
         code = run(arguments)
         # Here a full disk can still be said; Python itself would only complain while it ends.

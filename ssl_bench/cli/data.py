@@ -62,7 +62,7 @@ def _source(name: str | None) -> Source:
 def _line(source: Source) -> str:
     size = _bytes(source.size) if source.downloads else "-"
     way = f"download {source.name}" if source.downloads else "by hand"
-    way = "made at first use" if source.name == "toy" else way
+    way = "made at first use" if source.is_generated else way
     return f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}"
 
 
@@ -235,10 +235,12 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _root_to_check(options: argparse.Namespace, source: Source) -> str | None:
-    if source.name != "toy":
+    if not source.is_generated:
         return str(_root(options))
     if options.data_root is not None:
-        raise ConfigurationError("toy is generated and takes no --data-root; leave it out")
+        raise ConfigurationError(
+            f"{source.name} is generated and takes no --data-root; leave it out"
+        )
     return None
 
 

@@ -44,6 +44,7 @@ EXTRAS = (
 """Packages that something optional needs, what to install for it, and what needs it."""
 CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME", "XDG_CACHE_HOME")
 THREAD_LIMITS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+THREADS = (*THREAD_LIMITS, "OMP_WAIT_POLICY")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def _extra(distribution: str, wanted: str, purpose: str) -> Finding:
 
 def _processors() -> Iterator[Finding]:
     cores, threads = usable_cores(), torch.get_num_threads()
-    limits = [f"{name}={os.environ[name]}" for name in THREAD_LIMITS if name in os.environ]
+    limits = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
     advice = f"; more threads than cores: set OMP_NUM_THREADS={cores}" if threads > cores else ""
     yield Finding("cpu", f"{cores} cores, torch uses {threads} threads{advice}")
     yield Finding("threads", ", ".join(limits) or f"no limit by {', '.join(THREAD_LIMITS)}")

@@ -19,13 +19,14 @@ from ssl_bench.cli.plans import device_of_estimates, plan_table
 from ssl_bench.composition.compose import as_yaml
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation.passed import PassedImages
-from ssl_bench.layers import resolve_layers
+from ssl_bench.layers import layers_of
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import PlannedProbe, probing_config
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.sweep.plan import plan_sweep
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
+from ssl_bench.system.imports import broken_file
 from ssl_bench.system.progress import say
 from ssl_bench.system.ranks import Ranks, joined
 from ssl_bench.tables.depth import depth_tables
@@ -71,10 +72,10 @@ def _probed(
     for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
         # The first leaves what it downloads where the others find it.
         encoder = ranks.after_first(partial(announced_encoder, uri))
-        layers = resolve_layers(options.layer, encoder.depth)
         for planned in plan:
-            evaluation = planned.evaluation(encoder, layers, device)
             with _left_out_of_all(planned, plan, asked=options.task):
+                layers = layers_of(planned.probe, options.layer, encoder.depth)
+                evaluation = planned.evaluation(encoder, layers, device)
                 records += evaluation.run(
                     store, say=say, overwrite=options.overwrite, ranks=ranks, passed=passed
                 )
@@ -91,10 +92,11 @@ def _left_out_of_all(
     """
     try:
         yield
-    except ConfigurationError as error:
+    except (ConfigurationError, ImportError, SyntaxError) as error:
         if asked != "all" or len(plan) == 1:
             raise
-        say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
+        why = error if isinstance(error, ConfigurationError) else broken_file(error)
+        say(f"left out: {planned.probe.task} on {planned.dataset.name}: {why}")
 
 
 def _print_configs(plan: Sequence[PlannedProbe]) -> None:

@@ -1,21 +1,25 @@
-"""`ssl-bench quickstart`: from nothing to per-depth tables of all probes, without a network."""
+"""`ssl-bench quickstart`: from nothing to a report on two encoders, without a network."""
 
 import argparse
+import io
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from ssl_bench.cli.dispatch import run
-from ssl_bench.results import ResultStore
-from ssl_bench.system.escaping import shell_words
-from ssl_bench.system.progress import say
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.model import Line, Panel, panels_of
+from ssl_bench.report.overview.headlines import headline_panels
+from ssl_bench.results import Record, ResultStore
+from ssl_bench.system.escaping import printable, shell_words
+from ssl_bench.system.progress import in_words, say
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves
 
 MODELS = ("vit_tiny_skip", "vit_tiny_skipless")
-HEADLINES = ("miou_holdout", "corloc", "explained_variance")
 
-# Sized for two cores: at 64 pixels, patch 8 and a small head these steps take under a minute.
+# Steps and not minutes, so that every machine computes the same.
 PRETRAINING = (
     "model.image_size=64",
     "model.patch_size=8",
@@ -26,27 +30,54 @@ PRETRAINING = (
     "objective.crops.num_locals=4",
     "optimizer.lr=4e-3",
     "train.batch_size=16",
-    "train.max_steps=48",
-    "train.max_minutes=1",
+    "train.max_steps=20",
 )
-PROBING = ("probe.protocol=fast", "probe.image_size=128", "probe.training.epochs=10")
+PROBES = (
+    ("--task", "all", "--limit", "60", "probe.protocol=fast", "probe.training.epochs=10",
+     "probe.memory_patches=5000", "probe.image_size=128"),
+    ("--task", "knn,classification", "--dataset", "toy_objects", "--limit", "200",
+     "probe.training.c_values=[1e-3,1e-2,1e-1]", "probe.image_size=64"),
+)  # fmt: skip
+SHOWN_BLOCKS = 4
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Pretrain skip and skipless, probe all blocks, draw the curves and say what to type next."""
+    """Pretrain skip and skipless for some steps, probe all their blocks, write the report."""
     del overrides
     start = time.monotonic()
     out = Path(options.out)
+    results = out / "results"
     for model in MODELS:
         _pretrain(out / model, model, overwrite=options.overwrite)
-    _probe(out, overwrite=options.overwrite)
-    figure = _draw(out)
-    say("")
-    say(f"quickstart took {time.monotonic() - start:.0f} s")
-    say(f"curves over blocks   {figure}")
-    say(f"maps of every block  {out / 'results' / 'pictures'}")
-    _say_next(out)
+    _probe(out, results, overwrite=options.overwrite)
+    _run("report", "--out", str(results), "--pair", *(str(out / model) for model in MODELS))
+    records = ResultStore(results).records()
+    panels = headline_panels(panels_of(records, checkpoints_of(records)))
+    _draw(records, panels, results / "curves.png")
+    print("\n" + headline_table(panels))
+    _say_end(results, time.monotonic() - start)
     return 0
+
+
+def headline_table(panels: Sequence[Panel]) -> str:
+    """A row a task and encoder: its headline metric at some blocks from the first to the last."""
+    depth = max(layer for panel in panels for layer in panel.layers)
+    last = SHOWN_BLOCKS - 1
+    layers = list(dict.fromkeys(round(depth * n / last) for n in range(SHOWN_BLOCKS)))
+    rows = [("task", "metric", "encoder", *(f"block {layer}" for layer in layers))]
+    rows += [
+        (panel.task, panel.measured, line.checkpoint.label, *_values(line, layers))
+        for panel in panels
+        for line in panel.lines
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(printable("  ".join(map(str.ljust, row, widths)).rstrip()) for row in rows)
+
+
+def _values(line: Line, layers: Sequence[int]) -> Iterator[str]:
+    for layer in layers:
+        point = line.at(layer)
+        yield point.parts[0] if point else "-"
 
 
 def _pretrain(folder: Path, model: str, *, overwrite: bool) -> None:
@@ -58,10 +89,13 @@ def _pretrain(folder: Path, model: str, *, overwrite: bool) -> None:
     _run("pretrain", f"model={model}", *PRETRAINING, "--out", str(folder), *again)
 
 
-def _probe(out: Path, *, overwrite: bool) -> None:
+def _probe(out: Path, results: Path, *, overwrite: bool) -> None:
     checkpoints = [word for model in MODELS for word in ("--checkpoint", str(out / model))]
-    where = ["--out", str(out / "results"), *(["--overwrite"] if overwrite else [])]
-    _run("probe", "--task", "all", "--layer", "all", *checkpoints, *PROBING, *where)
+    where = ["--out", str(results), *(["--overwrite"] if overwrite else [])]
+    for probes in PROBES:
+        # One table at the end says more to a beginner than all of them in between.
+        with redirect_stdout(io.StringIO()):
+            _run("probe", *probes, *checkpoints, *where)
 
 
 def _run(*words: str) -> None:
@@ -70,18 +104,18 @@ def _run(*words: str) -> None:
     run(words)
 
 
-def _draw(out: Path) -> Path:
-    records = ResultStore(out / "results").records()
-    headlines = [record for record in records if record.metric in HEADLINES]
-    figure = out / "results" / "curves.png"
-    draw_curves(depth_tables(headlines), figure)
-    return figure
+def _draw(records: Sequence[Record], panels: Sequence[Panel], figure: Path) -> None:
+    shown = {point for panel in panels for line in panel.lines for p in line.points
+             for point in p.records}  # fmt: skip
+    draw_curves(depth_tables([records[number] for number in sorted(shown)]), figure)
 
 
-def _say_next(out: Path) -> None:
-    skipless = out / "vit_tiny_skipless"
+def _say_end(results: Path, seconds: float) -> None:
     say("")
-    say("next, for example:")
-    say(f"  ssl-bench table --task tokencut --format latex --out {out / 'results'}")
-    say("  ssl-bench probe --task tokencut --layer 11")
-    say(f"  ssl-bench probe --task pca --checkpoint {skipless} --dataset folder --data-root PHOTOS")
+    say("after so few steps no encoder knows much: this shows what is measured, not who is better")
+    say(f"it took {in_words(seconds)}; to look at:")
+    say(f"  {results / 'report' / 'index.html'}")
+    say("the same for a model and photographs of your own:")
+    say("  ssl-bench probe --task all --checkpoint timm:vit_small_patch16_224.dino "
+        "--dataset folder --data-root my_photos")  # fmt: skip
+    say("  ssl-bench report")

@@ -15,10 +15,10 @@ from importlib import import_module, metadata
 from typing import Any
 
 from ssl_bench.composition.fields import described, require, shown
-from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.system.imports import PACKAGES, broken_file
 
 TARGET = "_target_"
-PACKAGES = ("ssl_bench", "probes", "pretrain")
 EXTENSIBLE = ("probe", "dataset", "objective", "optimizer")
 # Keys by which Hydra calls things in other ways.
 RESERVED = ("_args_", "_partial_", "_recursive_", "_convert_")
@@ -54,6 +54,7 @@ def component_class(address: Any, key: str) -> type:
 
     Raises:
         ConfigurationError: it is no dataclass of this suite and no declared entry point.
+        BrokenFile: its file cannot be imported.
     """
     package, name = str(address).partition(".")[0], str(address).rpartition(".")[2]
     if package in PACKAGES:
@@ -156,9 +157,10 @@ def _loaded(point: metadata.EntryPoint) -> type:
         found = point.load()
     # Whatever another package does while it is imported.
     except Exception as error:
-        raise MachineError(
-            f"the entry point {point.name} = {point.value} cannot be imported ({error}); mend or "
-            f"uninstall {point.dist.name if point.dist else point.module}"
+        broken = broken_file(error, [point.module.partition(".")[0]])
+        raise BrokenFile(
+            f"the entry point {point.name} = {point.value}: {broken}, or uninstall "
+            f"{point.dist.name if point.dist else point.module}"
         ) from error
     if not (isinstance(found, type) and is_dataclass(found)):
         raise ConfigurationError(f"the entry point {point.name} = {point.value} is no dataclass")
@@ -182,11 +184,21 @@ def _plain(default: Any) -> Any:
 
 
 def _attribute(address: str) -> Any:
+    """What stands at an address; None where nothing does.
+
+    Raises:
+        BrokenFile: the module is there and cannot be imported.
+    """
     module, _, name = address.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None
-    except ImportError:
-        return None
+    except ModuleNotFoundError as error:
+        if f"{module}.".startswith(f"{error.name}."):
+            return None
+        raise broken_file(error) from error
+    # Whatever a file does while it is imported.
+    except Exception as error:
+        raise broken_file(error) from error
 
 
 def _check_arguments(kind: type, arguments: Mapping[str, Any], key: str) -> None:

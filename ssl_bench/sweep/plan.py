@@ -15,7 +15,7 @@ from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.evaluation import cell_keys, cell_settings
 from ssl_bench.evaluation.pending import find_pending, pictures_folder
-from ssl_bench.layers import resolve_layers
+from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import PlannedProbe
@@ -73,9 +73,9 @@ def plan_sweep(
     times = RecordedTimes(_records_of(store, asked), device)
     jobs = []
     for encoder in encoders:
-        layers = resolve_layers(options.layer, encoder.depth)
         known_as = encoder_id(encoder.identity())
         for planned, images, settings in asked:
+            layers = layers_of(planned.probe, options.layer, encoder.depth)
             keys = cell_keys(
                 planned, images, layers, identity=encoder.identity(), settings=settings
             )

@@ -3,6 +3,7 @@
 import os
 
 import torch
+from torch import Tensor
 
 from ssl_bench.errors import ConfigurationError, MachineError
 
@@ -40,6 +41,16 @@ def _usable(name: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise MachineError(f"device {name} is not usable here; try --device cpu") from error
     return device
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """Where float64 is computed for a device: there, or on the CPU for MPS, which has none."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """A tensor in float64, where `float64_device` says."""
+    return tensor.to(float64_device(tensor.device)).double()
 
 
 def visible_devices() -> list[str]:

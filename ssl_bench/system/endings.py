@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ssl_bench.errors import MachineError, SslBenchError
 from ssl_bench.system.escaping import one_line
+from ssl_bench.system.imports import broken_file
 from ssl_bench.system.memory import is_out_of_memory, memory_error
 from ssl_bench.system.progress import is_heard
 
@@ -53,6 +54,8 @@ def _known(error: Exception, arguments: Sequence[str]) -> SslBenchError | None:
         return error
     if is_out_of_memory(error):
         return memory_error(error, next(iter(arguments), ""))
+    if isinstance(error, ImportError | SyntaxError):
+        return broken_file(error)
     if isinstance(error, OSError):
         return MachineError(f"{error}; look at the disk and its rights (--debug)")
     return None
@@ -62,6 +65,8 @@ def failure(error: Exception, command: str) -> tuple[int, str]:
     """Exit code and one line for what ended a part of a command while other parts go on."""
     if is_out_of_memory(error):
         error = memory_error(error, command)
+    if isinstance(error, ImportError | SyntaxError):
+        error = broken_file(error)
     line = one_line(error)
     known = isinstance(error, SslBenchError)
     return (error.exit_code, line) if known else (1, f"{type(error).__name__}: {line}")

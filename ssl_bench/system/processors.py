@@ -7,6 +7,7 @@ from pathlib import Path
 
 # What drivers of NVIDIA, of AMD, and of Windows below Linux leave there.
 _DRIVERS = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
@@ -23,6 +24,17 @@ def numeric_threads() -> int:
     """
     physical = len({_siblings(core) for core in _usable()})
     return min([physical, *_asked_threads()])
+
+
+def let_threads_sleep() -> None:
+    """Threads of OpenMP that wait for each other sleep, unless the environment says otherwise.
+
+    Their default is to keep the processor busy while they wait. Whoever shares the machine then
+    waits for threads that do nothing: see results/tables/waiting_threads.md. OpenMP reads this
+    when torch is imported, so that later calls change nothing.
+    """
+    if not any(name in os.environ for name in _WAITING):
+        os.environ[_WAITING[0]] = "PASSIVE"
 
 
 def cpu_name() -> str:

@@ -28,6 +28,6 @@ def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
 def on_its_way(tensor: Tensor) -> Tensor:
     """The tensor in host memory, after the next wait for its device: not to be read before."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.cpu()
     target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return target.copy_(tensor, non_blocking=True)

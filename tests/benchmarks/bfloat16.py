@@ -121,7 +121,7 @@ def rows(name: str, uri: str, roots: Mapping[str, str]) -> Iterator[Row]:
             yield {
                 "encoder": name,
                 "task": question.task,
-                "dataset": question.dataset,
+                "dataset": records[0].dataset,
                 "facet": facet,
                 "metric": metric,
                 "unit": records[0].unit,

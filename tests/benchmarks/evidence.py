@@ -1,12 +1,13 @@
 """What two CPU cores can show of the papers' tables: paired arms at reduced size, run by run.
 
-    python -m tests.benchmarks.evidence CIFAR --out runs/evidence --rows skipless skipless_deep
+    python -m tests.benchmarks.evidence CIFAR --out runs/evidence --json FILE --rows skipless
 
 CIFAR is a folder with CLASS/PICTURE in its train/ and test/. Each arm is trained for one epoch at
 each rate of one grid, without `HELD_OUT` images of every class of train/; the rate that is best on
 those trains the arm on all of train/ with every seed, and only that is measured on test/. Each
-run has one thread and goes on where it was stopped; what is finished is not run again. The queue
-is in the order of `--rows`; a run that was stopped keeps its place.
+run has one thread and goes on where it was stopped; what is finished stands in FILE and is not
+run again, also where its folder is gone. The queue is in the order of `--rows`; a run that was
+stopped keeps its place.
 """
 
 import argparse
@@ -14,11 +15,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from pretrain.runtime.folder import LOG
+from tests.benchmarks.provenance import provenance
 
 HELD_OUT = 500
 BATCH = 128
@@ -115,10 +119,32 @@ def train(out: Path, row: Row, arm: str, more: Sequence[str]) -> Path:
     return out
 
 
-def accuracy(out: Path) -> float:
-    """Percent of the monitored images that are right after the last epoch."""
-    rows = [json.loads(line) for line in (out / LOG).read_text().splitlines()]
-    return [row["val_top1"] for row in rows if row.get("val_top1") is not None][-1]
+class Ledger:
+    """What finished runs reached, in a file that outlives their folders."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs = json.loads(path.read_text()) if path.exists() else {}
+
+    def top1(self, run: Path, train_it: Callable[[], Path]) -> float:
+        """Percent of the monitored images that are right after the last epoch of a run."""
+        if run.name not in self.runs:
+            self.runs[run.name] = finished(train_it())
+            unfinished = self.path.with_suffix(".unfinished")
+            unfinished.write_text(json.dumps(self.runs, indent=1) + "\n")
+            unfinished.rename(self.path)
+        return self.runs[run.name]["top1"][-1]
+
+
+def finished(run: Path) -> dict[str, Any]:
+    """Top-1 in percent after each epoch, the hours of training and where it was trained."""
+    rows = [json.loads(line) for line in (run / LOG).read_text().splitlines()]
+    seconds = sum(BATCH / row["images_per_second"] for row in rows if "images_per_second" in row)
+    return {
+        "top1": [row["val_top1"] for row in rows if row.get("val_top1") is not None],
+        "hours": round(seconds / 3600, 3),
+        "provenance": provenance(),
+    }
 
 
 def _schedule(epochs: int) -> list[str]:
@@ -130,29 +156,28 @@ def _rate(rate: float) -> str:
     return f"optimizer.lr={rate * 256 / BATCH}"
 
 
-def best_rate(out: Path, name: str, arm: str, data: Path) -> float:
+def best_rate(ledger: Ledger, out: Path, name: str, arm: str, data: Path) -> float:
     """The rate of the highest accuracy on the held-out images after one epoch."""
     found = {}
     for rate in RATES:
         images = [f"data.root={data}", "monitor.val_split=val"]
         run = out / f"{name}-{arm}-rate{rate:g}"
-        found[rate] = accuracy(
-            train(run, ROWS[name], arm, [*_schedule(1), *images, _rate(rate), "train.seed=0"])
-        )
+        options = [*_schedule(1), *images, _rate(rate), "train.seed=0"]
+        found[rate] = ledger.top1(run, partial(train, run, ROWS[name], arm, options))
         print(f"{name} {arm} rate {rate:g}: {found[rate]:.2f} % held-out", flush=True)
     return max(found, key=lambda rate: found[rate])
 
 
-def run_row(out: Path, name: str, cifar: Path) -> None:
+def run_row(ledger: Ledger, out: Path, name: str, cifar: Path) -> None:
     """All runs of a row: seed by seed, so that an unfinished row has whole pairs."""
     row, choosing = ROWS[name], choosing_folder(cifar, out)
-    rates = {arm: best_rate(out, name, arm, choosing) for arm in row.arms}
+    rates = {arm: best_rate(ledger, out, name, arm, choosing) for arm in row.arms}
     for seed in row.seeds:
         for arm, rate in rates.items():
             run = out / f"{name}-{arm}-seed{seed}"
             images = [f"data.root={cifar}", "monitor.val_split=test", "monitor.val_images=10000"]
             options = [*_schedule(row.epochs), *images, _rate(rate), f"train.seed={seed}"]
-            reached = accuracy(train(run, row, arm, options))
+            reached = ledger.top1(run, partial(train, run, row, arm, options))
             print(f"{name} {arm} seed {seed} rate {rate:g}: {reached:.2f} % test", flush=True)
 
 
@@ -160,11 +185,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cifar", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True, help="what finished runs reached")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.rows:
-        run_row(options.out, name, options.cifar)
+        run_row(Ledger(options.json), options.out, name, options.cifar)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def main() -> None:
     losses = ("full_resolution", "upsample4", "histogram")
     scores = {loss: block_scores(encoder, dataset, loss, options) for loss in losses}
     sizes = (
-        f"{options.dataset}, {len(dataset.train())} training and {len(dataset.val())} scored "
+        f"{dataset.val().name}, {len(dataset.train())} training and {len(dataset.val())} scored "
         f"images, {options.image_size} px, {options.epochs} epochs"
     )
     report(encoder, sizes, scores)

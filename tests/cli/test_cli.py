@@ -136,7 +136,11 @@ def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):
         ([*PROBE, "dtype=float8"], 2, "got 'float8'"),
         ([*PROBE, "--device", "gpu"], 2, "expected --device cpu"),
         ([*PROBE, "--checkpoint", "runs/none"], 4, "no checkpoint at"),
-        (["probe", "--task", "tokencut", "--dataset", "ade20k"], 3, "tokencut needs discovery"),
+        (
+            ["probe", "--task", "tokencut", "--dataset", "ade20k"],
+            3,
+            "ade20k has no boxes for tokencut",
+        ),
         (["probe", "--task", "pca", "--dataset", "voc2012", "--data-root", "x"], 3, "x"),
         (["table", "--task", "pca"], 3, "no records"),
         (["table", "--format", "xml"], 2, "unknown format 'xml'"),

@@ -67,7 +67,10 @@ MISTAKES = [
     ("probe --task pca --checkpoint nowhere.pth", "give a run folder"),
     ("probe --task pca --layer 11", "no checkpoint below runs/"),
     (f"{PCA} --layer 11", "layers must lie in 0..1"),
-    ("probe --task tokencut,knn --dataset toy", "knn needs classification; toy has discovery"),
+    (
+        "probe --task tokencut,knn --dataset toy",
+        "toy has no class labels for knn",
+    ),
     ("probe pca --checkpoint x", "did you mean --task pca?"),
     ("probe --checkpoint x", "say what to ask: --task classification, conditioning"),
     ("probe --task pca -c x", "did you mean --checkpoint?"),
@@ -93,9 +96,8 @@ def test_tasks_that_nothing_fits_are_named_where_all_were_asked_for(place, capsy
     assert main([*words, "--dry-run"]) == 0
 
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "left out: " in one]
-    for task in ("classification", "knn", "retrieval", "segmentation"):
-        assert f"{task} needs " in line
-    assert "folder has discovery, images" in line
+    assert "folder has no class labels for classification and knn" in line
+    assert "folder has no masks for retrieval and segmentation" in line
 
 
 def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command(place, capsys):
@@ -113,5 +115,6 @@ def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command
     assert "take probe.facet=patch_mean" in capsys.readouterr().err
 
     left = {line.split()[2].rstrip(":") for line in said.splitlines() if "left out: " in line}
-    assert left == {"classification", "conditioning", "knn", "retrieval"}
+    assert left == {"classification", "conditioning", "knn", "class_folders-limit6"}
+    assert "class_folders-limit6 has no masks for retrieval and segmentation" in said
     assert {record.task for record in ResultStore(place / "results").records()} == {"pca"}

@@ -160,8 +160,8 @@ def test_tasks_go_to_datasets_that_have_labels_for_them_each_with_its_own_root(p
     assert sorted(found) == [
         ("class_folders", "knn"),
         ("class_folders", "pca"),
-        ("voc2012", "pca"),
-        ("voc2012", "segmentation"),
+        ("voc2012-7", "pca"),
+        ("voc2012-7", "segmentation"),
     ]
     assert all(job["layers"] == [1] for job in plan["jobs"])
     # An override reaches the probes that have such a key, and their commands hold no other.
@@ -391,7 +391,7 @@ def test_the_plan_knows_the_files_of_a_dataset_once_for_all_tasks(place, monkeyp
     tasks = ["--task", "segmentation,retrieval", "--dataset", "voc2012", "--data-root", "voc"]
     assert main(["sweep", *tasks, "--checkpoint", "runs/*", "--dry-run"]) == 0
 
-    assert sorted(read) == ["voc2012 train", "voc2012 val"]
+    assert sorted(read) == ["voc2012-7 train", "voc2012-7 val"]
 
 
 def test_the_plan_reads_records_of_what_is_asked_alone(place, monkeypatch, capsys):

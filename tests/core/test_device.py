@@ -10,7 +10,7 @@ from ssl_bench.results.provenance import device_name
 from ssl_bench.system import device as module
 from ssl_bench.system import processors
 from ssl_bench.system.device import choose_device, free_memory
-from ssl_bench.system.processors import may_have_gpu, numeric_threads
+from ssl_bench.system.processors import let_threads_sleep, may_have_gpu, numeric_threads
 from tests.support.without_torch import REPOSITORY
 
 
@@ -91,6 +91,33 @@ def test_threads_are_at_most_one_for_each_physical_core(monkeypatch, said, threa
     )
 
     assert numeric_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("said", "policy"),
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "9"}, None)],
+)
+def test_threads_sleep_while_they_wait_unless_told_otherwise(monkeypatch, said, policy):
+    monkeypatch.setattr(os, "environ", dict(said))
+
+    let_threads_sleep()
+
+    assert os.environ.get("OMP_WAIT_POLICY") == policy
+
+
+def test_the_command_says_how_threads_wait_before_torch_reads_it():
+    script = (
+        "import os, sys; from ssl_bench.cli.__main__ import main; main(['table', '--out', 'none']);"
+        "print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+
+    said = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment, cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    assert said.stdout.split()[-2:] == ["PASSIVE", "False"]
 
 
 @pytest.mark.parametrize(

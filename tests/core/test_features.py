@@ -221,6 +221,7 @@ def counted() -> Iterator[tuple[Encoder, list[str]]]:
 def test_all_blocks_and_facets_take_one_forward_pass(counted):
     encoder, calls = counted
     extractor = FeatureExtractor(encoder, layers=ALL, facets=FACETS)
+    calls.clear()
     extractor(torch.rand(4, 3, 16, 24))
     assert calls == ["patch_embed", "blocks.0", "blocks.1", "blocks.2"]
 
@@ -229,8 +230,9 @@ def test_blocks_beyond_the_deepest_layer_are_not_computed_and_nothing_changes(co
     encoder, calls = counted
     images = torch.rand(2, 3, 16, 24)
     everything = FeatureExtractor(encoder, layers=ALL, facets=FACETS)(images)
+    extractor = FeatureExtractor(encoder, layers=[1, 0], facets=FACETS)
     calls.clear()
-    shallow = FeatureExtractor(encoder, layers=[1, 0], facets=FACETS)(images)
+    shallow = extractor(images)
     assert calls == ["patch_embed", "blocks.0", "blocks.1"]
     assert list(shallow) == [1, 0]
     for layer in shallow:

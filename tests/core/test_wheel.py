@@ -26,6 +26,7 @@ def test_the_wheel_carries_every_configuration_file(unpacked):
     assert packages == {"ssl_bench", "pretrain", "probes"}
 
 
+@pytest.mark.slow
 def test_the_unpacked_wheel_finds_its_own_configuration_from_another_folder(unpacked, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(unpacked)!r})\n"

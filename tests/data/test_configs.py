@@ -13,6 +13,7 @@ from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.toy import Toy
+from ssl_bench.data.layouts.toy_objects import ToyObjects
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.roles import datasets_with
 from ssl_bench.data.samples import Dataset
@@ -28,6 +29,7 @@ DEFAULTS = {
     "class_folders": ClassFolders("/data"),
     "paired_folders": ImageMaskFolders("/data"),
     "toy": Toy(),
+    "toy_objects": ToyObjects(),
 }
 # Folders that a file describes, and how many classes they have.
 DESCRIBED = {"cityscapes": 19, "camvid": 11}
@@ -55,6 +57,6 @@ def test_roles_are_found_by_looking_at_the_datasets():
         "toy",
         "voc2012",
     ]
-    assert datasets_with("classification") == ["class_folders"]
+    assert datasets_with("classification") == ["class_folders", "toy_objects"]
     assert datasets_with("discovery") == ["coco20k", "folder", "toy", "voc2012"]
     assert datasets_with("images") == sorted(set(DEFAULTS) - {"voc2007"})

@@ -68,7 +68,11 @@ def test_cityscapes_is_found_city_by_city_and_its_ids_become_19_classes(cityscap
     assert val.ids == ("lindau/lindau_000000_000019",)
     assert val[0].mask is not None
     assert val[0].mask.tolist() == [[0, 1, 18], [255, 255, 16]]
-    assert (val.name, val.class_names[0], val.class_names[18]) == ("cityscapes", "road", "bicycle")
+    assert (val.name, val.class_names[0], val.class_names[18]) == (
+        "cityscapes-3",
+        "road",
+        "bicycle",
+    )
     assert dataset.images()[1].mask is None
 
 

@@ -11,10 +11,11 @@ from PIL import Image
 
 from ssl_bench.data.layouts import toy_scenes
 from ssl_bench.data.layouts.toy import Toy, voc_palette, write_scene
+from ssl_bench.data.layouts.toy_objects import ToyObjects
 from ssl_bench.data.layouts.toy_scenes import CLASS_NAMES, SIZES, Painter, Scene, _place
 from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.samples import Dataset
-from ssl_bench.errors import MachineError
+from ssl_bench.errors import DataError, MachineError
 
 
 @pytest.fixture(scope="module")
@@ -249,3 +250,25 @@ def test_a_package_without_its_photograph_is_named(monkeypatch):
 
     with pytest.raises(MachineError, match=r"gone\.png is not in the installed package"):
         Painter("train", 0).scene(0)
+
+
+def test_the_objects_of_the_scenes_are_cut_out_and_named(tmp_path):
+    objects = ToyObjects(num_train=8, num_val=30, cache=tmp_path)
+    scenes = Toy(num_train=8, num_val=30, cache=tmp_path)
+    train, discovery = objects.train(), scenes.discovery()
+
+    # Of each scene one picture for each box, of the box's size.
+    sizes = sorted(
+        (int(y1 - y0), int(x1 - x0))
+        for sample in discovery
+        if sample.image_id.startswith("train")
+        for x0, y0, x1, y1 in np.asarray(sample.boxes)
+    )
+    assert sorted(sample.image.shape[:2] for sample in train) == sizes
+    assert set(train.class_names) <= set(CLASS_NAMES[1:])
+    names = [train.class_names[label] for label in train.labels]
+    assert names == [image_id.partition("/")[0] for image_id in train.ids]
+    assert train.name == objects.val().name == "toy_objects"
+    assert len(objects.val()) > 30
+    with pytest.raises(DataError, match="toy_objects has no boxes"):
+        objects.discovery()

@@ -149,7 +149,7 @@ def test_another_year_is_another_dataset(devkit):
     (devkit / "VOCdevkit/VOC2012").rename(devkit / "VOCdevkit/VOC2007")
 
     images = Voc(devkit, year=2007).discovery()
-    assert images.name == "voc2007"
+    assert images.name == "voc2007-3"
     with pytest.raises(DataError, match="does not hold voc2012: expected VOCdevkit/VOC2012/"):
         Voc(devkit).discovery()
     with pytest.raises(DataError, match="is not voc2012; type --dataset voc2007"):

@@ -211,6 +211,7 @@ def kill_a_worker() -> None:
     os.kill(workers[0].pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_fault_40_a_killed_data_worker_is_named_with_a_way_out(place, capsys):
     run = pretraining(place / "photos", "run", "train.num_workers=2", "train.max_steps=3000")
     killer = threading.Thread(target=kill_a_worker)

@@ -71,7 +71,10 @@ def test_fault_60_a_kill_after_the_first_record_loses_no_picture(place, task):
     assert values[0] == pytest.approx(values[1], rel=1e-4, nan_ok=True)
 
 
-@pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca", "tokencut"])
+_CONDITIONING = pytest.param("conditioning", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("task", ["segmentation", _CONDITIONING, "pca", "tokencut"])
 def test_fault_60_pictures_that_were_deleted_are_drawn_again_and_records_stay(place, capsys, task):
     voc(place)
     assert main(asking(task, place)) == 0

@@ -238,6 +238,7 @@ def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(
     assert load_state(place / "run", CPU)[0]["step"] == 2
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_waits_for_what_it_writes(place):
     code = (
         "import time; from pathlib import Path; from pretrain.runtime.writer import Writer\n"

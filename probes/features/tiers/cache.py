@@ -199,7 +199,7 @@ class TrainingPass:
     def _shape(self) -> tuple[int, ...]:
         side = self.image_size // self.extractor.patch_size
         entries = len(self.indices) * self.views.count
-        return (len(self.sharing.own), entries, side, side, self.extractor.dim)
+        return (len(self.sharing.own), entries, side, side, self.extractor.width(self.facet))
 
     def header(self) -> dict[str, Any]:
         """Everything the features of own layers depend on."""

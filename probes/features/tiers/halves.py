@@ -51,7 +51,7 @@ class HalfFeatures:
         if not ids:
             # Of several processes one may have no part of a batch.
             sides = [side // self.extractor.patch_size for side in images.shape[2:]]
-            none = torch.empty(0, *sides, self.extractor.dim, dtype=torch.float16)
+            none = torch.empty(0, *sides, self.extractor.width(self.facet), dtype=torch.float16)
             sums = torch.empty(len(layers), 0, device=self.extractor.device)
             return [none.to(sums.device) for _ in layers], sums.bool(), sums
         features, sums = extract(self.extractor, self.facet, images, ids)

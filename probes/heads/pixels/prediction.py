@@ -40,7 +40,7 @@ def predict_pixels(
     that are not below another one at all four. Heads with logits that are huge or not finite are
     upsampled whole.
     """
-    if logits.is_cuda:
+    if logits.device.type != "cpu":
         return predict_upsampled(logits, height, width)
     tame = logits.abs().amax((1, 2, 3)) < _HUGE
     if tame.all():

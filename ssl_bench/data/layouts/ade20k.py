@@ -8,11 +8,13 @@ from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.layouts.paired_folders import (
     PairedFolders,
+    ids_of_folders,
     paired_set,
     picture_set,
     split_folder,
 )
 from ssl_bench.data.locations import find_root
+from ssl_bench.data.published import name_of_images
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import read_lines, require_disjoint
 
@@ -50,18 +52,23 @@ class Ade20k(PairedFolders):
     def images(self) -> FileImageSet:
         """The pictures of `train_split`."""
         folder = split_folder(self._root() / "images", self.train_split)
-        return picture_set(self.name, self.train_split, Files(folder, ".jpg"))
+        return picture_set(self._images_name(), self.train_split, Files(folder, ".jpg"))
 
     def _segmentation(self, split: str) -> FileImageSet:
         root = self._root()
         masks = Files(split_folder(root / "annotations", split), ".png")
         return paired_set(
-            self.name,
+            self._images_name(),
             split,
             images=Files(split_folder(root / "images", split), ".jpg"),
             masks=Masks(masks, LABELS),
             class_names=class_names(root),
         )
+
+    def _images_name(self) -> str:
+        folders = {"train": "images/training", "val": "images/validation"}
+        files = {role: Files(self._root() / name, ".jpg") for role, name in folders.items()}
+        return name_of_images(self.name, ids_of_folders(files))
 
     def _root(self) -> Path:
         return find_root(

@@ -11,11 +11,13 @@ from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.layouts.paired_folders import (
     PairedFolders,
+    ids_of_folders,
     paired_set,
     picture_set,
     split_folder,
 )
 from ssl_bench.data.locations import find_root, first_folder
+from ssl_bench.data.published import name_of_images
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, require_disjoint
 
@@ -58,7 +60,7 @@ class CocoStuff(PairedFolders):
 
     def images(self) -> FileImageSet:
         """The pictures of `train_split`."""
-        return picture_set(self.name, self.train_split, self._images(self.train_split))
+        return picture_set(self._images_name(), self.train_split, self._images(self.train_split))
 
     def _segmentation(self, split: str) -> FileImageSet:
         root = self._root()
@@ -68,7 +70,7 @@ class CocoStuff(PairedFolders):
         classes = read_classes()
         fine = tuple(name for name, _ in classes.values())
         return paired_set(
-            self.name,
+            self._images_name(),
             split,
             masks=self._masks(split_folder(maps, split), classes),
             images=self._images(split),
@@ -90,6 +92,16 @@ class CocoStuff(PairedFolders):
             hint=f"published masks are named ID.png, remapped ones must be named ID{REMAPPED}",
         )
         return Masks(files, labels)
+
+    def _images_name(self) -> str:
+        root, names = self._root(), {"train": "train2017", "val": "val2017"}
+        files = {
+            role: Files(parent / name, ".jpg")
+            for role, name in names.items()
+            for parent in (root, root / "images")
+            if (parent / name).is_dir()
+        }
+        return name_of_images(self.name, ids_of_folders(files))
 
     def _images(self, split: str) -> Files:
         root, name = self._root(), Split.parse(split).name

@@ -11,8 +11,14 @@ from ssl_bench.composition.fields import MaskValue, Place, Rgb, check_fields, sh
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.labels import LabelMap
-from ssl_bench.data.layouts.paired_folders import PairedFolders, paired_set, picture_set
+from ssl_bench.data.layouts.paired_folders import (
+    PairedFolders,
+    ids_of_folders,
+    paired_set,
+    picture_set,
+)
 from ssl_bench.data.locations import find_root
+from ssl_bench.data.published import PUBLISHED, name_of_images
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
@@ -132,7 +138,7 @@ class ImageMaskFolders(PairedFolders):
         """The pictures of `train_split`."""
         files = self._files(self.image_folder, self.image_suffix, self.train_split)
         if self.lists is None:
-            return picture_set(self.name, self.train_split, files)
+            return picture_set(self._images_name(), self.train_split, files)
         return self._listed(self.train_split, files).checked()
 
     def _segmentation(self, split: str) -> FileImageSet:
@@ -141,7 +147,8 @@ class ImageMaskFolders(PairedFolders):
         names = self._class_names()
         masks = self._masks(files, len(names))
         if self.lists is None:
-            return paired_set(self.name, split, images=images, masks=masks, class_names=names)
+            name = self._images_name()
+            return paired_set(name, split, images=images, masks=masks, class_names=names)
         listed = self._listed(split, images)
         return replace(listed, masks=masks, class_names=names).checked()
 
@@ -152,7 +159,15 @@ class ImageMaskFolders(PairedFolders):
         # A list may name an image by its file, with all that follows the common part.
         ending = PurePosixPath(self.image_suffix).stem
         ids = share.cut([name.removesuffix(ending) for name in read_list(source)])
-        return FileImageSet(self.name, split, source, ids, images)
+        return FileImageSet(self._images_name(), split, source, ids, images)
+
+    def _images_name(self) -> str:
+        root, folder = self._root(), self.image_folder
+        files = {
+            role: NestedFiles(root / folder.replace(_SPLIT, role), self.image_suffix)
+            for role in PUBLISHED.get(self.name, ())
+        }
+        return name_of_images(self.name, ids_of_folders(files))
 
     def _files(self, pattern: str, suffix: str, split: str) -> NestedFiles:
         other = self.mask_suffix if suffix == self.image_suffix else self.image_suffix

@@ -1,6 +1,7 @@
 """Datasets with a folder of images and a folder of masks for each split."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
@@ -46,6 +47,11 @@ def paired_set(
         class_names=class_names,
         masks=masks,
     ).checked()
+
+
+def ids_of_folders(files: Mapping[str, Files]) -> dict[str, list[str]]:
+    """What lies in the folders that are there."""
+    return {role: some.ids() for role, some in files.items() if some.folder.is_dir()}
 
 
 def picture_set(name: str, split: str, images: Files) -> FileImageSet:

@@ -4,7 +4,7 @@ import hashlib
 import shutil
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -23,18 +23,15 @@ _NumScenes = Annotated[int, Within(1, 100_000)]
 
 
 @dataclass(frozen=True)
-class Toy:
-    """Textured objects before photographs, written in VOC's layout when first asked for.
+class Drawn:
+    """Scenes that are drawn when they are first asked for.
 
     Attributes:
         num_train: Scenes of the training split.
         num_val: Scenes of the other split, cut from other parts of the photographs.
         seed: Another seed gives other scenes.
-        cache: Folder that keeps the scenes.
+        cache: Folder that keeps them.
     """
-
-    name = "toy"
-    supports = frozenset({"segmentation", "discovery", "images"})
 
     num_train: _NumScenes = 200
     num_val: _NumScenes = 60
@@ -43,6 +40,45 @@ class Toy:
 
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
+
+    def kept(self, kind: str, write: Callable[[Path], None]) -> Path:
+        """The folder of the cache that `write` fills where there is none yet.
+
+        It is written beside its place and renamed, so that a half-made folder is never seen.
+
+        Raises:
+            MachineError: nothing can be written there.
+        """
+        key = f"{VERSION} {self.num_train} {self.num_val} {self.seed}"
+        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
+        path = cache_folder(self.cache) / f"{kind}-{digest}"
+        if path.is_dir():
+            return path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=".toy-"))
+        except OSError as error:
+            raise MachineError(
+                f"cannot write to {path.parent} ({error.strerror}); set dataset.cache=DIR"
+            ) from error
+        try:
+            write(unfinished)
+            unfinished.rename(path)
+        except OSError as error:
+            # Another process may have been quicker; its scenes are the same.
+            if not path.is_dir():
+                raise MachineError(f"cannot write {path} ({error.strerror})") from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return path
+
+
+@dataclass(frozen=True)
+class Toy(Drawn):
+    """Textured objects before photographs, written in VOC's layout."""
+
+    name = "toy"
+    supports = frozenset({"segmentation", "discovery", "images"})
 
     def train(self) -> FileImageSet:
         return self._folder().segmentation("train")
@@ -59,31 +95,8 @@ class Toy:
         return self._folder().pictures("train")
 
     def _folder(self) -> VocFolder:
-        key = f"{VERSION} {self.num_train} {self.num_val} {self.seed}"
-        digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-        path = cache_folder(self.cache) / f"toy-{digest}"
-        if not path.is_dir():
-            self._make(path)
+        path = self.kept("toy", self._write)
         return VocFolder(path, self.name, CLASS_NAMES)
-
-    def _make(self, path: Path) -> None:
-        """Write everything beside `path` and rename, so that a half-made folder is never seen."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = Path(tempfile.mkdtemp(dir=path.parent, prefix=".toy-"))
-        except OSError as error:
-            raise MachineError(
-                f"cannot write to {path.parent} ({error.strerror}); set dataset.cache=DIR"
-            ) from error
-        try:
-            self._write(unfinished)
-            unfinished.rename(path)
-        except OSError as error:
-            # Another process may have been quicker; its scenes are the same.
-            if not path.is_dir():
-                raise MachineError(f"cannot write {path} ({error.strerror})") from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
 
     def _write(self, folder: Path) -> None:
         for part in ("JPEGImages", "SegmentationClass", "Annotations"):

@@ -14,6 +14,7 @@ from ssl_bench.composition.fields import Place, Within, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.locations import find_root
+from ssl_bench.data.published import name_of_images
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
@@ -26,6 +27,11 @@ CLASS_NAMES = (
     "train", "tvmonitor",
 )
 # fmt: on
+_LISTS = {
+    "train": "Segmentation/train.txt",
+    "val": "Segmentation/val.txt",
+    "discovery": "Main/trainval.txt",
+}
 
 
 @dataclass(frozen=True)
@@ -180,4 +186,6 @@ class Voc:
         )
         if re.fullmatch(r"VOC\d{4}", path.name) and path.name != year:
             raise DataError(f"{path} is not {self.name}; type --dataset {path.name.lower()}")
-        return VocFolder(path, self.name, CLASS_NAMES)
+        lists = {role: path / "ImageSets" / file for role, file in _LISTS.items()}
+        found = {role: set(read_list(file)) for role, file in lists.items() if file.is_file()}
+        return VocFolder(path, name_of_images(self.name, found), CLASS_NAMES)

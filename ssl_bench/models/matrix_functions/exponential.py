@@ -9,6 +9,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from ssl_bench.models.matrix_functions.precision import without_autocast
+from ssl_bench.system.device import float64_device
 
 Square = Float[Tensor, "*batch rank rank"]
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -130,8 +131,8 @@ def _taylor(small: Tensor, product: Product, identity: Tensor) -> Tensor:
     square = product(small, small)
     powers = torch.stack([identity.expand_as(small), small, square, product(square, small)])
     # Made where they are used: to send them, the host would have to wait for the device.
-    numbers = torch.arange(1, _DEGREE + 1, dtype=torch.float64, device=small.device)
-    coefficients = numbers.cumprod(0).reciprocal().to(small.dtype).view(-1, 4)
+    numbers = torch.arange(1, _DEGREE + 1, dtype=torch.float64, device=float64_device(small.device))
+    coefficients = numbers.cumprod(0).reciprocal().to(small.dtype).to(small.device).view(-1, 4)
     low, middle, high = torch.tensordot(coefficients, powers, dims=1)
     fourth = product(square, square)
     return low + product(fourth, middle + product(fourth, high))

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from tests.support.simulated_cuda.ledger import LEDGER, where
 from tests.support.simulated_cuda.operators import making, uncounted_checks
 from tests.support.simulated_cuda.places import (
+    KIND,
     Place,
     SimulatedDeviceError,
     is_on_device,
@@ -20,7 +21,7 @@ from tests.support.simulated_cuda.places import (
     put,
     tensors_in,
 )
-from tests.support.simulated_cuda.transfers import moved, on_host
+from tests.support.simulated_cuda.transfers import moved, on_host, refuse_float64
 
 Arguments = Sequence[Any]
 Options = dict[str, Any]
@@ -63,19 +64,21 @@ def _made(func: Callable, args: Arguments, options: Options, place: Place) -> An
     """The result of a function that makes tensors, put where it was asked for."""
     _check_generator(func, options, place)
     pinned = options.pop("pin_memory", False)
-    if func in _CARRY_VALUES and (moves := _carried(args, place)) is not None:
+    if func in _CARRY_VALUES and (moves := _carried(args, options, place)) is not None:
         return moves
     with making(place):
         found = func(*args, **options)
+    if isinstance(found, Tensor):
+        refuse_float64(found, None, place)
     if isinstance(found, Tensor) and (pinned or options.get("device") is not None):
         put(found, Place.PINNED if pinned else place)
     return found
 
 
-def _carried(args: Arguments, place: Place) -> Any:
+def _carried(args: Arguments, options: Options, place: Place) -> Any:
     """Enter what values must be sent; a tensor that is given is moved as by `to`."""
     if args and isinstance(args[0], Tensor):
-        return moved(args[0], "cuda" if place is Place.DEVICE else "cpu")
+        return moved(args[0], KIND[0] if place is Place.DEVICE else "cpu", options.get("dtype"))
     if place is Place.DEVICE:
         LEDGER.upload("values of Python", pinned=False, waits=True)
     return None
@@ -85,7 +88,7 @@ def _check_generator(func: Callable, options: Mapping[str, Any], place: Place) -
     generator = options.get("generator")
     if generator is None:
         return
-    wanted = "cuda" if place is Place.DEVICE else "cpu"
+    wanted = KIND[0] if place is Place.DEVICE else "cpu"
     if generator.device.type != wanted:
         name = getattr(func, "__name__", func)
         raise SimulatedDeviceError(
@@ -96,7 +99,7 @@ def _check_generator(func: Callable, options: Mapping[str, Any], place: Place) -
 
 def _device(func: Callable, args: Arguments, options: Options) -> torch.device:
     true = func(*args, **options)
-    return torch.device("cuda", CURRENT[0]) if is_on_device(args[0]) else true
+    return torch.device(KIND[0], CURRENT[0]) if is_on_device(args[0]) else true
 
 
 def _to(func: Callable, args: Arguments, options: Options) -> Tensor:
@@ -108,11 +111,11 @@ def _to(func: Callable, args: Arguments, options: Options) -> Tensor:
     if other is not None:
         non_blocking = options.get("non_blocking", rest[0] if rest else False)
         # A tensor without values is asked for its own device.
-        device = "cuda" if is_on_device(other) else other.device
+        device = KIND[0] if is_on_device(other) else other.device
         return moved(tensor, device, other.dtype, non_blocking=non_blocking, copy=copy)
     parse: Any = torch._C
     device, dtype, non_blocking, layout = parse._nn._parse_to(*rest, **options)
-    if device is not None and device.type not in ("cpu", "cuda"):
+    if device is not None and device.type not in ("cpu", KIND[0]):
         return tensor.to(*rest, **options)
     return moved(tensor, device, dtype, non_blocking=non_blocking, copy=copy, memory_format=layout)
 
@@ -130,8 +133,8 @@ def _cuda(func: Callable, args: Arguments, options: Options) -> Tensor:
 def _numpy(func: Callable, args: Arguments, options: Options) -> Any:
     if is_on_device(args[0]):
         raise TypeError(
-            "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
-            f"to host memory first; at {where()}"
+            f"can't convert {KIND[0]}:0 device type tensor to numpy. Use Tensor.cpu() to copy the "
+            f"tensor to host memory first; at {where()}"
         )
     return func(*args, **options)
 
@@ -190,7 +193,8 @@ def _getter(name: str) -> Any:
 
 _SPECIAL: dict[Any, Callable[[Callable, Arguments, Options], Any]] = {
     _getter("device"): _device,
-    _getter("is_cuda"): lambda _f, args, _o: is_on_device(args[0]),
+    _getter("is_cuda"): lambda _f, args, _o: KIND[0] == "cuda" and is_on_device(args[0]),
+    _getter("is_mps"): lambda _f, args, _o: KIND[0] == "mps" and is_on_device(args[0]),
     _getter("is_cpu"): lambda _f, args, _o: not is_on_device(args[0]),
     Tensor.get_device: lambda _f, args, _o: CURRENT[0] if is_on_device(args[0]) else -1,
     Tensor.is_pinned: lambda _f, args, _o: place_of(args[0]) is Place.PINNED,

@@ -8,7 +8,7 @@ import torch
 
 from tests.support.simulated_cuda.asking import CURRENT
 from tests.support.simulated_cuda.ledger import LEDGER
-from tests.support.simulated_cuda.places import names_device
+from tests.support.simulated_cuda.places import KIND, names_device
 
 NAME = "simulated CUDA device"
 MEMORY_BYTES = 80 * 2**30
@@ -25,7 +25,7 @@ class Generator(torch.Generator):
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
         made = super().__new__(cls, "cpu")  # pyright: ignore[reportCallIssue]
-        made._place = torch.device("cuda" if names_device(device) else "cpu")
+        made._place = torch.device(KIND[0] if names_device(device) else "cpu")
         return made
 
     @property

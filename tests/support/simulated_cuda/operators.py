@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.simulated_cuda.ledger import LEDGER, where
 from tests.support.simulated_cuda.places import (
+    KIND,
     Place,
     SimulatedDeviceError,
     place_of,
@@ -19,7 +20,7 @@ from tests.support.simulated_cuda.places import (
     tensors_in,
 )
 from tests.support.simulated_cuda.rules import BOOKKEEPING, Operator, operator_of
-from tests.support.simulated_cuda.transfers import count_transfer
+from tests.support.simulated_cuda.transfers import count_transfer, refuse_float64
 
 _HERE = (Place.DEVICE, Place.UNDECIDED)
 
@@ -100,7 +101,7 @@ def _check(
     for tensor in given:
         if place_of(tensor) is Place.UNDECIDED:
             put(tensor, Place.DEVICE)
-    if not operator.has_kernel:
+    if KIND[0] == "cuda" and not operator.has_kernel:
         raise SimulatedDeviceError(f"{operator.name} has no CUDA kernel, at {where()}")
     is_own_check = _thread.checks_itself and operator.name == "aten::_local_scalar_dense"
     if (times := operator.waits(options)) and not is_own_check:
@@ -111,8 +112,8 @@ def _check(
     if strangers:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strangers)
         raise SimulatedDeviceError(
-            f"{operator.name}: expected all tensors to be on the same device, found cuda:0 and "
-            f"cpu (of shape {shapes}) at {where()}"
+            f"{operator.name}: expected all tensors to be on the same device, found {KIND[0]}:0 "
+            f"and cpu (of shape {shapes}) at {where()}"
         )
 
 
@@ -167,7 +168,9 @@ def _place_results(found: Any, given: Sequence[Tensor], places: Sequence[Place])
         storage = storage_of(tensor)
         if storage is None or id(storage) in known:
             continue
-        put(tensor, _place_of_new(places))
+        place = _place_of_new(places)
+        refuse_float64(tensor, None, place)
+        put(tensor, place)
 
 
 def _place_of_new(sources: Sequence[Place]) -> Place:

@@ -11,6 +11,10 @@ from torch import Tensor
 _true_device = torch._C.TensorBase.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
 
 
+# The type of the device that is simulated.
+KIND = ["cuda"]
+
+
 class SimulatedDeviceError(RuntimeError):
     """What a real device would refuse."""
 
@@ -60,10 +64,10 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def names_device(device: Any) -> bool:
-    """Whether what stands for a device in a call of torch is a CUDA device."""
+    """Whether what stands for a device in a call of torch is the simulated one."""
     if device is None:
         return False
-    return isinstance(device, int) or torch.device(device).type == "cuda"
+    return isinstance(device, int) or torch.device(device).type == KIND[0]
 
 
 def place_named(device: Any) -> Place:

@@ -64,20 +64,20 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     for name, value in machine.ACCELERATOR.items():
         yield torch.accelerator, name, value
     yield torch, "Generator", machine.Generator
-    yield torch, "load", _loading(torch.load)
+    yield torch, "load", loading(torch.load)
     yield torch.autocast, "__init__", patched_start(torch.autocast.__init__)
     for name in ("is_autocast_enabled", "get_autocast_dtype"):
         yield torch, name, patched_question(getattr(torch, name))
     available = torch.amp.is_autocast_available
     yield torch.amp, "is_autocast_available", patched_question(available)
-    grouping = "_group_tensors_by_device_and_dtype"
-    yield torch._C, grouping, _grouping(getattr(torch._C, grouping))
+    group = "_group_tensors_by_device_and_dtype"
+    yield torch._C, group, grouping(getattr(torch._C, group))
     yield torch.nn.Module, "compile", _compile
-    yield threading.Thread, "run", _running(threading.Thread.run)
+    yield threading.Thread, "run", running(threading.Thread.run)
     yield dist, "init_process_group", _joining(dist.init_process_group)
 
 
-def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
+def loading(load: Callable[..., Any]) -> Callable[..., Any]:
     def loaded(file: Any, map_location: Any = None, **options: Any) -> Any:
         if not isinstance(map_location, str | torch.device) or not names_device(map_location):
             return load(file, map_location=map_location, **options)
@@ -89,7 +89,7 @@ def _loading(load: Callable[..., Any]) -> Callable[..., Any]:
     return loaded
 
 
-def _grouping(group: Callable[..., Any]) -> Callable[..., Any]:
+def grouping(group: Callable[..., Any]) -> Callable[..., Any]:
     """Groups of tensors by device and type, under the device that they say."""
 
     def grouped(tensors: Any, *options: Any) -> Any:
@@ -106,12 +106,12 @@ def _compile(self: torch.nn.Module, *_: Any, **__: Any) -> None:
     LEDGER.compiled[type(self).__name__] += 1
 
 
-def _running(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-    def running(self: threading.Thread) -> None:
+def running(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    def run_in_modes(self: threading.Thread) -> None:
         with _modes():
             run(self)
 
-    return running
+    return run_in_modes
 
 
 def _joining(join: Callable[..., None]) -> Callable[..., None]:

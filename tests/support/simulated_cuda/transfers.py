@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tests.support.simulated_cuda.ledger import LEDGER, where
 from tests.support.simulated_cuda.places import (
+    KIND,
     Place,
     SimulatedDeviceError,
     is_on_device,
@@ -35,6 +36,20 @@ def count_transfer(source: Place, target: Place, *, non_blocking: bool) -> None:
         LEDGER.upload("copy to the device", pinned=pinned, waits=not non_blocking)
 
 
+def refuse_float64(tensor: Tensor, dtype: torch.dtype | None, place: Place) -> None:
+    """What Metal has not.
+
+    Raises:
+        TypeError: as torch does.
+    """
+    after = dtype or tensor.dtype
+    if KIND[0] == "mps" and place is Place.DEVICE and after is torch.float64:
+        raise TypeError(
+            "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support "
+            f"float64. Please use float32 instead. At {where()}"
+        )
+
+
 def moved(
     tensor: Tensor,
     device: Any,
@@ -48,6 +63,7 @@ def moved(
     options: dict[str, Any] = {} if memory_format is None else {"memory_format": memory_format}
     before = place_of(tensor)
     after = before if device is None else place_named(device)
+    refuse_float64(tensor, dtype, after)
     crosses = (before is Place.DEVICE) != (after is Place.DEVICE)
     if crosses:
         count_transfer(before, after, non_blocking=non_blocking)

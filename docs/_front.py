@@ -1,0 +1,117 @@
+"""The picture on the first page: a photograph, its PCA maps and TokenCut's boxes over the blocks.
+
+python docs/_front.py CHECKPOINT [--photograph FILE] [--height 160] [--caption TEXT]
+"""
+
+import argparse
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from matplotlib import pyplot
+from matplotlib.patches import Rectangle
+from PIL import Image
+from torch import Tensor
+
+from probes.pca.components import Colours, aligned, as_colours, fit_projection, oriented
+from probes.tokencut.cuts import Discovery, discover
+from probes.tokencut.options import PatchGrid
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import load_encoder
+
+PICTURE = Path(__file__).with_name("front.png")
+# CC BY 2.0, vultilion on Flickr; comes with scikit-learn.
+PHOTOGRAPH = str(files("sklearn").joinpath("datasets/images/flower.jpg"))
+
+
+def read(photograph: str, height: int, patch: int) -> UInt8[np.ndarray, "height width 3"]:
+    """The photograph at a height, with whole patches."""
+    with Image.open(photograph) as image:
+        width = round(image.width * height / image.height)
+        sized = image.convert("RGB").resize(
+            (width // patch * patch, height // patch * patch), Image.Resampling.LANCZOS
+        )
+    return np.asarray(sized)
+
+
+def seen(
+    checkpoint: str, photograph: str, height: int
+) -> tuple[UInt8[np.ndarray, "height width 3"], dict[int, Colours], dict[int, Discovery]]:
+    """The photograph, and for each block its map and the object that is found."""
+    encoder = load_encoder(checkpoint)
+    layers = range(encoder.depth)
+    image = read(photograph, height, encoder.patch_size)
+    pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None] / 255
+    features = FeatureExtractor(encoder, layers=layers, facets=("token", "key"))(pixels)
+    grid = PatchGrid(*image.shape[:2], encoder.patch_size)
+    found = {layer: discover(features[layer]["key"][0], grid) for layer in layers}
+    return image, _maps([features[layer]["token"][0] for layer in layers]), found
+
+
+def _maps(tokens: list[Float[Tensor, "rows cols dim"]]) -> dict[int, Colours]:
+    """Three components of each block, turned towards those of the block before."""
+    whole = torch.ones(tokens[0].shape[:2], dtype=torch.bool)
+    maps = [fit_projection(one.flatten(0, 1)).apply(one) for one in tokens]
+    turned = oriented(maps[:1], [whole])
+    for one in maps[1:]:
+        turned += aligned([one], turned[-1:])
+    # Each block in full contrast of its own.
+    return {
+        layer: as_colours({layer: [one]}, {layer: [whole]})[layer][0]
+        for layer, one in enumerate(turned)
+    }
+
+
+def draw(
+    image: UInt8[np.ndarray, "height width 3"],
+    maps: dict[int, Colours],
+    found: dict[int, Discovery],
+    caption: str,
+) -> None:
+    mpl.use("Agg")
+    height, width = image.shape[:2]
+    figure, axes = pyplot.subplots(
+        2, len(maps), figsize=(2 * len(maps), 4 * height / width + 0.7),
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    for column, layer in enumerate(maps):
+        over, under = axes[:, column]
+        over.set_title(f"block {layer}", fontsize=10)
+        over.imshow(image)
+        _frame(over, found[layer])
+        under.imshow(maps[layer], interpolation="nearest")
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    axes[0, 0].set_ylabel("TokenCut", fontsize=10)
+    axes[1, 0].set_ylabel("PCA", fontsize=10)
+    figure.supxlabel(caption, fontsize=9)
+    figure.savefig(PICTURE, dpi=110)
+    pyplot.close(figure)
+
+
+def _frame(axis: Any, found: Discovery) -> None:
+    x0, y0, x1, y1 = found.box
+    style = "dashed" if found.degenerate else "solid"
+    axis.add_patch(
+        Rectangle(
+            (x0, y0), x1 - x0, y1 - y0, fill=False, color="#ff2d55", lw=2.5, ls=style, clip_on=False
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--photograph", default=PHOTOGRAPH)
+    parser.add_argument("--height", type=int, default=160, help="of the photograph in pixels")
+    parser.add_argument("--caption", default="", help="what the encoder is")
+    options = parser.parse_args()
+    draw(*seen(options.checkpoint, options.photograph, options.height), options.caption)
+
+
+if __name__ == "__main__":
+    main()

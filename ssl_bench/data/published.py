@@ -1,0 +1,31 @@
+"""How many images datasets have as published, and names of what has other numbers."""
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+
+PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
+    {
+        "voc2012": {"train": 1464, "val": 1449, "discovery": 11540},
+        "voc2007": {"train": 209, "val": 213, "discovery": 5011},
+        "ade20k": {"train": 20210, "val": 2000},
+        "coco_stuff": {"train": 118287, "val": 5000},
+        "cityscapes": {"train": 2975, "val": 500},
+        "camvid": {"train": 367, "val": 101},
+    }
+)
+
+
+def name_of_images(name: str, found: Mapping[str, Collection[str]]) -> str:
+    """The name of a dataset of which these ids are there: NAME itself, or NAME-N for N images.
+
+    Other images in a dataset's layout are another benchmark, and must not pass for it. N counts
+    all of them, whatever share of them is trained on or scored, as the split says.
+
+    Args:
+        name: As it is published.
+        found: By role, before any share is cut; a role that is not there is no difference.
+    """
+    published = PUBLISHED.get(name, {})
+    if all(len(ids) == published.get(role, len(ids)) for role, ids in found.items()):
+        return name
+    return f"{name}-{len(set().union(*found.values()))}"

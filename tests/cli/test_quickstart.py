@@ -1,0 +1,44 @@
+"""`ssl-bench quickstart` as typed, with fewer steps and images."""
+
+import pytest
+
+from ssl_bench.cli import quickstart
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.choices import choices
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def small(monkeypatch):
+    few = [o for o in quickstart.PRETRAINING if not o.startswith(("train.", "model.image"))]
+    short = ["train.batch_size=4", "train.max_steps=1", "model.image_size=32"]
+    monkeypatch.setattr(quickstart, "PRETRAINING", (*few, *short))
+    swapped = {"60": "16", "probe.image_size=128": "probe.image_size=32"}
+    fewer = [tuple(swapped.get(word, word) for word in words) for words in quickstart.PROBES]
+    monkeypatch.setattr(quickstart, "PROBES", fewer)
+
+
+def test_it_ends_with_a_row_for_every_probe_and_a_report(small, tmp_path, capsys):
+    words = ["quickstart", "--out", str(tmp_path / "out")]
+
+    assert main(words) == 0
+
+    said = capsys.readouterr()
+    rows = [line.split() for line in said.out.strip().splitlines()]
+    assert rows[0][:3] == ["task", "metric", "encoder"]
+    # Each task once for the encoder with skips and once for that without.
+    scored = sorted(choices("probe"))
+    assert sorted({row[0] for row in rows[1:]}) == scored
+    assert len(rows) == 1 + 2 * len(scored)
+    assert all("block" not in row for row in rows[1:])
+    index = tmp_path / "out" / "results" / "report" / "index.html"
+    assert f"  {index}\n" in said.err
+    assert index.is_file()
+    assert (tmp_path / "out" / "results" / "curves.png").is_file()
+    assert len(said.err.splitlines()) < 80
+
+    assert main(words) == 0
+    again = capsys.readouterr()
+    assert again.out == said.out
+    assert again.err.count("is pretrained already") == 2

@@ -1,0 +1,260 @@
+"""Facets from inside of blocks: named ones, and submodules by their dotted names."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ssl_bench.errors import ConfigurationError, UnfitEncoder
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import INNER_FACETS, asked_facets, layers_of
+from ssl_bench.models import (
+    ConvMixerConfig,
+    Encoder,
+    ViTConfig,
+    build_encoder,
+    build_vit,
+    encoder_from_model,
+)
+from ssl_bench.models.loading.timm_encoder import TimmViT
+
+TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
+NEUTRAL: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+IMAGES = torch.rand(2, 3, 16, 24, generator=torch.Generator().manual_seed(0))
+
+
+def ours(**changes: Any) -> Encoder:
+    encoder = encoder_from_model(build_vit(replace(TINY, **changes), seed=0), name="x")
+    return replace(encoder, **NEUTRAL)
+
+
+def of_timm(**changes: Any) -> Encoder:
+    torch.manual_seed(0)
+    model = timm.models.VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=12, depth=2, num_heads=2, num_classes=0,
+        dynamic_img_size=True, **{"init_values": 0.5, **changes},
+    )  # fmt: skip
+    return Encoder(
+        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", architecture={},
+        patch_size=8, depth=2, dim=12, num_heads=2, num_prefix_tokens=1, native_size=(32, 32),
+        **NEUTRAL,
+    )  # fmt: skip
+
+
+def found(encoder: Encoder, *facets: str, layer: int = 1) -> Mapping[str, Tensor]:
+    return FeatureExtractor(encoder, layers=[layer], facets=facets)(IMAGES)[layer]
+
+
+def entering(encoder: Encoder, layer: int) -> Tensor:
+    """The tokens that enter a block."""
+    seen: list[Tensor] = []
+    block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
+    with block.register_forward_pre_hook(lambda _, given: seen.append(given[0])), torch.no_grad():
+        encoder.module(IMAGES)
+    return seen[0]
+
+
+def patches(tokens: Tensor) -> Tensor:
+    return tokens[:, 1:].unflatten(1, (2, 3))
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@torch.no_grad()
+def test_inner_facets_are_the_steps_of_our_block(skip):
+    encoder = ours(skip_attention=skip, skip_mlp=skip)
+    block: Any = encoder.module.get_submodule("blocks.1")
+    x = entering(encoder, 1)
+    attn_out = block.attn(block.norm1(x))
+    attn_skip = x + attn_out if skip else attn_out
+    hidden = F.gelu(block.mlp.fc1(block.norm2(attn_skip)))
+    mlp_out = block.mlp.fc2(hidden)
+    expected = {
+        "attn_out": attn_out, "attn_skip": attn_skip, "mlp_hidden": hidden, "mlp_out": mlp_out,
+        "blocks.*.mlp.fc1": block.mlp.fc1(block.norm2(attn_skip)),
+        "blocks.*.norm1": block.norm1(x),
+        "token": attn_skip + mlp_out if skip else mlp_out,
+    }  # fmt: skip
+
+    features = found(encoder, *expected)
+
+    for facet, tokens in expected.items():
+        assert torch.equal(features[facet], patches(tokens)), facet
+
+
+@pytest.mark.parametrize("kind", ["Block", "ResPostBlock"])
+@torch.no_grad()
+def test_inner_facets_of_timm_are_what_the_skips_add_up(kind):
+    encoder = of_timm(block_fn=getattr(timm.models.vision_transformer, kind))
+    if kind == "Block":
+        ls1: Any = encoder.module.get_submodule("blocks").get_submodule("1.ls1")
+        attn = encoder.module.get_submodule("blocks").get_submodule("1.attn")
+        norm1 = encoder.module.get_submodule("blocks").get_submodule("1.norm1")
+        before = attn(norm1(entering(encoder, 1)))
+        assert torch.equal(found(encoder, "attn_out")["attn_out"], patches(before * ls1.gamma))
+        assert torch.equal(found(encoder, "blocks.*.attn")["blocks.*.attn"], patches(before))
+
+    features = found(encoder, "token", *INNER_FACETS)
+
+    x = patches(entering(encoder, 1))
+    assert torch.equal(features["attn_skip"], x + features["attn_out"])
+    assert torch.equal(features["token"], features["attn_skip"] + features["mlp_out"])
+    assert features["attn_out"].abs().max() > 1e-3
+    assert features["mlp_hidden"].shape == (2, 2, 3, 48)
+
+
+class Reversed(nn.Module):
+    """Gives maps of another layout."""
+
+    def __init__(self, layout: str) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = patches(x)
+        return maps.permute(0, 3, 1, 2) if self.layout == "channels first" else maps
+
+
+class Wrapped(nn.Module):
+    """A block that shows its tokens to another module, `times` times."""
+
+    def __init__(self, block: nn.Module, shown: nn.Module, times: int) -> None:
+        super().__init__()
+        self.block, self.shown, self.times = block, shown, times
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(x)
+        for _ in range(self.times):
+            self.shown(x)
+        return x
+
+
+def with_shown(shown: nn.Module, times: int = 1) -> Encoder:
+    encoder = ours()
+    blocks: Any = encoder.module.get_submodule("blocks")
+    blocks[1] = Wrapped(blocks[1], shown, times)
+    return encoder
+
+
+@pytest.mark.parametrize("layout", ["channels first", "channels last"])
+def test_maps_lie_as_their_patches_do(layout):
+    features = found(with_shown(Reversed(layout)), "token", "blocks.*.shown")
+
+    assert torch.equal(features["blocks.*.shown"], features["token"])
+
+
+def test_a_map_as_wide_as_its_patches_are_many_is_not_turned():
+    # 12 channels on 12 x 12 patches: the shape alone does not tell.
+    encoder = with_shown(Reversed("channels last"))
+    encoder.module.get_submodule("blocks.1.shown").forward = (  # type: ignore[method-assign]
+        lambda x: x[:, 1:].unflatten(1, (2, 3) if x.shape[1] == 7 else (12, 12))
+    )
+    extractor = FeatureExtractor(encoder, layers=[1], facets=["token", "blocks.*.shown"])
+    features = extractor(torch.rand(1, 3, 96, 96))[1]
+
+    assert torch.equal(features["blocks.*.shown"], features["token"])
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+class Pooled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "facet", "said"),
+    [
+        (ours, "blocks.*.mlp.fc3", r"x has no blocks.1.mlp.fc3; did you mean mlp.fc2, mlp.fc1"),
+        (ours, "blocks.*.mlp.fc3", "blocks.1.mlp has fc1, fc2$"),
+        (ours, "blocks.*.zzz", "x has no blocks.1.zzz; blocks.1 has graying, norm1, attn, norm2"),
+        (lambda: with_shown(Pair()), "blocks.*.shown", "blocks.1.shown of x gives a tuple, expec"),
+        (
+            lambda: with_shown(Pooled()),
+            "blocks.*.shown",
+            r"the shape \(2, 12\) for 2 images of 2 x",
+        ),
+        (lambda: with_shown(nn.Identity(), 2), "blocks.*.shown", "shown more than once in a pass"),
+        (lambda: with_shown(nn.Identity(), 0), "blocks.*.shown", "never calls blocks.*.shown of b"),
+        (of_timm, "blocks.*.attn.attn_drop", "never calls blocks.*.attn.attn_drop of block 1"),
+        (of_timm, "blocks.*.attn.q_norm", r"has the shape \(2, 2, 7, 6\) for 2 images"),
+    ],
+)
+def test_a_submodule_that_cannot_be_probed_is_refused_in_a_line(make, facet, said):
+    with pytest.raises(UnfitEncoder, match=said) as caught:
+        FeatureExtractor(make(), layers=[1], facets=[facet])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("facet", INNER_FACETS)
+def test_a_block_without_that_part_names_the_parts_that_it_has(facet):
+    config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+    encoder = encoder_from_model(build_encoder(config, seed=0), name="mixer")
+
+    with pytest.raises(UnfitEncoder, match=f"has no {facet}, only depthwise, norm1, pointwise"):
+        FeatureExtractor(encoder, layers=[0], facets=[facet])
+    features = FeatureExtractor(encoder, layers=[0], facets=["token", "blocks.*.norm2"])(IMAGES)[0]
+    assert torch.equal(features["token"], features["blocks.*.norm2"])
+
+
+def test_blocks_of_different_widths_are_refused():
+    encoder = ours()
+    blocks: Any = encoder.module.get_submodule("blocks")
+    blocks[1].mlp = type(blocks[1].mlp)(12, 20)
+
+    with pytest.raises(UnfitEncoder, match="mlp_hidden of x has 20 channels in block 1 and 48 in"):
+        FeatureExtractor(encoder, layers=[0, 1], facets=["mlp_hidden"])
+    assert FeatureExtractor(encoder, layers=[1], facets=["mlp_hidden"]).width("mlp_hidden") == 20
+
+
+def test_a_name_says_the_block_and_records_say_it_by_their_layer():
+    known = ("key", "token")
+    for facet, names, block in [
+        ("blocks.7.mlp.fc1", ("blocks.*.mlp.fc1",), 7),
+        ("blocks.*.mlp.fc1", ("blocks.*.mlp.fc1",), None),
+        (["blocks.0.attn", "token", "key"], ("key", "token", "blocks.*.attn"), 0),
+    ]:
+        asked = asked_facets(facet, known)
+        assert (asked.names, asked.block) == (names, block)
+
+
+@pytest.mark.parametrize(
+    ("facet", "said"),
+    [
+        ("keys", "probe.facet must be among key, or a submodule .* got keys"),
+        ([], "got none"),
+        ("norm.weight", "got norm.weight"),
+        ("blocks.7", "got blocks.7"),
+        ("blocks.07.attn", "got blocks.07.attn"),
+        ("blocks.*.attn/../x", "got blocks"),
+        (["blocks.1.attn", "blocks.2.attn"], "must name one block, or every one with .*, got 1, 2"),
+        (["blocks.1.attn", "blocks.*.attn"], r"got \*, 1"),
+    ],
+)
+def test_other_names_are_refused(facet, said):
+    with pytest.raises(ConfigurationError, match=said):
+        asked_facets(facet, ["key"])
+
+
+class Asking:
+    def __init__(self, facet: str) -> None:
+        self.asked_facets = asked_facets(facet, ["key"])
+
+
+def test_the_block_of_a_name_is_the_layer_that_is_probed():
+    named = Asking("blocks.2.attn")
+
+    assert layers_of(named, "all", 4) == layers_of(named, "2", 4) == layers_of(named, "-2", 4)
+    assert layers_of(named, "all", 4) == (2,)
+    assert layers_of(Asking("blocks.*.attn"), "all", 2) == layers_of(object(), "all", 2) == (0, 1)
+    with pytest.raises(ConfigurationError, match="names block 2, expected --layer 2, got 0, 1"):
+        layers_of(named, "0,1", 4)
+    with pytest.raises(ConfigurationError, match=r"layers must lie in 0\.\.1"):
+        layers_of(named, "all", 2)

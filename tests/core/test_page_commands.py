@@ -1,0 +1,213 @@
+"""Every command that a page shows is one that the real parsers and compositions take."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+
+from ssl_bench.asked import planned_probes
+from ssl_bench.cli import dispatch
+from ssl_bench.cli.keys import command as print_keys
+from ssl_bench.cli.parser import build_parser
+from ssl_bench.cli.reproduce import command as reproduce
+from ssl_bench.cli.table import _check_together
+from ssl_bench.composition.choices import asked_names, choices, require_choice
+from ssl_bench.composition.compose import build, compose_config, with_root
+from ssl_bench.cost.devices import DEVICES
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.tables.published import published_table
+from tests.core.test_extending import commands as copied_commands
+from tests.support.page_commands import COMMANDS, ROOT, PageCommand
+
+NOT_OURS: Mapping[str, str] = {
+    "pip install .": "needs the network",
+    "pip install ssl-bench[slurm]": "needs the network",
+    "pre-commit install": "changes the checkout",
+    "sha256sum --binary": "another system's, named for the format of its lists",
+    "sha256sum --check": "another system's, named for the format of its lists",
+}
+"""What is of other programs, and why it is only shown; all else must be taken by its parser."""
+STANDS_FOR = {"experiment=NAME": "experiment=mae_imagenet", "probe.protocol=NAME": "seed=0"}
+# What is copied from there into a suite of its own is run by test_extending.py.
+EXTENDING = [one for one in COMMANDS if one.page == "docs/extending.md" and one.in_block]
+OURS = [one for one in COMMANDS if one.text not in NOT_OURS and one not in EXTENDING]
+
+
+@dataclass(frozen=True)
+class Typed:
+    """What the command line makes of its words."""
+
+    command: str
+    options: argparse.Namespace
+    overrides: list[str]
+
+
+class Parsed(Exception):
+    """A parser took its words."""
+
+
+def typed(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Typed:
+    """By the parser and the checks of the command line itself; nothing is carried out."""
+    seen: list[Typed] = []
+
+    def keep(options: argparse.Namespace, overrides: list[str]) -> int:
+        seen.append(Typed(options.command, options, overrides))
+        return 0
+
+    with monkeypatch.context() as changed:
+        changed.setattr(dispatch, "import_module", lambda _: SimpleNamespace(command=keep))
+        dispatch.run([STANDS_FOR.get(word, word) for word in words])
+    return seen[0]
+
+
+def probed(asked: Typed) -> None:
+    asked.options.task = getattr(asked.options, "task", "all")
+    assert planned_probes(asked.options, asked.overrides)
+
+
+def pretrained(asked: Typed) -> None:
+    assert build(compose_config("pretraining", with_root(asked.overrides, asked.options.data_root)))
+
+
+def reproduced(asked: Typed) -> None:
+    acts = asked.options.run or asked.options.slurm
+    asked.options.run = asked.options.slurm = asked.options.table = False
+    asked.options.print = acts or asked.options.print
+    assert reproduce(asked.options, asked.overrides) == 0
+
+
+def read(asked: Typed) -> None:
+    options = asked.options
+    asked_names("task", options.task, [*choices("probe"), "supervised"])
+    if asked.command == "table":
+        _check_together(options)
+        rows = published_table(options.paper).rows if options.paper else []
+        for pair in options.encoders or []:
+            require_choice("row", pair.partition("=")[0], rows)
+
+
+def data_named(asked: Typed) -> None:
+    if asked.options.action != "verify" and asked.options.target:
+        require_choice("dataset", asked.options.target, choices("dataset"))
+        compose_config("data", [f"dataset={asked.options.target}", *asked.overrides])
+
+
+def costed(asked: Typed) -> None:
+    for name in asked_names("work", asked.options.work, choices("cost")):
+        assert build(compose_config("costing", [f"cost={name}", *asked.overrides]).cost)
+    asked_names("device", asked.options.device or "all", list(DEVICES))
+
+
+def nothing_more(asked: Typed) -> None:
+    """The words are all that there is."""
+
+
+CHECKS: Mapping[str, Callable[[Typed], object]] = {
+    "probe": probed,
+    "sweep": probed,
+    "pretrain": pretrained,
+    "reproduce": reproduced,
+    "table": read,
+    "compare": read,
+    "report": read,
+    "data": data_named,
+    "cost": costed,
+    "keys": lambda asked: print_keys(asked.options, asked.overrides),
+    "models": nothing_more,
+    "doctor": nothing_more,
+    "quickstart": nothing_more,
+    "completion": nothing_more,
+}
+
+
+def made(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(words[1:]) <= set(targets)
+
+
+def run_by_python(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is there, or a module whose parser takes the words."""
+    if words[1] != "-m":
+        assert (ROOT / words[1]).is_file()
+        return
+    if len(words) == 3:
+        assert "\ndef main(" in (ROOT / f"{words[2].replace('.', '/')}.py").read_text()
+        return
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def stop(*given: object) -> None:
+        _, rest = parse(*given)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        assert all("=" in word for word in rest), rest
+        raise Parsed
+
+    monkeypatch.setattr(sys, "argv", list(words[2:]))
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    with pytest.raises(Parsed):
+        import_module(words[2]).main()
+
+
+def started_by_torchrun(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.run import get_args_parser
+
+    launched = get_args_parser().parse_args(words[1:])
+    assert (launched.module, launched.training_script) == (True, "ssl_bench")
+
+
+def chosen_tests(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert words[1] == "-k"
+    assert any(words[2] in path.read_text() for path in ROOT.glob("tests/*/test_*.py"))
+
+
+PROGRAMS: Mapping[str, Callable[[tuple[str, ...], pytest.MonkeyPatch], None]] = {
+    "make": made,
+    "python": run_by_python,
+    "torchrun": started_by_torchrun,
+    "pytest": chosen_tests,
+}
+
+
+@pytest.mark.parametrize("shown", OURS, ids=lambda one: f"{one.page}: {one.text[:50]}")
+def test_a_command_of_a_page_is_taken_as_it_stands(shown: PageCommand, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    if shown.words[0] != "ssl-bench":
+        assert shown.words[0] in PROGRAMS, "nobody said how this is tried; see NOT_OURS"
+        PROGRAMS[shown.words[0]](shown.words, monkeypatch)
+    if shown.suite and shown.is_name:
+        assert shown.suite[0] in CHECKS
+    elif shown.suite:
+        asked = typed(shown.suite, monkeypatch)
+        CHECKS[asked.command](asked)
+
+
+def test_what_is_not_tried_here_is_shown_or_run_elsewhere():
+    assert set(NOT_OURS) <= {one.text for one in COMMANDS}
+    assert [list(one.suite) for one in EXTENDING] == copied_commands()
+
+
+def test_every_command_of_the_program_has_a_check():
+    assert set(CHECKS) == set(dispatch._commands(build_parser()))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "probe --task pca probe.neighbors=3",
+        "probe --task pac",
+        "pretrain train.epoch=3",
+        "sweep --chekpoint x",
+        "table --pivot --paper table2",
+        "cost --work nothing",
+    ],
+)
+def test_a_wrong_word_on_a_page_would_be_refused(line, monkeypatch):
+    def check() -> None:
+        asked = typed(tuple(line.split()), monkeypatch)
+        CHECKS[asked.command](asked)
+
+    with pytest.raises(ConfigurationError):
+        check()

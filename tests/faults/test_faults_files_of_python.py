@@ -1,0 +1,105 @@
+"""Row 76 of the catalogue of faults: a file of Python that cannot be imported."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import probes
+from ssl_bench.composition.components import component_class
+from ssl_bench.errors import BrokenFile, ConfigurationError
+from ssl_bench.system.endings import failure
+from tests.core.test_extending import FILES, ROOT
+from tests.support.faults import encoder_file
+
+RUN = """
+import json, sys
+from ssl_bench.cli.__main__ import main
+for words in json.loads(sys.argv[1]):
+    try:
+        code = main(words)
+    except SystemExit as end:
+        code = end.code
+    print(f"exit {code}", file=sys.stderr, flush=True)
+"""
+SMALL = ["dataset.num_train=3", "dataset.num_val=2", "probe.num_images=2", "probe.image_size=32"]
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("import nopackage", "ModuleNotFoundError: No module named 'nopackage'"),
+        ("from ssl_bench.errors import Nothing", "ImportError: cannot import name 'Nothing'"),
+        ("def (", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_fault_76_a_component_whose_file_is_broken_names_file_line_and_error(
+    tmp_path, monkeypatch, line, why
+):
+    monkeypatch.setattr(probes, "__path__", [*probes.__path__, str(tmp_path / "probes")])
+    file = tmp_path / "probes" / f"broken{abs(hash(line))}.py"
+    file.parent.mkdir()
+    file.write_text(f'"""A probe."""\n\n{line}\n')
+
+    with pytest.raises(BrokenFile) as raised:
+        component_class(f"probes.{file.stem}.Norms", "probe._target_")
+
+    assert str(raised.value).startswith(f"{file}, line 3, cannot be imported: {why}")
+    with pytest.raises(ConfigurationError, match="is not built"):
+        component_class("probes.nothing_here.Norms", "probe._target_")
+
+
+def test_fault_76_what_is_imported_late_ends_its_job_in_one_line():
+    source = compile("\n\nimport nopackage", "/somewhere/probes/norms/run.py", "exec")
+    with pytest.raises(ImportError) as raised:
+        exec(source)
+
+    code, text = failure(raised.value, "sweep")
+
+    assert code == 5
+    assert text.startswith("/somewhere/probes/norms/run.py, line 3, cannot be imported: Module")
+
+
+@pytest.mark.slow
+def test_fault_76_a_broken_probe_and_objective_leave_the_others_alone(tmp_path):
+    suite, place = tmp_path / "suite", tmp_path / "place"
+    for name in ("ssl_bench", "probes", "pretrain", "configs"):
+        shutil.copytree(ROOT / name, suite / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for path, text in FILES.items():
+        (suite / path).write_text(text)
+    for path in ("probes/norms.py", "pretrain/objectives/rotation.py"):
+        (suite / path).write_text("import nopackage\n" + (suite / path).read_text())
+    encoder_file(place / "runs/x/last.safetensors")
+    broken = {
+        ("probe", "--task", "norms"): "probes/norms.py",
+        ("probe", "--task", "norms,pca", *SMALL): "probes/norms.py",
+        ("keys", "probe.norms"): "probes/norms.py",
+        ("pretrain", "objective=rotation", "--dry-run"): "pretrain/objectives/rotation.py",
+    }
+    whole = [["--help"], ["keys"], ["keys", "probe.pca"], ["doctor"], ["completion", "bash"]]
+    whole += [["probe", "--task", "pca", *SMALL], ["sweep", "--dry-run", *SMALL]]
+    whole += [["probe", "--task", "all", *SMALL, "probe.training.epochs=1"]]
+    whole += [["pretrain", "--batch-size", "8", "--dry-run"]]
+
+    said = ended(suite, place, [*map(list, broken), *whole])
+
+    for line, file in zip(said, broken.values(), strict=False):
+        assert line.count("\n") == 1
+        assert f"ssl-bench: {suite / file}, line 1, cannot be imported: Module" in line
+    assert [one.count("left out: norms: ") for one in said[-4:]] == [0, 1, 1, 0]
+    assert len(list((place / "results/records").glob("*"))) >= 4
+
+
+def ended(suite: Path, place: Path, commands: list[list[str]]) -> list[str]:
+    """What each command says; the first four must end with 5 and the others with 0."""
+    run = f"import sys; sys.path.insert(0, {str(suite)!r}){RUN}"
+    words = [sys.executable, "-c", run, json.dumps(commands)]
+    done = subprocess.run(words, cwd=place, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = done.stderr.split("exit ")
+    assert [int(one[0]) for one in said[1:]] == [5] * 4 + [0] * (len(commands) - 4), done.stderr
+    return [said[0], *(one[2:] for one in said[1:-1])]

@@ -1,0 +1,110 @@
+"""Every probe asked for what is inside of a block, by the command line."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results import Record, ResultStore
+from tests.support.faults import class_folders, encoder_file, fails, voc
+
+SMALL = {
+    "segmentation": (
+        "probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2",
+        "probe.tier=disk", "probe.cache=cache",
+    ),
+    "retrieval": ("probe.image_size=32", "probe.neighbours=5"),
+    "tokencut": (),
+    "pca": ("probe.image_size=32",),
+    "knn": ("probe.neighbours=[1,2]",),
+    "classification": ("probe.training.c_values=[0.01,1.0]",),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    encoder_file(Path("encoder.safetensors"))
+    voc(tmp_path)
+    class_folders(tmp_path)
+    return tmp_path
+
+
+def words(task: str, facet: str, *more: str) -> list[str]:
+    classes = task in ("knn", "classification")
+    found = ["probe", "--task", task, "--dataset", "class_folders" if classes else "voc2012"]
+    found += ["--data-root", ".", "--checkpoint", "encoder.safetensors"]
+    return [*found, *SMALL[task], f"probe.facet={facet}", *more]
+
+
+def probed(task: str, facet: str, *more: str, out: str = "results") -> list[Record]:
+    assert main([*words(task, facet, *more), "--out", out]) == 0
+    return ResultStore(Path(out)).records()
+
+
+@pytest.mark.parametrize("task", SMALL)
+def test_a_probe_takes_a_submodule_of_one_block(task, capsys):
+    records = probed(task, "blocks.1.mlp.fc1")
+
+    assert {(record.layer, record.facet) for record in records} == {(1, "blocks.*.mlp.fc1")}
+    if task in ("segmentation", "tokencut", "pca"):
+        drawn = [str(path) for path in Path("results/pictures").rglob("*.png")]
+        assert drawn
+        assert all("mlp.fc1" in path for path in drawn)
+    capsys.readouterr()
+    everywhere = probed(task, "blocks.*.mlp.fc1")
+    assert {record.layer for record in everywhere} == {0, 1}
+    # What was there is taken, not computed again.
+    assert f"{len(records)} of {2 * len(records)} cells finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("task", ["retrieval", "knn"])
+def test_a_submodule_with_another_name_gives_the_scores_of_the_named_facet(task):
+    # Of our blocks nothing stands between the MLP and its skip.
+    named, dotted = (
+        {(r.layer, r.metric): r.value for r in probed(task, facet, out=facet[:3])}
+        for facet in ("mlp_out", "blocks.*.mlp")
+    )
+    assert named == dotted
+
+
+def test_features_of_another_facet_are_not_taken_from_the_cache():
+    for facet in ("token", "mlp_hidden", "blocks.*.mlp.fc1"):
+        probed("segmentation", facet, "--layer", "1", out="results")
+
+    assert len({path.stem for path in Path("cache").rglob("*") if path.is_file()}) >= 3
+    records = ResultStore(Path("results")).records()
+    assert {record.facet for record in records} == {"token", "mlp_hidden", "blocks.*.mlp.fc1"}
+
+
+def test_image_vectors_are_the_mean_patch_of_the_facet():
+    from probes.features.image import _as_vectors
+
+    features = torch.arange(12.0).view(1, 2, 3, 2)
+
+    np.testing.assert_array_equal(_as_vectors(features), [[5.0, 6.0]])
+
+
+@pytest.mark.parametrize(
+    ("task", "facet", "more", "said"),
+    [
+        ("tokencut", "blocks.1.attn", ["--layer", "0"], "probe.facet names block 1, expected --la"),
+        ("tokencut", "blocks.2.attn", [], "layers must lie in 0..1"),
+        ("pca", "blocks.*.mlp.fc7", [], "no blocks.0.mlp.fc7; did you mean mlp.fc2, mlp.fc1, mlp?"),
+        ("segmentation", "keys", [], "must be among token, key, query, value, attn_out"),
+        ("segmentation", "key", ["probe.norm=final"], "must be token for probe.norm=final"),
+        (
+            "segmentation", "blocks.1.attn", ["probe.layers_mode=multi"],
+            "must name every block with * for probe.layers_mode=multi, got block 1",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_asked_is_refused_in_a_line(capsys, task, facet, more, said):
+    assert said in fails(capsys, words(task, facet, *more), 2)
+
+
+def test_a_plan_knows_the_block_of_a_name(capsys):
+    assert main([*words("tokencut", "blocks.1.attn"), "--dry-run"]) == 0
+    assert "1 jobs, 1 cells: 0 finished, 1 pending" in capsys.readouterr().out

@@ -1,0 +1,36 @@
+"""Begins and ends the simulation in this process."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+
+from tests.support.simulated_cuda import machine
+from tests.support.simulated_cuda.asking import Asking
+from tests.support.simulated_cuda.ledger import LEDGER, Ledger
+from tests.support.simulated_cuda.operators import Operators
+from tests.support.simulated_cuda.places import KIND
+from tests.support.simulated_cuda.simulation import grouping, loading, running
+
+
+@contextmanager
+def simulation() -> Iterator[Ledger]:
+    """A process with an MPS device, in this thread and in those that start meanwhile."""
+    group = "_group_tensors_by_device_and_dtype"
+    patches = [
+        (torch.backends.mps, "is_available", lambda: True),
+        (torch, "Generator", machine.Generator),
+        (torch, "load", loading(torch.load)),
+        (torch._C, group, grouping(getattr(torch._C, group))),
+        (threading.Thread, "run", running(threading.Thread.run)),
+    ]
+    with ExitStack() as stack:
+        stack.callback(KIND.__setitem__, 0, KIND[0])
+        KIND[0] = "mps"
+        for owner, name, value in patches:
+            stack.enter_context(patch.object(owner, name, value))
+        LEDGER.reset()
+        with Operators(), Asking():
+            yield LEDGER
