@@ -1,6 +1,8 @@
 """A part of a dataset, or other images in its layout, do not pass for it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -81,7 +83,17 @@ def test_folders_of_other_counts_are_named_by_their_images(tmp_path, monkeypatch
         assert images.name == f"{name}-{TOGETHER}"
     counts = {role: len(ids) for role, ids in IMAGES.items()}
     monkeypatch.setattr(published, "PUBLISHED", {name: counts})
-    assert dataset.val().name == dataset.images().name == name
+    fresh = replace(dataset)
+    assert fresh.val().name == fresh.images().name == name
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_images_are_counted_once_for_the_name(tmp_path, monkeypatch, name):
+    dataset, counted = folders(tmp_path, name), []
+    module = import_module(type(dataset).__module__)
+    monkeypatch.setattr(module, "name_of_images", lambda *found: counted.append(found) or "named")
+    assert dataset.train().name == dataset.val().name == dataset.images().name == "named"
+    assert len(counted) == 1
 
 
 def test_what_data_list_prints_is_what_names_are_held_against():

@@ -9,7 +9,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from ssl_bench.system.device import in_float64
 from tests.device.runs import OBJECTIVES, SMALL
-from tests.support.faults import class_folders, encoder_file, fails, photo_folder, voc
+from tests.support.faults import data_of_every_role, encoder_file, fails
 from tests.support.simulated_mps import simulation
 
 HEADS = ("probe.image_size=32", "probe.training.epochs=2", "probe.training.batch_size=3")
@@ -49,13 +49,7 @@ def place(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("mps")
-    voc(root / "voc2012")
-    return {
-        "voc2012": root / "voc2012",
-        "folder": photo_folder(root / "folder"),
-        "class_folders": class_folders(root / "class_folders"),
-    }
+    return data_of_every_role(tmp_path_factory.mktemp("mps"))
 
 
 def scores(data, task, dataset, *more, device):

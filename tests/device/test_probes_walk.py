@@ -9,7 +9,7 @@ import torch
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.results import ResultStore
-from tests.support.faults import class_folders, encoder_file, photo_folder, voc
+from tests.support.faults import data_of_every_role, encoder_file
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,13 +65,7 @@ WALKS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    root = tmp_path_factory.mktemp("walk")
-    voc(root / "voc2012")
-    return {
-        "voc2012": root / "voc2012",
-        "folder": photo_folder(root / "folder"),
-        "class_folders": class_folders(root / "class_folders"),
-    }
+    return data_of_every_role(tmp_path_factory.mktemp("walk"))
 
 
 @pytest.fixture(autouse=True)

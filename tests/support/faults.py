@@ -86,6 +86,16 @@ def voc(root: Path) -> Path:
     return base
 
 
+def data_of_every_role(root: Path) -> dict[str, Path]:
+    """Roots of a dataset of masks and boxes, of one of classes and of plain pictures."""
+    voc(root / "voc2012")
+    return {
+        "voc2012": root / "voc2012",
+        "folder": photo_folder(root / "folder"),
+        "class_folders": class_folders(root / "class_folders"),
+    }
+
+
 def mask(height: int = 32, width: int = 40) -> np.ndarray:
     indices = np.zeros((height, width), np.uint8)
     indices[8:24, 8:24] = 8

@@ -1,6 +1,7 @@
 """ADE20K in the layout of the scene parsing challenge: 150 classes."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ssl_bench.composition.fields import Place, check_fields
@@ -52,19 +53,20 @@ class Ade20k(PairedFolders):
     def images(self) -> FileImageSet:
         """The pictures of `train_split`."""
         folder = split_folder(self._root() / "images", self.train_split)
-        return picture_set(self._images_name(), self.train_split, Files(folder, ".jpg"))
+        return picture_set(self._images_name, self.train_split, Files(folder, ".jpg"))
 
     def _segmentation(self, split: str) -> FileImageSet:
         root = self._root()
         masks = Files(split_folder(root / "annotations", split), ".png")
         return paired_set(
-            self._images_name(),
+            self._images_name,
             split,
             images=Files(split_folder(root / "images", split), ".jpg"),
             masks=Masks(masks, LABELS),
             class_names=class_names(root),
         )
 
+    @cached_property
     def _images_name(self) -> str:
         folders = {"train": "images/training", "val": "images/validation"}
         files = {role: Files(self._root() / name, ".jpg") for role, name in folders.items()}

@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -60,7 +61,7 @@ class CocoStuff(PairedFolders):
 
     def images(self) -> FileImageSet:
         """The pictures of `train_split`."""
-        return picture_set(self._images_name(), self.train_split, self._images(self.train_split))
+        return picture_set(self._images_name, self.train_split, self._images(self.train_split))
 
     def _segmentation(self, split: str) -> FileImageSet:
         root = self._root()
@@ -70,7 +71,7 @@ class CocoStuff(PairedFolders):
         classes = read_classes()
         fine = tuple(name for name, _ in classes.values())
         return paired_set(
-            self._images_name(),
+            self._images_name,
             split,
             masks=self._masks(split_folder(maps, split), classes),
             images=self._images(split),
@@ -93,6 +94,7 @@ class CocoStuff(PairedFolders):
         )
         return Masks(files, labels)
 
+    @cached_property
     def _images_name(self) -> str:
         root, names = self._root(), {"train": "train2017", "val": "val2017"}
         files = {

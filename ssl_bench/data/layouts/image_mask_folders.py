@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -138,7 +139,7 @@ class ImageMaskFolders(PairedFolders):
         """The pictures of `train_split`."""
         files = self._files(self.image_folder, self.image_suffix, self.train_split)
         if self.lists is None:
-            return picture_set(self._images_name(), self.train_split, files)
+            return picture_set(self._images_name, self.train_split, files)
         return self._listed(self.train_split, files).checked()
 
     def _segmentation(self, split: str) -> FileImageSet:
@@ -147,7 +148,7 @@ class ImageMaskFolders(PairedFolders):
         names = self._class_names()
         masks = self._masks(files, len(names))
         if self.lists is None:
-            name = self._images_name()
+            name = self._images_name
             return paired_set(name, split, images=images, masks=masks, class_names=names)
         listed = self._listed(split, images)
         return replace(listed, masks=masks, class_names=names).checked()
@@ -159,8 +160,9 @@ class ImageMaskFolders(PairedFolders):
         # A list may name an image by its file, with all that follows the common part.
         ending = PurePosixPath(self.image_suffix).stem
         ids = share.cut([name.removesuffix(ending) for name in read_list(source)])
-        return FileImageSet(self._images_name(), split, source, ids, images)
+        return FileImageSet(self._images_name, split, source, ids, images)
 
+    @cached_property
     def _images_name(self) -> str:
         root, folder = self._root(), self.image_folder
         files = {
