@@ -1,14 +1,19 @@
 """Curves over depth, drawn by matplotlib from tables."""
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.system.escaping import in_figure
+from ssl_bench.system.escaping import in_figure, printable
 from ssl_bench.tables.depth import DepthTable
 
 _PANELS_A_ROW = 3
+_PANEL_INCHES = (4.2, 3.4)
+_LINE_INCHES = 0.18
+# Of text as wide as a panel; a key of the legend with its gaps is as wide as nine of them.
+_LETTERS, _KEY_LETTERS = 56, 9
 
 
 def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
@@ -31,21 +36,44 @@ def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
         # Blocks have an order, which their colours show.
         shades = mpl.colormaps["viridis"]
         colours = {model: shades(n / max(len(models) - 1, 1)) for n, model in enumerate(models)}
-    rows, columns = -(-len(tables) // _PANELS_A_ROW), min(len(tables), _PANELS_A_ROW)
+    columns = min(len(tables), _PANELS_A_ROW)
+    titles = [_wrapped(table.title) for table in tables]
+    names = [_wrapped(model, _LETTERS - _KEY_LETTERS) for model in models]
+    names_a_row = _names_a_row(names, columns)
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(4.2 * columns, 3.4 * rows + 0.4), squeeze=False,
-        layout="constrained",
+        -(-len(tables) // columns), columns, squeeze=False, layout="constrained",
+        figsize=_inches(titles, columns, -(-len(names) // names_a_row)),
     )  # fmt: skip
-    for axis, table in zip(axes.flat, tables, strict=False):
+    for axis, table, title in zip(axes.flat, tables, titles, strict=False):
         _draw_panel(axis, table, colours)
+        axis.set_title(title, fontsize=8)
     for axis in axes.flat[len(tables) :]:
         axis.set_axis_off()
     lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
-    names = [in_figure(model) for model in models]
-    figure.legend(lines, names, loc="outside lower center", ncols=min(len(names), 4), fontsize=8)
+    figure.legend(lines, names, loc="outside lower center", ncols=names_a_row, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _wrapped(text: str, letters: int = _LETTERS) -> str:
+    """In lines that there is room for; a title goes on below its first part."""
+    parts = printable(text).split(", ", 1)
+    return "\n".join(in_figure(line) for part in parts for line in textwrap.wrap(part, letters))
+
+
+def _names_a_row(names: Sequence[str], columns: int) -> int:
+    """How many keys of the legend stand side by side below so many panels."""
+    longest = max(len(line) for name in names for line in name.splitlines())
+    return max(1, min(len(names), columns * _LETTERS // (longest + _KEY_LETTERS)))
+
+
+def _inches(titles: Sequence[str], columns: int, keys: int) -> tuple[float, float]:
+    """Width and height that leave every panel its room below the longest title of its row."""
+    lines = [max(t.count("\n") for t in titles[n : n + columns])
+             for n in range(0, len(titles), columns)]  # fmt: skip
+    width, height = _PANEL_INCHES
+    return width * columns, height * len(lines) + _LINE_INCHES * (sum(lines) + keys)
 
 
 def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> None:
@@ -58,7 +86,6 @@ def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> Non
         _draw_curve(axis, table, model, colours[model], top)
     if math.inf in ends:
         axis.set_ylim(top=top)
-    axis.set_title(in_figure(table.title).replace(", ", "\n", 1), fontsize=8)
     axis.set_xlabel(table.rows)
     axis.set_ylabel(table.unit)
     axis.grid(alpha=0.3)

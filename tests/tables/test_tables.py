@@ -200,14 +200,43 @@ def test_curves_are_drawn_with_one_line_a_model(tmp_path):
     assert drawing.count('id="FillBetweenPolyCollection') == 2
 
 
-def drawn_axes(monkeypatch, tmp_path, records):
-    """The first panel as matplotlib has it."""
+def drawn_figure(monkeypatch, tmp_path, records):
+    """What matplotlib has of it."""
     found = []
     monkeypatch.setattr(pyplot, "close", found.append)
     draw_curves(depth_tables(records), tmp_path / "curves.svg")
     monkeypatch.undo()
     pyplot.close(found[0])
-    return found[0].axes[0]
+    return found[0]
+
+
+def drawn_axes(monkeypatch, tmp_path, records):
+    return drawn_figure(monkeypatch, tmp_path, records).axes[0]
+
+
+@pytest.mark.parametrize(("panels", "models"), [(1, 6), (2, 3), (4, 1)])
+def test_titles_and_legend_of_a_drawing_lie_inside_and_apart(tmp_path, monkeypatch, panels, models):
+    records = [
+        replace(
+            RECORD, dataset=f"a_dataset_of_a_rather_long_name_{panel}", layer=layer,
+            model=f"an encoder's run of many words {model}", checkpoint_sha256=f"{model}" * 64,
+            changed={"image_size": 256, "a_setting_with_a_name": "and a value", "other": 0.25},
+        )
+        for panel in range(panels) for model in range(models) for layer in (0, 1)
+    ]  # fmt: skip
+
+    figure = drawn_figure(monkeypatch, tmp_path, records)
+
+    axes = [axis for axis in figure.axes if axis.axison]
+    texts = [axis.title for axis in axes] + [figure.legends[0]]
+    boxes = [text.get_window_extent() for text in texts]
+    assert len(axes) == panels
+    for number, box in enumerate(boxes):
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
+        assert not any(box.overlaps(other) for other in boxes[:number])
+    # What is drawn on keeps most of its room.
+    assert all(axis.get_window_extent().height > 0.55 * 3.4 * figure.dpi for axis in axes)
 
 
 @pytest.mark.parametrize(("unit", "scale"), [("", "log"), ("%", "linear")])

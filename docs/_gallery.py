@@ -1,0 +1,102 @@
+"""The gallery: a picture a task, drawn from committed records, with what they are of.
+
+python docs/_gallery.py
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.model import Panel, panels_of
+from ssl_bench.report.overview.headlines import by_task, headline_panels
+from ssl_bench.results import Record, ResultStore
+from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.drawing import draw_curves
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs/gallery.md"
+PICTURES = ROOT / "docs/gallery"
+STORE = "results/dino_photographs"
+QUESTIONS = {
+    "segmentation": ("Can a linear head segment with it?", "segmentation"),
+    "tokencut": ("Does its normalised cut find the object?", "object_discovery"),
+    "retrieval": ("Do its patches find their like?", "segmentation"),
+    "knn": ("Are images of one class near each other?", "knn"),
+    "classification": ("Can a linear head tell the classes apart?", "classification"),
+    "pca": ("How much do three principal components show?", "pca"),
+}
+"""What each picture answers, and the page of its probe."""
+FEWEST_IMAGES = 8
+"""Curves of fewer show the images and not the encoders."""
+
+_BEGINNING = """\
+# Gallery
+
+What a table over blocks looks like, a picture a task: the headline metric of each dataset in
+[{store}](../results/tables/dino_photographs_probes.md), one line an encoder, bands are 95 %
+intervals. The encoders are ViTs of 6 blocks after minutes of DINO, far from converged, with random
+weights beside them: they show what is measured, and not how good an encoder can be.
+`python docs/_gallery.py` draws this page from the records; sets of less than eight images are left
+out.
+
+## What does it look like?
+
+![TokenCut's box and PCA maps of one photograph over six blocks](front.png)
+
+TokenCut's box and PCA maps of a photograph over the blocks of an encoder of one's own:
+`python docs/_front.py CHECKPOINT`. `ssl-bench report` has such pictures of all photographs that
+were probed ([object discovery](object_discovery.md), [PCA](pca.md)).
+"""
+
+
+def shown() -> dict[str, tuple[Panel, ...]]:
+    """The panels of each task's headline metric, in the report's order."""
+    records = ResultStore(ROOT / STORE).records()
+    panels = [
+        panel
+        for panel in headline_panels(panels_of(records, checkpoints_of(records)))
+        if records_of([panel], records)[0].num_images >= FEWEST_IMAGES
+    ]
+    return {task: tuple(those) for task, those in by_task(panels).items()}
+
+
+def page() -> str:
+    """The text that holds for the records."""
+    parts = [_BEGINNING.format(store=STORE)]
+    return "\n".join([*parts, *(_section(task, panels) for task, panels in shown().items())])
+
+
+def records_of(panels: Sequence[Panel], records: Sequence[Record]) -> list[Record]:
+    """Those whose values the panels show."""
+    numbers = {
+        number
+        for panel in panels
+        for line in panel.lines
+        for point in line.points
+        for number in point.records
+    }
+    return [records[number] for number in sorted(numbers)]
+
+
+def draw(folder: Path) -> None:
+    """Write a picture a task into a folder."""
+    records = ResultStore(ROOT / STORE).records()
+    for task, panels in shown().items():
+        draw_curves(depth_tables(records_of(panels, records)), folder / f"{task}.png")
+
+
+def _section(task: str, panels: Sequence[Panel]) -> str:
+    question, about = QUESTIONS[task]
+    metric = panels[0].metric
+    notes = "\n".join(f"- {panel.where}: {panel.footnote}" for panel in panels)
+    command = f"ssl-bench table --task {task} --metric {metric} --out {STORE} --figure {task}.png"
+    return (
+        f"## {question}\n\n![{metric} of {task} over the blocks](gallery/{task}.png)\n\n"
+        f"[{task}]({about}.md), `{metric}`:\n\n{notes}\n\n`{command}` draws it with all facets and "
+        f"protocols.\n"
+    )
+
+
+if __name__ == "__main__":
+    draw(PICTURES)
+    PAGE.write_text(page(), encoding="utf-8")
