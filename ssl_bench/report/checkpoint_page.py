@@ -14,6 +14,7 @@ from ssl_bench.report.model import (
 )
 from ssl_bench.report.outcomes import Extremes, ImageScore, Outcomes
 from ssl_bench.report.overview.measured import BlockGroup, block_groups
+from ssl_bench.report.overview.profiles import Profile
 from ssl_bench.report.pages import number
 from ssl_bench.report.pictures.viewers import GallerySection
 from ssl_bench.results import Record
@@ -61,6 +62,7 @@ class CheckpointPage:
     """Everything about one checkpoint."""
 
     checkpoint: Checkpoint
+    profile: Profile | None
     lines: tuple[tuple[Panel, Line], ...]
     pairs: tuple[Pair, ...]
     galleries: tuple[GallerySection, ...]

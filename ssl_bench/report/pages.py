@@ -18,6 +18,7 @@ from ssl_bench.report.model import (
 from ssl_bench.report.overview.board import Board
 from ssl_bench.report.overview.headlines import by_task, headline_metric
 from ssl_bench.report.overview.measured import TaskTable, task_tables
+from ssl_bench.report.overview.profiles import Profile
 from ssl_bench.report.pictures.strips import Strip
 from ssl_bench.report.pictures.viewers import GallerySection
 from ssl_bench.results import Record
@@ -98,6 +99,7 @@ class IndexPage:
     """The overview.
 
     Attributes:
+        profiles: The places of the blocks of each checkpoint, question by question.
         board: One number a task.
         strips: A few pictures of each checkpoint.
         followed: Numbers of the panels that the page on epochs follows runs in.
@@ -107,6 +109,7 @@ class IndexPage:
     num_unreadable: int
     checkpoints: tuple[Checkpoint, ...]
     pairs: tuple[Pair, ...]
+    profiles: tuple[Profile, ...]
     board: Board
     strips: tuple[Strip, ...]
     views: tuple[PanelView, ...]

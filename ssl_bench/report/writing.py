@@ -26,6 +26,7 @@ from ssl_bench.report.model import Panel, panels_of
 from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
 from ssl_bench.report.overview.board import board_of
 from ssl_bench.report.overview.headlines import by_task
+from ssl_bench.report.overview.profiles import profiles_of
 from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
 from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.pictures.panels import Gallery, galleries_of
@@ -71,6 +72,7 @@ class Report:
             num_unreadable=self.num_unreadable,
             checkpoints=self.checkpoints,
             pairs=self.pairs,
+            profiles=profiles_of(self.panels, self.checkpoints),
             board=board_of(self.panels, self.checkpoints),
             strips=strips_of(self.checkpoints, self.galleries),
             views=tuple(panel_view(panel, self.records) for panel in self.panels),
@@ -86,6 +88,7 @@ class Report:
         extremes = [extremes_of(self.store, self.records, panel, line) for panel, line in lines]
         return CheckpointPage(
             checkpoint=checkpoint,
+            profile=next(iter(profiles_of(self.panels, [checkpoint])), None),
             lines=tuple(lines),
             pairs=tuple(p for p in self.pairs if checkpoint in (p.first, p.second)),
             galleries=sections_of([[(checkpoint.name, gallery)] for gallery in galleries]),

@@ -257,7 +257,8 @@ def test_of_many_checkpoints_the_highest_are_drawn_and_all_have_a_page(tmp_path,
     assert main(["report", "--out", str(tmp_path)]) == 0
 
     page = (tmp_path / "report/index.html").read_text()
-    card = page[page.index('<article class="card"') : page.index("</article>")]
+    start = page.index('<article class="card" id="panel')
+    card = page[start : page.index("</article>", start)]
     heads = re.findall(r'data-m="(\d+)"><button', card)
     left_out = {"0", "1"} if unit else {str(count - 2), str(count - 1)}
     assert set(map(str, range(count))) - set(heads) == left_out

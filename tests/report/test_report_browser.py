@@ -136,6 +136,7 @@ def test_a_choice_hides_what_does_not_match_and_show_all_brings_it_back(browser,
     find(browser, "select[data-field=task] option[value=tokencut]").click()
     assert len(shown("#best tbody tr")) == len(shown("article")) == 1
     assert [e.text for e in shown("main section h2")] == [
+        "One encoder, all questions",
         "Checkpoints",
         "Pictures",
         "tokencut",
