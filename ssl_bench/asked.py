@@ -12,6 +12,7 @@ from ssl_bench.composition.compose import compose_config, has_key
 from ssl_bench.data.files.readable import ReadableDataset
 from ssl_bench.errors import BrokenFile, CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models.encoder import ASSUMED
 from ssl_bench.models.loading.addresses import kept_epoch
 from ssl_bench.models.loading.identity import read_metadata
 from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, refuse
@@ -106,6 +107,8 @@ def announced_encoder(uri: str) -> Encoder:
         f"{loaded if encoder.total_keys else 'no file'}, mean {_listed(encoder.mean)}, "
         f"deviation {_listed(encoder.std)} ({encoder.colours_from})"
     )
+    if encoder.colours_from == ASSUMED and encoder.contents.file is not None:
+        say("trained with timm? --checkpoint timm:NAME@FILE takes the mean that timm's NAME has")
     return encoder
 
 

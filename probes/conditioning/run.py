@@ -23,6 +23,7 @@ from probes.conditioning.scores import (
     save_spectra,
     spectra_scores,
 )
+from probes.features.first import first_samples
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -49,14 +50,14 @@ class ConditioningRun:
     def scores(self) -> Iterator[Score]:
         """Score block after block, then draw."""
         images, encoder = self.probe.split(self.context.dataset), self.context.encoder
-        samples = [images[i] for i in range(min(self.probe.num_images, len(images)))]
+        samples = first_samples(images, self.probe.num_images, self.context, task=self.probe.task)
         passes = block_passes(encoder, samples, self.probe.image_size, self.context)
         if self.probe.protocol == "checkpoints":
             yield from self._compared(passes, samples)
         else:
-            yield from self._scored(passes)
+            yield from self._scored(passes, len(samples))
 
-    def _scored(self, passes: Passes) -> Iterator[Score]:
+    def _scored(self, passes: Passes, num_images: int) -> Iterator[Score]:
         scores: list[Score] = []
         spectra: dict[int, Mapping[str, Spectrum]] = {}
         for layer in self.context.progress(passes, "blocks", len(passes)):
@@ -85,7 +86,7 @@ class ConditioningRun:
             write_atomically(
                 path.with_name(f"{path.name}-{CKA_FILE}"), lambda file: np.save(file, values)
             )
-        draw(scores, likeness, self._title(), path.with_name(f"{path.name}.png"))
+        draw(scores, likeness, self._title(num_images), path.with_name(f"{path.name}.png"))
 
     def _known(self, layer: int) -> list[Score]:
         """Scores of a block that an earlier run finished; nothing if it lacks any."""
@@ -128,7 +129,7 @@ class ConditioningRun:
             yield scores[-1]
         likeness = CkaMatrix(matrix, list(map(str, ours)), list(map(str, states)), other.name)
         path = self._path()
-        draw(scores, likeness, self._title(), path.with_name(f"{path.name}.png"))
+        draw(scores, likeness, self._title(len(samples)), path.with_name(f"{path.name}.png"))
 
     def _say_what_is_missing(self, layer: int, found: Sequence[Score]) -> None:
         have = {(score.facet, score.metric) for score in found}
@@ -149,10 +150,10 @@ class ConditioningRun:
         """Of the figure, without its end."""
         return self.context.artifacts / self.probe.stem(self.context.layers, self.context.seed)
 
-    def _title(self) -> str:
+    def _title(self, num_images: int) -> str:
         probe, context = self.probe, self.context
         when = f" at initialisation, seed {context.seed}" if probe.at_initialisation else ""
         return (
-            f"{context.encoder.name}{when}: {probe.protocol}, {probe.num_images} images of "
+            f"{context.encoder.name}{when}: {probe.protocol}, {num_images} images of "
             f"{probe.image_size} x {probe.image_size}"
         )

@@ -58,7 +58,7 @@ def draw_overview(
         for i in range(0, len(of_images), step)
     ]
     name = blocks_name(list(pictures))
-    line = f"{encoder}: {_legend(probe)}"
+    line = f"{encoder}: {_legend(probe, len(samples))}"
     if "png" in probe.grid_kinds:
         tiles = [[titled(p.image, *p.titles) for p in row] for row in rows]
         sheet([[heading(line)], *tiles], folder / f"{name}.png")
@@ -66,11 +66,11 @@ def draw_overview(
         svg_sheet(rows, folder / f"{name}.svg", line)
 
 
-def _legend(probe: PCA) -> str:
+def _legend(probe: PCA, num_images: int) -> str:
     """What the colours of the overview are."""
     fitted = {
         "image": "fitted to each image",
-        "batch": f"fitted to these {probe.num_images} images",
+        "batch": f"fitted to these {num_images} images",
         "dataset": "fitted to the whole dataset",
     }
     left_out = ", one side of the first component left out" if probe.background != "keep" else ""

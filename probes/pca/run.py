@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, UInt8
 from PIL import Image
 from torch import Tensor
 
+from probes.features.first import first_samples
 from probes.pca.alignment import MapReference, load_reference, reference_folder
 from probes.pca.components import (
     Colours,
@@ -69,7 +70,7 @@ class PCARun:
     def scores(self) -> Iterator[Score]:
         """See `PCA.run`."""
         images = self.probe.split(self.context.dataset)
-        samples = [images[i] for i in range(min(self.probe.num_images, len(images)))]
+        samples = first_samples(images, self.probe.num_images, self.context, task=self.probe.task)
         reference = self._given_reference([sample.image_id for sample in samples])
         features, moments = self._features(images, samples)
         blocks = {

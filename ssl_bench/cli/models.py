@@ -62,6 +62,7 @@ class FileReport:
         used: Tensors taken, of `total` in their container.
         ignored: Tensors that are not, and why.
         note: What was done to tensors on the way.
+        colours_from: Who says what mean and deviation are.
     """
 
     uri: str
@@ -79,6 +80,7 @@ class FileReport:
     image_size: tuple[int, int]
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
+    colours_from: str
     parameters: int
     used: int
     total: int
@@ -132,6 +134,7 @@ def file_report(encoder: Encoder) -> FileReport:
         image_size=encoder.native_size,
         mean=encoder.mean,
         std=encoder.std,
+        colours_from=encoder.colours_from,
         parameters=sum(value.numel() for value in encoder.module.parameters()),
         used=encoder.loaded_keys,
         total=encoder.total_keys,
@@ -163,7 +166,11 @@ def _lines(report: FileReport) -> list[str]:
         ("layout", f"{report.layout} {f'({report.source})' if report.source else ''}".strip()),
         ("encoder", f"{report.depth} blocks, width {report.width}{heads}"),
         ("tokens", f"patches of {report.patch_size} pixels, {special}"),
-        ("images", f"{height} x {width}, mean {_list(report.mean)}, deviation {_list(report.std)}"),
+        (
+            "images",
+            f"{height} x {width}, mean {_list(report.mean)}, deviation {_list(report.std)} "
+            f"({report.colours_from})",
+        ),
         ("parameters", f"{report.parameters:,}"),
         ("tensors", f"{report.used} of {report.total} used" if report.total else "random"),
         *([("note", report.note)] if report.note else []),

@@ -22,6 +22,7 @@ from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.layers import layers_of
 from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import PlannedProbe, probing_config
+from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.sweep.plan import plan_sweep
 from ssl_bench.system.device import choose_device
@@ -29,8 +30,11 @@ from ssl_bench.system.escaping import json_text
 from ssl_bench.system.imports import broken_file
 from ssl_bench.system.progress import say
 from ssl_bench.system.ranks import Ranks, joined
-from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.printing.sheets import default_format, render_tables
+
+MOST_TABLES = 4
+"""Of a task; of more only those of one metric are printed."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -51,13 +55,26 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     if options.json:
         print(json_text([record.as_json() for record in records]))
-    else:
-        print(render_tables(depth_tables(records), default_format()))
-    if records:
-        say(f"records and pictures in {store.root}; `ssl-bench table --out {store.root}`")
-    else:
-        say(f"nothing was scored; pictures in {store.root}")
+    elif records:
+        _print_tables(depth_tables(records), store)
+    left = "records and pictures" if records else "no ground truth, so no scores; pictures"
+    say(f"{left} in {store.root}; to look at them: ssl-bench report --out {store.root}")
     return 0
+
+
+def _print_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
+    """All of a task that has a few, of others those of the metric that stands for it."""
+    by_task: dict[str, list[DepthTable]] = {}
+    for table in tables:
+        by_task.setdefault(table.record.task, []).append(table)
+    for task, those in by_task.items():
+        metric = chosen_metric([(t.record.metric, t.record.is_ranked) for t in those])
+        few = len(those) <= MOST_TABLES
+        shown = [table for table in those if few or table.record.metric == metric]
+        print(render_tables(shown, default_format()))
+        if len(shown) < len(those):
+            more = f"ssl-bench table --task {task} --out {store.root}"
+            say(f"{len(those) - len(shown)} more tables: {more}")
 
 
 def _probed(
@@ -69,26 +86,30 @@ def _probed(
 ) -> list[Record]:
     """Records of all asked checkpoints; of several processes the first gets them."""
     records, passed = list[Record](), PassedImages()
+    left_out: list[str] = []
     for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
         # The first leaves what it downloads where the others find it.
         encoder = ranks.after_first(partial(announced_encoder, uri))
         for planned in plan:
-            with _left_out_of_all(planned, plan, asked=options.task):
+            with _left_out_of_all(planned, plan, left_out, asked=options.task):
                 layers = layers_of(planned.probe, options.layer, encoder.depth)
                 evaluation = planned.evaluation(encoder, layers, device)
                 records += evaluation.run(
                     store, say=say, overwrite=options.overwrite, ranks=ranks, passed=passed
                 )
+        if len(left_out) == len(plan):
+            raise ConfigurationError(f"no task was left for {encoder.name}: {left_out[0]}")
+        left_out.clear()
     return records
 
 
 @contextmanager
 def _left_out_of_all(
-    planned: PlannedProbe, plan: Sequence[PlannedProbe], *, asked: str
+    planned: PlannedProbe, plan: Sequence[PlannedProbe], left_out: list[str], *, asked: str
 ) -> Iterator[None]:
     """Go on with the other tasks of `--task all` where one does not fit the encoder or the data.
 
-    Of several processes all meet the same, and go on.
+    What is left out joins `left_out`. Of several processes all meet the same, and go on.
     """
     try:
         yield
@@ -96,7 +117,8 @@ def _left_out_of_all(
         if asked != "all" or len(plan) == 1:
             raise
         why = error if isinstance(error, ConfigurationError) else broken_file(error)
-        say(f"left out: {planned.probe.task} on {planned.dataset.name}: {why}")
+        left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {why}")
+        say(f"left out: {left_out[-1]}")
 
 
 def _print_configs(plan: Sequence[PlannedProbe]) -> None:

@@ -34,15 +34,21 @@ class DepthTable:
     rows: str = "block"
 
     @property
+    def record(self) -> Record:
+        """One of those behind the values, which share what was asked."""
+        return next(iter(self.entries.values())).records[0]
+
+    @property
     def unit(self) -> str:
         """Of all values."""
-        return next(iter(self.entries.values())).records[0].unit
+        return self.record.unit
 
     def best_layer(self, model: str) -> Row | None:
         """The block with the highest value of a model; None when none has one or is better."""
         return next(iter(self._ranked(model)), None)
 
     def _ranked(self, model: str) -> list[Row]:
+        """The highest first; none where all are equal."""
         values = {
             layer: self.entries[layer, model].value
             for layer in self.layers
@@ -50,10 +56,12 @@ class DepthTable:
             and not math.isnan(self.entries[layer, model].value)
             and self.entries[layer, model].records[0].is_ranked
         }
+        if len(values) > 1 and len(set(values.values())) == 1:
+            return []
         return sorted(values, key=lambda layer: -values[layer])
 
     def sheet(self, style: str) -> Sheet:
-        """The best block of each model is marked; the second one in LaTeX alone.
+        """The best blocks of a model are marked, unless all are equal; the second in LaTeX alone.
 
         Neighbouring blocks are close: which of them comes second says little.
         """
@@ -73,9 +81,11 @@ class DepthTable:
     ) -> Cell:
         if (layer, model) not in self.entries:
             return Cell("")
-        text = self.entries[layer, model].text()
-        second = style == "latex" and ranked[model][1:2] == [layer]
-        return Cell(text, marked=ranked[model][:1] == [layer], second=second)
+        entry, best = self.entries[layer, model], ranked[model]
+        heights = sorted({self.entries[one, model].value for one in best}, reverse=True)
+        marked = layer in best and entry.value == heights[0]
+        second = style == "latex" and layer in best and heights[1:2] == [entry.value]
+        return Cell(entry.text(), marked=marked, second=second)
 
     def csv_rows(self) -> list[dict[str, Any]]:
         """Fields of every cell, by block and model."""

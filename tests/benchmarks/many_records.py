@@ -26,7 +26,7 @@ from tests.benchmarks.apart import rounded, usage_of
 from tests.benchmarks.provenance import provenance
 from tests.support.faults import encoder_file
 
-_SOURCES = ("results", "results/dino_photographs")
+_SOURCES = ("results/photographs", "results/dino_photographs")
 # Every third encoder was probed with a second seed.
 _SECOND_SEED_EVERY = 3
 _EPOCHS = (100, 200, 300)

@@ -143,9 +143,9 @@ def test_the_first_page_has_checkpoints_pictures_curves_and_then_all_numbers(tmp
     assert page.index('data-task="tokencut"') < page.index('class="fold"')
 
 
-def gallery(layers, *images: str, task: str = "pca") -> Gallery:
+def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Gallery:
     prefixes = {layer: f"{task}/block{layer}/" for layer in layers}
-    return Gallery(task, "toy", "image", prefixes, {image: f"{image}.png" for image in images})
+    return Gallery(task, dataset, "image", prefixes, {image: f"{image}.png" for image in images})
 
 
 def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
@@ -175,7 +175,19 @@ def test_strips_are_of_what_most_checkpoints_have():
 
     strips = strips_of((first, second), {first.encoder_id: [few, many], second.encoder_id: [many]})
 
-    assert [strip.what[:8] for strip in strips] == ["tokencut", "tokencut"]
+    # The first of two tasks, then the second.
+    assert [(s.what[:3], s.checkpoint) for s in strips] == [
+        ("pca", first), ("tok", first), ("tok", second),
+    ]  # fmt: skip
+
+
+def test_a_strip_of_a_task_is_of_the_dataset_that_most_checkpoints_have():
+    first, second = checkpoints_of([cell(), skipless()])
+    many, few = gallery([0], "dog", dataset="many"), gallery([0], "dog", dataset="few")
+
+    strips = strips_of((first, second), {first.encoder_id: [few, many], second.encoder_id: [many]})
+
+    assert [strip.what.split()[2] for strip in strips] == ["many,", "many,"]
 
 
 def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):

@@ -178,7 +178,7 @@ def test_the_command_takes_names_and_digests(tmp_path, capsys):
     assert main(["compare", "skip", "dddd", "--out", str(tmp_path), "--format", "markdown"]) == 0
 
     printed = capsys.readouterr().out
-    assert "| block | skip | skipless | difference [95 %] |" in printed
+    assert "| block | skip | skipless | second - first [95 %] |" in printed
     assert "| 0 | 33.3 | 100.0 | " in printed
     assert main(["compare", "skip", "dddd", "--out", str(tmp_path), "--format", "json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)

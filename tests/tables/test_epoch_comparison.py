@@ -95,7 +95,7 @@ def test_other_settings_images_and_seeds_are_never_paired(store):
 def test_the_command_prints_epochs_below_one_another(store, capsys):
     lines = printed(capsys, store, *RUNS, "--format", "markdown").strip().splitlines()
 
-    assert lines[2] == "| block | epoch | skip | skipless | difference [95 %] |"
+    assert lines[2] == "| block | epoch | skip | skipless | second - first [95 %] |"
     rows = [[word.strip() for word in line.strip("|").split("|")] for line in lines[4:8]]
     assert [row[:4] for row in rows] == [
         ["0", "100", "20.0", "20.0"],

@@ -277,6 +277,16 @@ def test_what_is_no_number_is_a_dash():
     assert table.entries[3, "skip"].text() == NO_VALUE
 
 
+@pytest.mark.parametrize(
+    ("values", "marked"), [((10.0, 30.0, 30.0), [1, 2]), ((7.0, 7.0, 7.0), []), ((7.0,), [0])]
+)
+def test_equal_blocks_are_marked_together_and_none_where_all_are(values, marked):
+    records = [replace(RECORD, layer=n, value=v, ci95=None) for n, v in enumerate(values)]
+    (table,) = depth_tables(records)
+    rows = [line for line in render(table, "markdown").splitlines() if line.startswith("|")][2:]
+    assert [n for n, row in enumerate(rows) if "**" in row] == marked
+
+
 def test_a_model_has_its_colour_in_every_panel(tmp_path):
     other = replace(SKIPLESS, dataset="voc2012")
 

@@ -25,7 +25,12 @@ def headline_metric(panels: Sequence[Panel]) -> str:
     Args:
         panels: Of one task.
     """
-    metrics = [panel.metric for panel in sorted(panels, key=lambda panel: not panel.is_ranked)]
+    return chosen_metric([(panel.metric, panel.is_ranked) for panel in panels])
+
+
+def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
+    """As `headline_metric`, of names of metrics and whether more of them is better."""
+    metrics = [metric for metric, _ in sorted(known, key=lambda one: not one[1])]
     return next((metric for metric in _METRICS if metric in metrics), metrics[0])
 
 

@@ -9,6 +9,7 @@ from ssl_bench.report.pictures.panels import Gallery
 from ssl_bench.report.pictures.viewers import address
 
 MOST_SHOWN = 6
+MOST_TASKS = 2
 _FIRST_TASKS = ("pca", "tokencut", "segmentation")
 
 
@@ -33,7 +34,7 @@ class Strip:
 def strips_of(
     checkpoints: Sequence[Checkpoint], galleries: Mapping[str, Sequence[Gallery]]
 ) -> tuple[Strip, ...]:
-    """One strip a checkpoint that has pictures, of what most of them have.
+    """Strips of each checkpoint that has pictures, a task each, of what most of them have.
 
     Args:
         checkpoints: In the order in which they are shown.
@@ -44,20 +45,30 @@ def strips_of(
         (g.key, image) for c in checkpoints for g in galleries[c.encoder_id] for image in g.files
     )
     strips = []
-    for checkpoint in checkpoints:
-        own = galleries[checkpoint.encoder_id]
-        if own:
-            best = min(own, key=lambda gallery: _place(gallery, shown[gallery.key]))
-            image = max(best.files, key=lambda image: images[best.key, image])
-            strips.append(_strip(checkpoint, best, image))
+    for task in _shown_tasks([g for c in checkpoints for g in galleries[c.encoder_id]]):
+        for checkpoint in checkpoints:
+            own = [g for g in galleries[checkpoint.encoder_id] if g.task == task]
+            if own:
+                best = min(own, key=lambda gallery: _place(gallery, shown[gallery.key]))
+                image = max(best.files, key=lambda image: images[best.key, image])
+                strips.append(_strip(checkpoint, best, image))
     return tuple(strips)
 
 
-def _place(gallery: Gallery, uses: int) -> tuple[bool, bool, int, int]:
+def _shown_tasks(galleries: Sequence[Gallery]) -> list[str]:
+    """Those with a picture a block before others, the first ones before the rest."""
+
+    def place(task: str) -> tuple[bool, int, str]:
+        own = [gallery for gallery in galleries if gallery.task == task]
+        rank = _FIRST_TASKS.index(task) if task in _FIRST_TASKS else len(_FIRST_TASKS)
+        return not any(gallery.layers for gallery in own), rank, task
+
+    return sorted({gallery.task for gallery in galleries}, key=place)[:MOST_TASKS]
+
+
+def _place(gallery: Gallery, uses: int) -> tuple[bool, bool, int]:
     """One picture a block before pictures of all, what many have before what few have."""
-    tasks = _FIRST_TASKS
-    task = tasks.index(gallery.task) if gallery.task in tasks else len(tasks)
-    return not gallery.layers, gallery.is_sheet, -uses, task
+    return not gallery.layers, gallery.is_sheet, -uses
 
 
 def _strip(checkpoint: Checkpoint, gallery: Gallery, image: str) -> Strip:

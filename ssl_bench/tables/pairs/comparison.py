@@ -139,8 +139,8 @@ def comparisons(
         raise DataError(
             f"nothing to compare in {store.root}: no task was scored image by image for "
             f"{'both checkpoints' if len(encoders) > 1 else 'the checkpoint'} on the same images "
-            f"with the same settings and training images{_apart(records, encoders)}; run "
-            "`ssl-bench probe --overwrite` for what is missing"
+            f"with the same settings and training images{_apart(records, encoders)}"
+            f"{_never_kept(store, records, encoders)}"
         )
     return found
 
@@ -154,6 +154,18 @@ def rows_of(
         return []
     sides = [Scored.of(curve) for curve in curves]
     return between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
+
+
+def _never_kept(store: ResultStore, records: Sequence[Record], encoders: Sequence[str]) -> str:
+    """Whether it can be mended by another run: not where a task keeps nothing of single images."""
+    own = [record for record in records if record.encoder_id in encoders]
+    tasks = {record.task for record in own}
+    if not own or {r.task for r in own if store.per_image_path(r).exists()}:
+        return "; run `ssl-bench probe --overwrite` for what is missing"
+    return (
+        f"; {', '.join(sorted(tasks))}: no values of single images are kept, probe a task that "
+        "does on images with classes, boxes or masks"
+    )
 
 
 def _apart(records: Sequence[Record], encoders: Sequence[str]) -> str:
@@ -213,7 +225,7 @@ class Comparison:
                 f"{record.facet}, protocol {record.named_protocol}"
                 f"{said_training(record)}, seed {record.seed}"
             ),
-            head=("block", *self.names, "difference [95 %]"),
+            head=("block", *self.names, "second - first [95 %]"),
             rows=tuple(cells),
             notes=(
                 f"paired over {record.num_images} images{trusted_note([record])}; no correction "

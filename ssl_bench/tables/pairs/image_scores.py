@@ -113,7 +113,8 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
         per_image = store.per_image(record)
         if per_image is not None and _adds_up(per_image, record):
             kept[record.layer] = per_image
-        elif per_image is not None:
+        # Without a meaning, as top-5 of two classes, there is nothing that they add up to.
+        elif per_image is not None and not math.isnan(record.value):
             store.damaged.append(store.per_image_path(record))
     return ImageCurve(records[0].metric if records else "", kept)
 

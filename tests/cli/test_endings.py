@@ -1,0 +1,63 @@
+"""What a probe says at its end, and what it advises: true, and of use when followed."""
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from tests.support.faults import class_folders, encoder_file, fails, photo_folder
+
+PHOTOS = ["--dataset", "folder", "--data-root", "photos"]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("one", "other")):
+        encoder_file(tmp_path / f"{name}.safetensors", seed=seed)
+    photo_folder(tmp_path / "photos", 4)
+    class_folders(tmp_path / "classes")
+    return tmp_path
+
+
+def probed(task: str, *more: str, data: list[str] = PHOTOS) -> list[str]:
+    both = ["--checkpoint", "one.safetensors", "--checkpoint", "other.safetensors"]
+    return ["probe", "--task", task, *both, *data, *more]
+
+
+def test_of_many_tables_the_headline_is_printed_and_the_others_are_named(capsys):
+    assert main(probed("conditioning,pca", "probe.image_size=32")) == 0
+
+    out, err = capsys.readouterr()
+    titles = [line for line in out.splitlines() if ": " in line and " on folder" in line]
+    assert {title.split()[1] for title in titles} == {"condition_number", "explained_variance"}
+    assert "more tables: ssl-bench table --task conditioning --out results" in err
+    assert err.splitlines()[-1].endswith("to look at them: ssl-bench report --out results")
+
+
+def test_images_that_are_left_out_are_counted(capsys):
+    assert main(probed("pca", "probe.image_size=32", "probe.num_images=3")) == 0
+    assert "pca: the first 3 of 4 images; probe.num_images=4 takes all" in capsys.readouterr().err
+    assert main(probed("pca", "probe.image_size=32", "probe.num_images=4", "--overwrite")) == 0
+    assert "the first" not in capsys.readouterr().err
+
+
+def test_all_of_which_nothing_is_left_is_an_error(capsys):
+    line = fails(capsys, probed("all", "--layer", "0,9"), 2)
+    assert "no task was left for one" in line
+    assert "layers must lie in 0..1" in line
+
+
+def test_what_is_not_kept_image_by_image_is_not_blamed_on_lost_files(capsys):
+    assert main(probed("conditioning", "probe.image_size=32")) == 0
+    line = fails(capsys, ["compare", "one", "other"], 3)
+    assert "conditioning: no values of single images are kept" in line
+    assert "--overwrite" not in line
+
+
+def test_top_5_of_two_classes_is_no_damage(capsys):
+    words = probed("knn", "probe.neighbours=[1]", data=["--dataset", "class_folders", "--data-root",
+                                                        "classes"])  # fmt: skip
+    assert main(words) == 0
+    assert main(["compare", "one", "other"]) == 0
+    out, err = capsys.readouterr()
+    assert "top1_k1" in out
+    assert "ignored" not in err
