@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ssl_bench.cli.records import asked_records, first_few, recorded_checkpoint, say_ignored
 from ssl_bench.composition.choices import asked_names, choices
-from ssl_bench.errors import DataError
+from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.folder import require_replaceable
 from ssl_bench.report.pictures.files import PictureFiles, Place
@@ -65,4 +65,8 @@ def _asked_records(
     except DataError:
         if required:
             raise
-        return []
+    except ConfigurationError:
+        # Pictures may be of a dataset that no record is of.
+        if required or not options.dataset:
+            raise
+    return []

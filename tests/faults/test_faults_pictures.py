@@ -71,10 +71,12 @@ def test_fault_60_a_kill_after_the_first_record_loses_no_picture(place, task):
     assert values[0] == pytest.approx(values[1], rel=1e-4, nan_ok=True)
 
 
-_CONDITIONING = pytest.param("conditioning", marks=pytest.mark.slow)
+_CONDITIONING, _PCA = (
+    pytest.param(task, marks=pytest.mark.slow) for task in ("conditioning", "pca")
+)
 
 
-@pytest.mark.parametrize("task", ["segmentation", _CONDITIONING, "pca", "tokencut"])
+@pytest.mark.parametrize("task", ["segmentation", _CONDITIONING, _PCA, "tokencut"])
 def test_fault_60_pictures_that_were_deleted_are_drawn_again_and_records_stay(place, capsys, task):
     voc(place)
     assert main(asking(task, place)) == 0
@@ -94,7 +96,7 @@ def test_fault_60_pictures_that_were_deleted_are_drawn_again_and_records_stay(pl
     assert "layers" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("task", ["segmentation", "conditioning", "pca"])
+@pytest.mark.parametrize("task", ["segmentation", _CONDITIONING, "pca"])
 def test_fault_60_a_picture_of_all_blocks_is_never_left_with_some_of_them(place, task):
     voc(place)
     assert main(asking(task, place, layers="1")) == 0

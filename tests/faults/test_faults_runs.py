@@ -69,6 +69,7 @@ def test_fault_27_a_run_that_diverges_stops_and_keeps_finite_weights(place, caps
     assert all(weight.isfinite().all() for weight in state["learner"].values())
 
 
+@pytest.mark.slow
 def test_fault_28_forty_kills_while_saving_leave_forty_checkpoints_that_load(place):
     models = [build_vit(TINY, seed=seed) for seed in (0, 1)]
     weights = [{k: v.clone() for k, v in model.state_dict().items()} for model in models]
@@ -171,7 +172,7 @@ def test_fault_30_a_full_disk_leaves_no_half_of_a_record(place, capsys):
     assert not list(Path("results").rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "soap"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("soap", marks=pytest.mark.slow)])
 def test_fault_31_a_run_in_three_pieces_with_other_workers_is_the_uninterrupted_one(
     place, optimizer
 ):

@@ -50,7 +50,7 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (out / LOG).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize("encoded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_goes_on_from_archives_as_it_would_from_their_folder(album, tmp_path, encoded):
     folder = DataOptions(root=f"{album}/train")
     root = f"{album}/{{first.tar,second.tar.gz}}/train"

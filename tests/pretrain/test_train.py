@@ -127,7 +127,7 @@ def test_a_stopped_run_goes_on_to_the_very_bits_of_an_uninterrupted_one(
     assert_goes_on_to_the_bit(plan, tmp_path, sent=number, error=error)
 
 
-@pytest.mark.parametrize("torn", [True, False])
+@pytest.mark.parametrize("torn", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_killed_run_repeats_what_it_had_not_saved_with_other_workers(
     album, tmp_path, monkeypatch, torn
 ):
