@@ -18,6 +18,7 @@ from ssl_bench.tables.series import model_names
 NUM_COLOURS = 8
 _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
 _SKIPS = ("skip", "skip_attention", "skip_mlp")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 _FOLDER = re.compile(r"(.+)-([0-9a-f]{8})", re.DOTALL)
 
 
@@ -132,7 +133,12 @@ def _facts(record: Record) -> tuple[tuple[str, str], ...]:
     epoch = record.details.get("epoch")
     if isinstance(epoch, (int, float)):
         facts["epoch"] = f"{epoch:g}"
-    return tuple((name.replace("_", " "), str(value)) for name, value in facts.items())
+    return tuple((name.replace("_", " "), _brief(str(value))) for name, value in facts.items())
+
+
+def _brief(value: str) -> str:
+    """A digest by its first digits, as elsewhere."""
+    return value[:12] if _DIGEST.fullmatch(value) else value
 
 
 def _skips(architecture: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from ssl_bench.report.model import (
 )
 from ssl_bench.report.overview.board import Board
 from ssl_bench.report.overview.headlines import by_task, headline_metric
+from ssl_bench.report.overview.meanings import MEANINGS
 from ssl_bench.report.overview.measured import TaskTable, task_tables
 from ssl_bench.report.overview.profiles import Profile
 from ssl_bench.report.pictures.strips import Strip
@@ -84,6 +85,10 @@ class TaskSection:
     task: str
     anchor: str
     groups: tuple[PanelGroup, ...]
+
+    @property
+    def meaning(self) -> str:
+        return MEANINGS.get(self.task, "")
 
 
 @dataclass(frozen=True)

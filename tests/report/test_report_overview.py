@@ -1,16 +1,19 @@
 """What stands on the first page and in the tables, by the elements of the pages alone."""
 
 import re
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.choices import choices
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.overview.board import board_of
 from ssl_bench.report.overview.differing import differing
 from ssl_bench.report.overview.headlines import by_task, headline_panels
+from ssl_bench.report.overview.meanings import MEANINGS
 from ssl_bench.report.overview.measured import block_groups
 from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.pictures.panels import Gallery
@@ -283,3 +286,18 @@ def test_folders_of_pictures_are_unscored_where_no_record_is(tmp_path):
     found = PictureFiles(tmp_path).unscored()
 
     assert found == [Place("pca", "toy", "a"), Place("tokencut", "folder", "a")]
+
+
+def test_every_task_is_explained_where_its_curves_begin(tmp_path):
+    assert set(choices("probe")) <= set(MEANINGS)
+
+    page = unescape(written(tmp_path, cell(), plain()))
+
+    assert page.count(MEANINGS["tokencut"]) == page.count(MEANINGS["conditioning"]) == 1
+
+
+def test_a_digest_among_the_facts_is_short():
+    architecture = {**cell().architecture, "modules_sha256": "ab" * 32, "kind": "timm"}
+    (checkpoint,) = checkpoints_of([cell(architecture=architecture)])
+    assert ("modules sha256", "ab" * 6) in checkpoint.facts
+    assert ("kind", "timm") in checkpoint.facts

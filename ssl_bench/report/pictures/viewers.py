@@ -13,7 +13,9 @@ _CAPTIONS = {
     "pca": "The first three principal components of the patch features as red, green and blue.",
     "tokencut": (
         "Magenta: found box; orange: further ones; green: true boxes; dark: outside of the "
-        "object's patches. Beside it the second eigenvector, blue below and red above zero."
+        "object's patches. Beside it the second eigenvector, blue below and red above zero. "
+        "Lambda: its eigenvalue, near 0 where the two sides hardly touch; gap: how far the third "
+        "eigenvalue is, near 0 where rounding chooses the cut."
     ),
     "segmentation": "Photograph, ground truth, and what a linear head on each block says.",
 }

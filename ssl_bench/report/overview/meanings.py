@@ -1,0 +1,24 @@
+"""One sentence a task, for readers who meet its name for the first time."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+MEANINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "segmentation": "A linear head names the class of every pixel from the patches of a block; "
+        "mean IoU over the classes, more is better.",
+        "tokencut": "The normalised cut of a block's patches gives a box an image; CorLoc: percent "
+        "of the images whose box overlaps a true one with an IoU of 1/2, more is better.",
+        "retrieval": "Patches take the class of their nearest training patches, nothing is "
+        "trained; mean IoU over the classes, more is better.",
+        "classification": "A linear head names the class of the image; percent right, more is "
+        "better.",
+        "knn": "Images take the class of their nearest training images, nothing is trained; "
+        "percent right, more is better.",
+        "pca": "How much of what the patches of an image differ in three components show; neither "
+        "more nor less is better: patches that are all alike have one component.",
+        "conditioning": "How near tokens, attention and Jacobians of a block are to singular; "
+        "condition numbers (less is nearer to an isometry), ranks, CKA.",
+    }
+)
+"""Of the tasks of this suite; others have none."""
