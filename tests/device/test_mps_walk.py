@@ -11,6 +11,7 @@ from ssl_bench.system.device import in_float64
 from tests.device.runs import OBJECTIVES, SMALL
 from tests.support.faults import class_folders, encoder_file, fails, photo_folder, voc
 from tests.support.simulated_mps import simulation
+from tests.support.spair import spair
 
 HEADS = ("probe.image_size=32", "probe.training.epochs=2", "probe.training.batch_size=3")
 WALKS = {
@@ -26,6 +27,9 @@ WALKS = {
     "tokencut, lost": ("tokencut", "voc2012", "probe.method=lost"),
     "tokencut, maskcut": ("tokencut", "voc2012", "probe.method=maskcut"),
     "pca": ("pca", "folder", "probe.image_size=32"),
+    "correspondence": ("correspondence", "folder", "probe.facet=[token,key]"),
+    "correspondence, soft": ("correspondence", "folder", "probe.prediction=soft"),
+    "correspondence, spair": ("correspondence", "spair71k", "probe.protocol=spair"),
     "conditioning": ("conditioning", "folder"),
     "conditioning, lanczos": (
         "conditioning", "folder", "probe.protocol=jacobian_lanczos", "probe.num_images=1",
@@ -54,6 +58,7 @@ def data(tmp_path_factory):
     return {
         "voc2012": root / "voc2012",
         "folder": photo_folder(root / "folder"),
+        "spair71k": spair(root / "spair71k"),
         "class_folders": class_folders(root / "class_folders"),
     }
 

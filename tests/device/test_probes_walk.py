@@ -10,6 +10,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders, encoder_file, photo_folder, voc
+from tests.support.spair import spair
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,6 +48,9 @@ WALKS = {
     "tokencut, lost": ("tokencut", "voc2012", "probe.method=lost"),
     "tokencut, maskcut": ("tokencut", "voc2012", "probe.method=maskcut"),
     "pca": ("pca", "folder", "probe.image_size=32"),
+    "correspondence": ("correspondence", "folder", "probe.facet=[token,key]"),
+    "correspondence, soft": ("correspondence", "folder", "probe.prediction=soft"),
+    "correspondence, spair": ("correspondence", "spair71k", "probe.protocol=spair"),
     "pca, dataset": ("pca", "folder", "probe.image_size=32", "probe.protocol=dataset"),
     "pca, foreground": (
         "pca", "folder", "probe.image_size=32", "probe.background=first_component",
@@ -70,6 +74,7 @@ def data(tmp_path_factory):
     return {
         "voc2012": root / "voc2012",
         "folder": photo_folder(root / "folder"),
+        "spair71k": spair(root / "spair71k"),
         "class_folders": class_folders(root / "class_folders"),
     }
 

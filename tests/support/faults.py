@@ -27,6 +27,7 @@ OBJECT = """<annotation><object><name>cat</name><bndbox>
 
 SMALL = {
     "pca": ["probe.image_size=32"],
+    "correspondence": ["probe.image_size=32", "probe.num_points=16"],
     "tokencut": [],
     "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"],
     "retrieval": ["probe.image_size=32", "probe.neighbours=5"],

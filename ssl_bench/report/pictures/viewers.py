@@ -15,6 +15,10 @@ _CAPTIONS = {
         "Magenta: found box; orange: further ones; green: true boxes; dark: outside of the "
         "object's patches. Beside it the second eigenvector, blue below and red above zero."
     ),
+    "correspondence": (
+        "Points of the left view and where they were found in the right one: green where that is "
+        "near enough, red elsewhere, with a ring at the true place."
+    ),
     "segmentation": "Photograph, ground truth, and what a linear head on each block says.",
 }
 
