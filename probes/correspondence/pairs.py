@@ -1,10 +1,11 @@
 """Pairs of views as the encoder sees them, and the points that both show."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float64, UInt8
+from jaxtyping import Bool, Float64, UInt8
 from PIL import Image
 from torch import Tensor
 
@@ -45,8 +46,18 @@ class ViewPair:
     category: str | None = None
 
     def errors(self, predicted: Points) -> Float64[np.ndarray, " _points"]:
-        """How far places that are relative to the second view lie from the true ones."""
+        """How far places lie from the true ones, relative to the reference.
+
+        Args:
+            predicted: Relative to the side of the second view.
+        """
         return np.linalg.norm((predicted - self.truth) * self.units, axis=1) / self.reference
+
+    def right(
+        self, predicted: Points, alphas: Sequence[float]
+    ) -> Bool[np.ndarray, "{len(alphas)} _points"]:
+        """Which places are near enough, one row an alpha; one at that distance is."""
+        return self.errors(predicted) <= np.array(alphas, np.float64)[:, None]
 
 
 def warped_pair(sample: Sample, probe: Correspondence, size: int, seed: int) -> ViewPair:

@@ -76,7 +76,7 @@ class Correspondence:
     sigma: Positive = 7.0
     temperature: Temperature = 0.04
     panels: CountOrZero = 2
-    batch_size: Count = 32
+    batch_size: Count = 16
     memory_gib: PositiveOrZero = 8.0
     num_workers: Threads = 4
 

@@ -118,14 +118,16 @@ class CorrespondenceRun:
         for name, predicted, arbitrary in zip(names, flat[::2], flat[1::2], strict=True):
             for row, (index, pair) in enumerate(batch):
                 places = predicted[row, : len(pair.source)].double().numpy()
-                cells[name].right[index] = self._right(pair.errors(places)).sum(1)
+                cells[name].right[index] = pair.right(places, self.probe.alphas).sum(1)
                 cells[name].is_arbitrary[index] = bool(arbitrary[row])
                 if pair.pair_id in drawn:
                     self._draw(name, pair, places)
         grid = next(iter(features.values()))[names[0]].shape[:2]
         for index, pair in batch:
             truth.points[index] = len(pair.source)
-            truth.reachable[index] = self._right(pair.errors(_own_cells(pair.truth, grid))).sum(1)
+            truth.reachable[index] = pair.right(
+                _own_cells(pair.truth, grid), self.probe.alphas
+            ).sum(1)
             if pair.category is not None:
                 truth.categories[index] = pair.category
 
@@ -146,12 +148,8 @@ class CorrespondenceRun:
         found = soft_cells(similarity, sigma=self.probe.sigma, temperature=self.probe.temperature)
         return found, constant(target)
 
-    def _right(self, errors: Float64[np.ndarray, " _points"]) -> np.ndarray:
-        """Which points are right, one row an alpha."""
-        return errors <= np.array(self.probe.alphas, np.float64)[:, None]
-
     def _draw(self, cell: Cell, pair: ViewPair, places: Points) -> None:
-        right = self._right(pair.errors(places))[self.probe.shown]
+        right = pair.right(places, self.probe.alphas)[self.probe.shown]
         metric = self.probe.metrics[self.probe.shown]
         title = f"block {cell[0]}, {cell[1]}: {metric} {100 * right.mean():.0f} %"
         path = self.context.artifacts / self.probe.picture(*cell, pair.pair_id)

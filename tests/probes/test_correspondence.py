@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from probes.correspondence.drawing import GAP, SIDE, draw
 from probes.correspondence.encoded import EncodedViews
 from probes.correspondence.matching import best_cells, constant, similarities, soft_cells
 from probes.correspondence.pairs import ViewPair, warped_pair
@@ -24,6 +25,7 @@ from probes.correspondence.warps import (
     visible,
     warped,
 )
+from probes.pictures import MARGIN
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.spair71k import Spair71k
@@ -295,7 +297,17 @@ def test_one_of_two_points_lies_within_a_tenth_of_the_box():
 
     # 4 and 6 pixels of a box of 50.
     assert errors == pytest.approx([0.08, 0.12])
-    assert (errors <= 0.1).mean() == 0.5
+    right = pair.right(np.array([[0.24, 0.2], [0.5, 0.44]]), [0.05, 0.1, 0.15])
+    assert right.mean(1).tolist() == [0.0, 0.5, 1.0]
+
+
+def test_a_place_at_that_very_distance_is_right():
+    pair = view_pair([[0.5, 0.5]], units=(8.0, 8.0), reference=8.0)
+
+    # Numbers without rounding.
+    right = pair.right(np.array([[0.75, 0.5]]), [0.25, 0.24])
+
+    assert right.tolist() == [[True], [False]]
 
 
 def test_errors_are_told_in_pixels_of_the_second_image():
@@ -342,10 +354,47 @@ def test_every_block_and_facet_gets_a_score_an_alpha(photographs, tmp_path, warp
         values = [by_cell(records)[layer, facet, metric] for metric in alphas]
         assert values == sorted(values)
     assert {(r.num_images, r.details["points"]) for r in records} == {(3, 60)}
-    drawn = {path.name for path in (store.root / "pictures").rglob("*.png")}
-    assert drawn == {"a.png.png", "b.png.png"}
-    assert len(list((store.root / "pictures").rglob("*.png"))) == 8
     assert run(photographs, store, warp=warp, facet=["token", "key"]) == records
+
+
+# Pictures
+
+
+def test_the_files_that_are_announced_are_left(photographs, tmp_path):
+    store = ResultStore(tmp_path / "out")
+    probe = Correspondence(**{**WARPS, "panels": 1, "warp": "flip"})
+
+    run(photographs, store, panels=1, warp="flip")
+
+    (folder,) = (store.root / "pictures/correspondence/folder").iterdir()
+    left = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert left == probe.pictures((0, 2), photographs.images(), 0).keys()
+    assert len(left) == 2
+    assert all("warp=flip" in name and name.endswith("token/a.png.png") for name in left)
+
+
+def test_a_line_is_green_where_a_point_is_right_and_red_elsewhere(tmp_path):
+    pair = view_pair([[0.5, 0.25], [0.5, 0.75]])
+    places = np.array([[0.5, 0.25], [0.5, 0.5]])
+
+    draw(pair, places, np.array([True, False]), "title", tmp_path / "a.png")
+
+    picture = np.asarray(Image.open(tmp_path / "a.png")).astype(int)
+    views = picture[picture.shape[0] - SIDE - MARGIN :, MARGIN:]
+    middle = (2 * SIDE + GAP) // 2
+    # Half of the way from one view to the other, there where both are black.
+    right, wrong = (
+        views[row - 2 : row + 3, middle - GAP // 2 - 4].reshape(-1, 3).max(0)
+        for row in (SIDE // 4, round(0.63 * SIDE))
+    )
+    assert right[1] > 100 > right[0]
+    assert wrong[0] > 100 > wrong[1]
+    # The ring around the true place, four pixels wide on either side, on nothing else.
+    ring = views[round(0.75 * SIDE) - 6 : round(0.75 * SIDE) + 7, middle + GAP // 2 + SIDE // 2]
+    assert (ring[:, 1] > 100).any()
+
+
+# Records
 
 
 def test_an_image_scores_the_same_without_the_others(photographs, tmp_path):
