@@ -26,6 +26,7 @@ from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
 # From a third on, four corners that move inwards may enclose nothing convex.
 Strength = Annotated[float, Within(0, 0.33)]
+NumPoints = Annotated[int, Within(1, 65536)]
 Warp = Literal["homography", "crop", "flip"]
 
 _FACETS: tuple[Facet, ...] = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
@@ -71,7 +72,7 @@ class Correspondence:
     image_size: Pixels | None = None
     warp: Warp = "homography"
     strength: Strength = 0.25
-    num_points: Count = 256
+    num_points: NumPoints = 256
     prediction: Literal["cell", "soft"] = "cell"
     sigma: Positive = 7.0
     temperature: Temperature = 0.04

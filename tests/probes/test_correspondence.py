@@ -12,7 +12,13 @@ from PIL import Image
 
 from probes.correspondence.drawing import GAP, SIDE, draw
 from probes.correspondence.encoded import EncodedViews
-from probes.correspondence.matching import best_cells, constant, similarities, soft_cells
+from probes.correspondence.matching import (
+    at_points,
+    best_cells,
+    constant,
+    similarities,
+    soft_cells,
+)
 from probes.correspondence.pairs import ViewPair, warped_pair
 from probes.correspondence.probe import Correspondence
 from probes.correspondence.run import _by_category, _own_cells
@@ -110,6 +116,15 @@ def test_the_middle_of_a_square_is_enlarged_by_hand():
     assert visible(found, 40).tolist() == [True, True, False, False]
 
 
+def test_what_is_shown_lies_before_the_horizon_though_a_corner_lies_behind_it():
+    shown = np.array([[33.0, 33.0], [100.0, 0.0], [100.0, 100.0], [0.0, 67.0]])
+
+    found = moved(np.concatenate([shown, [[0.0, 0.0]]]), homography(shown, 100 * SQUARE))
+
+    assert found[:4] == pytest.approx(100 * SQUARE, abs=1e-3)
+    assert np.isnan(found[4]).all()
+
+
 def test_points_beyond_the_horizon_are_nowhere():
     tilted = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, -0.1, 1.0]])
 
@@ -186,6 +201,8 @@ def test_a_point_between_patches_is_their_mixture():
 
     found = similarities(source, target, points)[0, :, 0]
 
+    # Beyond the middle of the outermost patch its own, not a part of it.
+    assert at_points(source, points)[0, 0].tolist() == [1.0, 0.0]
     # A quarter of the way from the middle of the view: 1/4 of one and 3/4 of the other.
     mixed = np.array([0.25, 1 / math.sqrt(2), 0.75]) / math.hypot(0.25, 0.75)
     half = math.sqrt(0.5)

@@ -168,6 +168,7 @@ class Spair71k:
 
     name = "spair71k"
     supports = frozenset({"correspondence", "images"})
+    class_names = CATEGORIES
 
     root: Place = None
     val_split: str = "test"
