@@ -26,7 +26,7 @@ from ssl_bench.system.progress import say, show_progress
 
 _MARKS = ".ssl-bench"
 _SAMPLE = 64
-_ROLES = ("segmentation", "classification", "discovery", "images")
+_ROLES = ("segmentation", "classification", "correspondence", "discovery", "images")
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -214,6 +214,7 @@ def _roles(name: str, root: str) -> str | None:
     opened: dict[str, tuple[Callable[[], ImageSet], ...]] = {
         "segmentation": (dataset.train, dataset.val),
         "classification": (dataset.train, dataset.val),
+        "correspondence": (dataset.val,),
         "discovery": (dataset.discovery,),
         "images": (dataset.images,),
     }

@@ -55,6 +55,9 @@ _CALLED = {
         "lost": "tokencut, with probe.method=lost",
         "maskcut": "tokencut, with probe.method=maskcut",
         "hummingbird": "retrieval",
+        "spair": "correspondence, with probe.protocol=spair",
+        "pck": "correspondence",
+        "keypoints": "correspondence, with probe.protocol=spair",
         "hbird": "retrieval, with probe.protocol=hbird",
         "jacobian": "conditioning, with probe.protocol=jacobian_exact",
         "cka": "conditioning",
@@ -69,6 +72,8 @@ _CALLED = {
         "pascal": "voc2012 or voc2007",
         "coco": "coco_stuff or coco20k",
         "ade": "ade20k",
+        "spair": "spair71k",
+        "spair-71k": "spair71k",
     },
     "format": {"html": "`ssl-bench report`, which writes pages", "md": "markdown", "tex": "latex"},
 }

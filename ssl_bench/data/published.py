@@ -11,6 +11,8 @@ PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "coco_stuff": {"train": 118287, "val": 5000},
         "cityscapes": {"train": 2975, "val": 500},
         "camvid": {"train": 367, "val": 101},
+        # Pairs of its split test, and all pictures.
+        "spair71k": {"val": 12234, "images": 1800},
     }
 )
 

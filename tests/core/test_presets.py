@@ -5,6 +5,7 @@ import pytest
 
 from probes.classification.probe import LinearClassification
 from probes.conditioning.probe import Conditioning
+from probes.correspondence.probe import Correspondence
 from probes.knn.probe import KNN
 from probes.pca.probe import PCA
 from probes.retrieval.probe import Retrieval
@@ -17,7 +18,10 @@ from ssl_bench.results import Record
 from ssl_bench.tables.depth import depth_tables
 from tests.core.test_results import RECORD
 
-PROBES = (Conditioning, KNN, LinearClassification, PCA, Retrieval, Segmentation, TokenCut)
+PROBES = (
+    *(Conditioning, Correspondence, KNN, LinearClassification, PCA, Retrieval, Segmentation),
+    TokenCut,
+)
 PRESETS = [(probe.task, name) for probe in PROBES for name in protocols(probe.task, probe)]
 
 
@@ -34,7 +38,7 @@ def recorded(**changed: Any) -> Record:
 
 
 def test_every_protocol_of_the_suite_is_seen():
-    assert len(PRESETS) == 20
+    assert len(PRESETS) == 22
     assert {task for task, _ in PRESETS} == set(choices("probe"))
 
 

@@ -12,6 +12,7 @@ from ssl_bench.data.layouts.coco20k import Coco20k
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
+from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.layouts.toy_objects import ToyObjects
 from ssl_bench.data.layouts.voc import Voc
@@ -25,6 +26,7 @@ DEFAULTS = {
     "ade20k": Ade20k("/data"),
     "coco_stuff": CocoStuff("/data"),
     "coco20k": Coco20k("/data"),
+    "spair71k": Spair71k("/data"),
     "folder": ImageFolder("/data"),
     "class_folders": ClassFolders("/data"),
     "paired_folders": ImageMaskFolders("/data"),
@@ -58,5 +60,6 @@ def test_roles_are_found_by_looking_at_the_datasets():
         "voc2012",
     ]
     assert datasets_with("classification") == ["class_folders", "toy_objects"]
+    assert datasets_with("correspondence") == ["spair71k"]
     assert datasets_with("discovery") == ["coco20k", "folder", "toy", "voc2012"]
     assert datasets_with("images") == sorted(set(DEFAULTS) - {"voc2007"})

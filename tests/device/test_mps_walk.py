@@ -26,6 +26,9 @@ WALKS = {
     "tokencut, lost": ("tokencut", "voc2012", "probe.method=lost"),
     "tokencut, maskcut": ("tokencut", "voc2012", "probe.method=maskcut"),
     "pca": ("pca", "folder", "probe.image_size=32"),
+    "correspondence": ("correspondence", "folder", "probe.facet=[token,key]"),
+    "correspondence, soft": ("correspondence", "folder", "probe.prediction=soft"),
+    "correspondence, spair": ("correspondence", "spair71k", "probe.protocol=spair"),
     "conditioning": ("conditioning", "folder"),
     "conditioning, lanczos": (
         "conditioning", "folder", "probe.protocol=jacobian_lanczos", "probe.num_images=1",

@@ -47,6 +47,9 @@ WALKS = {
     "tokencut, lost": ("tokencut", "voc2012", "probe.method=lost"),
     "tokencut, maskcut": ("tokencut", "voc2012", "probe.method=maskcut"),
     "pca": ("pca", "folder", "probe.image_size=32"),
+    "correspondence": ("correspondence", "folder", "probe.facet=[token,key]"),
+    "correspondence, soft": ("correspondence", "folder", "probe.prediction=soft"),
+    "correspondence, spair": ("correspondence", "spair71k", "probe.protocol=spair"),
     "pca, dataset": ("pca", "folder", "probe.image_size=32", "probe.protocol=dataset"),
     "pca, foreground": (
         "pca", "folder", "probe.image_size=32", "probe.background=first_component",

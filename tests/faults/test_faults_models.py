@@ -93,7 +93,10 @@ def test_fault_17_other_objects_are_refused_with_a_way_to_convert(place, capsys)
     assert "save only its tensors with safetensors.torch.save_file" in said
 
 
-DATASETS = {"pca": "folder", "knn": "class_folders", "classification": "class_folders"}
+DATASETS = {
+    "pca": "folder", "correspondence": "folder", "knn": "class_folders",
+    "classification": "class_folders",
+}  # fmt: skip
 CUTS = {"nothing left": 0.0, "10 bytes": 10, "half": 0.5, "last byte lost": -1}
 
 
@@ -253,7 +256,8 @@ def spoilt_encoder(path: Path, number: float, block: int = 1) -> None:
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    "task", ["pca", "tokencut", "segmentation", "retrieval", "knn", "classification"]
+    "task",
+    [*("pca", "correspondence", "tokencut", "segmentation", "retrieval", "knn", "classification")],
 )
 def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
     place, capsys, task, number
@@ -287,6 +291,7 @@ def constant_encoder(path: Path) -> None:
     [
         ("tokencut", "degenerate_percent", 100.0),
         ("pca", "num_constant", 4),
+        ("correspondence", "degenerate_percent", 100.0),
         ("knn", "constant_features", True),
         ("classification", "constant_features", True),
         ("segmentation", "constant_channels_percent", 100.0),

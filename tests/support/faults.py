@@ -18,6 +18,7 @@ from PIL import Image
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig, build_vit, save_encoder
 from ssl_bench.results import Record, ResultStore
+from tests.support.spair import spair
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 DINO_LIKE = ViTConfig(image_size=32, patch_size=8, dim=64, depth=2, num_heads=1)
@@ -27,6 +28,7 @@ OBJECT = """<annotation><object><name>cat</name><bndbox>
 
 SMALL = {
     "pca": ["probe.image_size=32"],
+    "correspondence": ["probe.image_size=32", "probe.num_points=16"],
     "tokencut": [],
     "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"],
     "retrieval": ["probe.image_size=32", "probe.neighbours=5"],
@@ -87,12 +89,13 @@ def voc(root: Path) -> Path:
 
 
 def data_of_every_role(root: Path) -> dict[str, Path]:
-    """Roots of a dataset of masks and boxes, of one of classes and of plain pictures."""
+    """Roots of a dataset of masks and boxes, of classes, of pairs and of plain pictures."""
     voc(root / "voc2012")
     return {
         "voc2012": root / "voc2012",
         "folder": photo_folder(root / "folder"),
         "class_folders": class_folders(root / "class_folders"),
+        "spair71k": spair(root / "spair71k"),
     }
 
 

@@ -36,6 +36,7 @@ TRAINING: Mapping[str, object] = {
 PROBING: Mapping[str, object] = {
     "probe.training.epochs": 1,
     "probe.num_images": 2,
+    "probe.num_points": 16,
     "dataset.num_train": 4,
     "dataset.num_val": 3,
 }
@@ -108,7 +109,7 @@ def _changes(
 ) -> Iterator[tuple[str, object]]:
     """The sizes that something has; those of the image only where the page says none."""
     if configs and "probe" in configs[0] and not any("image_size" in word for word in words):
-        takers = {"segmentation", "retrieval", "pca", "conditioning"}
+        takers = {"segmentation", "retrieval", "pca", "conditioning", "correspondence"}
         if any(config.probe._target_.split(".")[1] in takers for config in configs):
             yield "probe.image_size", 32
     for key, value in sizes.items():

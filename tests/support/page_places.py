@@ -8,6 +8,7 @@ import numpy as np
 
 from ssl_bench.models import ConvMixerConfig, ViTConfig, build_encoder, build_vit, save_encoder
 from tests.support.faults import mask, photo_folder, picture, save_mask, voc
+from tests.support.spair import spair
 
 ENCODER = ViTConfig(image_size=32, patch_size=8, dim=12, depth=12, num_heads=2)
 MIXER = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
@@ -34,6 +35,7 @@ def furnish(place: Path) -> None:
     _pairs(place / "data/coco", "images", "stuffthingmaps", "train2017,val2017")
     _pairs(place / "DIR", "images", "masks", "train,val", numbers=(0, 1), suffix=".png")
     _coco20k(place / "data/coco")
+    spair(place / "data/spair")
     for name in ("data/imagenet", "data/tiny_imagenet", "photos", "classes"):
         _classes(place / name, kinds=2, count=101)
     for name in ("data/cifar10", "data/mnist"):

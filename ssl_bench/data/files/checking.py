@@ -10,7 +10,7 @@ from ssl_bench.errors import DataError
 
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "train": ("segmentation", "classification"),
-    "val": ("segmentation", "classification"),
+    "val": ("segmentation", "classification", "correspondence"),
     "discovery": ("discovery",),
 }
 

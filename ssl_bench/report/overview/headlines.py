@@ -14,6 +14,7 @@ _METRICS = (
     "miou",
     "top1_holdout",
     "top1_k20",
+    "pck_0.1",
     "explained_variance",
     "condition_number",
 )

@@ -17,6 +17,10 @@ _CAPTIONS = {
         "Lambda: its eigenvalue, near 0 where the two sides hardly touch; gap: how far the third "
         "eigenvalue is, near 0 where rounding chooses the cut."
     ),
+    "correspondence": (
+        "Points of the left view and where they were found in the right one: green where that is "
+        "near enough, red elsewhere, with a ring at the true place."
+    ),
     "segmentation": "Photograph, ground truth, and what a linear head on each block says.",
 }
 

@@ -10,6 +10,7 @@ from jaxtyping import Int64
 from ssl_bench.intervals import (
     Estimate,
     Share,
+    mean_estimate,
     mean_iou_estimate,
     pixel_accuracy_estimate,
 )
@@ -32,11 +33,32 @@ class ImageCurve:
 
     @property
     def counts_pixels(self) -> bool:
-        """Whether an image contributes pixels by class, and not a hit or none."""
+        """Whether an image contributes pixels by class."""
         return self.metric.startswith("miou") or self.metric == "pixel_accuracy"
+
+    @property
+    def counts_points(self) -> bool:
+        """Whether an image contributes how many of its points are right, and how many it has."""
+        return self.metric.startswith("pck_")
+
+    @property
+    def _shape(self) -> tuple[int | None, ...]:
+        """Of what an image contributes, where not a hit or none; None for any length."""
+        if self.counts_pixels:
+            return (3, None)
+        return (2,) if self.counts_points else ()
+
+    def fits(self, per_image: PerImage) -> bool:
+        """Whether contributions have the shape that this metric is computed from."""
+        shape = per_image.shape[1:]
+        return len(shape) == len(self._shape) and all(
+            wanted in (None, side) for side, wanted in zip(shape, self._shape, strict=True)
+        )
 
     def value(self, per_image: PerImage) -> float:
         """The metric in percent."""
+        if self.counts_points:
+            return self.estimate(per_image).value
         total = per_image.sum(0, dtype=np.int64)
         if self.metric.startswith("miou"):
             return float(mean_iou(total))
@@ -50,6 +72,9 @@ class ImageCurve:
             return mean_iou_estimate(per_image)
         if self.metric == "pixel_accuracy":
             return pixel_accuracy_estimate(per_image)
+        if self.counts_points:
+            right, points = per_image.astype(np.float64).T
+            return mean_estimate(100.0 * right / points)
         return Share(per_image.astype(bool))
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
@@ -122,10 +147,7 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 def _adds_up(per_image: PerImage, record: Record) -> bool:
     """Whether the value of a record comes from these contributions."""
     curve = ImageCurve(record.metric, {})
-    if per_image.ndim != (3 if curve.counts_pixels else 1) or per_image.shape[1:2] not in (
-        (),
-        (3,),
-    ):
+    if not curve.fits(per_image):
         return False
     value = curve.value(per_image)
     is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)

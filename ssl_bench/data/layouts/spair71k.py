@@ -1,0 +1,270 @@
+"""SPair-71k: pairs of images of one category, with points that both show."""
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64
+
+from ssl_bench.composition.fields import Place, check_fields
+from ssl_bench.data.files.digests import Part, Reading, identities
+from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.files.fingerprints import FingerprintKind, fingerprint_of
+from ssl_bench.data.files.images import read_image
+from ssl_bench.data.locations import find_root
+from ssl_bench.data.published import name_of_images
+from ssl_bench.data.roles import lacking
+from ssl_bench.data.samples import Pair, Sample
+from ssl_bench.data.splits import Split, absent_split, read_lines
+from ssl_bench.errors import DataError
+from ssl_bench.system.files import read_regular
+
+CATEGORIES = (
+    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("dog", "horse", "motorbike", "person", "pottedplant", "sheep", "train", "tvmonitor"),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a layout, NUMBER-SOURCE-TARGET:CATEGORY, which also names the annotation.
+
+    Attributes:
+        source: Path of an image below JPEGImages, without its suffix.
+        target: As `source`.
+    """
+
+    source: str
+    target: str
+    category: str
+
+    @classmethod
+    def parse(cls, text: str, file: Path) -> "Line":
+        """Take a line apart.
+
+        Raises:
+            DataError: it is none.
+        """
+        names, _, category = text.partition(":")
+        parts = names.split("-")
+        if len(parts) != 3 or category not in CATEGORIES:
+            raise DataError(
+                f"{file} has the line {text!r}, expected NUMBER-SOURCE-TARGET:CATEGORY; "
+                "take the lists as they were published"
+            )
+        return cls(f"{category}/{parts[1]}", f"{category}/{parts[2]}", category)
+
+
+@dataclass(frozen=True)
+class SpairPairs:
+    """The pairs of a split: a sample's image is the source, and its `pair` has the target.
+
+    Attributes:
+        ids: Lines of the layout.
+    """
+
+    name: str
+    split: str
+    source: Path
+    ids: tuple[str, ...]
+    images: Files
+    annotations: Files
+    class_names: tuple[str, ...] = CATEGORIES
+    fingerprint_kind: FingerprintKind = "content"
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Decode both images of a pair and read its points.
+
+        Raises:
+            DataError: a file is unreadable or no annotation of SPair-71k.
+        """
+        pair_id = self.ids[index]
+        line = Line.parse(pair_id, self.source)
+        images = [read_image(self.images.path(one)) for one in (line.source, line.target)]
+        file = self.annotations.path(pair_id)
+        told = _annotation(file, line.category)
+        source = _points(told, "src_kps", images[0].shape[1::-1], file)
+        target = _points(told, "trg_kps", images[1].shape[1::-1], file)
+        if len(source) != len(target):
+            raise _damaged(file, f"{len(source)} src_kps and {len(target)} trg_kps")
+        pair = Pair(
+            image_ids=(line.source, line.target),
+            image=images[1],
+            source=source,
+            target=target,
+            extent=_extent(told, file),
+            category=line.category,
+        )
+        return Sample(pair_id, images[0], pair=pair)
+
+    def fingerprint(self) -> str:
+        """Sha256 over the lines, their annotations and the images that they name.
+
+        Raises:
+            DataError: a file cannot be read.
+        """
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        paths = [self.annotations.path(pair_id) for pair_id in self.ids]
+        paths += [self.images.path(image_id) for image_id in self._image_ids]
+        reading = Reading(f"{self.name} {self.split}", self.images.folder, len(paths))
+        with closing(identities(map(Part, paths), reading, self.fingerprint_kind)) as found:
+            rows = zip((*self.ids, *self._image_ids), found, strict=True)
+            return fingerprint_of(rows, self.fingerprint_kind)
+
+    @property
+    def _image_ids(self) -> tuple[str, ...]:
+        lines = [Line.parse(pair_id, self.source) for pair_id in self.ids]
+        return tuple(sorted({image_id for one in lines for image_id in (one.source, one.target)}))
+
+    def by_stat(self) -> "SpairPairs":
+        """The same pairs, their files known by size and time."""
+        return replace(self, fingerprint_kind="stat")
+
+    def some(self, name: str, kept: Sequence[int]) -> "SpairPairs":
+        """The pairs of these indices, under another name."""
+        return replace(self, name=name, ids=tuple(self.ids[index] for index in kept))
+
+    def checked(self) -> "SpairPairs":
+        """This set, once every file behind it is known to be there.
+
+        Raises:
+            DataError: it is empty, names a pair twice, or files are missing.
+        """
+        if not self.ids:
+            raise DataError(f"{self.source} gives no pair for the split {self.split}")
+        if len(set(self.ids)) < len(self.ids):
+            raise DataError(f"{self.source} names a pair twice; make its lines unique")
+        wanted = ((self.images, self._image_ids, "images"), (self.annotations, self.ids, "pairs"))
+        for files, ids, what in wanted:
+            if missing := files.missing(ids):
+                first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+                raise DataError(
+                    f"{len(missing)} of {len(ids)} {what} of the split {self.split} are missing "
+                    f"in {files.folder}: {first}; the pairs come from {self.source}"
+                )
+        return self
+
+
+@dataclass(frozen=True)
+class Spair71k:
+    """SPair-71k, http://cvlab.postech.ac.kr/research/SPair-71k, in its large layout.
+
+    Attributes:
+        root: The folder with JPEGImages, PairAnnotation and Layout, or the one above it.
+        val_split: `test`, `val`, `trn`, or a share of one of them. Only the pairs of `test` have
+            the name of the dataset alone.
+    """
+
+    name = "spair71k"
+    supports = frozenset({"correspondence", "images"})
+    class_names = CATEGORIES
+
+    root: Place = None
+    val_split: str = "test"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "dataset")
+        Split.parse(self.val_split)
+
+    def train(self) -> FileImageSet:
+        raise lacking(self.name, "segmentation")
+
+    def val(self) -> SpairPairs:
+        """The pairs.
+
+        Raises:
+            DataError: a file is missing, or a line is none of SPair-71k.
+        """
+        root, split = self._root(), Split.parse(self.val_split)
+        source = root / "Layout/large" / f"{split.name}.txt"
+        if not source.is_file():
+            raise absent_split(split.name, [f.stem for f in source.parent.glob("*.txt")], root)
+        lines = [line.strip() for line in read_lines(source) if line.strip()]
+        return SpairPairs(
+            name=name_of_images(self.name, {"val": lines}),
+            split=self.val_split,
+            source=source,
+            ids=split.cut(lines),
+            images=Files(root / "JPEGImages", ".jpg"),
+            annotations=Files(root / "PairAnnotation" / split.name, ".json"),
+        ).checked()
+
+    def discovery(self) -> FileImageSet:
+        raise lacking(self.name, "discovery")
+
+    def images(self) -> FileImageSet:
+        """All pictures, whatever pairs they are in."""
+        folder = self._root() / "JPEGImages"
+        ids = sorted(
+            f"{file.parent.name}/{file.stem}"
+            for file in folder.glob("*/*.jpg")
+            if file.name[0] != "."
+        )
+        return FileImageSet(
+            name=name_of_images(self.name, {"images": ids}),
+            split="all",
+            source=folder,
+            ids=tuple(ids),
+            images=Files(folder, ".jpg"),
+        ).checked()
+
+    def _root(self) -> Path:
+        return find_root(
+            self.root,
+            name=self.name,
+            inside=("SPair-71k",),
+            landmarks=("PairAnnotation", "JPEGImages"),
+            tree="JPEGImages/CLASS/*.jpg, PairAnnotation/SPLIT/*.json and Layout/large/SPLIT.txt",
+        )
+
+
+def _annotation(file: Path, category: str) -> dict[str, Any]:
+    try:
+        told = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(file, str(error)) from error
+    if not isinstance(told, dict) or told.get("category") != category:
+        raise _damaged(file, f"it is not of the category {category}")
+    return told
+
+
+def _points(
+    told: dict[str, Any], key: str, sides: Sequence[int], file: Path
+) -> Float64[np.ndarray, "points 2"]:
+    """Points inside of an image, moved to the middles of the pixels that are named."""
+    try:
+        points = np.array(told[key], np.float64)
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(file, f"{key} is not a list of points") from error
+    if points.ndim != 2 or points.shape[1] != 2 or not len(points):
+        raise _damaged(file, f"{key} is not a list of points")
+    # Some lie on the far edge, one beyond the last pixel.
+    if not ((points >= 0) & (points <= np.array(sides))).all():
+        raise _damaged(file, f"{key} has points outside of the image of {sides[0]} x {sides[1]}")
+    return points + 0.5
+
+
+def _extent(told: dict[str, Any], file: Path) -> float:
+    try:
+        left, top, right, bottom = map(float, told["trg_bndbox"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(file, "trg_bndbox is not a box") from error
+    extent = max(right - left, bottom - top)
+    if not 0 < extent < np.inf:
+        raise _damaged(file, f"trg_bndbox has no size: {told['trg_bndbox']}")
+    return extent
+
+
+def _damaged(file: Path, why: str) -> DataError:
+    return DataError(f"{file} is no pair of SPair-71k ({why}); unpack it again")

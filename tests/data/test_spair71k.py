@@ -1,0 +1,135 @@
+"""SPair-71k: its lines, its points, and what is said of files that are not as published."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssl_bench.data.layouts.spair71k import CATEGORIES, Spair71k
+from ssl_bench.data.limited import LimitedDataset
+from ssl_bench.data.samples import Pair
+from ssl_bench.errors import ConfigurationError, DataError
+from tests.support.spair import PAIRS, SOURCE_SIZE, TARGET_SIZE, spair, write_annotation
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return spair(tmp_path)
+
+
+def pair_of(dataset: Spair71k, index: int) -> Pair:
+    pair = dataset.val()[index].pair
+    assert pair is not None
+    return pair
+
+
+def test_a_line_names_both_images_and_their_points(base):
+    pairs = Spair71k(base.parent).val()
+
+    sample = pairs[1]
+
+    assert (pairs.name, pairs.split, len(pairs)) == ("spair71k-3", "test", 3)
+    assert sample.image_id == "000002-2008_000003-2008_000002:cat"
+    assert sample.image.shape == (*SOURCE_SIZE[::-1], 3)
+    assert sample.pair is not None
+    assert sample.pair.image.shape == (*TARGET_SIZE[::-1], 3)
+    assert sample.pair.image_ids == ("cat/2008_000003", "cat/2008_000002")
+    # The middles of the pixels (6, 6) and (30, 20); the other image is 5/6 as wide, 15/8 as high.
+    assert sample.pair.source.tolist() == [[6.5, 6.5], [30.5, 20.5]]
+    assert sample.pair.target.tolist() == [[5.5, 11.5], [25.5, 38.5]]
+    # The box is 25 wide and 50 high.
+    assert (sample.pair.extent, sample.pair.category) == (50.0, "cat")
+
+
+def test_a_folder_may_be_that_of_the_dataset_or_the_one_above(base):
+    assert Spair71k(base).val().ids == Spair71k(base.parent).val().ids
+
+
+def test_a_share_of_the_pairs_is_named_after_all_of_them(base):
+    pairs = Spair71k(base, val_split="test:0-67%").val()
+
+    assert (len(pairs), pairs.name, pairs.split) == (2, "spair71k-3", "test:0-67%")
+    assert len(LimitedDataset(Spair71k(base), 1).val()) == 1
+
+
+def test_the_pictures_serve_probes_without_pairs(base):
+    images = Spair71k(base).images()
+
+    assert images.name == "spair71k-5"
+    assert images.ids[:2] == ("bird/2009_000004", "bird/2009_000005")
+    assert images[0].image.shape == (*SOURCE_SIZE[::-1], 3)
+
+
+@pytest.mark.parametrize("changed", ["points", "picture"])
+def test_the_fingerprint_tells_other_points_and_other_pictures(base, changed):
+    before = Spair71k(base).val().fingerprint()
+    assert Spair71k(base).val().fingerprint() == before
+
+    if changed == "points":
+        write_annotation(base, PAIRS[2], trg_kps=[[17, 20]])
+    else:
+        picture = base / "JPEGImages/cat/2008_000002.jpg"
+        picture.write_bytes((base / "JPEGImages/cat/2008_000001.jpg").read_bytes())
+
+    assert Spair71k(base).val().fingerprint() != before
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"category": "dog"}, "it is not of the category cat"),
+        ({"src_kps": []}, "src_kps is not a list of points"),
+        ({"src_kps": [[1, 2, 3]]}, "src_kps is not a list of points"),
+        ({"trg_kps": [[1, 2]]}, "3 src_kps and 1 trg_kps"),
+        ({"trg_kps": [[1, 2], [3, 4], [41, 5]]}, "outside of the image of 40 x 60"),
+        ({"trg_kps": [[1, 2], [3, 4], [float("nan"), 5]]}, "outside of the image of 40 x 60"),
+        ({"trg_bndbox": [9, 9, 9, 9]}, "trg_bndbox has no size"),
+        ({"trg_bndbox": [9, 9]}, "trg_bndbox is not a box"),
+    ],
+)
+def test_an_annotation_that_is_none_is_refused_in_a_line(base, changed, said):
+    path = write_annotation(base, PAIRS[0], **changed)
+
+    with pytest.raises(DataError, match=said) as caught:
+        Spair71k(base).val()[0]
+
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_and_lines_that_are_missing_or_wrong_are_named(base):
+    listed = base / "Layout/large/test.txt"
+    with pytest.raises(DataError, match="has no split trn, but test"):
+        Spair71k(base, val_split="trn").val()
+    (base / "JPEGImages/bird/2009_000005.jpg").rename(base / "away.jpg")
+    with pytest.raises(DataError, match=r"1 of 5 images .* missing .*2009_000005"):
+        Spair71k(base).val()
+    (base / "away.jpg").rename(base / "JPEGImages/bird/2009_000005.jpg")
+    (base / f"PairAnnotation/test/{PAIRS[0].line}.json").unlink()
+    with pytest.raises(DataError, match=r"1 of 3 pairs .* missing"):
+        Spair71k(base).val()
+    listed.write_text(f"{PAIRS[1].line}\n{PAIRS[1].line}\n")
+    with pytest.raises(DataError, match="names a pair twice"):
+        Spair71k(base).val()
+    listed.write_text("2008_000001-2008_000002:cat\n")
+    with pytest.raises(DataError, match="expected NUMBER-SOURCE-TARGET:CATEGORY"):
+        Spair71k(base).val()
+    listed.write_text("")
+    with pytest.raises(DataError, match="gives no pair"):
+        Spair71k(base).val()
+
+
+def test_what_it_is_not_is_said(base):
+    with pytest.raises(DataError, match="spair71k has no boxes"):
+        Spair71k(base).discovery()
+    with pytest.raises(DataError, match="spair71k needs its folder"):
+        Spair71k().val()
+    with pytest.raises(ConfigurationError, match="expected a split"):
+        Spair71k(base, val_split="test:9-3%")
+
+
+def test_there_are_eighteen_categories_of_voc():
+    assert len(set(CATEGORIES)) == 18
+    assert json.dumps(CATEGORIES) == json.dumps(sorted(CATEGORIES))
+    assert not np.isin(["sofa", "diningtable"], CATEGORIES).any()

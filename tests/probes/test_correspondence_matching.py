@@ -1,0 +1,246 @@
+"""Where points are found by features, and how far that is from the truth."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from probes.correspondence.drawing import GAP, SIDE, draw
+from probes.correspondence.encoded import EncodedViews
+from probes.correspondence.matching import (
+    at_points,
+    best_cells,
+    constant,
+    similarities,
+    soft_cells,
+)
+from probes.correspondence.pairs import ViewPair, warped_pair
+from probes.correspondence.probe import Correspondence
+from probes.correspondence.run import _by_category, _own_cells
+from probes.correspondence.warps import (
+    drawn_warp,
+    generator_of,
+    moved,
+)
+from probes.pictures import MARGIN
+from ssl_bench.data.samples import Sample
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import build_vit, encoder_from_model
+from tests.support.configured import configured
+from tests.support.faults import TINY
+
+
+def test_points_are_found_in_the_middle_of_the_patch_that_is_alike():
+    target = torch.eye(6).view(1, 2, 3, 6)
+    # Patches of the source in another order: its first one is like the target's last.
+    source = torch.eye(6).flip(0).view(1, 2, 3, 6)
+    middles = torch.tensor([[[1 / 6, 0.25], [5 / 6, 0.75], [0.5, 0.25]]])
+
+    found = best_cells(similarities(source, target, middles))
+
+    assert found[0].numpy() == pytest.approx(np.array([[5 / 6, 0.75], [1 / 6, 0.25], [0.5, 0.75]]))
+
+
+def test_a_point_between_patches_is_their_mixture():
+    source = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]])  # one row of two patches
+    target = torch.tensor([[[[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]]])
+    points = torch.tensor([[[0.0, 0.5], [0.5, 0.5], [0.625, 0.5]]])
+
+    found = similarities(source, target, points)[0, :, 0]
+
+    # Beyond the middle of the outermost patch its own, not a part of it.
+    assert at_points(source, points)[0, 0].tolist() == [1.0, 0.0]
+    # A quarter of the way from the middle of the view: 1/4 of one and 3/4 of the other.
+    mixed = np.array([0.25, 1 / math.sqrt(2), 0.75]) / math.hypot(0.25, 0.75)
+    half = math.sqrt(0.5)
+    assert found.numpy() == pytest.approx(
+        np.array([[1, half, 0], [half, 1, half], mixed]), abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("sigma", [7.0, 1.0])
+def test_the_soft_place_is_that_of_insid3_and_half_a_patch(sigma):
+    """Numbers of INSID3's code.
+
+    `kernel_softargmax_get_matches_logits(scores, 0.04, sigma)` of `utils/keypoints.py` of
+    https://github.com/visinf/INSID3 (f1c9622a) gave indices of cells for these scores.
+    """
+    theirs = {
+        7.0: [[1.822745680809021, 2.9561963081359863], [3.8296804428100586, 1.1564617156982422]],
+        1.0: [[2.0, 3.0], [4.000000476837158, 1.000000238418579]],
+    }
+    scores = (torch.arange(70).double() * 37 % 71 / 71).view(1, 2, 5, 7).float()
+
+    found = soft_cells(scores, sigma=sigma, temperature=0.04)
+
+    wanted = (np.array(theirs[sigma]) + 0.5) / (7, 5)
+    assert found[0].numpy() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_lengths_of_features_change_nothing():
+    generator = torch.Generator().manual_seed(0)
+    source, target = (torch.randn(2, 4, 5, 7, generator=generator) for _ in range(2))
+    points = torch.rand(2, 9, 2, generator=generator)
+    lengths = 0.1 + 10 * torch.rand(2, 4, 5, 1, generator=generator)
+
+    one = similarities(source, target, points)
+    other = similarities(3.7 * source, lengths * target, points)
+
+    assert other.numpy() == pytest.approx(one.numpy(), abs=1e-5)
+
+
+def test_matches_are_those_of_a_plain_loop_in_float64():
+    chance = np.random.default_rng(0)
+    source, target = chance.standard_normal((2, 4, 5, 6))
+    points = chance.random((12, 2))
+
+    found = best_cells(
+        similarities(
+            torch.from_numpy(source[None]).float(),
+            torch.from_numpy(target[None]).float(),
+            torch.from_numpy(points[None]).float(),
+        )
+    )
+
+    for point, place in zip(points, found[0].numpy(), strict=True):
+        # Distance to the middles in patches, at most one patch away, none beyond the rim.
+        at = np.clip(point * (5, 4) - 0.5, 0, (4, 3))
+        wanted = sum(
+            source[r, c] * max(0, 1 - abs(at[0] - c)) * max(0, 1 - abs(at[1] - r))
+            for r in range(4)
+            for c in range(5)
+        )
+        cosine = target @ wanted / np.linalg.norm(target, axis=-1)
+        row, col = np.unravel_index(cosine.argmax(), cosine.shape)
+        assert place == pytest.approx(((col + 0.5) / 5, (row + 0.5) / 4))
+
+
+def test_features_that_tell_the_position_find_every_point():
+    size, grid = 224, 14
+    probe = configured(Correspondence, image_size=size, num_points=200)
+    middles = (np.stack(np.meshgrid(*[np.arange(grid)] * 2), -1).reshape(-1, 2) + 0.5) / grid
+
+    def told(places: np.ndarray) -> torch.Tensor:
+        """Of each patch its place in the first view, on a sphere."""
+        flat = np.column_stack([places - 0.5, np.ones(len(places))])
+        return torch.from_numpy(flat).float().view(1, grid, grid, 3)
+
+    for image_id in ("a", "b", "c", "d"):
+        image = np.zeros((size, size, 3), np.uint8)
+        pair = warped_pair(Sample(image_id, image), probe, size, 0)
+        chance = generator_of(0, image_id)
+        matrix = drawn_warp("homography", size, probe.strength, chance)
+        target = moved(middles * size, np.linalg.inv(matrix)) / size
+        points = torch.from_numpy(pair.source[None]).float()
+        found = best_cells(similarities(told(middles), told(target), points))
+
+        # No further than from a corner of a patch to its middle, and what the sphere bends.
+        assert pair.errors(found[0].double().numpy()).max() < 1.25 * math.sqrt(0.5) / grid
+
+
+def test_patches_that_are_all_alike_are_known():
+    same = torch.randn(1, 1, 1, 5).expand(1, 3, 4, 5) * torch.linspace(1, 2, 12).view(1, 3, 4, 1)
+
+    assert constant(torch.cat([same, torch.randn(1, 3, 4, 5)])).tolist() == [True, False]
+
+
+def view_pair(truth: Sequence[Sequence[float]], **changed: Any) -> ViewPair:
+    view = torch.zeros(3, 8, 8, dtype=torch.uint8)
+    told = {"units": (100.0, 100.0), "reference": 50.0, **changed}
+    places = np.array(truth, np.float64)
+    return ViewPair("pair", ("a", "b"), (view, view), places, places, **told)
+
+
+def test_one_of_two_points_lies_within_a_tenth_of_the_box():
+    pair = view_pair([[0.2, 0.2], [0.5, 0.5]])
+
+    errors = pair.errors(np.array([[0.24, 0.2], [0.5, 0.44]]))
+
+    # 4 and 6 pixels of a box of 50.
+    assert errors == pytest.approx([0.08, 0.12])
+    right = pair.right(np.array([[0.24, 0.2], [0.5, 0.44]]), [0.05, 0.1, 0.15])
+    assert right.mean(1).tolist() == [0.0, 0.5, 1.0]
+
+
+def test_a_place_at_that_very_distance_is_right():
+    pair = view_pair([[0.5, 0.5]], units=(8.0, 8.0), reference=8.0)
+
+    # Numbers without rounding.
+    right = pair.right(np.array([[0.75, 0.5]]), [0.25, 0.24])
+
+    assert right.tolist() == [[True], [False]]
+
+
+def test_errors_are_told_in_pixels_of_the_second_image():
+    pair = view_pair([[0.5, 0.5]], units=(200.0, 100.0), reference=50.0)
+
+    errors = [float(pair.errors(np.array([place]))[0]) for place in ([0.6, 0.5], [0.5, 0.6])]
+
+    assert errors == pytest.approx([0.4, 0.2])
+
+
+def test_the_patch_of_a_point_is_the_one_it_lies_in():
+    points = np.array([[0.0, 0.0], [0.49, 0.26], [1.0, 1.0]])
+
+    assert _own_cells(points, (4, 2)).tolist() == [[0.25, 0.125], [0.25, 0.375], [0.75, 0.875]]
+
+
+def test_pairs_of_a_category_and_of_an_image_follow_each_other():
+    ids = ["1-b-c:dog", "2-z-c:cat", "3-b-a:dog", "4-a-c:cat"]
+
+    assert _by_category(ids) == [3, 1, 2, 0]
+
+
+def test_a_line_is_green_where_a_point_is_right_and_red_elsewhere(tmp_path):
+    pair = view_pair([[0.5, 0.25], [0.5, 0.75]])
+    places = np.array([[0.5, 0.25], [0.5, 0.5]])
+
+    draw(pair, places, np.array([True, False]), "title", tmp_path / "a.png")
+
+    picture = np.asarray(Image.open(tmp_path / "a.png")).astype(int)
+    views = picture[picture.shape[0] - SIDE - MARGIN :, MARGIN:]
+    middle = (2 * SIDE + GAP) // 2
+    # Half of the way from one view to the other, there where both are black.
+    right, wrong = (
+        views[row - 2 : row + 3, middle - GAP // 2 - 4].reshape(-1, 3).max(0)
+        for row in (SIDE // 4, round(0.63 * SIDE))
+    )
+    assert right[1] > 100 > right[0]
+    assert wrong[0] > 100 > wrong[1]
+    # The ring around the true place, four pixels wide on either side, on nothing else.
+    ring = views[round(0.75 * SIDE) - 6 : round(0.75 * SIDE) + 7, middle + GAP // 2 + SIDE // 2]
+    assert (ring[:, 1] > 100).any()
+
+
+def views(*keys: str) -> dict[str, torch.Tensor]:
+    return {
+        key: torch.full((3, 32, 32), 10 * ord(key) % 251, dtype=torch.uint8).random_(
+            0, 255, generator=torch.Generator().manual_seed(ord(key))
+        )
+        for key in keys
+    }
+
+
+def test_a_view_passes_once_while_it_is_remembered():
+    extractor = FeatureExtractor(
+        encoder_from_model(build_vit(TINY, seed=0), name="tiny"),
+        layers=(0, 1),
+        facets=("token", "key"),
+    )
+    each = 2 * 2 * 16 * 12 * 4
+    known, forgetful = EncodedViews(extractor, 2 * each), EncodedViews(extractor, 0)
+
+    for keys in ("ab", "a", "c", "a", "b"):
+        one, other = known.features(views(*keys)), forgetful.features(views(*keys))
+        assert one.keys() == other.keys() == set(keys)
+        for key in keys:
+            assert one[key].keys() == {(n, f) for n in (0, 1) for f in ("token", "key")}
+            for cell in one[key]:
+                assert torch.allclose(one[key][cell], other[key][cell], atol=1e-5)
+
+    # a and b pass; a is known; c takes the room of b, which was not asked for as lately; b again.
+    assert (known.passes, forgetful.passes) == (4, 6)
