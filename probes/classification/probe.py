@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from probes.classification.training import ImageRegression
+from probes.features.shots import AskedShots, require_one_way_to_draw, shot_metric, shots_of
 from probes.features.sources import IMAGE_FACETS, LayerGroup, require_one_block_a_head, sources_of
 from probes.heads.fitting import HeadFitting
 from ssl_bench.composition.fields import (
@@ -34,6 +35,10 @@ _NOT_SETTINGS = frozenset(
         "guesses",
     }
 )
+# Said by the metric, or without a meaning, where images of each class are drawn; and where not.
+_NOT_OF_SHOTS = frozenset({"shots", "holdout", "train_images"})
+_ONLY_OF_SHOTS = frozenset({"shots", "draws"})
+_MOST_CHOOSING = 4
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class LinearClassification:
         holdout: Share of the training images that choose C or the rate; once they have chosen, all
             training images are fitted. With 0 only the oracle is scored.
         train_images: At most so many, drawn with the seed.
+        shots: Images of each class that heads are fitted to, one or several numbers n. Unless
+            `holdout` is 0, min(n, 4) further ones of each class choose.
+        draws: How often these are drawn; the scores are means over the draws.
         image_size: Side in pixels; without it the encoder's own.
         crop_share: Side of the central square that is looked at, relative to the shorter side.
         memory_gib: For the features; layers that do not fit wait for another pass.
@@ -66,6 +74,8 @@ class LinearClassification:
     standardise: bool = True
     holdout: ShareBelowOne = 0.1
     train_images: Count | None = None
+    shots: AskedShots = None
+    draws: Count = 5
     image_size: Pixels | None = None
     crop_share: PositiveShare = 0.875
     encoder_batch_size: Count = 64
@@ -81,6 +91,7 @@ class LinearClassification:
     def __post_init__(self) -> None:
         check_fields(self, "probe")
         require_one_block_a_head(self.asked_facets, self.layers_mode)
+        require_one_way_to_draw(self.shots, self.train_images)
 
     @property
     def asked_facets(self) -> AskedFacets:
@@ -99,8 +110,18 @@ class LinearClassification:
             (source[-1], facet, metric)
             for source in self.sources(layers)
             for facet in self.facets
-            for metric in metrics(holdout=self.holdout > 0)
+            for metric in self._metrics()
         ]
+
+    def _metrics(self) -> list[str]:
+        names = metrics(holdout=self.holdout > 0)
+        if self.shots is None:
+            return names
+        return [shot_metric(name, count) for count in shots_of(self.shots) for name in names]
+
+    def choosing(self, shots: int) -> int:
+        """Images of each class that choose between heads fitted to so many others of each."""
+        return min(shots, _MOST_CHOOSING) if self.holdout else 0
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val()
@@ -109,7 +130,8 @@ class LinearClassification:
         return dataset.train()
 
     def settings(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name not in _NOT_SETTINGS}
+        unsaid = _NOT_SETTINGS | (_ONLY_OF_SHOTS if self.shots is None else _NOT_OF_SHOTS)
+        own = {name: value for name, value in vars(self).items() if name not in unsaid}
         return own | self.training.settings()
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
@@ -119,7 +141,7 @@ class LinearClassification:
 
         Raises:
             ConfigurationError: the encoder has no [CLS] token.
-            DataError: the training images are too few, or of one class.
+            DataError: the training images, or those of a class, are too few, or of one class.
         """
         from probes.classification.run import prepared
 

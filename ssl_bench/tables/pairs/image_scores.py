@@ -10,6 +10,7 @@ from jaxtyping import Int64
 from ssl_bench.intervals import (
     Estimate,
     Share,
+    mean_estimate,
     mean_iou_estimate,
     pixel_accuracy_estimate,
 )
@@ -24,7 +25,7 @@ class ImageCurve:
     """One metric of one checkpoint over its blocks, image by image.
 
     Attributes:
-        per_image: By block.
+        per_image: By block; hits of several draws of training images side by side.
     """
 
     metric: str
@@ -42,7 +43,7 @@ class ImageCurve:
             return float(mean_iou(total))
         if self.metric == "pixel_accuracy":
             return float(pixel_accuracy(total))
-        return 100.0 * float(total) / len(per_image)
+        return 100.0 * float(total.sum()) / per_image.size
 
     def estimate(self, per_image: PerImage) -> Estimate:
         """The metric with its interval."""
@@ -50,6 +51,8 @@ class ImageCurve:
             return mean_iou_estimate(per_image)
         if self.metric == "pixel_accuracy":
             return pixel_accuracy_estimate(per_image)
+        if per_image.ndim == 2:
+            return mean_estimate(100.0 * per_image.mean(1))
         return Share(per_image.astype(bool))
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
@@ -121,10 +124,9 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 def _adds_up(per_image: PerImage, record: Record) -> bool:
     """Whether the value of a record comes from these contributions."""
     curve = ImageCurve(record.metric, {})
-    if per_image.ndim != (3 if curve.counts_pixels else 1) or per_image.shape[1:2] not in (
-        (),
-        (3,),
-    ):
+    if curve.counts_pixels and (per_image.ndim != 3 or per_image.shape[1] != 3):
+        return False
+    if not curve.counts_pixels and per_image.ndim not in (1, 2):
         return False
     value = curve.value(per_image)
     is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)
