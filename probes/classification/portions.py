@@ -1,5 +1,6 @@
 """Which training images heads are fitted to, and which choose between them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from probes.features.draws import Shots
 from probes.features.shots import shots_of
 from probes.features.split import TrainingSplit, digest
 from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,28 @@ class Portions:
         portion = Portion(split.every_entry(1), split.entries(1), held_out)
         return cls(images, split.indices, {0: [portion]})
 
-    def ids_sha256(self, portion: Portion) -> str:
+    def ids_sha256(self, fitted: Int64[Tensor, " fitted"]) -> str:
         """Hexadecimal digest of the ids of what heads are fitted to, one a line."""
-        return digest([self.images.ids[self.indices[n]] for n in portion.fitted.tolist()])
+        return digest([self.images.ids[self.indices[n]] for n in fitted.tolist()])
+
+    def require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
+        """Refuse images to fit to that are of one class.
+
+        Args:
+            labels: Of all `indices`.
+
+        Raises:
+            DataError: they are.
+        """
+        for portion in itertools.chain(*self.by_shots.values()):
+            found, images = labels[portion.before].unique().tolist(), self.images
+            if len(found) < 2:
+                raise DataError(
+                    f"the {len(portion.before)} training images of {images.name} {images.split} "
+                    f"that heads are fitted to are all of the class "
+                    f"{images.class_names[found[0]]}, expected at least two classes; take more "
+                    "with probe.train_images"
+                )
 
 
 def _drawn(probe: LinearClassification, shots: Shots, draw: int, count: int) -> Portion:

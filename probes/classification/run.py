@@ -1,8 +1,8 @@
 """Linear classification of one encoder on one dataset: features, heads, scores."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from probes.classification.portions import Portion, Portions
 from probes.classification.probe import LinearClassification
-from probes.classification.report import ClassificationReport
-from probes.features.draws import over_draws
+from probes.classification.report import ClassificationReport, scores_of
 from probes.features.image import ImageFeatures, ImagePass
 from probes.features.sources import LayerGroup
 from probes.features.stream import batches
@@ -20,7 +19,6 @@ from probes.features.tiers.training import FeaturesInMemory
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import Heads, TrainedHeads, Training, trained_together
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.metrics import LabelledFeatures, class_rank
 
@@ -89,34 +87,11 @@ class ClassificationRun:
         for sources in batches(self.sources, max(1, at_once // len(self.sources[0]))):
             layers = sorted({layer for source in sources for layer in source})
             train = self.image_pass.run(portions.images, portions.indices, layers)
-            for portion in itertools.chain(*portions.by_shots.values()):
-                self._require_two_classes(train.labels[portion.before])
+            portions.require_two_classes(train.labels)
             val = self.image_pass.run(self.val_images, range(len(self.val_images)), layers)
             for facet in self.image_pass.facets:
-                yield from self._of_facet(facet, sources, train, val)
-
-    def _of_facet(
-        self, facet: str, sources: Sequence[LayerGroup], train: ImageFeatures, val: ImageFeatures
-    ) -> Iterator[Score]:
-        for count, some in self.portions.by_shots.items():
-            reports = (self._reports(facet, sources, train, val, portion) for portion in some)
-            by_draw = ((list(report.scores()) for report in of_draw) for of_draw in reports)
-            if not count:
-                yield from itertools.chain(*next(by_draw))
-                continue
-            # Heads of one draw at a time; their scores are little.
-            for draws in zip(*map(list, by_draw), strict=True):
-                yield from over_draws(draws, count)
-
-    def _require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
-        found, images = labels.unique().tolist(), self.portions.images
-        if len(found) < 2:
-            raise DataError(
-                f"the {len(labels)} training images of {images.name} "
-                f"{images.split} that heads are fitted to are all of the class "
-                f"{images.class_names[found[0]]}, expected at least two classes; "
-                "take more with probe.train_images"
-            )
+                asked = (facet, sources, train, val)
+                yield from scores_of(portions.by_shots, partial(self._reports, *asked))
 
     def _reports(
         self,
@@ -191,7 +166,7 @@ class ClassificationRun:
         return {
             "num_train_images": len(portion.fitted),
             "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
-            "train_ids_sha256": self.portions.ids_sha256(portion),
+            "train_ids_sha256": self.portions.ids_sha256(portion.fitted),
             "train_seconds": round(heads.seconds, 3),
             "unconverged_heads": heads.unfinished,
             "stalled_heads": heads.stalled,

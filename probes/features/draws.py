@@ -3,26 +3,19 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from probes.features.labels import class_labels
 from probes.features.shots import shot_metric
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import mean_estimate
-
-
-@runtime_checkable
-class LabelledSet(Protocol):
-    """Images whose classes are known before they are read."""
-
-    @property
-    def labels(self) -> Sequence[int]: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Shots:
         Raises:
             DataError: a class has fewer, or nobody knows the classes of the images.
         """
-        labels = _labels(images)
+        labels = np.array(class_labels(images), np.int64)
         _require_enough(images, labels, most)
         orders = [np.random.default_rng([seed, n]).permutation(len(labels)) for n in range(draws)]
         classes = range(len(images.class_names))
@@ -111,15 +104,6 @@ def _details(scores: Sequence[Score]) -> dict[str, Any]:
         else:
             found[f"{name}_by_draw"] = by_draw
     return found
-
-
-def _labels(images: ImageSet) -> Int64[np.ndarray, " images"]:
-    if not isinstance(images, LabelledSet):
-        raise DataError(
-            f"{images.name} {images.split} tells classes only image by image, expected a dataset "
-            "that has a list of labels; leave probe.shots out"
-        )
-    return np.array(images.labels, np.int64)
 
 
 def _require_enough(images: ImageSet, labels: Int64[np.ndarray, " images"], most: int) -> None:
