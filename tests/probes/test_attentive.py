@@ -25,7 +25,7 @@ from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import coloured_classes
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
-QUICK = AttentivePooling(queries=4, learning_rates=[1.0, 10.0], epochs=40, batch_size=10)
+QUICK = AttentivePooling(queries=4, learning_rates=[1.0, 10.0], epochs=30, batch_size=10)
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +309,7 @@ def test_the_pool_is_chosen_by_name_and_settings_say_it():
     )
 
     assert planned.probe.settings() == {
-        "pool": "attentive", "queries": 8, "optimizer": "lars", "epochs": 90, "batch_size": 256,
+        "pool": "attentive", "queries": 8, "optimizer": "lars", "epochs": 20, "batch_size": 256,
         "learning_rates": [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0],
         "holdout": 0.1, "train_images": None, "image_size": None, "crop_share": 0.875,
     }  # fmt: skip
