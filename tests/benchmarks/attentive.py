@@ -51,7 +51,7 @@ def page(record: dict[str, Any]) -> str:
     lines = [
         "# Attentive heads",
         "",
-        "Made by `tests/benchmarks/attentive.py`: ViT-S of random weights, 128 pixels (64 patches),",
+        "Made by `tests/benchmarks/attentive.py`: ViT-S of random weights, 64 patches an image,",
         f"{rows[0]['images']} training images and 20 epochs, each case a command from start to",
         f"records. All blocks and rates are promised for at most {MOST:g} times one of each.",
         "",
