@@ -93,12 +93,14 @@ def _over_images(hits: Bool[np.ndarray, "images draws"]) -> tuple[float, float] 
 
 
 def _details(scores: Sequence[Score]) -> dict[str, Any]:
-    """What all draws say once, what they say differently by draw, every warning once."""
+    """What all draws say once, what they say differently by draw, warnings and time of all."""
     found: dict[str, Any] = {}
     for name, value in scores[0].details.items():
         by_draw = [score.details[name] for score in scores]
         if name == "warnings":
             found[name] = list(dict.fromkeys(line for lines in by_draw for line in lines))
+        elif name == "train_seconds":
+            found[name] = round(sum(by_draw), 3)
         elif all(other == value for other in by_draw):
             found[name] = value
         else:

@@ -12,6 +12,7 @@ from probes.heads.attentive import AttentiveHeads
 from probes.heads.kept import Standing
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress
+from ssl_bench.system.transfers import sent
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ class AttentiveTraining:
         standing, batches = Standing(None), self._batches(entries)
         bank, constant, states = None, (), [{}, {}, {}, {}]
         read = features.of_layers(layers, self.device)
+        peak = torch.tensor(self.values, device=self.device)
         name = f"attentive heads of layers {layers[0]} to {layers[-1]}"
         shown = progress(read(batches), name, len(batches))
         for step, (batch, some) in enumerate(zip(shown, batches, strict=True)):
             blocks = batch.features.flatten(2, 3)  # layers batch tokens dim
             if bank is None:
                 bank, constant = self._drawn(blocks), _constant_channels(blocks)
-            gradients = self._gradients(bank, blocks, labels[some].to(self.device))
-            rates = torch.tensor(self.values, device=self.device)
-            rates *= self.schedule.factor(step, len(batches))
+            gradients = self._gradients(bank, blocks, sent(labels[some], self.device))
+            rates = peak * self.schedule.factor(step, len(batches))
             for part, gradient, state in zip(bank.trained, gradients, states, strict=True):
                 shaped = rates.view(-1, *[1] * (part.ndim - 2))
                 self.optimizer.update(part, gradient, state, shaped, step + 1)
