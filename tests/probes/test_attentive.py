@@ -206,7 +206,7 @@ def test_lars_moves_each_head_by_a_share_of_its_length():
     # Lengths 5 and 10 of gradients 2 and 4: a share of .001 at rates .1 and 1.
     parameter = torch.tensor([[[[3.0, 4.0]], [[6.0, 8.0]]]])
     gradient = torch.tensor([[[[2.0, 0.0]], [[0.0, 4.0]]]])
-    bias, state, rates = torch.zeros(1, 2, 1), {}, torch.tensor([0.1, 1.0])
+    bias, state, rates = torch.ones(1, 2, 1), {}, torch.tensor([0.1, 1.0])
     for step in (1, 2):
         LARS().update(parameter, gradient, state, rates[:, None, None], step)
     LARS().update(bias, torch.full((1, 2, 1), 7.0), {}, rates[:, None], 1)
@@ -215,7 +215,7 @@ def test_lars_moves_each_head_by_a_share_of_its_length():
     # Once, and then .9 of it more.
     assert first == pytest.approx([3 - 0.1 * 0.005 * 2.9, 4], abs=1e-5)
     assert second == pytest.approx([6, 8 - 0.01 * 2.9], abs=1e-4)
-    assert bias.flatten().tolist() == pytest.approx([-0.7, -7.0])
+    assert bias.flatten().tolist() == pytest.approx([1 - 0.7, 1 - 7.0])
 
 
 def test_batches_are_whole_and_all_of_too_few_images():
