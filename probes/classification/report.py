@@ -1,14 +1,16 @@
 """From places of the true class to accuracies: the chosen rates, how sure, what to be wary of."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Int64
 from torch import Tensor
 
+from probes.classification.portions import Portion
 from probes.classification.probe import TOPS
+from probes.features.draws import over_draws
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share
 
@@ -89,6 +91,21 @@ class ClassificationReport:
         if self.constant == 1:
             warnings.append("degenerate: all training images have the same features")
         return warnings
+
+
+def scores_of(
+    by_shots: Mapping[int, Sequence[Portion]],
+    reports: Callable[[Portion], Iterator[ClassificationReport]],
+) -> Iterator[Score]:
+    """The scores of every source; their means over the draws where images are drawn."""
+    for count, portions in by_shots.items():
+        if not count:
+            yield from (score for report in reports(portions[0]) for score in report.scores())
+            continue
+        # Heads of one draw at a time; their scores are little.
+        by_draw = [[list(one.scores()) for one in reports(portion)] for portion in portions]
+        for draws in zip(*by_draw, strict=True):
+            yield from over_draws(draws, count)
 
 
 def _best(ranks: Int64[Tensor, "values images"]) -> int:

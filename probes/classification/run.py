@@ -2,23 +2,23 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from probes.classification.portions import Portion, Portions
 from probes.classification.probe import LinearClassification
-from probes.classification.report import ClassificationReport
+from probes.classification.report import ClassificationReport, scores_of
 from probes.features.image import ImageFeatures, ImagePass
 from probes.features.sources import LayerGroup
-from probes.features.split import TrainingSplit
 from probes.features.stream import batches
 from probes.features.tiers.training import FeaturesInMemory
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import Heads, TrainedHeads, Training, trained_together
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.metrics import LabelledFeatures, class_rank
 
@@ -40,10 +40,7 @@ def prepared(probe: LinearClassification, context: ProbeContext) -> "Classificat
             workers=probe.num_workers,
         ),
         training=probe.training.of_heads(_heads(probe, context, len(val_images.class_names))),
-        split=TrainingSplit.draw(
-            train_images, at_most=probe.train_images, holdout=probe.holdout, seed=context.seed
-        ),
-        train_images=train_images,
+        portions=Portions.of(probe, train_images, seed=context.seed),
         val_images=val_images,
         sources=probe.sources(context.layers),
         memory_gib=probe.memory_gib,
@@ -72,8 +69,7 @@ class ClassificationRun:
 
     image_pass: ImagePass
     training: Training
-    split: TrainingSplit
-    train_images: ImageSet
+    portions: Portions
     val_images: ImageSet
     sources: Sequence[LayerGroup]
     memory_gib: float
@@ -85,35 +81,34 @@ class ClassificationRun:
         Raises:
             DataError: the training images are of one class.
         """
-        num_images = len(self.split.indices) + len(self.val_images)
+        portions = self.portions
+        num_images = len(portions.indices) + len(self.val_images)
         at_once = self.image_pass.layers_at_once(num_images, self.memory_gib)
         for sources in batches(self.sources, max(1, at_once // len(self.sources[0]))):
             layers = sorted({layer for source in sources for layer in source})
-            train = self.image_pass.run(self.train_images, self.split.indices, layers)
-            self._require_two_classes(train.labels[self.split.entries(1)])
+            train = self.image_pass.run(portions.images, portions.indices, layers)
+            portions.require_two_classes(train.labels)
             val = self.image_pass.run(self.val_images, range(len(self.val_images)), layers)
             for facet in self.image_pass.facets:
-                for report in self._reports(facet, sources, train, val):
-                    yield from report.scores()
-
-    def _require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
-        found = labels.unique().tolist()
-        if len(found) < 2:
-            raise DataError(
-                f"the {len(labels)} training images of {self.train_images.name} "
-                f"{self.train_images.split} that heads are fitted to are all of the class "
-                f"{self.train_images.class_names[found[0]]}, expected at least two classes; "
-                "take more with probe.train_images"
-            )
+                asked = (facet, sources, train, val)
+                yield from scores_of(portions.by_shots, partial(self._reports, *asked))
 
     def _reports(
-        self, facet: str, sources: Sequence[LayerGroup], train: ImageFeatures, val: ImageFeatures
+        self,
+        facet: str,
+        sources: Sequence[LayerGroup],
+        train: ImageFeatures,
+        val: ImageFeatures,
+        portion: Portion,
     ) -> Iterator[ClassificationReport]:
         cached = FeaturesInMemory(
             train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
         )
-        held_out = self._held_out_ranks(facet, sources, train, cached)
-        heads = self._fit(cached, sources, self.split.every_entry(1))
+        before = self._fit(cached, sources, portion.before) if portion.fits_twice else None
+        held_out = before and self._held_out_ranks(before, facet, train, portion)
+        heads = self._fit(cached, sources, portion.fitted)
+        if not portion.fits_twice:
+            held_out = self._held_out_ranks(heads, facet, train, portion)
         classes = self.training.classes
         for index, source in enumerate(sources):
             features = val.joined(source, facet)
@@ -126,23 +121,18 @@ class ClassificationRun:
                 ranks=self._ranks(heads, index, features),
                 held_out=None if held_out is None else held_out[index],
                 constant=heads.constant_channels[index] / features.features.shape[1],
-                missing=classes - len(train.labels.unique()),
-                shared={**self._details(heads), "layers": list(source)},
+                missing=classes - len(train.labels[portion.fitted].unique()),
+                shared={**self._details(heads, portion), "layers": list(source)},
             )
 
     def _held_out_ranks(
-        self,
-        facet: str,
-        sources: Sequence[LayerGroup],
-        train: ImageFeatures,
-        cached: FeaturesInMemory,
+        self, heads: TrainedHeads, facet: str, train: ImageFeatures, portion: Portion
     ) -> list[Int64[Tensor, "values held_out_images"]] | None:
-        """Of heads that are fitted to the other training images; None where all are."""
-        if not self.split.held_out:
+        """By source; None where nothing chooses."""
+        if portion.choosing is None:
             return None
-        heads = self._fit(cached, sources, self.split.entries(1))
-        rows = torch.tensor(sorted(self.split.held_out))
-        vectors = [train.joined(source, facet) for source in sources]
+        rows = portion.choosing
+        vectors = [train.joined(source, facet) for source in heads.sources]
         some = [LabelledFeatures(all_.features[rows], all_.labels[rows]) for all_ in vectors]
         return [self._ranks(heads, index, features) for index, features in enumerate(some)]
 
@@ -171,12 +161,12 @@ class ClassificationRun:
             found.append(class_rank(logits, labels.to(device)).cpu())
         return torch.cat(found, 1)
 
-    def _details(self, heads: TrainedHeads) -> dict[str, Any]:
+    def _details(self, heads: TrainedHeads, portion: Portion) -> dict[str, Any]:
         """What records say of the training, the same for all sources."""
         return {
-            "num_train_images": len(self.split.indices),
-            "num_held_out_images": len(self.split.held_out),
-            "train_ids_sha256": self.split.ids_sha256(self.train_images),
+            "num_train_images": len(portion.fitted),
+            "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
+            "train_ids_sha256": self.portions.ids_sha256(portion.fitted),
             "train_seconds": round(heads.seconds, 3),
             "unconverged_heads": heads.unfinished,
             "stalled_heads": heads.stalled,

@@ -1,4 +1,4 @@
-"""Labels of a training set: which classes images and patches show, and masks beyond memory."""
+"""Labels of an image set: which classes images and patches show, and masks beyond memory."""
 
 import os
 import tempfile
@@ -6,15 +6,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor
 
-from ssl_bench.errors import MachineError
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import DataError, MachineError
 from ssl_bench.metrics import value_counts
 from ssl_bench.scores import IGNORED
+
+
+@runtime_checkable
+class LabelledSet(Protocol):
+    """Images whose classes are known before they are read."""
+
+    @property
+    def labels(self) -> Sequence[int]: ...
+
+
+def class_labels(images: ImageSet) -> Sequence[int]:
+    """The class of each image, of which none is read.
+
+    Raises:
+        DataError: the images say it one by one.
+    """
+    if not isinstance(images, LabelledSet):
+        raise DataError(
+            f"{images.name} {images.split} tells classes only image by image, expected a list of "
+            "labels beside them; leave probe.shots and probe.pool out"
+        )
+    return images.labels
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
+from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.scores import IGNORED
@@ -46,6 +47,23 @@ class WholeImage:
                 mask,
             )
         )
+
+
+@dataclass(frozen=True)
+class CentralSquare:
+    """The central square of an image that has a class as a whole; its mask says nothing.
+
+    Attributes:
+        share: Side of the square, relative to the image's shorter side.
+    """
+
+    share: float
+    count: int = 1
+
+    def view(self, sample: Sample, number: int, size: int) -> View:
+        del number
+        pixels = central_square(sample.image, size, share=self.share)
+        return pixels.float() / 255, torch.zeros(1, 1, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,39 @@ class SGD:
 
 
 @dataclass(frozen=True)
+class LARS:
+    """Momentum on gradients that are brought to a share of the length of what they move.
+
+    For parameters whose first two axes are sources and rates: each head has lengths of its own. A
+    vector of a head, such as its bias, moves by its gradient as it is.
+
+    Source: You et al., https://arxiv.org/abs/1708.03888, as `util/lars.py` of
+    https://github.com/billpsomas/efficient-probing (b8f4fb84) has it, without weight decay.
+    """
+
+    momentum: float = 0.9
+    trust: float = 0.001
+
+    def update(
+        self,
+        parameter: Tensor,
+        gradient: Tensor,
+        state: dict[str, Tensor],
+        rates: Tensor,
+        step: int,
+    ) -> None:
+        del step
+        if parameter.ndim > 3:
+            axes = tuple(range(2, parameter.ndim))
+            length, change = (one.square().sum(axes, True).sqrt() for one in (parameter, gradient))
+            known = (length > 0) & (change > 0)
+            gradient = gradient * torch.where(known, self.trust * length / change, 1.0)
+        velocity = state.setdefault("velocity", torch.zeros_like(parameter))
+        velocity.mul_(self.momentum).add_(gradient)
+        parameter.sub_(rates * velocity)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Learning rate as a share of its peak: linear warm-up, then one of four shapes.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from probes.features.shots import AskedShots, require_one_way_to_draw, shot_metric, shots_of
 from ssl_bench.composition.fields import (
     Count,
     Engine,
@@ -24,6 +25,9 @@ _FACETS: tuple[Facet, ...] = ("cls", "patch_mean", *INNER_FACETS)
 _NOT_SETTINGS = frozenset(
     {"protocol", "facet", "batch_size", "memory_gib", "num_workers", "engine"}
 )
+# Said by the metric, or without a meaning, where images of each class are drawn; and where not.
+_NOT_OF_SHOTS = frozenset({"shots", "neighbours", "train_images"})
+_ONLY_OF_SHOTS = frozenset({"shots", "draws"})
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,9 @@ class KNN:
         image_size: Side in pixels; without it the encoder's own.
         crop_share: Side of the central square that is looked at, relative to the shorter side.
         train_images: At most so many vote, drawn with the seed.
+        shots: Images of each class that vote, one or several numbers n; neighbours are then those
+            of `neighbours` below n, and n.
+        draws: How often these are drawn; the scores are means over the draws.
         memory_gib: For the features; layers that do not fit wait for another pass.
         engine: What compares the images, "faiss" or "torch"; by default faiss for many images on a
             CPU, and torch else. The neighbours are the same.
@@ -54,6 +61,8 @@ class KNN:
     image_size: Pixels | None = None
     crop_share: PositiveShare = 0.875
     train_images: Count | None = None
+    shots: AskedShots = None
+    draws: Count = 5
     batch_size: Count = 64
     memory_gib: PositiveOrZero = 8.0
     num_workers: Threads = 4
@@ -68,6 +77,7 @@ class KNN:
         check_fields(self, "probe")
         require_some("probe.neighbours", self.neighbours)
         asked_facets(self.facet, _FACETS)
+        require_one_way_to_draw(self.shots, self.train_images)
 
     @property
     def asked_facets(self) -> AskedFacets:
@@ -79,12 +89,24 @@ class KNN:
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [
-            (layer, facet, f"top{top}_k{k}")
+            (layer, facet, metric)
             for layer in sorted(layers)
             for facet in self.facets
-            for k in self.neighbours
-            for top in TOPS
+            for metric in self._metrics()
         ]
+
+    def _metrics(self) -> list[str]:
+        if self.shots is None:
+            return metrics(self.neighbours)
+        return [
+            shot_metric(metric, count)
+            for count in shots_of(self.shots)
+            for metric in metrics(self.neighbours_of(count))
+        ]
+
+    def neighbours_of(self, shots: int) -> tuple[int, ...]:
+        """How many vote where so many images of each class are there."""
+        return (*sorted(k for k in set(self.neighbours) if k < shots), shots)
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val()
@@ -93,7 +115,8 @@ class KNN:
         return dataset.train()
 
     def settings(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name not in _NOT_SETTINGS}
+        unsaid = _NOT_SETTINGS | (_ONLY_OF_SHOTS if self.shots is None else _NOT_OF_SHOTS)
+        return {name: value for name, value in asdict(self).items() if name not in unsaid}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers; a pass over the images serves as many as fit into `memory_gib`.
@@ -103,7 +126,13 @@ class KNN:
         Raises:
             ConfigurationError: more neighbours are asked for than there are training images, or
                 the encoder has no [CLS] token.
+            DataError: a class has fewer images than are drawn of it.
         """
         from probes.knn.run import KNNRun
 
         yield from KNNRun(self, context).scores()
+
+
+def metrics(neighbours: Sequence[int]) -> list[str]:
+    """Names of what is scored, in the order in which the run does it."""
+    return [f"top{top}_k{k}" for k in neighbours for top in TOPS]

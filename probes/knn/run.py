@@ -2,17 +2,19 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from probes.features.draws import Shots, over_draws
 from probes.features.image import ImagePass, is_constant
+from probes.features.shots import shots_of
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches
-from probes.knn.probe import KNN, TOPS
+from probes.knn.probe import KNN, TOPS, metrics
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -33,26 +35,53 @@ class KNNRun:
         """See `KNN.run`."""
         probe, context = self.probe, self.context
         train, val = probe.training_images(context.dataset), probe.split(context.dataset)
-        split = TrainingSplit.draw(
-            train, at_most=probe.train_images, holdout=0.0, seed=context.seed
-        )
-        self._require_enough(len(split.indices), train)
+        shots = self._shots(train)
+        indices = shots.indices if shots else self._all_indices(train)
         image_pass = self._image_pass()
-        at_once = image_pass.layers_at_once(len(split.indices) + len(val), probe.memory_gib)
+        at_once = image_pass.layers_at_once(len(indices) + len(val), probe.memory_gib)
         for layers in batches(sorted(context.layers), at_once):
-            bank = image_pass.run(train, split.indices, layers)
+            bank = image_pass.run(train, indices, layers)
             queries = image_pass.run(val, range(len(val)), layers)
-            for cells in batches(itertools.product(layers, probe.facets), context.ranks.count):
-                votes = [
-                    _Vote(queries.of(*cell), bank.of(*cell), len(val.class_names)) for cell in cells
-                ]
-                for cell, vote, ranks in zip(cells, votes, self._voted(votes), strict=True):
-                    yield from self._scores(cell, vote, ranks)
+            votes = (
+                (cell, _Vote(queries.of(*cell), bank.of(*cell), len(val.class_names)))
+                for cell in itertools.product(layers, probe.facets)
+            )
+            yield from self._of_shots(votes, shots) if shots else self._of_all(votes)
 
-    def _voted(self, votes: Sequence["_Vote"]) -> list[Int64[Tensor, "numbers queries"]]:
+    def _of_all(self, votes: Iterable[tuple[Cell, "_Vote"]]) -> Iterator[Score]:
+        for some in batches(votes, self.context.ranks.count):
+            voted = self._voted([vote for _, vote in some], self.probe.neighbours)
+            for (cell, vote), ranks in zip(some, voted, strict=True):
+                yield from self._scores(cell, vote, ranks, self.probe.neighbours)
+
+    def _of_shots(self, votes: Iterable[tuple[Cell, "_Vote"]], shots: Shots) -> Iterator[Score]:
+        for cell, whole in votes:
+            for count in shots_of(self.probe.shots):
+                drawn = [whole.of(shots.of(n, count)) for n in range(self.probe.draws)]
+                neighbours, found = self.probe.neighbours_of(count), []
+                for some in batches(drawn, self.context.ranks.count):
+                    voted = zip(some, self._voted(some, neighbours), strict=True)
+                    found += [list(self._scores(cell, *one, neighbours)) for one in voted]
+                yield from over_draws(found, count)
+
+    def _shots(self, train: ImageSet) -> Shots | None:
+        if self.probe.shots is None:
+            return None
+        most, draws = max(shots_of(self.probe.shots)), self.probe.draws
+        return Shots.draw(train, most=most, draws=draws, seed=self.context.seed)
+
+    def _all_indices(self, train: ImageSet) -> tuple[int, ...]:
+        at_most, seed = self.probe.train_images, self.context.seed
+        split = TrainingSplit.draw(train, at_most=at_most, holdout=0.0, seed=seed)
+        self._require_enough(len(split.indices), train)
+        return split.indices
+
+    def _voted(
+        self, votes: Sequence["_Vote"], neighbours: Sequence[int]
+    ) -> list[Int64[Tensor, "numbers queries"]]:
         """Ranks by vote; each process counts one."""
         own = votes[self.context.ranks.rank :][:1]
-        counted = [vote.ranks(self.probe, self.context.device) for vote in own]
+        counted = [vote.ranks(self.probe, neighbours, self.context.device) for vote in own]
         return [ranks for some in self.context.ranks.gathered(counted) for ranks in some]
 
     def _require_enough(self, num_images: int, train: ImageSet) -> None:
@@ -75,21 +104,26 @@ class KNNRun:
         )
 
     def _scores(
-        self, cell: Cell, vote: "_Vote", ranks: Int64[Tensor, "numbers queries"]
+        self,
+        cell: Cell,
+        vote: "_Vote",
+        ranks: Int64[Tensor, "numbers queries"],
+        neighbours: Sequence[int],
     ) -> Iterator[Score]:
         hits = torch.stack([ranks < top for top in TOPS], dim=1).flatten(0, 1)  # k, top
-        names = [(k, top) for k in self.probe.neighbours for top in TOPS]
+        tops = TOPS * len(neighbours)
         details = {
             "num_classes": vote.num_classes,
             "bank": len(vote.bank.labels),
             "constant_features": is_constant(vote.bank.features),
         }
-        for share, (k, top) in zip((Share(row.numpy()) for row in hits), names, strict=True):
+        shares = (Share(row.numpy()) for row in hits)
+        for share, metric, top in zip(shares, metrics(neighbours), tops, strict=True):
             has_meaning = vote.num_classes >= top
             yield Score(
                 layer=cell[0],
                 facet=cell[1],
-                metric=f"top{top}_k{k}",
+                metric=metric,
                 value=share.value if has_meaning else math.nan,
                 ci95=share.ci95() if has_meaning else None,
                 num_images=hits.shape[1],
@@ -106,12 +140,19 @@ class _Vote:
     bank: LabelledFeatures
     num_classes: int
 
-    def ranks(self, probe: KNN, device: torch.device) -> Int64[Tensor, "numbers queries"]:
+    def of(self, chosen: Int64[Tensor, " chosen"]) -> "_Vote":
+        """A vote of some images of the bank."""
+        some = LabelledFeatures(self.bank.features[chosen], self.bank.labels[chosen])
+        return replace(self, bank=some)
+
+    def ranks(
+        self, probe: KNN, neighbours: Sequence[int], device: torch.device
+    ) -> Int64[Tensor, "numbers queries"]:
         return knn_ranks(
             self.queries.to(device),
             self.bank.to(device),
             num_classes=self.num_classes,
-            neighbours=probe.neighbours,
+            neighbours=neighbours,
             temperature=probe.temperature,
             engine=probe.engine,
         ).cpu()

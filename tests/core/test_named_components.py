@@ -32,12 +32,13 @@ def refused(task: str, *overrides: str) -> str:
     return str(caught.value)
 
 
-def test_the_parts_of_linear_heads_are_loss_training_and_inference():
+def test_the_parts_of_heads_are_loss_training_inference_and_pool():
     assert {(task, field) for task, field, _ in PARTS} == {
         ("segmentation", "loss"),
         ("segmentation", "training"),
         ("segmentation", "inference"),
         ("classification", "training"),
+        ("classification", "pool"),
     }
 
 
@@ -53,7 +54,7 @@ def test_every_part_is_built_by_its_name_alone(task, field, name):
 
 
 def _default(task: str, field: str) -> str:
-    usual = {"loss": "upsample4", "inference": "squash"}
+    usual = {"loss": "upsample4", "inference": "squash", "pool": "fixed"}
     return usual.get(field, "adamw" if task == "segmentation" else "lbfgs")
 
 

@@ -35,6 +35,10 @@ WALKS = {
     ),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,mlp_out]"),
     "classification": ("classification", "class_folders", "probe.training.c_values=[0.01,1.0]"),
+    "classification, attentive": (
+        "classification", "class_folders", "probe.pool=attentive", "probe.pool.queries=4",
+        "probe.pool.epochs=2",
+    ),
     "classification, dino": (
         "classification", "class_folders", "probe.protocol=dino", "probe.training.batch_size=4",
         "probe.training.epochs=2",

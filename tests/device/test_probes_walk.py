@@ -57,6 +57,11 @@ WALKS = {
     "conditioning": ("conditioning", "folder"),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,patch_mean]"),
     "classification": ("classification", "class_folders", "probe.training.c_values=[0.01,1.0]"),
+    "knn, shots": ("knn", "class_folders", "probe.shots=[1,2]", "probe.draws=2"),
+    "classification, attentive": (
+        "classification", "class_folders", "probe.pool=attentive", "probe.pool.queries=4",
+        "probe.pool.epochs=2",
+    ),
     "classification, dino": ("classification", "class_folders", "probe.protocol=dino", *HEADS),
     "classification, dinov2": (
         "classification", "class_folders", "probe.protocol=dinov2", *HEADS,

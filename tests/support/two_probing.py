@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 # Once, before the processes are forked.
+import probes.classification.attentive
 import probes.classification.run
 import probes.heads.logistic
 import probes.knn.run
@@ -49,6 +50,15 @@ LBFGS = (
 CASES: dict[str, tuple[str, ...]] = {
     "knn": ("--task", "knn", *CLASSES, "probe.neighbours=[1,2]", "probe.facet=[cls,patch_mean]"),
     "classification": ("--task", "classification", *FITS, "probe.training.c_values=[0.01,1.0]"),
+    "shots": (
+        *("--task", "classification", *FITS, "probe.shots=[1]", "probe.draws=3"),
+        "probe.training.c_values=[0.01,1.0]",
+    ),
+    "knn_shots": ("--task", "knn", *CLASSES, "probe.shots=[1,2]", "probe.draws=3"),
+    "attentive": (
+        *("--task", "classification", *FITS, "probe.pool=attentive", "probe.pool.queries=4"),
+        *("probe.pool.epochs=2", "probe.holdout=0.3"),
+    ),
     "left_out": (
         *("--task", "all", "--dataset", "class_folders", "--data-root", "classes"),
         *("--layer", "2", "probe.num_images=2", "probe.image_size=32"),

@@ -15,9 +15,9 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "better.",
         "knn": "Images take the class of their nearest training images, nothing is trained; "
         "percent right, more is better.",
-        "correspondence": "A point is looked for in another view or image by the nearest patch; PCK: "
-        "percent found within a share of the side of the view, or of the object's box; more is "
-        "better.",
+        "correspondence": "A point is looked for in another view or image by the nearest patch; "
+        "PCK: percent found within a share of the side of the view, or of the object's box; more "
+        "is better.",
         "pca": "How much of what the patches of an image differ in three components show; neither "
         "more nor less is better: patches that are all alike have one component.",
         "conditioning": "How near tokens, attention and Jacobians of a block are to singular; "

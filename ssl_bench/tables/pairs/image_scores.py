@@ -1,8 +1,9 @@
 """A metric over the blocks of one checkpoint, from what each image contributes to it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -21,6 +22,61 @@ FOLDS = 5
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What an image contributes to some metrics, and what they make of it.
+
+    Attributes:
+        shapes: Those that the contribution of an image may have; None is any length.
+        value: In percent, or the metric's own unit.
+        estimate: The same with its interval, for which more is computed.
+    """
+
+    shapes: tuple[tuple[int | None, ...], ...]
+    value: Callable[[PerImage], float]
+    estimate: Callable[[PerImage], Estimate]
+
+    def fits(self, per_image: PerImage) -> bool:
+        """Whether contributions have one of the shapes."""
+        own = per_image.shape[1:]
+        return any(
+            len(own) == len(shape)
+            and all(wanted in (None, side) for side, wanted in zip(own, shape, strict=True))
+            for shape in self.shapes
+        )
+
+
+def _of_total(score: Callable[[Any], Any]) -> Callable[[PerImage], float]:
+    """Of a score of counts that are summed over the images."""
+    return lambda per_image: float(score(per_image.sum(0, dtype=np.int64)))
+
+
+def _hits_estimate(per_image: PerImage) -> Estimate:
+    """Of several draws of training images the share of them in which an image was right."""
+    if per_image.ndim == 2:
+        return mean_estimate(100.0 * per_image.mean(1))
+    return Share(per_image.astype(bool))
+
+
+def _points_estimate(per_image: PerImage) -> Estimate:
+    right, points = per_image.astype(np.float64).T
+    return mean_estimate(100.0 * right / points)
+
+
+_CLASSES = ((3, None),)
+_HITS = Kind(((), (None,)), lambda hits: 100.0 * float(hits.sum()) / hits.size, _hits_estimate)
+_KINDS = {
+    "miou": Kind(_CLASSES, _of_total(mean_iou), mean_iou_estimate),
+    "pixel_accuracy": Kind(_CLASSES, _of_total(pixel_accuracy), pixel_accuracy_estimate),
+    "pck_": Kind(((2,),), lambda counts: _points_estimate(counts).value, _points_estimate),
+}
+"""By how the names of metrics begin; all others are hits."""
+
+
+def kind_of(metric: str) -> Kind:
+    return next((kind for name, kind in _KINDS.items() if metric.startswith(name)), _HITS)
+
+
+@dataclass(frozen=True)
 class ImageCurve:
     """One metric of one checkpoint over its blocks, image by image.
 
@@ -31,51 +87,13 @@ class ImageCurve:
     metric: str
     per_image: Mapping[int, PerImage]
 
-    @property
-    def counts_pixels(self) -> bool:
-        """Whether an image contributes pixels by class."""
-        return self.metric.startswith("miou") or self.metric == "pixel_accuracy"
-
-    @property
-    def counts_points(self) -> bool:
-        """Whether an image contributes how many of its points are right, and how many it has."""
-        return self.metric.startswith("pck_")
-
-    @property
-    def _shape(self) -> tuple[int | None, ...]:
-        """Of what an image contributes, where not a hit or none; None for any length."""
-        if self.counts_pixels:
-            return (3, None)
-        return (2,) if self.counts_points else ()
-
-    def fits(self, per_image: PerImage) -> bool:
-        """Whether contributions have the shape that this metric is computed from."""
-        shape = per_image.shape[1:]
-        return len(shape) == len(self._shape) and all(
-            wanted in (None, side) for side, wanted in zip(shape, self._shape, strict=True)
-        )
-
     def value(self, per_image: PerImage) -> float:
-        """The metric in percent."""
-        if self.counts_points:
-            return self.estimate(per_image).value
-        total = per_image.sum(0, dtype=np.int64)
-        if self.metric.startswith("miou"):
-            return float(mean_iou(total))
-        if self.metric == "pixel_accuracy":
-            return float(pixel_accuracy(total))
-        return 100.0 * float(total) / len(per_image)
+        """The metric, of some of the images."""
+        return kind_of(self.metric).value(per_image)
 
     def estimate(self, per_image: PerImage) -> Estimate:
         """The metric with its interval."""
-        if self.metric.startswith("miou"):
-            return mean_iou_estimate(per_image)
-        if self.metric == "pixel_accuracy":
-            return pixel_accuracy_estimate(per_image)
-        if self.counts_points:
-            right, points = per_image.astype(np.float64).T
-            return mean_estimate(100.0 * right / points)
-        return Share(per_image.astype(bool))
+        return kind_of(self.metric).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
         """The block with the largest value on some of the images."""
@@ -146,9 +164,9 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 
 def _adds_up(per_image: PerImage, record: Record) -> bool:
     """Whether the value of a record comes from these contributions."""
-    curve = ImageCurve(record.metric, {})
-    if not curve.fits(per_image):
+    kind = kind_of(record.metric)
+    if not kind.fits(per_image):
         return False
-    value = curve.value(per_image)
+    value = kind.value(per_image)
     is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)
     return is_near or (math.isnan(value) and math.isnan(record.value))

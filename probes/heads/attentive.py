@@ -1,0 +1,128 @@
+"""Heads that learn where to look: patches pooled by several queries, then a linear layer."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+_EPSILON = 1e-6
+_MOMENTUM = 0.1
+_QUERY_DEVIATION = 0.02
+
+
+@dataclass(frozen=True)
+class AttentiveHeads:
+    """One head for each source, a block, and value, a learning rate, side by side.
+
+    Each query looks at all patches by the softmax of its scaled products with them, which are not
+    projected for that, and gives its own slice of the channels of the value projection of what it
+    sees. The slices together are batch-normalised without a scale or shift and classified.
+
+    Attributes:
+        value: Projection of the channels, without a bias; its rows are cut in as many slices as
+            there are queries.
+        mean: Of the pooled channels over the training batches, for images that are scored.
+        variance: Likewise.
+
+    Source: `poolings/ep.py` and `probe_heads.py` of
+    https://github.com/billpsomas/efficient-probing (b8f4fb84), with one head and `d_out` 1.
+    """
+
+    query: Float[Tensor, "sources values queries dim"]
+    value: Float[Tensor, "sources values dim dim"]
+    weight: Float[Tensor, "sources values classes dim"]
+    bias: Float[Tensor, "sources values classes"]
+    mean: Float[Tensor, "sources values dim"]
+    variance: Float[Tensor, "sources values dim"]
+
+    @classmethod
+    def drawn(
+        cls, *, sources: int, values: int, queries: int, dim: int, classes: int, seed: int
+    ) -> "AttentiveHeads":
+        """New heads on the CPU, drawn once for all: they differ by features and rate alone."""
+        generator, width = torch.Generator().manual_seed(seed), 1 / math.sqrt(dim)
+
+        def uniform(*shape: int) -> Tensor:
+            return (2 * torch.rand(*shape, generator=generator) - 1) * width
+
+        def everywhere(one: Tensor) -> Tensor:
+            return one.expand(sources, values, *one.shape).clone()
+
+        query = torch.randn(queries, dim, generator=generator) * _QUERY_DEVIATION
+        parts = (query, uniform(dim, dim), uniform(classes, dim), uniform(classes))
+        return cls(*map(everywhere, (*parts, torch.zeros(dim), torch.ones(dim))))
+
+    @property
+    def trained(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.query, self.value, self.weight, self.bias
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "AttentiveHeads":
+        """The same change of every tensor."""
+        return AttentiveHeads(*(change(getattr(self, item.name)) for item in fields(self)))
+
+    def on(self, device: torch.device) -> "AttentiveHeads":
+        return self.changed(lambda part: part.to(device))
+
+    @classmethod
+    def joined(cls, parts: Sequence["AttentiveHeads"]) -> "AttentiveHeads":
+        """Heads of several processes, one source after the other."""
+        names = [item.name for item in fields(cls)]
+        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+
+    def loss_and_gradients(
+        self,
+        source: int,
+        tokens: Float[Tensor, "batch tokens dim"],
+        labels: Int64[Tensor, " batch"],
+    ) -> tuple[Float[Tensor, " values"], list[Tensor]]:
+        """Mean cross-entropy of each value, and its gradients by query, value, weight and bias.
+
+        Normalised by the batch itself, whose mean and variance `mean` and `variance` then follow.
+        """
+        leaves = [part[source].detach().requires_grad_() for part in self.trained]
+        query, value, weight, bias = leaves
+        seen = pooled(tokens, query, value)
+        self._follow(source, seen.detach())
+        deviation = (seen.var(1, correction=0, keepdim=True) + _EPSILON).sqrt()
+        normed = (seen - seen.mean(1, keepdim=True)) / deviation
+        logits = torch.baddbmm(bias[:, None], normed, weight.mT)
+        targets = labels.expand(len(logits), -1)
+        losses = F.cross_entropy(logits.movedim(2, 1), targets, reduction="none").mean(1)
+        # Heads share nothing, so the gradient of the sum is that of each.
+        return losses.detach(), list(torch.autograd.grad(losses.sum(), leaves))
+
+    def _follow(self, source: int, seen: Float[Tensor, "values batch dim"]) -> None:
+        variance, mean = torch.var_mean(seen, 1, correction=1)
+        self.mean[source].lerp_(mean, _MOMENTUM)
+        self.variance[source].lerp_(variance, _MOMENTUM)
+
+    def logits(
+        self, source: int, tokens: Float[Tensor, "batch tokens dim"]
+    ) -> Float[Tensor, "values batch classes"]:
+        """Of scored images, normalised as training left it."""
+        seen = pooled(tokens, self.query[source], self.value[source])
+        deviation = (self.variance[source] + _EPSILON).sqrt()[:, None]
+        normed = (seen - self.mean[source][:, None]) / deviation
+        return torch.baddbmm(self.bias[source][:, None], normed, self.weight[source].mT)
+
+
+def pooled(
+    tokens: Float[Tensor, "batch tokens dim"],
+    query: Float[Tensor, "values queries dim"],
+    value: Float[Tensor, "values dim dim"],
+) -> Float[Tensor, "values batch dim"]:
+    """What every query sees of each image, slices of channels one after the other.
+
+    Patches are pooled first and projected then, which is the same, for both are linear, and needs
+    no projected patches of every head: values * queries * (tokens + dim) numbers an image.
+    """
+    values, queries, dim = query.shape
+    scores = F.linear(tokens, query.flatten(0, 1) * dim**-0.5)  # batch tokens values*queries
+    seen = scores.softmax(1).mT @ tokens  # batch values*queries dim
+    slices = value.view(values * queries, dim // queries, dim)
+    parts = torch.bmm(seen.transpose(0, 1), slices.mT)  # values*queries batch slice
+    return parts.unflatten(0, (values, queries)).transpose(1, 2).flatten(2)

@@ -1,0 +1,316 @@
+"""Heads that pool patches by learned queries: the module, its bank, and the probe."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from probes.classification.pooling import AttentivePooling
+from probes.classification.probe import LinearClassification
+from probes.features.tiers.training import FeaturesInMemory
+from probes.heads.attentive import AttentiveHeads, pooled
+from probes.heads.attentive_training import AttentiveTraining
+from probes.heads.optimizers import LARS, Schedule
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from ssl_bench.planning import plan_probes
+from tests.support.coloured_classes import coloured_classes
+
+TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=3, num_heads=2)
+QUICK = AttentivePooling(queries=4, learning_rates=[1.0, 10.0], epochs=30, batch_size=10)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    return coloured_classes(tmp_path_factory.mktemp("colours"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def silent(items: Iterable, description: str, total: int | None = None) -> Iterable:
+    return items
+
+
+def context(root: Path, **changes: Any) -> ProbeContext:
+    values: dict[str, Any] = {
+        "encoder": encoder_from_model(build_vit(TINY, seed=0), name="tiny"),
+        "dataset": ClassFolders(root),
+        "layers": (2, 0),
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "seed": 0,
+        "artifacts": Path("nowhere"),
+        "progress": silent,
+        "say": lambda _: None,
+    }
+    return ProbeContext(**{**values, **changes})
+
+
+def probe(pool: AttentivePooling = QUICK, **changes: Any) -> LinearClassification:
+    return LinearClassification(pool=pool, **{"crop_share": 1.0, "num_workers": 1, **changes})
+
+
+def scores(asked: LinearClassification, root: Path, **changes: Any) -> dict[tuple, Score]:
+    return {(s.layer, s.facet, s.metric): s for s in asked.run(context(root, **changes))}
+
+
+def wave(*shape: int, step: float) -> Tensor:
+    """Numbers that look like noise, to be made anywhere."""
+    return (torch.arange(math.prod(shape), dtype=torch.float64) * step).sin().view(shape)
+
+
+def bank(*heads: tuple[Tensor, Tensor, Tensor, Tensor]) -> AttentiveHeads:
+    """Heads of one source, a value each."""
+    parts = [torch.stack(some)[None] for some in zip(*heads, strict=True)]
+    dim = parts[1].shape[-1]
+    running = [torch.full((1, len(heads), dim), one, dtype=parts[0].dtype) for one in (0.0, 1.0)]
+    return AttentiveHeads(*parts, *running)
+
+
+def test_outputs_and_gradients_are_those_of_the_published_module():
+    # https://github.com/billpsomas/efficient-probing (b8f4fb84), float64, in training: its
+    # EfficientProbing(8, num_queries=4) before a BatchNorm1d(8, affine=False, eps=1e-6) and a
+    # Linear(8, 5), with cls_token, v.weight, weight and bias from waves of steps .7, 1.3, .9, 2.1.
+    parts = (wave(4, 8, step=0.7), wave(8, 8, step=1.3), wave(5, 8, step=0.9), wave(5, step=2.1))
+    heads, x = bank(parts), wave(3, 6, 8, step=0.37)
+
+    seen = pooled(x, parts[0][None], parts[1][None])
+    losses, gradients = heads.loss_and_gradients(0, x, torch.tensor([4, 0, 2]))
+
+    assert seen[0, 1, :4].tolist() == pytest.approx(
+        [-0.0035877856522673057, -0.5135066354990856, 0.2578320244197871, -0.031418507703219134]
+    )
+    assert losses.tolist() == pytest.approx([2.0538395243343257])
+    published = [
+        ([0.005137863140060514, 0.005609902964010751, 0.005322668739026588], 0.42753928109782646),
+        ([0.14533044351317892, 0.14138313088385895, 0.11830027474765847], 3.742090962431625),
+        ([0.15566864897082, 0.5167393208584581, -0.479028121764246], 1.689286746459998),
+        ([-0.20256038341441224, 0.32482725098526327, -0.2778346962637859], 0.49255783862639935),
+    ]
+    for gradient, (first, norm) in zip(gradients, published, strict=True):
+        assert gradient.flatten()[:3].tolist() == pytest.approx(first)
+        assert gradient.norm().item() == pytest.approx(norm)
+    # And in evaluation, after this one batch.
+    assert heads.logits(0, x)[0, 0].tolist() == pytest.approx(
+        [-0.17486583677397827, 0.7256630496527329, -0.8640629011469548,
+         0.1635011477024278, 1.025560796162116]
+    )  # fmt: skip
+
+
+def by_hand(
+    x: Tensor, query: Tensor, value: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What queries see and logits of a batch, image by image and query by query."""
+    rows = []
+    for tokens in x:
+        slices = []
+        for one, part in zip(query, value.chunk(len(query)), strict=True):
+            shares = torch.softmax(tokens @ one / len(one) ** 0.5, 0)
+            # As published: every patch is projected, and then the queries look.
+            slices.append((shares[:, None] * (tokens @ part.T)).sum(0))
+        rows.append(torch.cat(slices))
+    seen = torch.stack(rows)
+    normed = F.batch_norm(seen, None, None, training=True, eps=1e-6)
+    return seen, normed @ weight.T + bias
+
+
+def test_heads_side_by_side_are_those_of_a_restatement_in_float64():
+    heads = AttentiveHeads.drawn(sources=2, values=2, queries=4, dim=8, classes=5, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    heads = heads.changed(lambda p: p.double() + torch.randn(p.shape, generator=generator) * 0.3)
+    x, labels = torch.randn(4, 5, 8, generator=generator).double(), torch.arange(4)
+
+    for source in (0, 1):
+        losses, gradients = heads.loss_and_gradients(source, x, labels)
+        for value in range(2):
+            leaves = [part[source, value].clone().requires_grad_() for part in heads.trained]
+            seen, logits = by_hand(x, *leaves)
+            loss = F.cross_entropy(logits, labels)
+            expected = torch.autograd.grad(loss, leaves)
+            ours = pooled(x, heads.query[source], heads.value[source])[value]
+            torch.testing.assert_close(ours, seen.detach())
+            torch.testing.assert_close(losses[value], loss.detach())
+            for gradient, known in zip(gradients, expected, strict=True):
+                torch.testing.assert_close(gradient[value], known)
+
+
+def test_a_head_has_as_many_parameters_as_published():
+    heads = AttentiveHeads.drawn(sources=1, values=1, queries=32, dim=768, classes=1000, seed=0)
+
+    # "1383400" of their logs, logs/dino_vitb/ep.txt.
+    assert sum(part.numel() for part in heads.trained) == 1_383_400
+
+
+def test_queries_of_zero_see_the_mean_patch_and_the_order_of_patches_does_not_matter():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 8, generator=generator).double()
+    query, value = (torch.randn(2, n, 8, generator=generator).double() for n in (4, 8))
+    order = torch.tensor([3, 0, 4, 1, 2])
+
+    torch.testing.assert_close(pooled(x[:, order], query, value), pooled(x, query, value))
+    mean = torch.einsum("vod,bd->vbo", value, x.mean(1))
+    torch.testing.assert_close(pooled(x, 0 * query, value), mean)
+    assert not torch.allclose(pooled(x, query, value), mean)
+
+
+def test_a_query_that_is_long_sees_the_patch_that_it_points_at():
+    x = torch.eye(4, dtype=torch.float64)[None]
+    query = 1e3 * torch.eye(4, dtype=torch.float64)[[2, 2, 0, 1]]
+
+    # Channel q is of the patch that query q looks at: the identity gives its coordinate q.
+    seen = pooled(x, query[None], torch.eye(4, dtype=torch.float64)[None])
+
+    assert seen[0, 0].tolist() == pytest.approx([0, 0, 0, 0])
+    assert pooled(x, query[None, [2, 3, 0, 1]], torch.eye(4).double()[None])[0, 0].tolist() == (
+        pytest.approx([1, 1, 1, 0])
+    )
+
+
+def training(*rates: float, **changes: Any) -> AttentiveTraining:
+    whole = AttentiveTraining(
+        values=rates, queries=3, epochs=3, batch_size=4, optimizer=LARS(),
+        schedule=Schedule("cosine", 1 / 9), classes=4, seed=5, device=torch.device("cpu"),
+    )  # fmt: skip
+    return replace(whole, **changes)
+
+
+def test_heads_of_many_rates_and_layers_are_those_of_runs_of_their_own():
+    generator = torch.Generator().manual_seed(0)
+    blocks = torch.randn(2, 10, 2, 3, 6, generator=generator).half()
+    labels = torch.arange(10) % 4
+    features = FeaturesInMemory((1, 4), blocks, torch.zeros(10, 1, 1, dtype=torch.uint8))
+
+    both = training(1.0, 30.0).train(features, labels, (1, 4), torch.arange(10), silent)
+
+    for index, layer in enumerate((1, 4)):
+        for number, rate in enumerate((1.0, 30.0)):
+            alone = training(rate).train(features, labels, (layer,), torch.arange(10), silent)
+            for item in fields(AttentiveHeads):
+                one, other = getattr(both.heads, item.name), getattr(alone.heads, item.name)
+                torch.testing.assert_close(one[index, number], other[0, 0], atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(both.heads.query[0, 0], both.heads.query[0, 1])
+
+
+def test_lars_moves_each_head_by_a_share_of_its_length():
+    # Lengths 5 and 10 of gradients 2 and 4: a share of .001 at rates .1 and 1.
+    parameter = torch.tensor([[[[3.0, 4.0]], [[6.0, 8.0]]]])
+    gradient = torch.tensor([[[[2.0, 0.0]], [[0.0, 4.0]]]])
+    bias, state, rates = torch.ones(1, 2, 1), {}, torch.tensor([0.1, 1.0])
+    for step in (1, 2):
+        LARS().update(parameter, gradient, state, rates[:, None, None], step)
+    LARS().update(bias, torch.full((1, 2, 1), 7.0), {}, rates[:, None], 1)
+
+    first, second = parameter[0, :, 0].double().tolist()
+    # Once, and then .9 of it more.
+    assert first == pytest.approx([3 - 0.1 * 0.005 * 2.9, 4], abs=1e-5)
+    assert second == pytest.approx([6, 8 - 0.01 * 2.9], abs=1e-4)
+    assert bias.flatten().tolist() == pytest.approx([1 - 0.7, 1 - 7.0])
+
+
+def test_batches_are_whole_and_all_of_too_few_images():
+    made = training(1.0)._batches(torch.arange(10, 19))
+    few = training(1.0, batch_size=64)._batches(torch.arange(5))
+
+    assert [len(batch) for batch in made] == [4, 4] * 3
+    assert len({tuple(sorted(torch.cat(made[n : n + 2]).tolist())) for n in (0, 2, 4)}) > 1
+    assert [sorted(batch.tolist()) for batch in few] == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_colours_are_told_apart_and_every_asked_cell_is_scored_on_one_pass(root):
+    tiny = encoder_from_model(build_vit(TINY, seed=0), name="tiny")
+    seen = []
+    tiny.module.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+
+    found = scores(probe(encoder_batch_size=7), root, encoder=tiny)
+
+    assert isinstance(probe(), Probe)
+    assert sorted(found) == sorted(probe().cells([0, 2]))
+    assert sum(seen) == 30 + 12
+    for layer in (0, 2):
+        score = found[layer, "patch_attentive", "top1_holdout"]
+        assert score.value >= 90
+        assert score.details["num_train_images"] == 27
+        assert score.details["num_held_out_images"] == 3
+        assert score.details["feature_tier"] == "memory"
+        assert len(score.details["top1_by_rate"]) == 2
+
+
+def test_features_on_disk_give_the_same_scores(root, tmp_path):
+    held = scores(probe(), root)
+
+    kept = scores(probe(memory_gib=0.0), root)
+
+    assert {s.details["feature_tier"] for s in kept.values()} == {"disk"}
+    assert list((tmp_path / "ssl-bench/features").iterdir())
+    for cell, score in held.items():
+        assert kept[cell].value == pytest.approx(score.value, nan_ok=True)
+        assert kept[cell].details["top1_by_rate"] == score.details["top1_by_rate"]
+
+
+def test_attentive_heads_are_fitted_to_shots_too(root):
+    found = scores(probe(shots=[2], draws=2), root)
+
+    assert sorted(found) == sorted(probe(shots=[2], draws=2).cells([0, 2]))
+    details = found[2, "patch_attentive", "top1_holdout_2shot"].details
+    assert (details["num_train_images"], details["num_held_out_images"]) == (12, 12)
+    assert len(details["value_by_draw"]) == len(set(details["train_ids_sha256_by_draw"])) == 2
+
+
+def test_patches_without_content_are_flagged(root):
+    model = build_vit(TINY, seed=0)
+    for name, weight in (("weight", 0.0), ("bias", 1.0)):
+        torch.nn.init.constant_(model.get_parameter(f"norm.{name}"), weight)
+
+    found = scores(probe(), root, encoder=encoder_from_model(model, name="flat"))
+
+    details = found[0, "patch_attentive", "top1_oracle"].details
+    assert details["constant_features"]
+    assert found[0, "patch_attentive", "top1_oracle"].value < 50
+
+
+def test_training_images_of_one_class_are_refused(root):
+    dataset = ClassFolders(root)
+    some = dataset.train().some("class_folders", [0, 1, 2, 3])
+    object.__setattr__(dataset, "train", lambda: some)
+    with pytest.raises(DataError, match="that heads are fitted to are all of the class class0"):
+        scores(probe(), root, dataset=dataset)
+
+
+def test_queries_that_do_not_divide_the_channels_are_refused_with_the_nearest(root):
+    with pytest.raises(ConfigurationError, match=r"divide the 12 .* add probe.pool.queries=12"):
+        scores(probe(AttentivePooling()), root)
+
+
+@pytest.mark.parametrize(
+    "words", ["probe.facet=patch_mean", "probe.layers_mode=last4", "probe.pool.queries=0",
+              "probe.pool.learning_rates=[]"],
+)  # fmt: skip
+def test_options_without_meaning_are_refused(words):
+    with pytest.raises(ConfigurationError, match=r"probe\.(facet|layers_mode|pool)"):
+        plan_probes(["classification"], ["class_folders"], ["probe.pool=attentive", words])
+
+
+def test_the_pool_is_chosen_by_name_and_settings_say_it():
+    (planned,) = plan_probes(
+        ["classification"],
+        ["class_folders"],
+        ["probe.pool=attentive", "probe.pool.queries=8", "probe.training.c_values=[1.0]"],
+    )
+
+    assert planned.probe.settings() == {
+        "pool": "attentive", "queries": 8, "optimizer": "lars", "epochs": 20, "batch_size": 256,
+        "learning_rates": [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0],
+        "holdout": 0.1, "train_images": None, "image_size": None, "crop_share": 0.875,
+    }  # fmt: skip
+    assert planned.probe.cells([3])[0] == (3, "patch_attentive", "top1_holdout")

@@ -1,0 +1,270 @@
+"""A few images of each class, drawn several times: k-NN and linear heads of n shots."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from probes.classification.probe import LinearClassification
+from probes.features.draws import Shots, over_draws
+from probes.knn.probe import KNN
+from ssl_bench.cli.__main__ import main
+from ssl_bench.composition.presets import changed_settings
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from ssl_bench.tables.pairs.image_scores import ImageCurve
+from tests.support.coloured_classes import coloured_classes
+from tests.support.configured import configured
+from tests.support.faults import class_folders, encoder_file, probing, records
+from tests.support.heads import classification
+
+TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=2, num_heads=2)
+QUICK: dict[str, Any] = {"crop_share": 1.0, "c_values": [1e-3, 0.1, 10.0], "num_workers": 1}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return coloured_classes(tmp_path_factory.mktemp("colours"), noise=250)
+
+
+def silent(items: Iterable, description: str, total: int | None = None) -> Iterable:
+    return items
+
+
+def context(dataset: Any, *, seed: int = 0, weights: int = 0) -> ProbeContext:
+    return ProbeContext(
+        encoder=encoder_from_model(build_vit(TINY, seed=weights), name="tiny"),
+        dataset=dataset,
+        layers=(1, 0),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        seed=seed,
+        artifacts=Path("nowhere"),
+        progress=silent,
+    )
+
+
+def scores(probe: Any, dataset: Any, **changes: Any) -> dict[tuple[int, str, str], Score]:
+    found = list(probe.run(context(dataset, **changes)))
+    assert sorted((s.layer, s.facet, s.metric) for s in found) == sorted(probe.cells([0, 1]))
+    return {(s.layer, s.facet, s.metric): s for s in found}
+
+
+def of_images(root: Path, kept: list[int]) -> ClassFolders:
+    """The dataset with these training images alone."""
+    dataset = ClassFolders(root)
+    some = dataset.train().some("class_folders", kept)
+    object.__setattr__(dataset, "train", lambda: some)
+    return dataset
+
+
+def test_few_shots_are_among_many_and_draws_and_seeds_differ(root):
+    images = ClassFolders(root).train()
+    drawn, again, few, other = (
+        Shots.draw(images, most=most, draws=3, seed=seed)
+        for most, seed in ((4, 0), (4, 0), (2, 0), (4, 1))
+    )
+
+    def ids(shots: Shots, draw: int, count: int, after: int = 0) -> list[int]:
+        return [shots.indices[n] for n in shots.of(draw, count, after=after).tolist()]
+
+    for draw in range(3):
+        taken = [ids(drawn, draw, count) for count in (1, 2, 4)]
+        assert set(taken[0]) < set(taken[1]) < set(taken[2])
+        assert taken == [ids(again, draw, count) for count in (1, 2, 4)]
+        assert taken[1] == ids(few, draw, 2)
+        assert sorted(taken[1] + ids(drawn, draw, 2, after=2)) == taken[2]
+        labels = [images.labels[index] for index in taken[1]]
+        assert sorted(labels) == [n for n in range(6) for _ in range(2)]
+    whole = {tuple(ids(shots, draw, 2)) for shots in (drawn, other) for draw in range(3)}
+    assert len(whole) == 6
+
+
+def of_hits(*right: int) -> list[list[Score]]:
+    """A score of ten images for each draw."""
+    return [
+        [
+            Score(3, "cls", "top1_k1", 10.0 * n, None, 10, {"bank": 6, "n": n, "warnings": ["w"]},
+                  np.arange(10) < n)
+        ]
+        for n in right
+    ]  # fmt: skip
+
+
+def test_the_interval_is_that_of_student_over_the_draws():
+    (score,) = over_draws(of_hits(4, 5, 6), 2)
+
+    # Deviation 10, so 10 / sqrt(3) times 4.3027, t of two degrees of freedom.
+    assert (score.metric, score.value) == ("top1_k1_2shot", pytest.approx(50))
+    assert score.ci95 == pytest.approx((50 - 24.841, 50 + 24.841), abs=1e-3)
+    assert score.details["value_by_draw"] == [40, 50, 60]
+    assert (score.details["bank"], score.details["n_by_draw"]) == (6, [4, 5, 6])
+    assert score.details["warnings"] == ["w"]
+    # By image 1 four times, 2/3, 1/3 and 0 four times: deviation .4779, t of nine 2.2622.
+    assert score.details["ci95_over_images"] == pytest.approx((15.813, 84.187), abs=1e-3)
+    assert score.per_image is not None
+    assert score.per_image.tolist()[3:6] == [[True] * 3, [False, True, True], [False, False, True]]
+
+
+def test_one_draw_and_equal_draws_have_no_interval():
+    assert [next(over_draws(of_hits(*right), 1)).ci95 for right in ((5,), (5, 5))] == [None, None]
+
+
+def test_images_that_are_in_the_bank_find_themselves(root):
+    dataset = ClassFolders(root)
+    object.__setattr__(dataset, "val", dataset.train)
+
+    found = scores(KNN(shots=5, draws=2, neighbours=[1], crop_share=1.0), dataset)
+
+    for layer in (0, 1):
+        assert found[layer, "cls", "top1_k1_5shot"].value == 100.0
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_the_vote_of_shots_is_that_of_a_dataset_of_these_images(root, seed):
+    probe = KNN(shots=[3, 1], draws=2, neighbours=[2, 10], facet=["cls", "patch_mean"])
+    found = scores(probe, ClassFolders(root), seed=seed)
+    drawn = Shots.draw(ClassFolders(root).train(), most=3, draws=2, seed=seed)
+
+    for count, neighbours in ((3, (2, 3)), (1, (1,))):
+        alone = [
+            scores(
+                KNN(neighbours=neighbours, facet=["cls", "patch_mean"]),
+                of_images(root, [drawn.indices[n] for n in drawn.of(draw, count).tolist()]),
+            )
+            for draw in range(2)
+        ]
+        for cell in alone[0]:
+            score = found[(*cell[:2], f"{cell[2]}_{count}shot")]
+            assert score.details["value_by_draw"] == [one[cell].value for one in alone]
+            assert score.details["bank"] == 6 * count
+            assert score.value == pytest.approx(np.mean(score.details["value_by_draw"]))
+
+
+def test_heads_of_shots_are_those_of_a_dataset_of_these_images(root):
+    quick = {"training": "sgd", "learning_rates": [1e-3, 1.0], "epochs": 3, "crop_share": 1.0}
+    probe = classification(**quick, shots=[1, 2], draws=2, facet="patch_mean")
+    found = scores(probe, ClassFolders(root))
+    drawn = Shots.draw(ClassFolders(root).train(), most=4, draws=2, seed=0)
+
+    for draw in range(2):
+        fitted, choosing = (
+            [drawn.indices[n] for n in drawn.of(draw, 2, after=after).tolist()] for after in (0, 2)
+        )
+        alone = classification(**quick, holdout=0.0, facet="patch_mean")
+        one = scores(alone, of_images(root, fitted))
+        chosen = of_images(root, fitted)
+        rest = ClassFolders(root).train().some("class_folders", choosing)
+        object.__setattr__(chosen, "val", lambda rest=rest: rest)
+        choice = scores(alone, chosen)
+        for layer in (0, 1):
+            whole = found[layer, "patch_mean", "top1_holdout_2shot"].details
+            by_hand = one[layer, "patch_mean", "top1_oracle"].details
+            asked = choice[layer, "patch_mean", "top1_oracle"].details
+            assert of_draw(whole, "top1_by_rate", draw) == by_hand["top1_by_rate"]
+            assert of_draw(whole, "top1_by_rate_held_out", draw) == asked["top1_by_rate"]
+            assert of_draw(whole, "learning_rate", draw) == asked["learning_rate"]
+            assert (whole["num_train_images"], whole["num_held_out_images"]) == (12, 12)
+
+
+def of_draw(details: Any, name: str, draw: int) -> Any:
+    return details[name] if name in details else details[f"{name}_by_draw"][draw]
+
+
+def test_all_encoders_are_fitted_to_the_same_images(root):
+    probe = classification(QUICK | {"c_values": [0.1]}, shots=2, draws=2, holdout=0.0)
+    one, other = (scores(probe, ClassFolders(root), weights=n) for n in (0, 1))
+
+    digests = [found[0, "cls", "top1_oracle_2shot"].details for found in (one, other)]
+    first, second = (details["train_ids_sha256_by_draw"] for details in digests)
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def test_a_class_with_fewer_images_than_shots_is_refused_in_a_line(root):
+    images = of_images(root, [*range(23), *range(25, 30)])
+    short = "the class class4 has 3; take fewer with probe.shots"
+
+    with pytest.raises(DataError, match=f"takes 4 images of each .* train, {short}"):
+        scores(KNN(shots=[1, 4]), images)
+    # One in two chooses.
+    with pytest.raises(DataError, match=f"takes 4 images .* {short}"):
+        scores(classification(QUICK, shots=2), images)
+    assert scores(KNN(shots=3, draws=1, neighbours=[1]), images)
+    assert scores(classification(QUICK, shots=3, draws=1, holdout=0.0), images)
+
+
+@pytest.mark.parametrize("kind", [KNN, LinearClassification])
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"shots": []}, "probe.shots expects one value or more"),
+        ({"shots": 0}, "probe.shots expects"),
+        ({"shots": [1, 0]}, "probe.shots expects"),
+        ({"draws": 0}, "probe.draws expects"),
+        ({"shots": [1], "train_images": 9}, "probe.train_images must be null where probe.shots"),
+    ],
+)
+def test_options_without_meaning_are_refused(kind, options, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        configured(kind, **options)
+
+
+def test_without_shots_settings_are_what_they_were():
+    assert set(KNN().settings()) == {
+        "neighbours", "temperature", "image_size", "crop_share", "train_images",
+    }  # fmt: skip
+    assert set(LinearClassification().settings()) == {
+        "layers_mode", "standardise", "holdout", "train_images", "image_size", "crop_share",
+        "optimizer", "c_values", "max_iterations",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [KNN, LinearClassification])
+def test_shots_of_a_cell_are_the_same_whatever_others_are_asked_for(kind):
+    one, both = kind(shots=2, draws=3), kind(shots=[5, 2, 2], draws=3)
+
+    assert one.settings() == both.settings()
+    # What the metric says, or has no meaning.
+    unsaid = {"shots", "neighbours", "holdout", "train_images"}
+    assert one.settings().keys() == (kind().settings().keys() | {"draws"}) - unsaid
+    assert one.settings()["draws"] == 3
+    assert changed_settings(one) == {"draws": 3}
+    assert set(one.cells([0])) < set(both.cells([0]))
+    assert len(both.cells([0])) == len(set(both.cells([0])))
+
+
+def test_images_are_paired_by_how_many_draws_were_right():
+    hits = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], bool)
+    curve = ImageCurve("top1_k1_2shot", {0: hits, 1: ~hits})
+
+    assert [curve.value(hits), curve.estimate(hits).value] == [37.5, 37.5]
+    # Of 100, 50, 0 and 0: 47.87 / 2 times 3.1824, t of three degrees of freedom.
+    assert curve.estimate(~hits).ci95() == pytest.approx((0, 100))
+    low, high = curve.estimate(hits).difference_ci95(curve.estimate(hits & False)) or (0, 0)
+    assert (low, high) == pytest.approx((37.5 - 76.176, 100), abs=1e-2)
+    assert curve.best_layer() == 1
+
+
+def test_shots_run_from_the_command_and_are_found_again(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    encoder_file(Path("encoder.safetensors"))
+    class_folders(tmp_path / "classes")
+    words = probing("knn", "class_folders", tmp_path / "classes", "probe.shots=[1,2]")
+    assert main([*words, "probe.draws=2"]) == 0
+    first = records()
+    assert {r.metric for r in first} == {
+        f"top{top}_{name}" for top in (1, 5) for name in ("k1_1shot", "k1_2shot", "k2_2shot")
+    }
+    assert all(math.isnan(r.value) for r in first if "top5" in r.metric)
+    capsys.readouterr()
+
+    assert main([*words, "probe.draws=2"]) == 0
+
+    assert "6 of 6 cells finished before" in "".join(capsys.readouterr())
