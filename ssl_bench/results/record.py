@@ -19,7 +19,7 @@ PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
 predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy."""
 
-UNRANKED_METRICS = frozenset({"explained_variance"})
+UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share"})
 """In percent, and yet more is not better."""
 
 SUPERVISED = "supervised"

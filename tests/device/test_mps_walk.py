@@ -27,6 +27,7 @@ WALKS = {
     "tokencut, maskcut": ("tokencut", "voc2012", "probe.method=maskcut"),
     "pca": ("pca", "folder", "probe.image_size=32"),
     "conditioning": ("conditioning", "folder"),
+    "geometry": ("geometry", "folder", "probe.views=2", "probe.facet=[cls,mlp_out]"),
     "conditioning, lanczos": (
         "conditioning", "folder", "probe.protocol=jacobian_lanczos", "probe.num_images=1",
     ),

@@ -52,6 +52,7 @@ WALKS = {
         "pca", "folder", "probe.image_size=32", "probe.background=first_component",
     ),
     "conditioning": ("conditioning", "folder"),
+    "geometry": ("geometry", "folder", "probe.views=2", "probe.facet=[cls,patch_mean,mlp_out]"),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,patch_mean]"),
     "classification": ("classification", "class_folders", "probe.training.c_values=[0.01,1.0]"),
     "classification, dino": ("classification", "class_folders", "probe.protocol=dino", *HEADS),

@@ -18,6 +18,7 @@ SMALL = {
     "retrieval": ("probe.image_size=32", "probe.neighbours=5"),
     "tokencut": (),
     "pca": ("probe.image_size=32",),
+    "geometry": ("probe.image_size=32", "probe.views=2"),
     "knn": ("probe.neighbours=[1,2]",),
     "classification": ("probe.training.c_values=[0.01,1.0]",),
 }  # fmt: skip
@@ -48,7 +49,9 @@ def probed(task: str, facet: str, *more: str, out: str = "results") -> list[Reco
 def test_a_probe_takes_a_submodule_of_one_block(task, capsys):
     records = probed(task, "blocks.1.mlp.fc1")
 
-    assert {(record.layer, record.facet) for record in records} == {(1, "blocks.*.mlp.fc1")}
+    # Geometry also looks at the patches that the block gives.
+    facets = {"blocks.*.mlp.fc1", *(["token"] if task == "geometry" else [])}
+    assert {(record.layer, record.facet) for record in records} == {(1, f) for f in facets}
     if task in ("segmentation", "tokencut", "pca"):
         drawn = [str(path) for path in Path("results/pictures").rglob("*.png")]
         assert drawn

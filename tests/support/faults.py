@@ -27,6 +27,7 @@ OBJECT = """<annotation><object><name>cat</name><bndbox>
 
 SMALL = {
     "pca": ["probe.image_size=32"],
+    "geometry": ["probe.image_size=32", "probe.views=2"],
     "tokencut": [],
     "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"],
     "retrieval": ["probe.image_size=32", "probe.neighbours=5"],

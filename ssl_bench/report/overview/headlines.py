@@ -16,6 +16,7 @@ _METRICS = (
     "top1_k20",
     "explained_variance",
     "condition_number",
+    "rankme",
 )
 
 
