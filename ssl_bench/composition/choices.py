@@ -58,6 +58,7 @@ _CALLED = {
         "hbird": "retrieval, with probe.protocol=hbird",
         "jacobian": "conditioning, with probe.protocol=jacobian_exact",
         "cka": "conditioning",
+        **dict.fromkeys(("rankme", "lidar", "alignment", "uniformity"), "geometry"),
     },
     "dataset": {
         "imagenet": "class_folders, with --data-root FOLDER of train/CLASS and val/CLASS",
