@@ -32,6 +32,7 @@ WALKS = {
         "conditioning", "folder", "probe.protocol=jacobian_lanczos", "probe.num_images=1",
     ),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,mlp_out]"),
+    "clustering": ("clustering", "class_folders"),
     "classification": ("classification", "class_folders", "probe.training.c_values=[0.01,1.0]"),
     "classification, dino": (
         "classification", "class_folders", "probe.protocol=dino", "probe.training.batch_size=4",

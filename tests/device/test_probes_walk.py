@@ -54,6 +54,7 @@ WALKS = {
     "conditioning": ("conditioning", "folder"),
     "geometry": ("geometry", "folder", "probe.views=2", "probe.facet=[cls,patch_mean,mlp_out]"),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,patch_mean]"),
+    "clustering": ("clustering", "class_folders", "probe.clusters_per_class=[1,2]"),
     "classification": ("classification", "class_folders", "probe.training.c_values=[0.01,1.0]"),
     "classification, dino": ("classification", "class_folders", "probe.protocol=dino", *HEADS),
     "classification, dinov2": (

@@ -95,7 +95,7 @@ def test_fault_17_other_objects_are_refused_with_a_way_to_convert(place, capsys)
 
 DATASETS = {
     **dict.fromkeys(("pca", "geometry"), "folder"),
-    **dict.fromkeys(("knn", "classification"), "class_folders"),
+    **dict.fromkeys(("knn", "classification", "clustering"), "class_folders"),
 }
 CUTS = {"nothing left": 0.0, "10 bytes": 10, "half": 0.5, "last byte lost": -1}
 
@@ -257,7 +257,10 @@ def spoilt_encoder(path: Path, number: float, block: int = 1) -> None:
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize(
     "task",
-    ["pca", "geometry", "tokencut", "segmentation", "retrieval", "knn", "classification"],
+    [
+        *("pca", "geometry", "tokencut", "segmentation"),
+        *("retrieval", "knn", "classification", "clustering"),
+    ],
 )
 def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
     place, capsys, task, number
@@ -294,6 +297,7 @@ def constant_encoder(path: Path) -> None:
         ("pca", "num_constant", 4),
         ("knn", "constant_features", True),
         ("classification", "constant_features", True),
+        ("clustering", "constant_features", True),
         ("segmentation", "constant_channels_percent", 100.0),
         ("retrieval", "constant_features", True),
     ],

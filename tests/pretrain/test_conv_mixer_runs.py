@@ -144,6 +144,7 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
     small = ["probe.image_size=64", "probe.num_workers=1"]
     for task, more in {
         "knn": knn,
+        "clustering": [*classes, "probe.facet=patch_mean"],
         "segmentation": [*toy, "probe.protocol=fast", *small, "probe.training.epochs=2"],
         "pca": [*toy, "probe.image_size=64", "probe.num_images=2"],
         "retrieval": [*toy, *small, "probe.neighbours=5"],
@@ -155,7 +156,8 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
     found = ResultStore(tmp_path / "results").records()
     assert {record.layer for record in found} == {0, 1}
     assert {record.task for record in found} == {
-        *("knn", "segmentation", "pca", "retrieval", "tokencut", "geometry")
+        *("knn", "segmentation", "pca", "retrieval", "tokencut", "geometry"),
+        "clustering",
     }
 
 

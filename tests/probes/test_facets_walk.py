@@ -20,6 +20,7 @@ SMALL = {
     "pca": ("probe.image_size=32",),
     "geometry": ("probe.image_size=32", "probe.views=2"),
     "knn": ("probe.neighbours=[1,2]",),
+    "clustering": ("probe.num_restarts=1",),
     "classification": ("probe.training.c_values=[0.01,1.0]",),
 }  # fmt: skip
 
@@ -34,7 +35,7 @@ def place(tmp_path, monkeypatch):
 
 
 def words(task: str, facet: str, *more: str) -> list[str]:
-    classes = task in ("knn", "classification")
+    classes = task in ("knn", "classification", "clustering")
     found = ["probe", "--task", task, "--dataset", "class_folders" if classes else "voc2012"]
     found += ["--data-root", ".", "--checkpoint", "encoder.safetensors"]
     return [*found, *SMALL[task], f"probe.facet={facet}", *more]

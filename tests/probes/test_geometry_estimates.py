@@ -210,7 +210,7 @@ def test_a_long_patch_among_four_is_a_quarter():
     assert outlier_share(patches, 4.0).tolist() == [25, 0, 0]
     assert outlier_share(100 * patches, 4.0).tolist() == [25, 0, 0]
     # The median of the second is 4, between its two middle lengths.
-    assert outlier_share(patches, 1.2).tolist() == [25, 50, 25]
+    assert outlier_share(patches, 1.4).tolist() == [25, 0, 25]
 
 
 def test_the_cosine_of_tokens_with_patches_counted_by_hand():

@@ -32,6 +32,7 @@ SMALL = {
     "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"],
     "retrieval": ["probe.image_size=32", "probe.neighbours=5"],
     "knn": ["probe.neighbours=[1,2]"],
+    "clustering": ["probe.num_restarts=1"],
     "classification": ["probe.training.c_values=[0.01,1.0]"],
 }
 PRETRAIN = (

@@ -14,6 +14,7 @@ _METRICS = (
     "miou",
     "top1_holdout",
     "top1_k20",
+    "nmi",
     "explained_variance",
     "condition_number",
     "rankme",
