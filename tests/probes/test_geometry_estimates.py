@@ -97,7 +97,7 @@ def test_the_slope_is_weighted_by_one_over_the_rank():
 
 
 def test_a_range_ends_where_variances_do_and_one_of_them_makes_no_slope():
-    law = spectrum([rank**-1.0 for rank in range(1, 7)])
+    law = spectrum([*(rank**-1.0 for rank in range(1, 7)), 0.0, 0.0])
     assert alpha_req(moments(law), (3, 100)) == (pytest.approx(1.0), (3, 6))
     assert math.isnan(alpha_req(moments(law), (6, 100))[0])
     assert math.isnan(alpha_req(moments(law), (11, 100))[0])
@@ -177,6 +177,7 @@ def test_alignment_and_uniformity_counted_by_hand():
     # Three views, of which two are the same and the third is opposite: (0 + 4 + 4) / 3.
     views = torch.stack([CROSS[[0, 0, 1]], 3 * CROSS[[2, 2, 2]], CROSS[[0, 2, 2]]])
     np.testing.assert_allclose(alignment(views), [8 / 3, 0, 4 / 3], atol=1e-12)
+    np.testing.assert_allclose(alignment(views[:, 1:]), [4, 0, 0], atol=1e-12)
 
 
 def test_uniformity_without_an_image_is_that_of_the_others(monkeypatch):
@@ -253,6 +254,8 @@ def test_positions_are_those_of_a_plain_ridge_regression():
     places = centred_places(3, 4, torch.device("cpu"))
     tokens = places @ normal(2, 7) + 0.4 * normal(20, 12, 7, seed=1) * torch.linspace(0.1, 9, 7)
     tokens = tokens + 5
+    # Images that choose lie elsewhere, which a large penalty bears better.
+    tokens[9:14] += normal(5, 1, 7, seed=4).mean(0)
     parts = tokens[:9], tokens[9:14], tokens[14:]
     fit, share = position_r2(*(part.unflatten(1, (3, 4)) for part in parts))
 
