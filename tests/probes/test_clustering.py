@@ -9,6 +9,7 @@ import torch
 
 from probes.clustering.agreement import Matching, ari, meetings, nmi, purity, without_each
 from probes.clustering.probe import Clustering
+from probes.clustering.run import ClusteringRun
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import Evaluation, ProbeContext
@@ -43,7 +44,9 @@ def test_meetings_purity_and_matched_iou_counted_by_hand():
     assert purity(MET) == pytest.approx(90)
     # 4 of 5 and 3 of 5; the third cluster stands for no class, and is none of its own.
     assert Matching.of(MET).miou(MET) == pytest.approx(70)
-    assert Matching.of(MET).miou(np.pad(MET, ((0, 0), (0, 1)))) == pytest.approx(70)
+    # A class that no image is of has no IoU, though a cluster is matched with it.
+    more = np.pad(MET, ((0, 0), (0, 1)))
+    assert Matching.of(more).miou(more) == pytest.approx(70)
 
 
 def test_the_matching_takes_most_images_and_not_the_best_of_each():
@@ -117,7 +120,7 @@ def vit(**changes):
     return build_vit(config, seed=0)
 
 
-def scores(dataset, model=None, *, seed=0, **options):
+def run_of(dataset, model=None, *, seed=0, **options):
     context = ProbeContext(
         encoder=encoder_from_model(model or vit(), name="tiny"),
         dataset=dataset,
@@ -130,7 +133,11 @@ def scores(dataset, model=None, *, seed=0, **options):
         say=lambda _: None,
     )
     options = {"facet": "patch_mean", "num_workers": 1} | options
-    return {(s.layer, s.facet, s.metric): s for s in Clustering(**options).run(context)}
+    return ClusteringRun(Clustering(**options), context)
+
+
+def scores(dataset, model=None, **options):
+    return {(s.layer, s.facet, s.metric): s for s in run_of(dataset, model, **options).scores()}
 
 
 def test_colours_come_out_of_features_that_have_them(colours):
@@ -180,6 +187,32 @@ def test_every_cell_gets_a_record_and_the_seed_is_part_of_it(colours, tmp_path):
     assert {r.digest for r in first}.isdisjoint(r.digest for r in other)
     assert [r.unit for r in first] == 2 * ["%", "", "%", "%"]
     assert all(r.trained_on is None for r in first)
+
+
+def test_the_seed_decides_where_k_means_begins(colours):
+    vectors = np.random.default_rng(0).normal(size=(80, 3))
+    one, same, other = (
+        run_of(colours, seed=seed, num_restarts=1)._clusters(vectors, 9) for seed in (0, 0, 1)
+    )
+    assert one.tolist() == same.tolist() != other.tolist()
+
+
+def test_the_length_of_a_vector_makes_no_difference(colours, monkeypatch):
+    seen = []
+    whole = ClusteringRun._clusters
+    monkeypatch.setattr(
+        ClusteringRun, "_clusters", lambda run, unit, k: seen.append(unit) or whole(run, unit, k)
+    )
+    scores(colours)
+    assert len(seen) == 2
+    np.testing.assert_allclose(np.linalg.norm(seen, axis=-1), 1, atol=1e-6)
+
+
+def test_settings_are_what_changes_a_number():
+    assert (
+        Clustering(batch_size=3, memory_gib=1.0, facet="cls").settings() == Clustering().settings()
+    )
+    assert Clustering(num_restarts=5).settings() != Clustering().settings()
 
 
 def test_what_cannot_be_clustered_is_refused(colours):
