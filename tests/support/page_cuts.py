@@ -36,6 +36,7 @@ TRAINING: Mapping[str, object] = {
 PROBING: Mapping[str, object] = {
     "probe.training.epochs": 1,
     "probe.num_images": 2,
+    "probe.view_images": 2,
     "dataset.num_train": 4,
     "dataset.num_val": 3,
 }
