@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
-from ssl_bench.layers import FACETS, Facet, submodule_of
+from ssl_bench.layers import FACETS, REGISTERS, Facet, submodule_of
 from ssl_bench.models import Encoder
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
@@ -35,7 +35,8 @@ class FeatureExtractor:
             "value": thirds of the qkv layer's output, heads concatenated; "attn_out",
             "mlp_out": what a sublayer adds to its skip, after LayerScale; "attn_skip": the tokens
             behind the skip of attention, as "token" is behind that of the MLP; "mlp_hidden": what
-            enters the MLP's last layer; "blocks.*.NAME": what submodule NAME of the block gives.
+            enters the MLP's last layer; "blocks.*.NAME": what submodule NAME of the block gives;
+            "registers": tokens between [CLS] and the patches.
         device: As torch names it.
         dtype: Below float32 the encoder runs under autocast; features are float32 always.
         pad: Pad right and bottom to a multiple of the patch with zeros, after normalisation, as
@@ -85,7 +86,8 @@ class FeatureExtractor:
             ids: What to call them in messages.
 
         Returns:
-            "batch dim" for "cls" and "cls_normed", "batch rows cols dim" for all others.
+            "batch dim" for "cls" and "cls_normed", "batch registers dim" for "registers",
+            "batch rows cols dim" for all others.
 
         Raises:
             ConfigurationError: The patch does not divide height and width, and `pad` is off.
@@ -204,6 +206,9 @@ class FeatureExtractor:
                 handle.remove()
 
     def _keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Hook:
+        prefix = self.encoder.num_prefix_tokens
+        first = prefix - self.encoder.num_registers
+
         def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
             # Convolutional blocks give maps; their norm, like all norms, takes tokens.
             tokens = output.flatten(2).transpose(1, 2) if output.ndim == 4 else output
@@ -211,6 +216,8 @@ class FeatureExtractor:
                 features["token"] = self._patches(tokens, grid)
             if "cls" in self.facets:
                 features["cls"] = tokens[:, 0].float()
+            if REGISTERS in self.facets:
+                features[REGISTERS] = tokens[:, first:prefix].float()
             if "token_normed" in self.facets or "cls_normed" in self.facets:
                 normed = self._module.get_submodule("norm")(tokens)
                 if "token_normed" in self.facets:
@@ -275,7 +282,7 @@ def _check_layers(layers: Sequence[int], depth: int) -> None:
 
 
 def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
-    unknown = [f for f in facets if f not in FACETS and submodule_of(f) is None]
+    unknown = [f for f in facets if f not in (*FACETS, REGISTERS) and submodule_of(f) is None]
     if unknown or not facets:
         raise ConfigurationError(
             f"facets must be among {', '.join(FACETS)} or blocks.*.NAME, "
@@ -283,3 +290,5 @@ def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
         )
     if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
         raise UnfitEncoder(f"{encoder.name} has no [CLS] token; ask for facet=token")
+    if REGISTERS in facets and not encoder.num_registers:
+        raise UnfitEncoder(f"{encoder.name} has no registers; ask for facet=token")

@@ -17,6 +17,8 @@ FACETS: tuple[Facet, ...] = (
     *INNER_FACETS,
 )
 """See `ssl_bench.features.FeatureExtractor`."""
+REGISTERS: Facet = "registers"
+"""Tokens before the patches that are no [CLS]; few encoders have them."""
 
 _SUBMODULE = re.compile(r"blocks\.(\*|0|[1-9][0-9]{0,5})\.(\w+(?:\.\w+)*)")
 _EVERY = "blocks.*."

@@ -16,7 +16,7 @@ from probes.conditioning.jacobians import (
     jacobian_map,
 )
 from probes.conditioning.passes import BlockPass
-from probes.conditioning.spectra import condition_number, effective_rank, singular_values
+from probes.spectra import condition_number, effective_rank, singular_values
 from ssl_bench.errors import ConfigurationError
 
 FACETS = ("attention", "attention_skip", "mlp", "block", "dominant", "perturbation")

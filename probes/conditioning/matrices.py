@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probes.conditioning.passes import BlockPass
 from probes.conditioning.probe import FACETS, MATRIX, OUTPUTS
-from probes.conditioning.spectra import (
+from probes.spectra import (
     Values,
     condition_number,
     effective_rank,

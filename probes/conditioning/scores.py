@@ -15,7 +15,7 @@ from probes.conditioning.jacobians import SingularExtremes
 from probes.conditioning.matrices import Spectrum
 from probes.conditioning.passes import BlockPass
 from probes.conditioning.probe import BLOCK_JACOBIANS, ESTIMATE, MATRIX
-from probes.conditioning.spectra import median_with_ci95
+from probes.spectra import median_with_ci95
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Score
 from ssl_bench.models import Encoder

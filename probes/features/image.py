@@ -72,7 +72,7 @@ class ImagePass:
     def layers_at_once(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""
         extractor = self._extractor(self.context.layers)
-        width = sum(_width(extractor, facet) for facet in self.facets)
+        width = sum(vector_width(extractor, facet) for facet in self.facets)
         return max(1, int(memory_gib * 2**30 / (4 * width * num_images)))
 
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
@@ -100,7 +100,7 @@ class ImagePass:
     ) -> ImageFeatures:
         extractor = self._extractor(layers)
         found = {
-            facet: torch.empty(len(layers), len(indices), _width(extractor, facet))
+            facet: torch.empty(len(layers), len(indices), vector_width(extractor, facet))
             for facet in self.facets
         }
         labels = torch.empty(len(indices), dtype=torch.int64)
@@ -114,7 +114,7 @@ class ImagePass:
             rows = slice(first, first + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
             by_layer, sums = extractor.unchecked(pixels.float() / 255)
-            vectors = [_by_layer(by_layer, facet) for facet in found]
+            vectors = [image_vectors(by_layer, facet) for facet in found]
             # Together, because the host waits for each fetching.
             sums, *vectors = fetched([sums, *vectors])
             extractor.check(sums, ids)
@@ -160,11 +160,13 @@ def is_constant(features: Float[Tensor, "images dim"]) -> bool:
     return bool((unit - unit[0]).abs().max() < _CONSTANT)
 
 
-def _width(extractor: FeatureExtractor, facet: Facet) -> int:
+def vector_width(extractor: FeatureExtractor, facet: Facet) -> int:
+    """Of what stands for an image."""
     return sum(map(extractor.width, parts_of(facet)))
 
 
-def _by_layer(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
+def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
+    """What stands for each image of a batch, of all layers."""
     found = []
     for by_part in features.values():
         found.append(torch.cat([_as_vectors(by_part[part]) for part in parts_of(facet)], 1))

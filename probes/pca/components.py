@@ -9,6 +9,8 @@ from jaxtyping import Bool, Float, Float64, UInt8
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from probes.features.moments import Moments
+
 NUM_COMPONENTS = 3
 PERCENTILES = (1.0, 99.0)
 # Features that are equal but for the rounding of float32 count as constant.
@@ -50,50 +52,26 @@ class Projection:
         return torch.where(self.deviations > 0, projected / self.deviations.clamp(min=1e-300), 0.0)
 
 
-class Moments:
-    """Sums from which principal components follow, over more features than fit in memory."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._shift: Float64[Tensor, " dim"] = torch.empty(0)
-        self._sum: Float64[Tensor, " dim"] = torch.empty(0)
-        self._squares: Float64[Tensor, "dim dim"] = torch.empty(0)
-
-    def add(self, tokens: Float[Tensor, "tokens dim"]) -> "Moments":
-        tokens = tokens.double()
-        if not self.count:
-            # Close to the mean, so that little is lost when its square is subtracted.
-            self._shift = tokens.mean(0)
-            self._sum = torch.zeros_like(self._shift)
-            self._squares = torch.zeros(len(self._shift), len(self._shift), dtype=torch.float64)
-        shifted = tokens - self._shift
-        self.count += len(tokens)
-        self._sum += shifted.sum(0)
-        self._squares += shifted.T @ shifted
-        return self
-
-    def projection(self) -> Projection:
-        """The first three principal components, with signs that do not depend on the solver."""
-        offset = self._sum / self.count
-        covariance = self._squares / self.count - torch.outer(offset, offset)
-        variances, vectors = torch.linalg.eigh(covariance)
-        variances = variances.clamp(min=0)
-        components = vectors[:, -NUM_COMPONENTS:].flip(1).T
-        largest = components.gather(1, components.abs().argmax(1, keepdim=True))
-        mean = self._shift + offset
-        total = variances.sum()
-        energy = mean.square().sum() + total
-        varies = total > _CONSTANT * energy
-        top = variances[-NUM_COMPONENTS:].flip(0)
-        # Rounding would be stretched to full contrast where features have fewer dimensions.
-        top = torch.where(top > _CONSTANT * total, top, 0.0)
-        return Projection(
-            mean=mean,
-            components=_padded(components * largest.sign()),
-            deviations=_padded(top.sqrt()),
-            explained=_padded(100 * top / total if varies else torch.zeros_like(top)),
-            spread=float(100 * total / energy) if varies else 0.0,
-        )
+def projection_of(moments: Moments) -> Projection:
+    """The first three principal components, with signs that do not depend on the solver."""
+    variances, vectors = torch.linalg.eigh(moments.covariance)
+    variances = variances.clamp(min=0)
+    components = vectors[:, -NUM_COMPONENTS:].flip(1).T
+    largest = components.gather(1, components.abs().argmax(1, keepdim=True))
+    mean = moments.mean
+    total = variances.sum()
+    energy = mean.square().sum() + total
+    varies = total > _CONSTANT * energy
+    top = variances[-NUM_COMPONENTS:].flip(0)
+    # Rounding would be stretched to full contrast where features have fewer dimensions.
+    top = torch.where(top > _CONSTANT * total, top, 0.0)
+    return Projection(
+        mean=mean,
+        components=_padded(components * largest.sign()),
+        deviations=_padded(top.sqrt()),
+        explained=_padded(100 * top / total if varies else torch.zeros_like(top)),
+        spread=float(100 * total / energy) if varies else 0.0,
+    )
 
 
 def _padded(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " components *dim"]:
@@ -104,7 +82,7 @@ def _padded(values: Float64[Tensor, " some *dim"]) -> Float64[Tensor, " componen
 
 def fit_projection(tokens: Float[Tensor, "tokens dim"]) -> Projection:
     """Principal components of tokens in float64."""
-    return Moments().add(tokens).projection()
+    return projection_of(Moments().add(tokens))
 
 
 def foreground(

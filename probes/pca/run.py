@@ -11,17 +11,18 @@ from PIL import Image
 from torch import Tensor
 
 from probes.features.first import first_samples
+from probes.features.moments import Moments
 from probes.pca.alignment import MapReference, load_reference, reference_folder
 from probes.pca.components import (
     Colours,
     Map,
-    Moments,
     Projection,
     aligned,
     as_colours,
     fit_projection,
     foreground,
     oriented,
+    projection_of,
 )
 from probes.pca.drawing import SMALL_SPREAD, draw_overview, draw_tiles
 from probes.pca.probe import FILE, PCA
@@ -120,7 +121,7 @@ class PCARun:
         for group in together:
             shown = self._masks(group)
             tokens = torch.cat([f[mask] for f, mask in zip(group, shown, strict=True)])
-            fits.append(fit_projection(tokens) if sums is None else sums.projection())
+            fits.append(fit_projection(tokens) if sums is None else projection_of(sums))
             # Outside the masks 0, where it has no say in an alignment.
             some = [fits[-1].apply(f) * m[..., None] for f, m in zip(group, shown, strict=True)]
             maps += oriented(some, shown)

@@ -35,7 +35,7 @@ PRETRAINING = (
 PROBES = (
     ("--task", "all", "--limit", "60", "probe.protocol=fast", "probe.training.epochs=10",
      "probe.memory_patches=5000", "probe.image_size=128"),
-    ("--task", "knn,classification", "--dataset", "toy_objects", "--limit", "200",
+    ("--task", "knn,classification,clustering", "--dataset", "toy_objects", "--limit", "200",
      "probe.training.c_values=[1e-3,1e-2,1e-1]", "probe.image_size=64"),
 )  # fmt: skip
 SHOWN_BLOCKS = 4

@@ -61,6 +61,8 @@ _CALLED = {
         "hbird": "retrieval, with probe.protocol=hbird",
         "jacobian": "conditioning, with probe.protocol=jacobian_exact",
         "cka": "conditioning",
+        **dict.fromkeys(("kmeans", "k-means", "nmi"), "clustering"),
+        **dict.fromkeys(("rankme", "lidar", "alignment", "uniformity"), "geometry"),
     },
     "dataset": {
         "imagenet": "class_folders, with --data-root FOLDER of train/CLASS and val/CLASS",

@@ -21,7 +21,7 @@ predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy;
 right, and all points (images x 2), to a PCK. Hits of several draws stand side by side (images x
 draws)."""
 
-UNRANKED_METRICS = frozenset({"explained_variance"})
+UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share"})
 """In percent, and yet more is not better."""
 
 SUPERVISED = "supervised"

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from scipy.stats import binom
 
 from probes.conditioning.cka import linear_cka, linear_cka_ci95
-from probes.conditioning.spectra import median_with_ci95
+from probes.spectra import median_with_ci95
 from ssl_bench.intervals import Share, mean_estimate
 
 Array = Float[np.ndarray, "..."]

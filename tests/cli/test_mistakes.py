@@ -72,7 +72,7 @@ MISTAKES = [
         "toy has no class labels for knn",
     ),
     ("probe pca --checkpoint x", "did you mean --task pca?"),
-    ("probe --checkpoint x", "say what to ask: --task classification, conditioning"),
+    ("probe --checkpoint x", "say what to ask: --task classification, clustering, conditioning"),
     ("probe --task pca -c x", "did you mean --checkpoint?"),
     ("probe --task pca --checkpoint encoder.safetensor", "did you mean encoder.safetensors?"),
     ("report --format html", "a report is a folder of pages"),
@@ -96,7 +96,7 @@ def test_tasks_that_nothing_fits_are_named_where_all_were_asked_for(place, capsy
     assert main([*words, "--dry-run"]) == 0
 
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "left out: " in one]
-    assert "folder has no class labels for classification and knn" in line
+    assert "folder has no class labels for classification and clustering and knn" in line
     assert "folder has no masks for retrieval and segmentation" in line
 
 
@@ -115,7 +115,8 @@ def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command
     assert "take probe.facet=patch_mean" in capsys.readouterr().err
 
     left = {line.split()[2].rstrip(":") for line in said.splitlines() if "left out: " in line}
-    assert left == {"classification", "conditioning", "knn", "class_folders-limit6"}
+    unfit = {"classification", "clustering", "conditioning", "geometry", "knn"}
+    assert left == {*unfit, "class_folders-limit6"}
     assert "class_folders-limit6 has no masks for retrieval and segmentation" in said
     assert {record.task for record in ResultStore(place / "results").records()} == {
         *("correspondence", "pca")

@@ -123,7 +123,7 @@ class Watched:
 
 @pytest.mark.parametrize("task", sorted(SMALL))
 def test_fault_52_whoever_reads_training_images_says_so(place, task):
-    kinds = {"knn": "class_folders", "classification": "class_folders"}
+    kinds = dict.fromkeys(("knn", "classification", "clustering"), "class_folders")
     kind = kinds.get(task, "voc2012")
     overrides = [f"probe={task}", f"dataset={kind}", *SMALL[task]]
     root = place / ("voc" if kind == "voc2012" else "classes")

@@ -30,10 +30,12 @@ WALKS = {
     "correspondence, soft": ("correspondence", "folder", "probe.prediction=soft"),
     "correspondence, spair": ("correspondence", "spair71k", "probe.protocol=spair"),
     "conditioning": ("conditioning", "folder"),
+    "geometry": ("geometry", "folder", "probe.views=2", "probe.facet=[cls,mlp_out]"),
     "conditioning, lanczos": (
         "conditioning", "folder", "probe.protocol=jacobian_lanczos", "probe.num_images=1",
     ),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,mlp_out]"),
+    "clustering": ("clustering", "class_folders"),
     "classification": ("classification", "class_folders", "probe.training.c_values=[0.01,1.0]"),
     "classification, attentive": (
         "classification", "class_folders", "probe.pool=attentive", "probe.pool.queries=4",

@@ -144,9 +144,11 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
     small = ["probe.image_size=64", "probe.num_workers=1"]
     for task, more in {
         "knn": knn,
+        "clustering": [*classes, "probe.facet=patch_mean"],
         "segmentation": [*toy, "probe.protocol=fast", *small, "probe.training.epochs=2"],
         "pca": [*toy, "probe.image_size=64", "probe.num_images=2"],
         "retrieval": [*toy, *small, "probe.neighbours=5"],
+        "geometry": [*toy, *small, "probe.views=2", "probe.facet=patch_mean"],
         "tokencut": [*toy, "probe.facet=token"],
     }.items():
         assert main(["probe", "--task", task, *probing, *more]) == 0, task
@@ -154,7 +156,8 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
     found = ResultStore(tmp_path / "results").records()
     assert {record.layer for record in found} == {0, 1}
     assert {record.task for record in found} == {
-        *("knn", "segmentation", "pca", "retrieval", "tokencut")
+        *("knn", "segmentation", "pca", "retrieval", "tokencut", "geometry"),
+        "clustering",
     }
 
 

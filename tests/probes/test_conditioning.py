@@ -14,7 +14,7 @@ from PIL import Image
 from probes.conditioning.cka import linear_cka
 from probes.conditioning.decomposition import decompose_block
 from probes.conditioning.probe import CELLS, Conditioning
-from probes.conditioning.spectra import mean_cosine
+from probes.spectra import mean_cosine
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Evaluation

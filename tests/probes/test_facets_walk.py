@@ -19,7 +19,9 @@ SMALL = {
     "tokencut": (),
     "pca": ("probe.image_size=32",),
     "correspondence": ("probe.image_size=32", "probe.num_points=16"),
+    "geometry": ("probe.image_size=32", "probe.views=2"),
     "knn": ("probe.neighbours=[1,2]",),
+    "clustering": ("probe.num_restarts=1",),
     "classification": ("probe.training.c_values=[0.01,1.0]",),
 }  # fmt: skip
 
@@ -34,7 +36,7 @@ def place(tmp_path, monkeypatch):
 
 
 def words(task: str, facet: str, *more: str) -> list[str]:
-    classes = task in ("knn", "classification")
+    classes = task in ("knn", "classification", "clustering")
     found = ["probe", "--task", task, "--dataset", "class_folders" if classes else "voc2012"]
     found += ["--data-root", ".", "--checkpoint", "encoder.safetensors"]
     return [*found, *SMALL[task], f"probe.facet={facet}", *more]
@@ -49,7 +51,9 @@ def probed(task: str, facet: str, *more: str, out: str = "results") -> list[Reco
 def test_a_probe_takes_a_submodule_of_one_block(task, capsys):
     records = probed(task, "blocks.1.mlp.fc1")
 
-    assert {(record.layer, record.facet) for record in records} == {(1, "blocks.*.mlp.fc1")}
+    # Geometry also looks at the patches that the block gives.
+    facets = {"blocks.*.mlp.fc1", *(["token"] if task == "geometry" else [])}
+    assert {(record.layer, record.facet) for record in records} == {(1, f) for f in facets}
     if task in ("segmentation", "tokencut", "pca", "correspondence"):
         drawn = [str(path) for path in Path("results/pictures").rglob("*.png")]
         assert drawn

@@ -6,13 +6,14 @@ import sklearn.decomposition
 import torch
 from torch.nn.functional import interpolate
 
+from probes.features.moments import Moments
 from probes.pca.components import (
-    Moments,
     aligned,
     as_colours,
     fit_projection,
     foreground,
     oriented,
+    projection_of,
     two_means,
 )
 
@@ -67,7 +68,7 @@ def test_sums_in_pieces_give_the_components_of_the_whole():
     sums = Moments()
     for piece in tokens.split(31):
         sums.add(piece)
-    pieces, whole = sums.projection(), fit_projection(tokens)
+    pieces, whole = projection_of(sums), fit_projection(tokens)
 
     np.testing.assert_allclose(pieces.components, whole.components, atol=1e-9)
     np.testing.assert_allclose(pieces.explained, whole.explained, rtol=1e-9, atol=0)

@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 
 from probes.conditioning.cka import linear_cka, linear_cka_ci95
-from probes.conditioning.spectra import mean_cosine, median_with_ci95
+from probes.spectra import mean_cosine, median_with_ci95
 from tests.support.matrices import condition, normal, rank, rotation
 
 

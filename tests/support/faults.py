@@ -29,10 +29,12 @@ OBJECT = """<annotation><object><name>cat</name><bndbox>
 SMALL = {
     "pca": ["probe.image_size=32"],
     "correspondence": ["probe.image_size=32", "probe.num_points=16"],
+    "geometry": ["probe.image_size=32", "probe.views=2"],
     "tokencut": [],
     "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"],
     "retrieval": ["probe.image_size=32", "probe.neighbours=5"],
     "knn": ["probe.neighbours=[1,2]"],
+    "clustering": ["probe.num_restarts=1"],
     "classification": ["probe.training.c_values=[0.01,1.0]"],
 }
 PRETRAIN = (

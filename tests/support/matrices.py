@@ -2,7 +2,7 @@
 
 import torch
 
-from probes.conditioning.spectra import condition_number, effective_rank, singular_values
+from probes.spectra import condition_number, effective_rank, singular_values
 
 
 def condition(matrix):

@@ -37,6 +37,7 @@ PROBING: Mapping[str, object] = {
     "probe.training.epochs": 1,
     "probe.num_images": 2,
     "probe.num_points": 16,
+    "probe.view_images": 2,
     "dataset.num_train": 4,
     "dataset.num_val": 3,
 }

@@ -15,8 +15,10 @@ _METRICS = (
     "top1_holdout",
     "top1_k20",
     "pck_0.1",
+    "nmi",
     "explained_variance",
     "condition_number",
+    "rankme",
 )
 
 

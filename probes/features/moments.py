@@ -1,0 +1,45 @@
+"""Sums from which means and covariances follow, over more vectors than fit in memory."""
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from ssl_bench.system.device import in_float64
+
+
+class Moments:
+    """Number, sum and sum of products of vectors in float64, shifted by the first batch's mean."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._shift: Float64[Tensor, " dim"] = torch.empty(0)
+        self._sum: Float64[Tensor, " dim"] = torch.empty(0)
+        self._products: Float64[Tensor, "dim dim"] = torch.empty(0)
+
+    def add(self, vectors: Float[Tensor, "vectors dim"]) -> "Moments":
+        vectors = in_float64(vectors)
+        if not self.count:
+            # Close to the mean, so that little is lost when its square is subtracted.
+            self._shift = vectors.mean(0)
+            self._sum = torch.zeros_like(self._shift)
+            self._products = self._shift.new_zeros(len(self._shift), len(self._shift))
+        shifted = vectors - self._shift
+        self.count += len(vectors)
+        self._sum += shifted.sum(0)
+        self._products += shifted.T @ shifted
+        return self
+
+    @property
+    def mean(self) -> Float64[Tensor, " dim"]:
+        return self._shift + self._sum / self.count
+
+    @property
+    def covariance(self) -> Float64[Tensor, "dim dim"]:
+        """Mean product of the distances from the mean."""
+        offset = self._sum / self.count
+        return self._products / self.count - torch.outer(offset, offset)
+
+    @property
+    def energy(self) -> Float64[Tensor, "dim dim"]:
+        """Mean product of the vectors as they are."""
+        return self.covariance + torch.outer(self.mean, self.mean)

@@ -1,0 +1,153 @@
+"""What passes the encoder: every image once, and random views of some."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from probes.features.image import image_vectors
+from probes.features.sources import parts_of
+from probes.features.stream import batches, read_ahead
+from probes.features.views import ResizedCrops
+from probes.geometry.gathered import Gathered
+from probes.geometry.probe import Geometry
+from ssl_bench.data.central_square import central_square
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import UnfitEncoder
+from ssl_bench.evaluation import ProbeContext
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import REGISTERS, Facet
+from ssl_bench.system.transfers import fetched, sent
+
+Cell = tuple[int, str]
+# Of the images, for reading positions: to choose the penalty with, and to score on.
+_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which images serve what; indices into the set, ascending, drawn with the seed.
+
+    Attributes:
+        fitted: Positions are fitted to them; with `choosing` and `held_out` these are all.
+        compared: Whose pairs make uniformity.
+        viewed: That are also looked at in random views.
+    """
+
+    fitted: tuple[int, ...]
+    choosing: tuple[int, ...]
+    held_out: tuple[int, ...]
+    compared: frozenset[int]
+    viewed: tuple[int, ...]
+
+    @classmethod
+    def draw(cls, count: int, probe: Geometry, seed: int) -> "Roles":
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+        # Fewer than three images cannot be divided, and no position is read.
+        part = max(1, round(_SHARE * count)) if count > 2 else 0
+        parts = (order[2 * part :], order[part : 2 * part], order[:part])
+        fitted, choosing, held_out = (tuple(sorted(some)) for some in parts)
+        compared = frozenset(order[: probe.pair_images])
+        return cls(fitted, choosing, held_out, compared, tuple(sorted(order[: probe.view_images])))
+
+
+@dataclass(frozen=True)
+class GeometryPasses:
+    """All that passes the encoder for a probe."""
+
+    probe: Geometry
+    context: ProbeContext
+
+    def __post_init__(self) -> None:
+        encoder = self.context.encoder
+        if "cls" in self.probe.facets and not encoder.has_cls:
+            raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
+
+    def images(self, images: ImageSet, roles: Roles) -> Gathered:
+        """Every image once, those that positions are fitted to before those that are scored."""
+        extractor = self._extractor(self._token_parts())
+        found = Gathered(self.probe, self.context.layers, len(images))
+        order = (*roles.fitted, *roles.choosing, *roles.held_out)
+        squares = read_ahead(images, order, self._square(), workers=self.probe.num_workers)
+        shown = iter(self.context.progress(squares, "geometry", len(order)))
+        for role in ("fitted", "choosing", "held_out"):
+            indices: tuple[int, ...] = getattr(roles, role)
+            for batch in batches(
+                zip(indices, islice(shown, len(indices)), strict=True), self.probe.batch_size
+            ):
+                rows = [index for index, _ in batch]
+                pixels = torch.stack([square for _, square in batch])
+                features, sums = extractor.unchecked(
+                    sent(pixels, self.context.device).float() / 255
+                )
+                checked = found.add(features, rows, role, roles.compared, sums)
+                extractor.check(checked, [images.ids[row] for row in rows])
+        return found
+
+    def views(
+        self, images: ImageSet, roles: Roles
+    ) -> Mapping[Cell, Float[Tensor, "images views _dim"]]:
+        """Vectors of random views of some images, in host memory."""
+        extractor = self._extractor(())
+        made = read_ahead(images, roles.viewed, self._crops(), workers=self.probe.num_workers)
+        shown = self.context.progress(made, "geometry, views", len(roles.viewed))
+        cells = [(layer, f) for f in self.probe.facets for layer in self.context.layers]
+        found: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
+        at_once = max(1, self.probe.batch_size // self.probe.views)
+        for batch in batches(zip(roles.viewed, shown, strict=True), at_once):
+            ids = [images.ids[index] for index, _ in batch for _ in range(self.probe.views)]
+            pixels = torch.cat([crops for _, crops in batch])
+            for part, names in zip(
+                pixels.split(self.probe.batch_size),
+                batches(ids, self.probe.batch_size),
+                strict=True,
+            ):
+                features, sums = extractor.unchecked(sent(part, self.context.device))
+                vectors = [image_vectors(features, facet) for facet in self.probe.facets]
+                sums, *vectors = fetched([sums, *vectors])
+                extractor.check(sums, names)
+                for cell, values in zip(cells, (v for some in vectors for v in some), strict=True):
+                    found[cell].append(values)
+        views = self.probe.views
+        return {cell: torch.cat(some).unflatten(0, (-1, views)) for cell, some in found.items()}
+
+    def _extractor(self, more: Iterable[Facet]) -> FeatureExtractor:
+        parts = [part for facet in self.probe.facets for part in parts_of(facet)]
+        return FeatureExtractor(
+            self.context.encoder,
+            layers=self.context.layers,
+            facets=tuple(dict.fromkeys([*parts, *more])),
+            device=self.context.device,
+            dtype=self.context.dtype,
+        )
+
+    def _token_parts(self) -> Iterator[Facet]:
+        """What patches are compared with, as blocks give it, as far as the encoder has it."""
+        yield "token"
+        if self.context.encoder.has_cls:
+            yield "cls"
+        if self.context.encoder.num_registers:
+            yield REGISTERS
+
+    @property
+    def _size(self) -> int:
+        return self.probe.image_size or min(self.context.encoder.native_size)
+
+    def _square(self) -> Callable[[Sample], UInt8[Tensor, "3 size size"]]:
+        size, share = self._size, self.probe.crop_share
+        return lambda sample: central_square(sample.image, size, share=share)
+
+    def _crops(self) -> Callable[[Sample], Float[Tensor, "views 3 size size"]]:
+        size, (least, most) = self._size, self.probe.view_area
+        crops = ResizedCrops(self.probe.views, self.context.seed, area=(least, most))
+
+        def views(sample: Sample) -> Float[Tensor, "views 3 size size"]:
+            # Crops come with a mask, of which nothing is asked here.
+            empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
+            return torch.stack([crops.view(empty, n, size)[0] for n in range(crops.count)])
+
+        return views

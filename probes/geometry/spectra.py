@@ -1,0 +1,118 @@
+"""What the spectrum of many feature vectors says: RankMe, alpha-ReQ, LiDAR, effective rank."""
+
+import math
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from probes.features.moments import Moments
+from probes.spectra import effective_rank
+
+RANKME_EPS = 1e-7
+# Features that are equal but for the rounding of float32 count as constant.
+_CONSTANT = 1e-12
+
+
+def is_constant(moments: Moments) -> bool:
+    """Whether all vectors are the same, so that nothing but their mean is left."""
+    variance = float(moments.covariance.diagonal().sum())
+    return variance <= _CONSTANT * float(moments.energy.diagonal().sum())
+
+
+def eigenvalues(
+    matrix: Float64[Tensor, "dim dim"], most: int | None = None
+) -> Float64[Tensor, " values"]:
+    """Of a matrix without negative ones, the largest first; what rounding leaves of a zero is 0.
+
+    Args:
+        matrix: Symmetric.
+        most: As many as can differ from zero; others are left out.
+    """
+    values = torch.linalg.eigvalsh(matrix).flip(0)[:most]
+    lost = len(matrix) * torch.finfo(torch.float64).eps * values[0]
+    return torch.where(values > lost, values, 0.0)
+
+
+def rankme(moments: Moments) -> float:
+    """Exponential of the entropy of the singular values of the vectors as they are, not centred.
+
+    In [1, min(vectors, dim)], but for the constant that each share is raised by; 1 where all
+    vectors are the same, NaN where all are zero.
+
+    Source: Garrido et al., "RankMe", 2023, https://arxiv.org/abs/2210.02885; the constant and
+    shares that are not normalised again are those of its formula. Singular values are the roots of
+    the eigenvalues of the sum of products, so that those below 1e-7 of the largest are lost.
+    """
+    energy = moments.energy
+    values = eigenvalues(energy, min(moments.count, len(energy))).sqrt()
+    if not values.any():
+        return math.nan
+    shares = values / values.sum() + RANKME_EPS
+    return float(torch.special.entr(shares).sum().exp())
+
+
+def spread_rank(moments: Moments) -> float:
+    """Effective rank of the vectors around their mean, in [1, min(vectors - 1, dim)].
+
+    NaN where they do not vary.
+
+    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
+    """
+    if is_constant(moments):
+        return math.nan
+    return float(effective_rank(_variances(moments).sqrt()))
+
+
+def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[int, int]]:
+    """Exponent of the power law of the variances, and the ranks from first to last it is fitted to.
+
+    The slope of ln(variance) over -ln(rank) by least squares with weights 1 / rank; NaN where
+    fewer than two variances of those ranks are above zero.
+
+    Source: Agrawal et al., "alpha-ReQ", 2022, with the weights of
+    https://github.com/kumarkrishna/fastssl/blob/96dfa37b/fastssl/utils/powerlaw.py.
+    """
+    first, last = ranks
+    known = 0 if is_constant(moments) else int((_variances(moments) > 0).sum())
+    last = min(last, known)
+    if last <= first:
+        return math.nan, (first, last)
+    rank = torch.arange(first, last + 1, dtype=torch.float64)
+    heights = _variances(moments)[first - 1 : last].log().cpu()
+    shares = (1 / rank) / (1 / rank).sum()
+    across = -rank.log()
+    across, heights = across - (shares * across).sum(), heights - (shares * heights).sum()
+    return float((shares * across * heights).sum() / (shares * across.square()).sum()), (
+        first,
+        last,
+    )
+
+
+def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
+    """Effective rank of what differs between images, measured by what differs between their views.
+
+    The eigenvalues of W^-1/2 B W^-1/2, B the covariance of the images' means and W that of views
+    around them plus delta on its diagonal; in [1, min(images - 1, dim)], NaN for a single image and
+    where the means do not vary.
+
+    Source: Thilak et al., "LiDAR", 2023, https://arxiv.org/abs/2312.04000.
+    """
+    count, times, dim = views.shape
+    means = views.mean(1)
+    away = means - means.mean(0)
+    if count < 2 or away.square().sum() <= _CONSTANT * means.square().sum():
+        return math.nan
+    around = (views - means[:, None]).flatten(0, 1)
+    within = around.T @ around / (count * (times - 1))
+    within.diagonal().add_(delta)
+    sizes, axes = torch.linalg.eigh(within)
+    # The same eigenvalues but for zeros, and a smaller matrix where images are few.
+    white = (away @ axes) / sizes.clamp(min=delta).sqrt()
+    product = white @ white.T if count < dim else white.T @ white
+    return float(effective_rank(eigenvalues(product, min(count - 1, dim))))
+
+
+def _variances(moments: Moments) -> Float64[Tensor, " values"]:
+    covariance = moments.covariance
+    return eigenvalues(covariance, max(1, min(moments.count - 1, len(covariance))))

@@ -1,0 +1,260 @@
+"""The geometry probe: every block from one pass, whatever the encoder has and the images tell."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from probes.features.moments import Moments
+from probes.geometry.passes import GeometryPasses, Roles
+from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry
+from probes.geometry.spectra import rankme
+from ssl_bench.data.central_square import central_square
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
+from ssl_bench.evaluation import Evaluation, ProbeContext
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import (
+    ConvMixerConfig,
+    ViTConfig,
+    build_encoder,
+    build_vit,
+    encoder_from_model,
+)
+from ssl_bench.results import ResultStore
+from ssl_bench.system.progress import show_progress
+from tests.support.configured import configured
+
+SMALL = {"view_images": 3, "views": 2, "num_workers": 1}
+FEW = ("cls", "patch_mean")
+
+
+def folder(root, count):
+    root.mkdir()
+    generator = np.random.default_rng(0)
+    for number in range(count):
+        noise = generator.integers(0, 255, (6, 4, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((40, 60)).save(root / f"{number}.png")
+    return ImageFolder(root)
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    return folder(tmp_path / "photos", 7)
+
+
+def vit(**changes):
+    config = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2, **changes)
+    return build_vit(config, seed=0)
+
+
+def context(dataset, model=None, *, seed=0, layers=(0, 1), said=None, progress=show_progress):
+    return ProbeContext(
+        encoder=encoder_from_model(model or vit(), name="tiny"),
+        dataset=dataset,
+        layers=layers,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        seed=seed,
+        artifacts=dataset.root,
+        progress=progress,
+        say=(lambda _: None) if said is None else said.append,
+    )
+
+
+def scores(dataset, model=None, *, seed=0, layers=(0, 1), said=None, **options):
+    probe = Geometry(**{**SMALL, **options})
+    found = probe.run(context(dataset, model, seed=seed, layers=layers, said=said))
+    return {(score.layer, score.facet, score.metric): score for score in found}
+
+
+def values(dataset, *more, **options):
+    return {cell: score.value for cell, score in scores(dataset, *more, **options).items()}
+
+
+def test_every_cell_gets_a_record(photographs, tmp_path):
+    probe = Geometry(**SMALL)
+    cpu = torch.device("cpu")
+    encoder = encoder_from_model(vit(num_registers=2), name="tiny")
+    evaluation = Evaluation(encoder, photographs, probe, (1, 0), 0, cpu, torch.float32)
+
+    records = evaluation.run(ResultStore(tmp_path / "out"), say=lambda _: None)
+
+    assert [(r.layer, r.facet, r.metric) for r in records] == [
+        (layer, facet, metric)
+        for layer in (0, 1)
+        for facet, metrics in ((FEW[0], IMAGE_METRICS), (FEW[1], IMAGE_METRICS),
+                               ("token", TOKEN_METRICS))
+        for metric in metrics
+    ]  # fmt: skip
+    undefined = {r.metric for r in records if math.isnan(r.value)}
+    # Seven images have six variances, none of rank 11.
+    assert undefined == {"alpha_req"}
+    assert {r.metric for r in records if r.unit == "%"} == {"outlier_share"}
+    assert not any(r.is_ranked for r in records)
+    counts = {r.metric: r.num_images for r in records}
+    assert (counts["rankme"], counts["lidar"], counts["position_r2"]) == (7, 3, 1)
+
+
+def test_the_vectors_are_those_of_the_central_squares(photographs):
+    found = values(photographs, alpha_ranks=(1, 6))
+
+    encoder = encoder_from_model(vit(), name="tiny")
+    extractor = FeatureExtractor(encoder, layers=[1], facets=["cls_normed", "token_normed"])
+    images = photographs.images()
+    squares = [central_square(images[i].image, 32, share=0.875) for i in range(len(images))]
+    features = extractor(torch.stack(squares).float() / 255)[1]
+    assert found[1, "cls", "rankme"] == pytest.approx(rankme(Moments().add(features["cls_normed"])))
+    patches = Moments().add(features["token_normed"].flatten(1, 2).mean(1))
+    assert found[1, "patch_mean", "rankme"] == pytest.approx(rankme(patches))
+
+
+def test_long_patches_are_looked_for_before_the_norm_that_hides_them(photographs):
+    model = vit()
+    with torch.no_grad():
+        model.norm.weight.zero_()
+    # Normed tokens are all the same: what is left can only be read before the norm.
+    found = scores(photographs, model, outlier_factor=1.0)
+    assert found[1, "token", "outlier_share"].value == pytest.approx(50)
+    assert abs(found[1, "token", "cls_patch_cosine"].value) < 0.9
+    assert found[1, "patch_mean", "rankme"].details["constant_features"]
+    assert math.isnan(found[1, "patch_mean", "effective_rank"].value)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_size_of_the_batches_changes_nothing(photographs, batch_size):
+    options = {"alpha_ranks": (1, 6), "pair_images": 5}
+    whole = values(photographs, **options)
+    parts = values(photographs, batch_size=batch_size, **options)
+
+    assert parts == pytest.approx(whole, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+def test_an_image_passes_once_for_all_blocks_and_then_in_its_views(photographs):
+    model, seen = vit(), []
+    model.patch_embed.register_forward_hook(lambda _m, given, _o: seen.append(len(given[0])))
+
+    values(photographs, model)
+
+    assert sum(seen) == 7 + 3 * 2
+
+
+def test_views_hang_on_the_seed_and_lie_in_the_image(photographs):
+    passes = [GeometryPasses(Geometry(**SMALL), context(photographs, seed=seed)) for seed in (0, 1)]
+    roles = Roles.draw(7, Geometry(**SMALL), 0)
+    images = photographs.images()
+    one, same, other = (passes[n].views(images, roles)[1, "cls"] for n in (0, 0, 1))
+
+    assert one.shape == (3, 2, 12)
+    assert torch.equal(one, same)
+    assert not torch.isclose(one, other).all()
+    crops = passes[0]._crops()(images[0])
+    assert crops.shape == (2, 3, 32, 32)
+    assert 0 <= crops.min() < crops.max() <= 1
+
+
+def test_each_image_has_one_role_and_the_seed_chooses_it():
+    probe = Geometry(view_images=4, pair_images=6)
+    roles = [Roles.draw(10, probe, seed) for seed in (0, 0, 1)]
+
+    assert sorted(roles[0].fitted + roles[0].choosing + roles[0].held_out) == list(range(10))
+    assert [len(some) for some in (roles[0].choosing, roles[0].held_out)] == [2, 2]
+    assert (len(roles[0].compared), len(roles[0].viewed)) == (6, 4)
+    assert roles[0] == roles[1] != roles[2]
+    assert Roles.draw(2, probe, 0).held_out == ()
+
+
+def test_what_an_encoder_does_not_have_is_no_number(photographs):
+    found = scores(photographs)
+    missing = found[1, "token", "register_patch_cosine"]
+    assert math.isnan(missing.value)
+    assert (missing.ci95, missing.details["num_register_tokens"]) == (None, 0)
+
+    mixer = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+    model = build_encoder(mixer, seed=0)
+    with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token; take probe.facet=patch_mean"):
+        values(photographs, model)
+    found = values(photographs, model, facet="patch_mean")
+    assert math.isnan(found[1, "token", "cls_patch_cosine"])
+    assert found[1, "patch_mean", "rankme"] >= 1
+
+
+def test_registers_lie_between_cls_and_the_patches():
+    model, outputs = vit(num_registers=2), []
+    model.blocks[1].register_forward_hook(lambda _m, _i, output: outputs.append(output))
+    encoder, facets = encoder_from_model(model, name="tiny"), ["token", "cls", "registers"]
+
+    found = FeatureExtractor(encoder, layers=[1], facets=facets)(torch.rand(1, 3, 32, 32))[1]
+
+    assert torch.equal(found["registers"], outputs[0][:, 1:3])
+    assert torch.equal(found["token"].flatten(1, 2), outputs[0][:, 3:])
+    with pytest.raises(UnfitEncoder, match="no registers; ask for facet=token"):
+        FeatureExtractor(encoder_from_model(vit(), name="x"), layers=[1], facets=["registers"])
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_or_two_images_give_what_they_can(tmp_path, count):
+    said = []
+    found = scores(folder(tmp_path / "few", count), said=said)
+
+    assert any("fewer than three images" in line for line in said)
+    known = {m for (layer, facet, m), s in found.items() if facet != "cls" and s.value == s.value}
+    assert {"outlier_share", "cls_patch_cosine", "alignment", "rankme"} <= known
+    assert ("uniformity" in known, "lidar" in known, "effective_rank" in known) == 3 * (count > 1,)
+    position = found[1, "token", "position_r2"]
+    assert math.isnan(position.value)
+    assert position.details["undefined"] == "fewer than three images"
+    if count == 1:
+        assert all(score.ci95 is None for score in found.values())
+
+
+def test_fewer_images_than_dimensions_are_said(photographs):
+    found = scores(photographs)[1, "cls", "rankme"]
+    assert (found.details["limited_by_images"], found.details["rank_limit"]) == (True, 7)
+    assert found.value < 7.001
+    assert not scores(photographs, vit(), facet="attn_out")[1, "attn_out", "rankme"].details[
+        "constant_features"
+    ]
+
+
+def test_intervals_stay_within_what_a_score_can_be(photographs):
+    found = scores(photographs, pair_images=3)
+    ends = {"alignment": (0, 4), "uniformity": (-8, 0), "outlier_share": (0, 100)}
+    ends |= {"cls_patch_cosine": (-1, 1), "position_r2": (-math.inf, 1)}
+    for (_, _, metric), score in found.items():
+        if score.ci95 is not None:
+            low, high = ends[metric]
+            assert low <= score.ci95[0] <= score.value <= score.ci95[1] <= high
+    assert found[1, "cls", "alignment"].ci95
+    assert found[1, "cls", "rankme"].ci95 is None
+
+
+def test_features_that_are_not_finite_end_the_probe_with_the_image(photographs):
+    model = vit()
+    with torch.no_grad():
+        model.blocks[1].mlp.fc2.bias[0] = math.nan
+    with pytest.raises(CheckpointError, match="not finite for"):
+        values(photographs, model)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"facet": ["cls", "cls_patch_mean"]}, "must be among cls, patch_mean, attn_out"),
+        ({"alpha_ranks": [100, 11]}, r"alpha_ranks expects the smaller number first, got \[100,11"),
+        ({"view_area": [0.5, 0.25]}, "view_area expects the smaller number first"),
+        ({"views": 1}, r"probe.views expects a whole number in \[2, 1000\]"),
+        ({"outlier_factor": 0}, "probe.outlier_factor expects a number"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(options, said):
+    with pytest.raises(ConfigurationError, match=said):
+        configured(Geometry, **options)
+
+
+def test_settings_are_what_changes_a_number():
+    settings = Geometry(batch_size=3, facet="cls").settings()
+    assert settings == Geometry().settings()
+    assert settings != Geometry(views=3).settings()

@@ -1,0 +1,277 @@
+"""Ranks, likeness and positions: counted by hand, against sources, and left alone by rotations."""
+
+import math
+
+import numpy as np
+import pytest
+import sklearn.linear_model
+import torch
+
+from probes.features.moments import Moments
+from probes.geometry.positions import PENALTIES, PositionFit, PositionSums, centred_places
+from probes.geometry.similarity import alignment, uniformity
+from probes.geometry.spectra import RANKME_EPS, alpha_req, lidar, rankme, spread_rank
+from probes.geometry.tokens import outlier_share, patch_cosine
+from tests.support.matrices import normal, rotation
+
+CROSS = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]).double()
+
+
+def moments(vectors):
+    return Moments().add(vectors)
+
+
+def spectrum(variances):
+    """Vectors without a mean whose covariance has these eigenvalues, all of them divided by one."""
+    axes = torch.diag(torch.tensor(variances).double().sqrt())
+    return torch.cat([axes, -axes])
+
+
+def views_around(means, deviations):
+    return means[:, None] + deviations
+
+
+def test_ranks_of_two_singular_values_counted_by_hand():
+    # Shares 3/4 and 1/4; around their mean, which is not zero, the vectors lie on a line.
+    vectors = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
+    assert rankme(moments(vectors)) == pytest.approx(4 / 3**0.75, abs=1e-5)
+    assert spread_rank(moments(vectors)) == pytest.approx(1)
+    assert spread_rank(moments(spectrum([9.0, 1.0]))) == pytest.approx(4 / 3**0.75)
+
+
+def test_the_constant_of_rankme_raises_each_of_the_values_that_can_be():
+    vectors = torch.zeros(40, 30)
+    vectors[:, 0] = 1
+    shares = np.array([1 + RANKME_EPS] + 29 * [RANKME_EPS])
+
+    assert rankme(moments(vectors)) == pytest.approx(math.exp(-(shares * np.log(shares)).sum()))
+    assert rankme(moments(vectors[:2])) < rankme(moments(vectors)) < 1.0001
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_spectra_of_a_stream_are_those_of_all_at_once(batch):
+    vectors = (normal(60, 12) @ normal(12, 12, seed=1) + 30).float()
+    stream = Moments()
+    for some in vectors.split(batch):
+        stream.add(some)
+
+    exact = vectors.double()
+    values = torch.linalg.svdvals(exact)
+    shares = values / values.sum() + RANKME_EPS
+    assert rankme(stream) == pytest.approx(float((-shares * shares.log()).sum().exp()), rel=1e-6)
+    values = torch.linalg.svdvals(exact - exact.mean(0))
+    shares = values / values.sum()
+    assert spread_rank(stream) == pytest.approx(
+        float((-shares * shares.log()).sum().exp()), rel=1e-6
+    )
+    slopes = [alpha_req(some, (2, 9))[0] for some in (stream, moments(vectors))]
+    assert slopes[0] == pytest.approx(slopes[1], rel=1e-6)
+
+
+def test_fewer_images_than_dimensions_leave_no_rank_to_rounding():
+    # Without a threshold the 92 zeros would come back as roots of 1e-16.
+    few = normal(8, 100).float()
+    values = torch.linalg.svdvals(few.double())
+    shares = values / values.sum() + RANKME_EPS
+
+    assert rankme(moments(few)) == pytest.approx(float((-shares * shares.log()).sum().exp()))
+    assert 6 < spread_rank(moments(few)) <= 7
+    low = (normal(300, 3) @ normal(3, 100, seed=1)).float()
+    assert rankme(moments(low)) < 3.001
+
+
+@pytest.mark.parametrize("ranks", [(1, 20), (3, 20), (2, 9)])
+def test_a_power_law_has_its_exponent_over_any_range(ranks):
+    law = spectrum([rank**-1.5 for rank in range(1, 21)])
+    slope, fitted = alpha_req(moments(law), ranks)
+    assert (slope, fitted) == (pytest.approx(1.5), ranks)
+
+
+def test_the_slope_is_weighted_by_one_over_the_rank():
+    variances = [5.0, 2.0, 1.0, 0.1, 0.07, 0.01]
+    line = sklearn.linear_model.LinearRegression()
+    ranks = np.arange(2, 6)
+    line.fit(-np.log(ranks)[:, None], np.log(variances[1:5]), sample_weight=1 / ranks)
+
+    assert alpha_req(moments(spectrum(variances)), (2, 5))[0] == pytest.approx(line.coef_[0])
+
+
+def test_a_range_ends_where_variances_do_and_one_of_them_makes_no_slope():
+    law = spectrum([*(rank**-1.0 for rank in range(1, 7)), 0.0, 0.0])
+    assert alpha_req(moments(law), (3, 100)) == (pytest.approx(1.0), (3, 6))
+    assert math.isnan(alpha_req(moments(law), (6, 100))[0])
+    assert math.isnan(alpha_req(moments(law), (11, 100))[0])
+
+
+def test_lidar_counted_by_hand():
+    assert lidar(views_around(CROSS, CROSS), delta=1e-12) == pytest.approx(2)
+    # A ninth of the spread between images, relative to that of views: shares .9 and .1.
+    tripled = CROSS * torch.tensor([1.0, 3.0])
+    by_hand = math.exp(-0.9 * math.log(0.9) - 0.1 * math.log(0.1))
+    assert lidar(views_around(CROSS, tripled), delta=1e-12) == pytest.approx(by_hand)
+
+
+def radio_rank(values, eps=1e-7):
+    values = values[values > 0]
+    shares = values / (values.sum() + eps)
+    return float((-shares * shares.log()).sum().exp())
+
+
+def restated_lidar(views, *, delta, divisor, delta_of_product):
+    """With a matrix root, as the sources write it."""
+    means = views.mean(1)
+    away = means - means.mean(0)
+    between = away.T @ away / (len(views) - 1)
+    around = (views - means[:, None]).flatten(0, 1)
+    within = around.T @ around / divisor + delta * torch.eye(views.shape[-1]).double()
+    sizes, axes = torch.linalg.eigh(within)
+    root = axes @ torch.diag(sizes**-0.5) @ axes.T
+    product = root @ between @ root + delta_of_product * torch.eye(len(root)).double()
+    return torch.linalg.eigvalsh((product + product.T) / 2).clamp(min=0)
+
+
+@pytest.mark.parametrize(("images", "dim"), [(50, 12), (9, 24)])
+def test_ranks_agree_with_radio_on_one_matrix(images, dim):
+    # https://github.com/NVlabs/RADIO/blob/25a833de/examples/ssl_metrics.py
+    views = views_around(normal(images, dim) * torch.linspace(3, 0.1, dim), 0.3 * normal(10, dim))
+    views = views + 0.2 * normal(images, 10, dim, seed=2) @ normal(dim, dim, seed=3)
+
+    theirs = radio_rank(torch.linalg.svdvals(views[:, 0]))
+    assert rankme(moments(views[:, 0])) == pytest.approx(theirs, abs=1e-3)
+    values = restated_lidar(views, delta=1e-8, divisor=images * 10 - 1, delta_of_product=1e-8)
+    assert lidar(views, delta=1e-8) == pytest.approx(radio_rank(values), rel=1e-5)
+
+
+@pytest.mark.parametrize(("images", "dim"), [(50, 12), (9, 24)])
+def test_ranks_agree_with_stable_pretraining_on_one_matrix(images, dim):
+    # https://github.com/galilai-group/stable-pretraining/tree/d15ec96d/stable_pretraining/callbacks
+    views = normal(images, 1, dim) + normal(images, 10, dim, seed=2) @ normal(dim, dim, seed=3)
+
+    values = torch.linalg.svdvals(views[:, 0])
+    shares = values / values.sum() + 1e-5
+    theirs = float((-shares * shares.log()).sum().exp())
+    # Its constant is a hundred times ours.
+    assert rankme(moments(views[:, 0])) == pytest.approx(theirs, rel=5e-3)
+    values = restated_lidar(views, delta=1e-4, divisor=images * 9, delta_of_product=0) + 1e-8
+    shares = values / values.sum()
+    theirs = float((-shares * shares.log()).sum().exp())
+    assert lidar(views, delta=1e-4) == pytest.approx(theirs, rel=1e-4)
+
+
+def test_rotations_and_scales_leave_the_ranks_alone():
+    views = normal(30, 1, 6) + 0.5 * normal(30, 4, 6, seed=1)
+    turned = 7 * views @ rotation(6)
+
+    for estimate in (rankme, spread_rank, lambda found: alpha_req(found, (1, 6))[0]):
+        assert estimate(moments(turned[:, 0])) == pytest.approx(estimate(moments(views[:, 0])))
+    skewed = views @ normal(6, 6, seed=2)
+    assert lidar(skewed, delta=1e-12) == pytest.approx(lidar(views, delta=1e-12))
+    np.testing.assert_allclose(alignment(turned), alignment(views))
+    assert uniformity(turned[:, 0]).value == pytest.approx(uniformity(views[:, 0]).value)
+
+
+def test_alignment_and_uniformity_counted_by_hand():
+    assert uniformity(CROSS).value == pytest.approx(math.log((4 * math.e**-4 + 2 * math.e**-8) / 6))
+    assert uniformity(CROSS).value == pytest.approx(-4.396, abs=5e-4)
+    assert uniformity(5 * CROSS[:2]).value == pytest.approx(-8)
+    # Three views, of which two are the same and the third is opposite: (0 + 4 + 4) / 3.
+    views = torch.stack([CROSS[[0, 0, 1]], 3 * CROSS[[2, 2, 2]], CROSS[[0, 2, 2]]])
+    np.testing.assert_allclose(alignment(views), [8 / 3, 0, 4 / 3], atol=1e-12)
+    np.testing.assert_allclose(alignment(views[:, 1:]), [4, 0, 0], atol=1e-12)
+
+
+def test_uniformity_without_an_image_is_that_of_the_others(monkeypatch):
+    monkeypatch.setattr("probes.geometry.similarity._AT_ONCE", 4)
+    vectors = normal(11, 3)
+    left = uniformity(vectors).without
+
+    others = torch.cat([vectors[:6], vectors[7:]])
+    assert left[6] == pytest.approx(uniformity(others).value)
+
+
+def test_what_has_no_direction_or_no_spread_is_no_number():
+    one, same = torch.ones(1, 3), torch.full((5, 3), 0.1)
+    zero = torch.zeros(5, 3)
+    assert [rankme(moments(some)) for some in (one, same)] == pytest.approx([1, 1], abs=1e-4)
+    assert math.isnan(rankme(moments(zero)))
+    for some in (one, same, zero):
+        assert math.isnan(spread_rank(moments(some)))
+        assert math.isnan(alpha_req(moments(some), (1, 3))[0])
+        assert math.isnan(lidar(some[:, None].expand(-1, 4, -1).double(), delta=1e-4))
+    assert math.isnan(uniformity(one.double()).value)
+    assert math.isnan(uniformity(zero.double()).value)
+    assert np.isnan(alignment(zero[None].double())).all()
+    assert uniformity(same.double()).value == pytest.approx(0)
+
+
+def test_a_long_patch_among_four_is_a_quarter():
+    lengths = torch.tensor([[1.0, 1.0, 1.0, 9.0], [1.0, 3.0, 5.0, 5.0], [2.0, 2.0, 2.0, 8.0]])
+    patches = torch.stack([lengths, torch.zeros_like(lengths)], -1).view(3, 2, 2, 2)
+
+    assert outlier_share(patches, 4.0).tolist() == [25, 0, 0]
+    assert outlier_share(100 * patches, 4.0).tolist() == [25, 0, 0]
+    # The median of the second is 4, between its two middle lengths.
+    assert outlier_share(patches, 1.4).tolist() == [25, 0, 25]
+
+
+def test_the_cosine_of_tokens_with_patches_counted_by_hand():
+    patches = torch.tensor([[3.0, 0.0], [0.0, 2.0]]).view(1, 1, 2, 2)
+    assert patch_cosine(torch.tensor([[[5.0, 0.0]]]), patches).tolist() == [0.5]
+    two = torch.tensor([[[5.0, 0.0], [0.0, -1.0]]])
+    assert patch_cosine(two, patches).item() == pytest.approx(0)
+    assert patch_cosine(torch.ones(1, 1, 2), patches).item() == pytest.approx(0.5**0.5)
+
+
+def position_r2(fitted, choosing, held_out):
+    sums = [PositionSums() for _ in range(2)]
+    for one, images in zip(sums, (fitted, choosing), strict=True):
+        for some in images.split(2):
+            one.add(some)
+    fit = PositionFit.of(*sums)
+    return fit, fit.r2(held_out)
+
+
+def test_tokens_that_name_their_position_tell_it_and_constant_ones_nothing():
+    names = torch.eye(6).view(1, 2, 3, 6).expand(4, -1, -1, -1)
+    fit, share = position_r2(names, names, names)
+    assert (fit.penalty, share.tolist()) == (1e-6, pytest.approx([1] * 4, abs=1e-4))
+
+    same = torch.full((4, 2, 3, 5), 0.1)
+    assert position_r2(same, same, same)[1].tolist() == pytest.approx([0] * 4, abs=1e-9)
+    alone = normal(4, 1, 1, 5)
+    assert position_r2(alone, alone, alone)[1].isnan().all()
+
+
+def test_rows_and_columns_count_as_one_each():
+    # Of a token that tells the row alone half of the spread is read, whatever the shape.
+    down = torch.arange(3.0).view(1, 3, 1, 1).expand(4, 3, 5, 1)
+    assert position_r2(down, down, down)[1].tolist() == pytest.approx([0.5] * 4, abs=1e-4)
+    places = centred_places(3, 2, torch.device("cpu"))
+    np.testing.assert_allclose(places[:3] + 0.5, [[1 / 6, 0.25], [1 / 6, 0.75], [0.5, 0.25]])
+
+
+def test_positions_are_those_of_a_plain_ridge_regression():
+    places = centred_places(3, 4, torch.device("cpu"))
+    tokens = places @ normal(2, 7) + 0.4 * normal(20, 12, 7, seed=1) * torch.linspace(0.1, 9, 7)
+    tokens = tokens + 5
+    # Images that choose lie elsewhere, which a large penalty bears better.
+    tokens[9:14] += normal(5, 1, 7, seed=4).mean(0)
+    parts = tokens[:9], tokens[9:14], tokens[14:]
+    fit, share = position_r2(*(part.unflatten(1, (3, 4)) for part in parts))
+
+    def ridge(images, penalty):
+        flat = images.flatten(0, 1).numpy()
+        mean, scale = flat.mean(0), flat.std(0)
+        model = sklearn.linear_model.Ridge(alpha=penalty * len(flat))
+        model.fit((flat - mean) / scale, places.repeat(len(images), 1).numpy())
+        return lambda some: model.predict((some.flatten(0, 1).numpy() - mean) / scale)
+
+    def error(predict, images):
+        truth = places.repeat(len(images), 1).numpy()
+        return ((predict(images) - truth) ** 2).reshape(len(images), -1, 2).sum(1)
+
+    penalty = min(PENALTIES, key=lambda one: error(ridge(parts[0], one), parts[1]).sum())
+    predict = ridge(torch.cat(parts[:2]), penalty)
+    spread = places.square().sum(0).numpy()
+    assert fit.penalty == penalty
+    np.testing.assert_allclose(share, 1 - (error(predict, parts[2]) / spread).mean(1), rtol=1e-8)
