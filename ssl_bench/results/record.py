@@ -17,7 +17,8 @@ from ssl_bench.system.escaping import plain_json
 
 PerImage = Shaped[np.ndarray, "images *values"]
 """What each scored image contributes to a value: 0 or 1 to a share; pixels that are right,
-predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy."""
+predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy; boxes by rank
+(see `ssl_bench.scores.DetectionCounts`) to an average precision or recall."""
 
 UNRANKED_METRICS = frozenset({"explained_variance"})
 """In percent, and yet more is not better."""

@@ -15,6 +15,10 @@ _CAPTIONS = {
         "Magenta: found box; orange: further ones; green: true boxes; dark: outside of the "
         "object's patches. Beside it the second eigenvector, blue below and red above zero."
     ),
+    "discovery": (
+        "Magenta: first box; orange: further ones; green: true boxes; dark: outside of the first "
+        "object's patches. Beside it the second eigenvector, blue below and red above zero."
+    ),
     "segmentation": "Photograph, ground truth, and what a linear head on each block says.",
 }
 

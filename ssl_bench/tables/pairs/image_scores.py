@@ -10,13 +10,15 @@ from jaxtyping import Int64
 from ssl_bench.intervals import (
     Estimate,
     Share,
+    bootstrap_estimate,
     mean_iou_estimate,
     pixel_accuracy_estimate,
 )
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.scores import mean_iou, pixel_accuracy
+from ssl_bench.scores import average_precision, average_recall, mean_iou, pixel_accuracy
 
 FOLDS = 5
+_OF_DETECTIONS = {"ap": average_precision, "ap50": average_precision, "ar100": average_recall}
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,13 @@ class ImageCurve:
 
     @property
     def counts_pixels(self) -> bool:
-        """Whether an image contributes pixels by class, and not a hit or none."""
+        """Whether an image contributes pixels by class."""
         return self.metric.startswith("miou") or self.metric == "pixel_accuracy"
+
+    @property
+    def counts_boxes(self) -> bool:
+        """Whether an image contributes boxes: see `ssl_bench.scores.DetectionCounts`."""
+        return self.metric in _OF_DETECTIONS
 
     def value(self, per_image: PerImage) -> float:
         """The metric in percent."""
@@ -42,6 +49,8 @@ class ImageCurve:
             return float(mean_iou(total))
         if self.metric == "pixel_accuracy":
             return float(pixel_accuracy(total))
+        if self.counts_boxes:
+            return float(_OF_DETECTIONS[self.metric](total))
         return 100.0 * float(total) / len(per_image)
 
     def estimate(self, per_image: PerImage) -> Estimate:
@@ -50,6 +59,8 @@ class ImageCurve:
             return mean_iou_estimate(per_image)
         if self.metric == "pixel_accuracy":
             return pixel_accuracy_estimate(per_image)
+        if self.counts_boxes:
+            return bootstrap_estimate(per_image, _OF_DETECTIONS[self.metric])
         return Share(per_image.astype(bool))
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
@@ -121,10 +132,12 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
 def _adds_up(per_image: PerImage, record: Record) -> bool:
     """Whether the value of a record comes from these contributions."""
     curve = ImageCurve(record.metric, {})
-    if per_image.ndim != (3 if curve.counts_pixels else 1) or per_image.shape[1:2] not in (
-        (),
-        (3,),
-    ):
+    counts = curve.counts_pixels or curve.counts_boxes
+    if per_image.ndim != (3 if counts else 1):
+        return False
+    if curve.counts_pixels and per_image.shape[1] != 3:
+        return False
+    if curve.counts_boxes and min(per_image.shape) < 1:
         return False
     value = curve.value(per_image)
     is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)
