@@ -147,7 +147,7 @@ class DiscoveryRun:
                 save_masks(objects, grid, files.mask(name, sample.image_id))
             if with_panel:
                 layer, facet = name.split("/")
-                row = panel(sample, objects[0], f"block {layer}, {facet}", grid.patch_size)
+                row = panel(sample, objects, f"block {layer}, {facet}", grid.patch_size)
                 sheet([row], files.panel(name, sample.image_id))
 
     def _draw_sheets(

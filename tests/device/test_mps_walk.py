@@ -25,6 +25,8 @@ WALKS = {
     "tokencut": ("tokencut", "voc2012", "probe.facet=[key,mlp_hidden]"),
     "tokencut, lost": ("tokencut", "voc2012", "probe.method=lost"),
     "tokencut, maskcut": ("tokencut", "voc2012", "probe.method=maskcut"),
+    "discovery": ("discovery", "voc2012"),
+    "discovery, lost": ("discovery", "voc2012", "probe.method=lost"),
     "pca": ("pca", "folder", "probe.image_size=32"),
     "conditioning": ("conditioning", "folder"),
     "conditioning, lanczos": (

@@ -253,7 +253,7 @@ def spoilt_encoder(path: Path, number: float, block: int = 1) -> None:
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
 @pytest.mark.parametrize(
-    "task", ["pca", "tokencut", "segmentation", "retrieval", "knn", "classification"]
+    "task", ["pca", "tokencut", "discovery", "segmentation", "retrieval", "knn", "classification"]
 )
 def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
     place, capsys, task, number
@@ -268,7 +268,7 @@ def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
 
     assert "layer 1 of encoder gives features that are not finite" in said
     first = {"folder": "0.jpg", "class_folders": "cat/0.jpg", "voc2012": "t"}[dataset]
-    first = "t0" if task == "tokencut" else first
+    first = "t0" if task in ("tokencut", "discovery") else first
     assert first in said
     # The block before it is sound.
     assert main(probing(task, dataset, root, "--layer", "0")) == 0
@@ -286,6 +286,7 @@ def constant_encoder(path: Path) -> None:
     ("task", "flag", "counted"),
     [
         ("tokencut", "degenerate_percent", 100.0),
+        ("discovery", "degenerate_percent", 100.0),
         ("pca", "num_constant", 4),
         ("knn", "constant_features", True),
         ("classification", "constant_features", True),
@@ -300,7 +301,7 @@ def test_fault_25_constant_features_are_flagged_and_the_metric_is_finite(
     dataset = DATASETS.get(task, "voc2012")
     if dataset != "folder":
         (class_folders if dataset == "class_folders" else voc)(place)
-    facet = ["probe.facet=token"] if task == "tokencut" else []
+    facet = ["probe.facet=token"] if task in ("tokencut", "discovery") else []
     root = place / "photos" if dataset == "folder" else place
 
     assert main(probing(task, dataset, root, *facet)) == 0

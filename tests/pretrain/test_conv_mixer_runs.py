@@ -148,13 +148,14 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
         "pca": [*toy, "probe.image_size=64", "probe.num_images=2"],
         "retrieval": [*toy, *small, "probe.neighbours=5"],
         "tokencut": [*toy, "probe.facet=token"],
+        "discovery": [*toy, "probe.facet=token"],
     }.items():
         assert main(["probe", "--task", task, *probing, *more]) == 0, task
 
     found = ResultStore(tmp_path / "results").records()
     assert {record.layer for record in found} == {0, 1}
     assert {record.task for record in found} == {
-        *("knn", "segmentation", "pca", "retrieval", "tokencut")
+        *("knn", "segmentation", "pca", "retrieval", "tokencut", "discovery")
     }
 
 

@@ -3,6 +3,7 @@
 import json
 from contextlib import redirect_stdout
 from io import StringIO
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from probes.discovery.run import in_one_rank, scores_of_block
 from probes.tokencut.log import DiscoveryLog, ImageResult
 from ssl_bench.errors import DataError
 from ssl_bench.scores import average_precision, average_recall
+from ssl_bench.tables.pairs.image_scores import ImageCurve
 from tests.probes.test_tokencut import FAR_AWAY, Pictures, context, tiny_encoder
 
 Boxes = list[list[float]]
@@ -68,7 +70,7 @@ def coco_says(images, scores, *, category: int = 1, numbers=None) -> list[float]
         for n, (_, true) in zip(numbers, images, strict=True)
         for box in true
     ]
-    true = COCO()
+    true: Any = COCO()
     true.dataset = {
         "images": [{"id": n} for n in numbers],
         "categories": [{"id": category, "name": "object"}],
@@ -77,7 +79,7 @@ def coco_says(images, scores, *, category: int = 1, numbers=None) -> list[float]
             for number, box in enumerate(boxes, start=1)
         ],
     }
-    found = [
+    found: Any = [
         {
             "image_id": n,
             "category_id": category,
@@ -135,7 +137,7 @@ def test_boxes_that_are_equally_sure_score_the_same_in_each_order():
     orders = [[false, *images], [images[0], false, images[1]], [*images, false]]
 
     theirs = [coco_says(order, [[1.0]] * 3)[1] for order in orders]
-    ours = [percent([counted(*map(np.ndarray.tolist, i)) for i in order])[1] for order in orders]
+    ours = [percent([counted(f.tolist(), t.tolist()) for f, t in order])[1] for order in orders]
 
     assert theirs == pytest.approx([66.67, 83.50, 100], abs=0.01)
     assert ours == pytest.approx([200 / 3] * 3)
@@ -222,6 +224,27 @@ def test_a_block_is_scored_over_images_with_ground_truth_in_any_order():
     assert scores["ar100"].ci95 is None, "whichever images are drawn, all boxes are found"
 
 
+def test_what_images_contribute_gives_value_and_interval_again():
+    results = [result([LEFT, RIGHT], [LEFT]), result([OUTSIDE], [LEFT]), result([LEFT], [LEFT])]
+    others = [result([LEFT], [LEFT]), result([RIGHT, LEFT], [LEFT]), result([LEFT], [LEFT])]
+
+    for one, other in zip(
+        scores_of_block(0, "key", results, 3), scores_of_block(0, "key", others, 3), strict=True
+    ):
+        assert one.per_image is not None
+        assert other.per_image is not None
+        curve = ImageCurve(one.metric, {0: one.per_image, 1: other.per_image})
+        first, second = (curve.estimate(some) for some in curve.per_image.values())
+
+        assert (first.value, first.ci95()) == (one.value, one.ci95)
+        assert curve.value(other.per_image) == other.value > one.value
+        assert curve.best_layer() == 1
+        assert second.difference_ci95(second) is None
+        low, high = second.difference_ci95(first) or (-1.0, -1.0)
+        # In no draw of the images is the first better.
+        assert 0 <= low < second.value - first.value < high
+
+
 def test_a_run_scores_every_block_and_facet_from_one_pass_and_goes_on(tmp_path):
     encoder, calls = tiny_encoder(), []
     encoder.module.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -252,7 +275,7 @@ def test_lost_finds_one_box_an_image(tmp_path):
     }  # fmt: skip
 
 
-def test_settings_say_what_was_guessed_and_those_of_tokencut_stay():
+def test_settings_say_what_was_guessed():
     assert ObjectDiscovery().settings()["confidence"] == "order"
     assert ObjectDiscovery().settings()["tau"] == 0.15
     assert ObjectDiscovery().folder == "ssl_bench"

@@ -17,6 +17,7 @@ SMALL = {
     ),
     "retrieval": ("probe.image_size=32", "probe.neighbours=5"),
     "tokencut": (),
+    "discovery": (),
     "pca": ("probe.image_size=32",),
     "knn": ("probe.neighbours=[1,2]",),
     "classification": ("probe.training.c_values=[0.01,1.0]",),
@@ -49,7 +50,7 @@ def test_a_probe_takes_a_submodule_of_one_block(task, capsys):
     records = probed(task, "blocks.1.mlp.fc1")
 
     assert {(record.layer, record.facet) for record in records} == {(1, "blocks.*.mlp.fc1")}
-    if task in ("segmentation", "tokencut", "pca"):
+    if task in ("segmentation", "tokencut", "discovery", "pca"):
         drawn = [str(path) for path in Path("results/pictures").rglob("*.png")]
         assert drawn
         assert all("mlp.fc1" in path for path in drawn)

@@ -28,6 +28,7 @@ OBJECT = """<annotation><object><name>cat</name><bndbox>
 SMALL = {
     "pca": ["probe.image_size=32"],
     "tokencut": [],
+    "discovery": [],
     "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"],
     "retrieval": ["probe.image_size=32", "probe.neighbours=5"],
     "knn": ["probe.neighbours=[1,2]"],

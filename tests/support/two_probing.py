@@ -66,6 +66,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "skipped": (*SGD, "probe.tier=stream", "--data-root", "broken", "--on-bad-image", "skip"),
     "lbfgs": (*LBFGS, "probe.tier=stream"),
     "tokencut": ("--task", "tokencut", "--dataset", "voc2012", "--data-root", "voc"),
+    "discovery": ("--task", "discovery", "--dataset", "voc2012", "--data-root", "voc"),
     "pca": ("--task", "pca", *VOC),
 }
 

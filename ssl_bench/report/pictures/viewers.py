@@ -16,8 +16,8 @@ _CAPTIONS = {
         "object's patches. Beside it the second eigenvector, blue below and red above zero."
     ),
     "discovery": (
-        "Magenta: first box; orange: further ones; green: true boxes; dark: outside of the first "
-        "object's patches. Beside it the second eigenvector, blue below and red above zero."
+        "Magenta: first box; orange: further ones; green: true boxes; dark: outside of the "
+        "objects' patches. Beside it the first second eigenvector, blue below and red above zero."
     ),
     "segmentation": "Photograph, ground truth, and what a linear head on each block says.",
 }
