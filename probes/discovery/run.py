@@ -73,8 +73,7 @@ def _counts(
     result: ImageResult, name: str, num_ranks: int
 ) -> Integer[np.ndarray, "ranks_and_truth thresholds_and_all"]:
     cell = result.cells[name]
-    # Of an image in which nothing may be found the box is empty.
-    boxes = [box for box in (cell["box"], *cell.get("further_boxes", [])) if any(box)]
+    boxes = [cell["box"], *cell.get("further_boxes", [])]
     return detection_counts(
         np.array(boxes, np.float64).reshape(-1, 4),
         np.arange(len(boxes)),
