@@ -64,7 +64,9 @@ class DiscoveryRun:
         ranks = self.context.ranks
         forget = self.context.overwrite and ranks.is_first
         log = ranks.after_first(lambda: DiscoveryLog(folder, key, forget=forget, part=ranks.rank))
-        self._discover_all(images, log)
+        # The first must not take up files to which another still writes.
+        with ranks.together():
+            self._discover_all(images, log)
         if ranks.count > 1:
             # The first takes up what the others have found.
             log = ranks.after_first(lambda: DiscoveryLog(folder, key, part=ranks.rank))
