@@ -5,7 +5,7 @@ the same on every machine.
 """
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Integer
+from jaxtyping import Bool, Float, Float64, Integer, Real
 
 IGNORED = 255
 """Label of the pixels that do not count."""
@@ -13,6 +13,17 @@ ABSENT_CLASS_POLICY = "absent_from_both_is_nan"
 
 Counts = Integer[np.ndarray, "*some 3 classes"]
 """By class the pixels that are right, predicted and true; see `ssl_bench.metrics.class_counts`."""
+
+IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
+"""From which IoU on a box is right, in turn."""
+MOST_DETECTIONS = 100
+"""Boxes that count of an image, the surest."""
+_RECALLS = np.linspace(0, 1, 101)
+
+DetectionCounts = Real[np.ndarray, "*some ranks_and_truth thresholds_and_all"]
+"""Of boxes of an image or of many: at [0, 0] those that are true; at [1 + rank, 0] those that were
+found, the surest rank first, and at [1 + rank, 1 + number] those of them that are right at an
+IoU."""
 
 
 def iou_per_class(counts: Counts) -> Float64[np.ndarray, "*some classes"]:
@@ -62,3 +73,55 @@ def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 
 def corloc(hits: Bool[np.ndarray, " images"]) -> float:
     """Correct localisation: percent of images whose box is a hit."""
     return 100.0 * float(hits.mean())
+
+
+def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
+    """Mean over IoUs and 101 recalls of the best precision at that recall or more, in percent.
+
+    Boxes of one rank are as sure as each other, so no order of theirs is better than another: part
+    of a rank has the share of right ones that the whole rank has. NaN where no box is true.
+
+    Source: COCOeval, https://github.com/cocodataset/cocoapi/tree/8c9bcc3, whose `stats[0]` it is
+    (of one threshold: `stats[1]`) where no two boxes share a rank. Of equal scores that takes the
+    boxes in the order in which it was given the images, and its AP hangs on it.
+    """
+    true = counts[..., 0, 0][..., None]
+    found = counts[..., 1:, :1].cumsum(-2, dtype=np.float64)
+    right = counts[..., 1:, 1:].cumsum(-2, dtype=np.float64)
+    precision = right / np.maximum(found, 1)
+    recall = right / np.maximum(true[..., None], 1)
+    best = np.zeros((*right.shape[:-2], right.shape[-1], 1))
+    at_recall = np.zeros((*best.shape[:-1], len(_RECALLS)))
+    # From the last rank to the first, so that the first one that reaches a recall has the word.
+    for rank in reversed(range(right.shape[-2])):
+        best = np.maximum(best, precision[..., rank, :, None])
+        within = _within_rank(right, found, rank, _RECALLS * true[..., None])
+        reached = recall[..., rank, :, None] >= _RECALLS
+        at_recall = np.where(reached, np.maximum(best, within), at_recall)
+    return np.where(true[..., 0] > 0, 100.0 * at_recall.mean((-2, -1)), np.nan)
+
+
+def average_recall(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
+    """Mean over IoUs of the true boxes that are found, in percent; NaN where no box is true.
+
+    `stats[8]` of COCOeval.
+    """
+    true = counts[..., 0, 0]
+    right = counts[..., 1:, 1:].sum(-2, dtype=np.float64).mean(-1)
+    return np.where(true > 0, 100.0 * right / np.maximum(true, 1), np.nan)
+
+
+def _within_rank(
+    right: Float64[np.ndarray, "*some ranks thresholds"],
+    found: Float64[np.ndarray, "*some ranks 1"],
+    rank: int,
+    wanted: Float64[np.ndarray, "*some 1 recalls"],
+) -> Float64[np.ndarray, "*some thresholds recalls"]:
+    """Precision where boxes of a rank were taken until as many are right as wanted; 0 for none."""
+    start = (right[..., rank - 1, :], found[..., rank - 1, :]) if rank else (0.0, 0.0)
+    more_right = (right[..., rank, :] - start[0])[..., None]
+    more_found = (found[..., rank, :] - start[1])[..., None]
+    before = np.broadcast_to(start[0], right[..., rank, :].shape)[..., None]
+    share = np.maximum(wanted - before, 0) / np.where(more_right > 0, more_right, np.inf)
+    taken = np.broadcast_to(start[1], found[..., rank, :].shape)[..., None] + share * more_found
+    return np.where(share > 0, wanted / np.where(taken > 0, taken, np.inf), 0.0)

@@ -35,12 +35,15 @@ class ImageResult:
         cells: By "LAYER/FACET": box, mask (see `unpack_mask`), hit (None without ground truth),
             degenerate; eigenvalue and gap with a spectrum, tied_cutoff without; further_boxes and
             further_masks where several objects were found.
+        true_boxes: Ground truth in pixels; None where nobody drew any, and of lines that are
+            older than this field.
     """
 
     num_boxes: int | None
     largest_box: float
     grid: tuple[int, int]
     cells: dict[str, Cell]
+    true_boxes: list[list[float]] | None = None
 
 
 def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
@@ -63,6 +66,7 @@ def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchG
         largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
         grid=grid.shape,
         cells={name: _cell(objects, sample.boxes) for name, objects in found.items()},
+        true_boxes=None if sample.boxes is None else sample.boxes.tolist(),
     )
 
 
@@ -140,6 +144,7 @@ class DiscoveryLog:
             "largest_box": result.largest_box,
             "grid": list(result.grid),
             "cells": result.cells,
+            "true_boxes": result.true_boxes,
         }
         try:
             self._begin()
@@ -153,7 +158,7 @@ class DiscoveryLog:
         cells = {**known.cells, **line["cells"]} if known else {**line["cells"]}
         rows, cols = line["grid"]
         self.images[line["image"]] = ImageResult(
-            line["num_boxes"], line["largest_box"], (rows, cols), cells
+            line["num_boxes"], line["largest_box"], (rows, cols), cells, line.get("true_boxes")
         )
 
     def _append(self, line: str) -> None:

@@ -1,5 +1,6 @@
 """Discovery with one encoder on one dataset: features, objects, pictures, scores."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
 from ssl_bench.results import encoder_id
 
 TOKENS_A_BATCH = 8192
@@ -46,13 +48,25 @@ class DiscoveryRun:
 
     def scores(self) -> Iterator[Score]:
         """See `TokenCut.run`."""
+        results = self.results()
+        for layer, facet in self._blocks() if results else []:
+            yield corloc_score(layer, facet, results)
+
+    def results(self) -> list[ImageResult]:
+        """What is in each image; empty, and said so, where none has ground truth.
+
+        Raises:
+            DataError: as `TokenCut.run`.
+        """
         images = self.probe.split(self.context.dataset)
         folder = self.context.artifacts / self.probe.folder
         key = self._log_key(images)
         ranks = self.context.ranks
         forget = self.context.overwrite and ranks.is_first
         log = ranks.after_first(lambda: DiscoveryLog(folder, key, forget=forget, part=ranks.rank))
-        self._discover_all(images, log)
+        # The first must not take up files to which another still writes.
+        with ranks.together():
+            self._discover_all(images, log)
         if ranks.count > 1:
             # The first takes up what the others have found.
             log = ranks.after_first(lambda: DiscoveryLog(folder, key, part=ranks.rank))
@@ -61,12 +75,14 @@ class DiscoveryRun:
             self._draw_sheets(images, results, folder)
         if not self._is_scored(images, list(results.values()), log.path):
             self.context.say(
-                f"{images.name} has no boxes to compare with: CorLoc was not scored; "
+                f"{images.name} has no boxes to compare with: nothing was scored; "
                 f"masks, pictures and boxes are in {folder}"
             )
-            return
-        for layer, facet, _ in self.probe.cells(self.context.layers):
-            yield corloc_score(layer, facet, list(results.values()))
+            return []
+        return list(results.values())
+
+    def _blocks(self) -> list[tuple[int, Facet]]:
+        return list(itertools.product(self.context.layers, self.probe.facets))
 
     def _discover_all(self, images: ImageSet, log: DiscoveryLog) -> None:
         drawn, files = set(images.ids[: self.probe.panels]), DiscoveryFiles(log.path.parent)
@@ -93,7 +109,7 @@ class DiscoveryRun:
         self, image_id: str, log: DiscoveryLog, files: DiscoveryFiles, drawn: Set[str]
     ) -> bool:
         """Whether an image was searched, and all that is shown of it is there."""
-        names = [cell_name(*cell[:2]) for cell in self.probe.cells(self.context.layers)]
+        names = [cell_name(*block) for block in self._blocks()]
         if not log.has(image_id, names):
             return False
         has_masks = log.images[image_id].num_boxes is None
@@ -133,7 +149,7 @@ class DiscoveryRun:
                 save_masks(objects, grid, files.mask(name, sample.image_id))
             if with_panel:
                 layer, facet = name.split("/")
-                row = panel(sample, objects[0], f"block {layer}, {facet}", grid.patch_size)
+                row = panel(sample, objects, f"block {layer}, {facet}", grid.patch_size)
                 sheet([row], files.panel(name, sample.image_id))
 
     def _draw_sheets(
@@ -145,8 +161,8 @@ class DiscoveryRun:
         if not self.probe.panels or not results:
             return
         gallery = Gallery(images, results, self.context.encoder.patch_size, self.probe.panels)
-        cells = self.probe.cells(self.context.layers)
-        for layer, facet, _ in self.context.progress(cells, "contact sheets", len(cells)):
+        blocks = self._blocks()
+        for layer, facet in self.context.progress(blocks, "contact sheets", len(blocks)):
             name = cell_name(layer, facet)
             where = f"{images.name} {images.split}, {self.context.encoder.name}"
             title = f"{where}, block {layer}, {facet}, protocol {self.probe.protocol}"

@@ -34,8 +34,8 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
         ci95=Share(hits).ci95(),
         num_images=len(hits),
         details={
-            **_flagged("degenerate", cells),
-            **_flagged("tied_cutoff", cells),
+            **flagged("degenerate", cells),
+            **flagged("tied_cutoff", cells),
             "images_without_boxes": len(results) - len(scored),
             "by_object_size": _breakdown(name, scored, _SIZES, lambda r: r.largest_box),
             "by_num_objects": _breakdown(name, scored, _COUNTS, lambda r: r.num_boxes or 0),
@@ -44,7 +44,7 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
     )
 
 
-def _flagged(flag: str, cells: Sequence[Cell]) -> dict[str, float]:
+def flagged(flag: str, cells: Sequence[Cell]) -> dict[str, float]:
     """Percent of the images that carry a flag; nothing where the method knows no such flag."""
     values = [cell[flag] for cell in cells if flag in cell]
     return {f"{flag}_percent": 100 * float(np.mean(values))} if values else {}

@@ -16,7 +16,7 @@ from tests.support.two_probing import CASES
 
 REPOSITORY = Path(__file__).parents[2]
 BLOCKS = ViTConfig(image_size=32, patch_size=8, dim=12, depth=3, num_heads=2)
-FAULTY = {"unreadable", "resumed"}
+FAULTY = {"unreadable", "resumed", "late"}
 # A run that went on computed less in its second process.
 OF_COST = {"train_seconds": 0, "encoder_passes": 0}
 
@@ -32,6 +32,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     spoil(place / "broken/VOCdevkit/VOC2012/JPEGImages/v2.jpg", "half")
     words = [f"{count}:{case}" for case in CASES for count in (1, 2) if case not in FAULTY]
     words += ["2:resumed:killed", "2:resumed:dies", "2:resumed", "1:resumed", "2:unreadable"]
+    words += ["2:late:late"]
     command = [sys.executable, "-m", "tests.support.two_probing", str(place), *words]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stderr[-3000:]
@@ -48,7 +49,7 @@ def lines(end: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in CASES if case != "unreadable"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("unreadable", "late")])
 def test_two_processes_leave_the_records_that_one_does(ends, case):
     place, found = ends
     assert [found[f"{count}:{case}"]["codes"] for count in (1, 2)] == [[0], [0, 0]], found
@@ -62,6 +63,14 @@ def test_two_processes_leave_the_records_that_one_does(ends, case):
         assert {**record.details, **OF_COST} == {**other.details, **OF_COST}, key
     kept = [sorted(p.name for p in place.glob(f"{n}-{case}/pictures/**/*.*")) for n in (1, 2)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.slow
+def test_what_the_slower_one_finds_is_waited_for(ends):
+    place, found = ends
+
+    assert found["2:late:late"]["codes"] == [0, 0]
+    assert {record.num_images for record in records(place / "2-late").values()} == {7}
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import pytest
 from probes.classification.probe import LinearClassification
 from probes.conditioning.probe import Conditioning
 from probes.correspondence.probe import Correspondence
+from probes.discovery.probe import ObjectDiscovery
 from probes.knn.probe import KNN
 from probes.pca.probe import PCA
 from probes.retrieval.probe import Retrieval
@@ -19,8 +20,8 @@ from ssl_bench.tables.depth import depth_tables
 from tests.core.test_results import RECORD
 
 PROBES = (
-    *(Conditioning, Correspondence, KNN, LinearClassification, PCA, Retrieval, Segmentation),
-    TokenCut,
+    *(Conditioning, Correspondence, KNN, LinearClassification, ObjectDiscovery, PCA),
+    *(Retrieval, Segmentation, TokenCut),
 )
 PRESETS = [(probe.task, name) for probe in PROBES for name in protocols(probe.task, probe)]
 
@@ -38,7 +39,7 @@ def recorded(**changed: Any) -> Record:
 
 
 def test_every_protocol_of_the_suite_is_seen():
-    assert len(PRESETS) == 22
+    assert len(PRESETS) == 23
     assert {task for task, _ in PRESETS} == set(choices("probe"))
 
 
@@ -57,6 +58,7 @@ def test_what_differs_from_the_file_of_the_protocol_is_changed():
 
 def test_what_differs_from_the_defaults_is_changed_where_a_protocol_has_no_file():
     assert changed_settings(TokenCut(tau=0.3)) == {"tau": 0.3}
+    assert changed_settings(ObjectDiscovery(tau=0.2)) == {"tau": 0.2}
     assert changed_settings(KNN(neighbours=[20])) == {"neighbours": [20]}
     # A list as it comes from a file is the same as a tuple.
     assert changed_settings(KNN(neighbours=[10, 20, 100, 200])) == {}

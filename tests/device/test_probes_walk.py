@@ -46,6 +46,8 @@ WALKS = {
     "tokencut, weighted": ("tokencut", "voc2012", "probe.weighted=true", "probe.centred=true"),
     "tokencut, lost": ("tokencut", "voc2012", "probe.method=lost"),
     "tokencut, maskcut": ("tokencut", "voc2012", "probe.method=maskcut"),
+    "discovery": ("discovery", "voc2012"),
+    "discovery, lost": ("discovery", "voc2012", "probe.method=lost"),
     "pca": ("pca", "folder", "probe.image_size=32"),
     "correspondence": ("correspondence", "folder", "probe.facet=[token,key]"),
     "correspondence, soft": ("correspondence", "folder", "probe.prediction=soft"),

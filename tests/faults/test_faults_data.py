@@ -66,7 +66,9 @@ def test_fault_03_a_web_page_in_place_of_an_image_is_named_or_left_out(place, ca
     stops_or_skips(capsys, place, "html")
 
 
-@pytest.mark.parametrize("task", ["tokencut", "segmentation", "retrieval", "knn", "classification"])
+@pytest.mark.parametrize(
+    "task", ["tokencut", "discovery", "segmentation", "retrieval", "knn", "classification"]
+)
 def test_fault_01_every_probe_leaves_out_what_cannot_be_read_in_any_split(place, task):
     dataset = "class_folders" if task in ("knn", "classification") else "voc2012"
     build = class_folders if dataset == "class_folders" else voc
@@ -335,7 +337,7 @@ def test_fault_13_a_single_class_is_refused(place, capsys, task):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (33, 47), (1, 60)])
-@pytest.mark.parametrize("task", ["tokencut", "pca", "segmentation", "retrieval"])
+@pytest.mark.parametrize("task", ["tokencut", "discovery", "pca", "segmentation", "retrieval"])
 def test_fault_14_images_of_any_size_are_probed_and_boxes_lie_inside(place, task, size):
     base = voc(place)
     height, width = size
@@ -346,7 +348,7 @@ def test_fault_14_images_of_any_size_are_probed_and_boxes_lie_inside(place, task
     assert main(probing(task, "voc2012", place)) == 0
 
     assert all(0 <= record.value <= 100 for record in records())
-    if task == "tokencut":
+    if task in ("tokencut", "discovery"):
         (log,) = place.rglob("results/**/*.jsonl")
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         (found,) = (line for line in lines if line.get("image") == "v0")

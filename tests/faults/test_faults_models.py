@@ -258,7 +258,7 @@ def spoilt_encoder(path: Path, number: float, block: int = 1) -> None:
 @pytest.mark.parametrize(
     "task",
     [
-        *("pca", "geometry", "correspondence", "tokencut", "segmentation"),
+        *("pca", "geometry", "correspondence", "tokencut", "discovery", "segmentation"),
         *("retrieval", "knn", "classification", "clustering"),
     ],
 )
@@ -276,7 +276,7 @@ def test_fault_24_features_that_are_not_finite_stop_with_layer_and_image(
     assert "layer 1 of encoder gives features that are not finite" in said
     first = {"folder": "0.jpg", "class_folders": "cat/0.jpg", "voc2012": "t"}[dataset]
     # Which image passes first is drawn for geometry.
-    first = {"tokencut": "t0", "geometry": ".jpg"}.get(task, first)
+    first = {"tokencut": "t0", "discovery": "t0", "geometry": ".jpg"}.get(task, first)
     assert first in said
     # The block before it is sound.
     assert main(probing(task, dataset, root, "--layer", "0")) == 0
@@ -294,6 +294,7 @@ def constant_encoder(path: Path) -> None:
     ("task", "flag", "counted"),
     [
         ("tokencut", "degenerate_percent", 100.0),
+        ("discovery", "degenerate_percent", 100.0),
         ("pca", "num_constant", 4),
         ("correspondence", "degenerate_percent", 100.0),
         ("knn", "constant_features", True),
@@ -310,7 +311,7 @@ def test_fault_25_constant_features_are_flagged_and_the_metric_is_finite(
     dataset = DATASETS.get(task, "voc2012")
     if dataset != "folder":
         (class_folders if dataset == "class_folders" else voc)(place)
-    facet = ["probe.facet=token"] if task == "tokencut" else []
+    facet = ["probe.facet=token"] if task in ("tokencut", "discovery") else []
     root = place / "photos" if dataset == "folder" else place
 
     assert main(probing(task, dataset, root, *facet)) == 0

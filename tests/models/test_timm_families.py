@@ -233,6 +233,7 @@ def test_every_probe_runs_on_every_kind_of_tokens(name, tmp_path, monkeypatch, c
     size = f"probe.image_size={8 * (14 if 'patch14' in name else 16)}"
     for task, *options in (
         ("tokencut",),
+        ("discovery",),
         ("pca",),
         ("retrieval", size),
         ("segmentation", "probe.protocol=fast", "probe.training.epochs=1", size),

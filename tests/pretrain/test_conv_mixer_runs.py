@@ -150,6 +150,7 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
         "retrieval": [*toy, *small, "probe.neighbours=5"],
         "geometry": [*toy, *small, "probe.views=2", "probe.facet=patch_mean"],
         "tokencut": [*toy, "probe.facet=token"],
+        "discovery": [*toy, "probe.facet=token"],
     }.items():
         assert main(["probe", "--task", task, *probing, *more]) == 0, task
 
@@ -157,7 +158,7 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
     assert {record.layer for record in found} == {0, 1}
     assert {record.task for record in found} == {
         *("knn", "segmentation", "pca", "retrieval", "tokencut", "geometry"),
-        "clustering",
+        *("clustering", "discovery"),
     }
 
 

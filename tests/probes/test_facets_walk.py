@@ -17,6 +17,7 @@ SMALL = {
     ),
     "retrieval": ("probe.image_size=32", "probe.neighbours=5"),
     "tokencut": (),
+    "discovery": (),
     "pca": ("probe.image_size=32",),
     "correspondence": ("probe.image_size=32", "probe.num_points=16"),
     "geometry": ("probe.image_size=32", "probe.views=2"),
@@ -54,7 +55,7 @@ def test_a_probe_takes_a_submodule_of_one_block(task, capsys):
     # Geometry also looks at the patches that the block gives.
     facets = {"blocks.*.mlp.fc1", *(["token"] if task == "geometry" else [])}
     assert {(record.layer, record.facet) for record in records} == {(1, f) for f in facets}
-    if task in ("segmentation", "tokencut", "pca", "correspondence"):
+    if task in ("segmentation", "tokencut", "discovery", "pca", "correspondence"):
         drawn = [str(path) for path in Path("results/pictures").rglob("*.png")]
         assert drawn
         assert all("mlp.fc1" in path for path in drawn)

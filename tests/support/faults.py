@@ -31,6 +31,7 @@ SMALL = {
     "correspondence": ["probe.image_size=32", "probe.num_points=16"],
     "geometry": ["probe.image_size=32", "probe.views=2"],
     "tokencut": [],
+    "discovery": [],
     "segmentation": ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"],
     "retrieval": ["probe.image_size=32", "probe.neighbours=5"],
     "knn": ["probe.neighbours=[1,2]"],

@@ -22,6 +22,7 @@ import torch
 # Once, before the processes are forked.
 import probes.classification.attentive
 import probes.classification.run
+import probes.discovery.run
 import probes.heads.logistic
 import probes.knn.run
 import probes.retrieval.run
@@ -29,6 +30,7 @@ import probes.segmentation.assembly
 import probes.tokencut.run  # noqa: F401
 from probes.heads.kept import KeptState
 from probes.heads.linear import ParallelHeads
+from probes.tokencut.log import DiscoveryLog, ImageResult
 from ssl_bench.cli import __main__ as cli
 from ssl_bench.errors import MachineError
 from tests.support.two_ranks import SECONDS, exit_code
@@ -76,6 +78,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "skipped": (*SGD, "probe.tier=stream", "--data-root", "broken", "--on-bad-image", "skip"),
     "lbfgs": (*LBFGS, "probe.tier=stream"),
     "tokencut": ("--task", "tokencut", "--dataset", "voc2012", "--data-root", "voc"),
+    "discovery": ("--task", "discovery", "--dataset", "voc2012", "--data-root", "voc"),
+    "late": ("--task", "tokencut", "--dataset", "voc2012", "--data-root", "voc", "--layer", "2"),
     "pca": ("--task", "pca", *VOC),
 }
 
@@ -100,9 +104,20 @@ def keep_nothing() -> None:
     KeptState.is_due = lambda self: False  # noqa: ARG005
 
 
+def dawdle() -> None:
+    usual = DiscoveryLog.add
+
+    def add(self: DiscoveryLog, image_id: str, result: ImageResult) -> None:
+        time.sleep(1)
+        usual(self, image_id, result)
+
+    DiscoveryLog.add = add
+
+
 # What happens in the first process, and what in the second.
 FAULTS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
     "": (lambda: None, lambda: None),
+    "late": (lambda: None, dawdle),
     # Of a run that ends so one process has kept more of its heads than the other.
     "dies": (partial(at_step, 3, switch_off), keep_nothing),
     "killed": (lambda: None, partial(at_step, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))),

@@ -1,5 +1,6 @@
 """What discovery found in an image, as a row of tiles."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -21,12 +22,17 @@ _NO_BOXES = np.zeros((0, 4))
 _PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
 
 
-def panel(sample: Sample, found: Discovery, title: str, patch_size: int) -> list[Image.Image]:
-    """Photograph with the found box (magenta) and the true ones (green), mask, eigenvector."""
+def panel(
+    sample: Sample, objects: Sequence[Discovery], title: str, patch_size: int
+) -> list[Image.Image]:
+    """Photograph with found boxes (magenta, orange) and true ones (green), mask, eigenvector."""
+    found, *others = objects
+    further = np.array([other.box for other in others]).reshape(-1, 4)
     boxes = _NO_BOXES if sample.boxes is None else sample.boxes
-    mask = at_pixels(found.mask, sample.image.shape[:2], patch_size)
+    patches = np.any([one.mask for one in objects], axis=0)
+    mask = at_pixels(patches, sample.image.shape[:2], patch_size)
     tiles = [
-        titled(draw_boxes(sample.image, boxes, found.box), sample.image_id),
+        titled(draw_boxes(sample.image, boxes, found.box, further), sample.image_id),
         titled(highlight(sample.image, mask), title + (", degenerate" if found.degenerate else "")),
     ]
     if found.eigenvector is not None:

@@ -10,6 +10,7 @@ FIRST_TASKS = ("segmentation", "tokencut")
 
 _METRICS = (
     "miou_holdout",
+    "ap50",
     "corloc",
     "miou",
     "top1_holdout",

@@ -18,11 +18,13 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "correspondence": "A point is looked for in another view or image by the nearest patch; "
         "PCK: percent found within a share of the side of the view, or of the object's box; more "
         "is better.",
-        "clustering": "k-means of the images beside their classes, which it does not see; NMI and the "
-        "like, more is better.",
+        "discovery": "The cuts of a block's patches give several boxes an image; AP, AP50, AR100 "
+        "as COCO counts them, of objects of any class, more is better.",
+        "clustering": "k-means of the images beside their classes, which it does not see; NMI and "
+        "the like, more is better.",
         "geometry": "How the features of a data set lie in their space: on how many directions "
-        "(RankMe, LiDAR, effective rank), how alike views of an image are (alignment), what patches "
-        "tell of their place; most of these are neither good nor bad.",
+        "(RankMe, LiDAR, effective rank), how alike views of an image are (alignment), what "
+        "patches tell of their place; most of these are neither good nor bad.",
         "pca": "How much of what the patches of an image differ in three components show; neither "
         "more nor less is better: patches that are all alike have one component.",
         "conditioning": "How near tokens, attention and Jacobians of a block are to singular; "

@@ -21,6 +21,10 @@ _CAPTIONS = {
         "Points of the left view and where they were found in the right one: green where that is "
         "near enough, red elsewhere, with a ring at the true place."
     ),
+    "discovery": (
+        "Magenta: first box; orange: further ones; green: true boxes; dark: outside of the "
+        "objects' patches. Beside it the first second eigenvector, blue below and red above zero."
+    ),
     "segmentation": "Photograph, ground truth, and what a linear head on each block says.",
 }
 

@@ -1,8 +1,10 @@
 """A metric over the blocks of one checkpoint, from what each image contributes to it."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,13 @@ from jaxtyping import Int64
 from ssl_bench.intervals import (
     Estimate,
     Share,
+    bootstrap_estimate,
     mean_estimate,
     mean_iou_estimate,
     pixel_accuracy_estimate,
 )
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.scores import mean_iou, pixel_accuracy
+from ssl_bench.scores import average_precision, average_recall, mean_iou, pixel_accuracy
 
 FOLDS = 5
 
@@ -64,16 +67,23 @@ def _points_estimate(per_image: PerImage) -> Estimate:
 
 _CLASSES = ((3, None),)
 _HITS = Kind(((), (None,)), lambda hits: 100.0 * float(hits.sum()) / hits.size, _hits_estimate)
+_BOXES = ((None, None),)
 _KINDS = {
-    "miou": Kind(_CLASSES, _of_total(mean_iou), mean_iou_estimate),
+    "miou.*": Kind(_CLASSES, _of_total(mean_iou), mean_iou_estimate),
     "pixel_accuracy": Kind(_CLASSES, _of_total(pixel_accuracy), pixel_accuracy_estimate),
-    "pck_": Kind(((2,),), lambda counts: _points_estimate(counts).value, _points_estimate),
+    "pck_.*": Kind(((2,),), lambda counts: _points_estimate(counts).value, _points_estimate),
+    "ap|ap50": Kind(
+        _BOXES, _of_total(average_precision), partial(bootstrap_estimate, score=average_precision)
+    ),
+    "ar100": Kind(
+        _BOXES, _of_total(average_recall), partial(bootstrap_estimate, score=average_recall)
+    ),
 }
-"""By how the names of metrics begin; all others are hits."""
+"""By the names of metrics, as regular expressions; all others are hits."""
 
 
 def kind_of(metric: str) -> Kind:
-    return next((kind for name, kind in _KINDS.items() if metric.startswith(name)), _HITS)
+    return next((kind for name, kind in _KINDS.items() if re.fullmatch(name, metric)), _HITS)
 
 
 @dataclass(frozen=True)

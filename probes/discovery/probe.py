@@ -1,0 +1,53 @@
+"""Discovery: how many of the objects of an image do the cuts of a block's features find?"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from probes.tokencut.probe import TokenCut
+from ssl_bench.composition.fields import Within
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.scores import MOST_DETECTIONS
+
+METRICS = ("ap", "ap50", "ar100", "corloc")
+
+
+@dataclass(frozen=True)
+class ObjectDiscovery(TokenCut):
+    """Boxes of several objects an image against all true boxes, whatever their class.
+
+    Attributes:
+        protocol: MaskCut as `tokencut` has it, with the tau of CutLER's commands.
+        method: maskcut, or lost, which finds one object.
+
+    Source: CutLER, https://arxiv.org/abs/2301.11320, whose metrics these are. MaskCut says not how
+    sure it is of a mask; that an earlier one is surer is ours.
+    """
+
+    protocol: Literal["ssl_bench"] = "ssl_bench"  # pyright: ignore[reportIncompatibleVariableOverride]
+    tau: Annotated[float, Within(-1, 1, below=True)] = 0.15
+    method: Literal["maskcut", "lost"] = "maskcut"
+
+    task = "discovery"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many boxes of an image count at most, one of each rank."""
+        return min(self.max_objects, MOST_DETECTIONS) if self.method == "maskcut" else 1
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        return [
+            (layer, facet, metric)
+            for layer in layers
+            for facet in self.facets
+            for metric in METRICS
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "confidence": "order"}
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score all layers and facets after one forward pass an image; see `TokenCut.run`."""
+        from probes.discovery.run import discovery_scores
+
+        yield from discovery_scores(self, context)

@@ -1,0 +1,82 @@
+"""Discovery with one encoder on one dataset: what `tokencut` finds, against all true boxes."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import Integer
+
+from probes.discovery.matching import detection_counts
+from probes.discovery.probe import ObjectDiscovery
+from probes.tokencut.files import cell_name
+from probes.tokencut.log import ImageResult
+from probes.tokencut.run import DiscoveryRun
+from probes.tokencut.scores import corloc_score, flagged
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.intervals import bootstrap_estimate
+from ssl_bench.scores import average_precision, average_recall
+
+AllCounts = Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"]
+
+
+def discovery_scores(probe: ObjectDiscovery, context: ProbeContext) -> Iterator[Score]:
+    """See `ObjectDiscovery.run`."""
+    results = DiscoveryRun(probe, context).results()
+    blocks = list(itertools.product(context.layers, probe.facets)) if results else []
+    for layer, facet in blocks:
+        yield from scores_of_block(layer, facet, results, probe.num_ranks)
+        yield corloc_score(layer, facet, results)
+
+
+def scores_of_block(
+    layer: int, facet: str, results: Sequence[ImageResult], num_ranks: int
+) -> Iterator[Score]:
+    """Average precision and recall over the images with ground truth, also without any box."""
+    name = cell_name(layer, facet)
+    judged = [result for result in results if result.true_boxes is not None]
+    counts = np.stack([_counts(result, name, num_ranks) for result in judged])
+    details = {
+        **flagged("degenerate", [result.cells[name] for result in judged]),
+        **flagged("tied_cutoff", [result.cells[name] for result in judged]),
+        "found_boxes": int(counts[:, 1:, 0].sum()),
+        "true_boxes": int(counts[:, 0, 0].sum()),
+        "images_without_boxes": int((counts[:, 0, 0] == 0).sum()),
+    }
+    # All of them, and those that are right at the first IoU, 1/2.
+    at_half = counts[:, :, :2]
+    for metric, those, score in (
+        ("ap", counts, average_precision),
+        ("ap50", at_half, average_precision),
+        ("ar100", in_one_rank(counts), average_recall),
+    ):
+        estimate, more = bootstrap_estimate(those, score), {}
+        if metric != "ar100":
+            more["if_equally_sure"] = float(score(in_one_rank(those).sum(0)))
+        yield Score(
+            layer=layer,
+            facet=facet,
+            metric=metric,
+            value=estimate.value,
+            ci95=estimate.ci95(),
+            num_images=len(judged),
+            details={**details, **more},
+            per_image=those.astype(np.uint16),
+        )
+
+
+def in_one_rank(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
+    """The same boxes, each as sure as the others."""
+    return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
+
+
+def _counts(
+    result: ImageResult, name: str, num_ranks: int
+) -> Integer[np.ndarray, "ranks_and_truth thresholds_and_all"]:
+    cell = result.cells[name]
+    boxes = [cell["box"], *cell.get("further_boxes", [])]
+    return detection_counts(
+        np.array(boxes, np.float64).reshape(-1, 4),
+        np.arange(len(boxes)),
+        np.array(result.true_boxes, np.float64).reshape(-1, 4),
+        num_ranks=num_ranks,
+    )

@@ -1,0 +1,295 @@
+"""Average precision and recall of found boxes: by hand, and beside COCO's own evaluation."""
+
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from typing import Any
+
+import numpy as np
+import pytest
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from probes.discovery.matching import box_ious, detection_counts, right_boxes
+from probes.discovery.probe import METRICS, ObjectDiscovery
+from probes.discovery.run import in_one_rank, scores_of_block
+from probes.tokencut.log import DiscoveryLog, ImageResult
+from ssl_bench.errors import DataError
+from ssl_bench.scores import average_precision, average_recall
+from ssl_bench.tables.pairs.image_scores import ImageCurve
+from tests.probes.test_tokencut import FAR_AWAY, Pictures, context, tiny_encoder
+
+Boxes = list[list[float]]
+NOTHING: Boxes = []
+LEFT, RIGHT = [0.0, 0.0, 10.0, 10.0], [20.0, 0.0, 30.0, 10.0]
+OUTSIDE = [50.0, 50.0, 60.0, 60.0]
+
+
+def counted(found: Boxes, true: Boxes, ranks=None, num_ranks: int = 3):
+    """One image; the first boxes are the surest unless ranks are given."""
+    return detection_counts(
+        np.array(found, np.float64).reshape(-1, 4),
+        np.array(range(len(found)) if ranks is None else ranks, np.int64),
+        np.array(true, np.float64).reshape(-1, 4),
+        num_ranks=num_ranks,
+    )
+
+
+def percent(images) -> list[float]:
+    """AP, AP50, AR100 of the counts of some images."""
+    whole = np.sum(images, axis=0)
+    found = average_precision(whole), average_precision(whole[:, :2]), average_recall(whole)
+    return [float(value) for value in found]
+
+
+def result(found: Boxes, true: Boxes | None, *, hit: bool = True) -> ImageResult:
+    cell = {"box": found[0], "further_boxes": found[1:], "degenerate": False, "hit": hit}
+    number = None if true is None else len(true)
+    return ImageResult(number, 1.0, (1, 1), {"0/key": cell}, true)
+
+
+def random_images(seed: int, *, images: int = 12):
+    """Found boxes near true ones and elsewhere, with scores."""
+    generator = np.random.default_rng(seed)
+    some = []
+    for _ in range(images):
+        corners = generator.integers(0, 60, (generator.integers(0, 5), 2))
+        true = np.hstack([corners, corners + generator.integers(10, 40, corners.shape)])
+        near = true[generator.random(len(true)) < 0.8]
+        near = near + generator.integers(-3, 4, near.shape)
+        far = np.array([[80, 80, 90, 95]] * int(generator.integers(0, 3))).reshape(-1, 4)
+        some.append((np.vstack([near, far]).astype(float), true.astype(float)))
+    return some
+
+
+def coco_says(images, scores, *, category: int = 1, numbers=None) -> list[float]:
+    """AP, AP50 and AR100 of COCOeval; scores by image and box, images in their order."""
+    numbers = list(numbers or range(1, 1 + len(images)))
+    boxes = [
+        {"image_id": n, "bbox": [*box[:2], *(box[2:] - box[:2])], "category_id": category}
+        for n, (_, true) in zip(numbers, images, strict=True)
+        for box in true
+    ]
+    true: Any = COCO()
+    true.dataset = {
+        "images": [{"id": n} for n in numbers],
+        "categories": [{"id": category, "name": "object"}],
+        "annotations": [
+            {**box, "id": number, "iscrowd": 0, "area": box["bbox"][2] * box["bbox"][3]}
+            for number, box in enumerate(boxes, start=1)
+        ],
+    }
+    found: Any = [
+        {
+            "image_id": n,
+            "category_id": category,
+            "bbox": [*box[:2], *(box[2:] - box[:2])],
+            "score": score,
+        }
+        for n, (those, _), some in zip(numbers, images, scores, strict=True)
+        for box, score in zip(those, some, strict=True)
+    ]
+    with redirect_stdout(StringIO()):
+        true.createIndex()
+        judged = COCOeval(true, true.loadRes(found), "bbox")
+        judged.evaluate()
+        judged.accumulate()
+        judged.summarize()
+    return [100 * float(judged.stats[number]) for number in (0, 1, 8)]
+
+
+def test_true_boxes_that_are_found_score_100_and_nothing_found_0():
+    true = [LEFT, RIGHT]
+
+    assert percent([counted(true, true), counted([LEFT], [LEFT])]) == [100, 100, 100]
+    assert percent([counted(NOTHING, true)]) == [0, 0, 0]
+    assert percent([counted([OUTSIDE], true)]) == [0, 0, 0]
+
+
+def test_the_ious_at_which_a_box_is_right_are_counted():
+    true = [0.0, 0.0, 100.0, 100.0]
+    # IoU .62: right at .5, .55 and .6; and exactly .5 is enough.
+    some, half = [0.0, 0.0, 62.0, 100.0], [0.0, 0.0, 50.0, 100.0]
+
+    assert right_boxes(box_ious(np.array([some, half]), np.array([true]))).sum(1).tolist() == [3, 0]
+    assert right_boxes(box_ious(np.array([half]), np.array([true]))).sum(1).tolist() == [1]
+    assert percent([counted([some], [true])]) == pytest.approx([30, 100, 30])
+
+
+def test_a_box_is_found_once_and_a_second_time_is_false():
+    # Ranks: right, double, right. At recall 1 of 2 all are right, at 2 of 2 two of three.
+    images = [counted([LEFT, LEFT, RIGHT], [LEFT, RIGHT])]
+
+    expected = 100 * (51 + 50 * 2 / 3) / 101
+    assert percent(images) == pytest.approx([expected, expected, 100])
+
+
+def test_a_false_box_of_an_image_without_true_ones_counts():
+    # Half of the boxes of the first rank are right, at any recall.
+    images = [counted([LEFT], [LEFT]), counted([OUTSIDE], NOTHING)]
+
+    assert percent(images) == pytest.approx([50, 50, 100])
+
+
+def test_boxes_that_are_equally_sure_score_the_same_in_each_order():
+    images = [(np.array([LEFT]), np.array([LEFT]))] * 2
+    false = (np.array([OUTSIDE]), np.zeros((0, 4)))
+    orders = [[false, *images], [images[0], false, images[1]], [*images, false]]
+
+    theirs = [coco_says(order, [[1.0]] * 3)[1] for order in orders]
+    ours = [percent([counted(f.tolist(), t.tolist()) for f, t in order])[1] for order in orders]
+
+    assert theirs == pytest.approx([66.67, 83.50, 100], abs=0.01)
+    assert ours == pytest.approx([200 / 3] * 3)
+
+
+def test_it_lies_a_little_below_what_coco_gives_for_orders_of_what_is_tied():
+    images = random_images(3, images=200)
+    ranks = [np.minimum(range(len(found)), 2) for found, _ in images]
+    counts = [counted(f.tolist(), t.tolist(), r) for (f, t), r in zip(images, ranks, strict=True)]
+    generator = np.random.default_rng(0)
+    theirs = []
+    for _ in range(3):
+        order = generator.permutation(len(images))
+        scores = [(-ranks[number]).astype(float).tolist() for number in order]
+        theirs.append(coco_says([images[number] for number in order], scores)[1])
+
+    # Theirs has the best precision of a line that goes up and down with the order.
+    assert 0 < np.mean(theirs) - percent(counts)[1] < 2
+    assert percent(in_one_rank(np.stack(counts)))[1] < percent(counts)[1] - 2
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_with_a_rank_for_each_box_it_is_cocos_own(seed):
+    images = random_images(seed)
+    total = sum(len(found) for found, _ in images)
+    shuffled = np.random.default_rng(seed).permutation(total)
+    ends = np.cumsum([len(found) for found, _ in images])[:-1]
+    ranks = np.split(shuffled, ends)
+
+    counts = [
+        counted(found.tolist(), true.tolist(), some, num_ranks=total)
+        for (found, true), some in zip(images, ranks, strict=True)
+    ]
+
+    theirs = coco_says(images, [(1 - some / total).tolist() for some in ranks])
+    assert percent(counts) == pytest.approx(theirs, abs=1e-9)
+    assert 5 < theirs[0] < 95
+
+
+def test_the_number_of_the_category_and_of_images_says_nothing():
+    images = random_images(1)
+    scores = [(1 - np.arange(len(found)) / 9).tolist() for found, _ in images]
+
+    one, other = (
+        coco_says(images, scores, category=category, numbers=range(first, first + len(images)))
+        for category, first in ((1, 1), (77, 500))
+    )
+
+    assert one == other
+
+
+def test_more_than_100_boxes_of_an_image_are_cut():
+    found = [*([OUTSIDE] * 100), LEFT]
+
+    assert percent([counted(found, [LEFT], num_ranks=101)])[2] == 0
+    assert percent([counted(found[1:], [LEFT], num_ranks=101)])[2] == 100
+    assert ObjectDiscovery(max_objects=500).num_ranks == 100
+
+
+def test_a_block_is_scored_over_images_with_ground_truth_in_any_order():
+    results = [
+        result([LEFT, RIGHT], [LEFT, RIGHT]),
+        result([OUTSIDE, LEFT], [LEFT]),
+        result([OUTSIDE], NOTHING),
+        result([LEFT], None),
+    ]
+
+    scores = {score.metric: score for score in scores_of_block(0, "key", results, 3)}
+    turned = {score.metric: score for score in scores_of_block(0, "key", results[::-1], 3)}
+
+    # First rank: one of three right. Second: two of two, so three of five in all.
+    assert scores["ap50"].value == pytest.approx(60)
+    assert scores["ar100"].value == pytest.approx(100)
+    assert scores["ap50"].details["if_equally_sure"] == pytest.approx(60)
+    assert {metric: one.value for metric, one in turned.items()} == {
+        metric: one.value for metric, one in scores.items()
+    }
+    for score in scores.values():
+        assert score.num_images == 3
+        assert score.details["found_boxes"] == 5
+        assert score.details["images_without_boxes"] == 1
+    low, high = scores["ap50"].ci95 or (0, 0)
+    assert low < 60 < high
+    assert scores["ar100"].ci95 is None, "whichever images are drawn, all boxes are found"
+
+
+def test_what_images_contribute_gives_value_and_interval_again():
+    results = [result([LEFT, RIGHT], [LEFT]), result([OUTSIDE], [LEFT]), result([LEFT], [LEFT])]
+    others = [result([LEFT], [LEFT]), result([RIGHT, LEFT], [LEFT]), result([LEFT], [LEFT])]
+
+    for one, other in zip(
+        scores_of_block(0, "key", results, 3), scores_of_block(0, "key", others, 3), strict=True
+    ):
+        assert one.per_image is not None
+        assert other.per_image is not None
+        curve = ImageCurve(one.metric, {0: one.per_image, 1: other.per_image})
+        first, second = (curve.estimate(some) for some in curve.per_image.values())
+
+        assert (first.value, first.ci95()) == (one.value, one.ci95)
+        assert curve.value(other.per_image) == other.value > one.value
+        assert curve.best_layer() == 1
+        assert second.difference_ci95(second) is None
+        low, high = second.difference_ci95(first) or (-1.0, -1.0)
+        # In no draw of the images is the first better.
+        assert 0 <= low < second.value - first.value < high
+
+
+def test_a_run_scores_every_block_and_facet_from_one_pass_and_goes_on(tmp_path):
+    encoder, calls = tiny_encoder(), []
+    encoder.module.register_forward_pre_hook(lambda *_: calls.append(1))
+    probe = ObjectDiscovery(facet=["key", "token"], panels=1)
+    boxes = {"a": [FAR_AWAY, [8.0, 8, 40, 32]], "b": [FAR_AWAY], "c": []}
+
+    scores = list(probe.run(context(tmp_path, Pictures(boxes), (0, 2), encoder)))
+    again = list(probe.run(context(tmp_path, Pictures(boxes), (0, 2), encoder)))
+
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells([0, 2])
+    assert {s.metric for s in scores} == set(METRICS)
+    assert len(calls) == 2  # "a" and "c" are of one shape.
+    assert again == scores
+    assert all(s.per_image is not None for s in scores)
+
+
+def test_ground_truth_without_any_box_ends_the_run(tmp_path):
+    with pytest.raises(DataError, match=r"none of the 2 images of noise .*has a box"):
+        list(ObjectDiscovery().run(context(tmp_path, Pictures({"a": [], "b": []}))))
+
+
+def test_lost_finds_one_box_an_image(tmp_path):
+    probe = ObjectDiscovery(method="lost", panels=0)
+    scores = list(probe.run(context(tmp_path, Pictures({"a": [FAR_AWAY]}), [2])))
+
+    assert {s.metric: s.details.get("found_boxes") for s in scores if s.metric != "corloc"} == {
+        "ap": 1, "ap50": 1, "ar100": 1,
+    }  # fmt: skip
+
+
+def test_settings_say_what_was_guessed():
+    assert ObjectDiscovery().settings()["confidence"] == "order"
+    assert ObjectDiscovery().settings()["tau"] == 0.15
+    assert ObjectDiscovery().folder == "ssl_bench"
+
+
+def test_a_line_of_a_log_from_before_true_boxes_is_still_known(tmp_path):
+    log = DiscoveryLog(tmp_path, {"a": 1})
+    log.add("x", result([LEFT], None))
+    text = log.path.read_text()
+    line = json.loads(text.splitlines()[1])
+    del line["true_boxes"], line["crc32"]
+    old = DiscoveryLog(tmp_path / "old", {"a": 1})
+
+    old._merge(line)
+
+    assert old.images["x"].cells == log.images["x"].cells
+    assert old.images["x"].true_boxes is None
