@@ -29,6 +29,8 @@ class ObjectDiscovery(TokenCut):
     method: Literal["maskcut", "lost"] = "maskcut"
 
     task = "discovery"
+    # Of pictures without boxes TokenCut already shows what is found.
+    role = "boxes"
 
     @property
     def num_ranks(self) -> int:

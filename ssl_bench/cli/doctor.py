@@ -220,7 +220,7 @@ def _roles(name: str, root: str) -> str | None:
     }
     roles = [
         f"{role} ({', '.join(counts)})"
-        for role in sorted(dataset.supports)
+        for role in sorted(dataset.supports & opened.keys())
         if (counts := _counts(opened[role]))
     ]
     return f"{name} in {root}: {', '.join(roles)}" if roles else None

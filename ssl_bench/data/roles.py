@@ -11,7 +11,9 @@ OFFERED = {
     "segmentation": "masks",
     "classification": "class labels",
     "correspondence": "pairs with points",
+    # A folder of pictures has the first as well: objects can be looked for and shown.
     "discovery": "boxes",
+    "boxes": "boxes",
     "images": "images",
 }
 """What a dataset holds that has a role."""

@@ -163,8 +163,8 @@ def test_more_clusters_than_classes_are_purer_and_match_fewer_images(colours):
 def test_features_that_are_the_same_are_said_and_tell_nothing(colours):
     model = vit()
     with torch.no_grad():
-        model.norm.weight.zero_()
-        model.norm.bias.fill_(1)
+        model.get_parameter("norm.weight").zero_()
+        model.get_parameter("norm.bias").fill_(1)
     found = scores(colours, model)
 
     assert found[1, "patch_mean", "nmi"].details["constant_features"]

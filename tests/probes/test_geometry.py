@@ -1,6 +1,7 @@
 """The geometry probe: every block from one pass, whatever the encoder has and the images tell."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress
 from tests.support.configured import configured
 
-SMALL = {"view_images": 3, "views": 2, "num_workers": 1}
+SMALL: dict[str, Any] = {"view_images": 3, "views": 2, "num_workers": 1}
 FEW = ("cls", "patch_mean")
 
 
@@ -114,7 +115,7 @@ def test_the_vectors_are_those_of_the_central_squares(photographs):
 def test_long_patches_are_looked_for_before_the_norm_that_hides_them(photographs):
     model = vit()
     with torch.no_grad():
-        model.norm.weight.zero_()
+        model.get_parameter("norm.weight").zero_()
     # Normed tokens are all the same: what is left can only be read before the norm.
     found = scores(photographs, model, outlier_factor=1.0)
     assert found[1, "token", "outlier_share"].value == pytest.approx(50)
@@ -234,7 +235,7 @@ def test_intervals_stay_within_what_a_score_can_be(photographs):
 def test_features_that_are_not_finite_end_the_probe_with_the_image(photographs):
     model = vit()
     with torch.no_grad():
-        model.blocks[1].mlp.fc2.bias[0] = math.nan
+        model.get_parameter("blocks.1.mlp.fc2.bias")[0] = math.nan
     with pytest.raises(CheckpointError, match="not finite for"):
         values(photographs, model)
 

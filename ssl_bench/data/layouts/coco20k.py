@@ -78,7 +78,7 @@ class Coco20k:
     """
 
     name = "coco20k"
-    supports = frozenset({"discovery", "images"})
+    supports = frozenset({"discovery", "boxes", "images"})
 
     root: Place = None
     list_file: Place = None

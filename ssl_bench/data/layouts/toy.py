@@ -78,7 +78,7 @@ class Toy(Drawn):
     """Textured objects before photographs, written in VOC's layout."""
 
     name = "toy"
-    supports = frozenset({"segmentation", "discovery", "images"})
+    supports = frozenset({"segmentation", "discovery", "boxes", "images"})
 
     def train(self) -> FileImageSet:
         return self._folder().segmentation("train")

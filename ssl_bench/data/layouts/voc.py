@@ -143,7 +143,7 @@ class Voc:
         exclude_difficult: Leave out boxes marked difficult or truncated; by default all count.
     """
 
-    supports = frozenset({"segmentation", "discovery", "images"})
+    supports = frozenset({"segmentation", "discovery", "boxes", "images"})
 
     root: Place = None
     year: Annotated[int, Within(2005, 2012)] = 2012
