@@ -4,9 +4,11 @@ from typing import Any
 import pytest
 
 from probes.classification.probe import LinearClassification
+from probes.clustering.probe import Clustering
 from probes.conditioning.probe import Conditioning
 from probes.correspondence.probe import Correspondence
 from probes.discovery.probe import ObjectDiscovery
+from probes.geometry.probe import Geometry
 from probes.knn.probe import KNN
 from probes.pca.probe import PCA
 from probes.retrieval.probe import Retrieval
@@ -20,7 +22,8 @@ from ssl_bench.tables.depth import depth_tables
 from tests.core.test_results import RECORD
 
 PROBES = (
-    *(Conditioning, Correspondence, KNN, LinearClassification, ObjectDiscovery, PCA),
+    *(Clustering, Conditioning, Correspondence, Geometry, KNN, LinearClassification),
+    *(ObjectDiscovery, PCA),
     *(Retrieval, Segmentation, TokenCut),
 )
 PRESETS = [(probe.task, name) for probe in PROBES for name in protocols(probe.task, probe)]
@@ -39,7 +42,7 @@ def recorded(**changed: Any) -> Record:
 
 
 def test_every_protocol_of_the_suite_is_seen():
-    assert len(PRESETS) == 23
+    assert len(PRESETS) == 25
     assert {task for task, _ in PRESETS} == set(choices("probe"))
 
 
