@@ -29,12 +29,12 @@ PRETRAINING = (
     "objective.teacher_temperature=0.04",
     "objective.crops.num_locals=4",
     "optimizer.lr=4e-3",
-    "train.batch_size=16",
+    "train.batch_size=8",
     "train.max_steps=20",
 )
 PROBES = (
-    ("--task", "all", "--limit", "60", "probe.protocol=fast", "probe.training.epochs=10",
-     "probe.memory_patches=5000", "probe.image_size=128"),
+    ("--task", "all", "--limit", "40", "probe.protocol=fast", "probe.training.epochs=10",
+     "probe.memory_patches=5000", "probe.image_size=128", "probe.view_images=10"),
     ("--task", "knn,classification,clustering", "--dataset", "toy_objects", "--limit", "200",
      "probe.training.c_values=[1e-3,1e-2,1e-1]", "probe.image_size=64"),
 )  # fmt: skip
