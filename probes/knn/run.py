@@ -89,8 +89,8 @@ class KNNRun:
             fitting = [k for k in self.probe.neighbours if k <= num_images] or [num_images]
             raise ConfigurationError(
                 f"probe.neighbours must be at most the {num_images} images of {train.name} "
-                f"{train.split}, got {max(self.probe.neighbours)}; add --task knn "
-                f"probe.neighbours=[{','.join(map(str, fitting))}]"
+                f"{train.split}, got {max(self.probe.neighbours)}; ask for it alone: "
+                f"--task knn probe.neighbours=[{','.join(map(str, fitting))}]"
             )
 
     def _image_pass(self) -> ImagePass:

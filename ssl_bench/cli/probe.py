@@ -34,7 +34,7 @@ from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.printing.sheets import default_format, render_tables
 
 MOST_TABLES = 4
-"""Of a task; of more only those of one metric are printed."""
+"""Of a task that was asked for alone; of more, or of several tasks, those of one metric."""
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -67,14 +67,15 @@ def _print_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
     by_task: dict[str, list[DepthTable]] = {}
     for table in tables:
         by_task.setdefault(table.record.task, []).append(table)
+    most = MOST_TABLES if len(by_task) == 1 else 1
     for task, those in by_task.items():
         metric = chosen_metric([(t.record.metric, t.record.is_ranked) for t in those])
-        few = len(those) <= MOST_TABLES
+        few = len(those) <= most
         shown = [table for table in those if few or table.record.metric == metric]
         print(render_tables(shown, default_format()))
         if len(shown) < len(those):
             more = f"ssl-bench table --task {task} --out {store.root}"
-            say(f"{len(those) - len(shown)} more tables: {more}")
+            say(f"{len(those) - len(shown)} more tables of {task}: {more}")
 
 
 def _probed(

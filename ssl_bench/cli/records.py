@@ -49,7 +49,9 @@ def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
 
 def none_of(task: str, store: ResultStore) -> DataError:
     unshown = f"; {_unshown(store)}" if store.unreadable else ""
-    return DataError(f"no records of --task {task} in {store.root}{unshown}")
+    pictures = store.root / "pictures" / task
+    drawn = "; its pictures are there, which `report` shows" if pictures.is_dir() else ""
+    return DataError(f"no records of --task {task} in {store.root}{unshown}{drawn}")
 
 
 def _unshown(store: ResultStore) -> str:
@@ -93,6 +95,22 @@ def _only(records: Sequence[Record], name: str, wanted: str | None) -> list[Reco
     return [record for record in records if getattr(record, name) in chosen]
 
 
+def asked_layers(asked: str) -> set[int] | None:
+    """Blocks by number, below 0 from the last one on; None for all.
+
+    Raises:
+        ConfigurationError: not whole numbers.
+    """
+    if asked == "all":
+        return None
+    try:
+        return {int(word) for word in asked.split(",")}
+    except ValueError as error:
+        raise ConfigurationError(
+            f"expected --layer 11, -1, 0,5,11 or all, got {asked!r}"
+        ) from error
+
+
 def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
     """Records of some blocks; -1 is the last one of each encoder.
 
@@ -100,14 +118,9 @@ def _of_layers(records: Sequence[Record], asked: str) -> list[Record]:
         ConfigurationError: not whole numbers.
         DataError: no record is of any of them.
     """
-    if asked == "all":
+    layers = asked_layers(asked)
+    if layers is None:
         return list(records)
-    try:
-        layers = {int(word) for word in asked.split(",")}
-    except ValueError as error:
-        raise ConfigurationError(
-            f"expected --layer 11, -1, 0,5,11 or all, got {asked!r}"
-        ) from error
     found = [r for r in records if r.layer in layers or r.layer - r.depth in layers]
     if records and not found:
         have = ", ".join(map(str, sorted({record.layer for record in records})))

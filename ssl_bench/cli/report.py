@@ -4,7 +4,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ssl_bench.cli.records import asked_records, first_few, recorded_checkpoint, say_ignored
+from ssl_bench.cli.records import (
+    asked_layers,
+    asked_records,
+    first_few,
+    recorded_checkpoint,
+    say_ignored,
+)
 from ssl_bench.composition.choices import asked_names, choices
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.report.comparing import MOST_PAIRED
@@ -33,17 +39,21 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         for first, second in options.pair or []
     ]
     with without_collections():
-        report = build_report(store, records, pairs, unscored)
+        report = build_report(store, records, pairs, unscored, layers=asked_layers(options.layer))
         if not report.pairs and len(report.checkpoints) > MOST_PAIRED:
             say(f"{len(report.checkpoints)} checkpoints: pairs are compared with --pair A B")
         write_report(report, folder)
-    what = f"{len(records)} records" if records else "pictures without scores"
-    say(f"{what} of {len(report.checkpoints)} checkpoints: {folder / 'index.html'}")
+    what = _counted(len(records), "record") if records else "pictures without scores"
+    say(f"{what} of {_counted(len(report.checkpoints), 'checkpoint')}: {folder / 'index.html'}")
     say_ignored(store)
     if report.pictures.refused:
         count = len(report.pictures.refused)
         say(f"{count} pictures cannot be shown: {first_few(report.pictures.refused)}")
     return 0
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _asked_pictures(options: argparse.Namespace, files: PictureFiles) -> list[Place]:

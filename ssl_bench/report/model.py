@@ -72,6 +72,22 @@ class Line:
         """The highest point; None when no block has a value or more is not better."""
         return best_of(self.points)
 
+    @cached_property
+    def bests(self) -> tuple[Point, ...]:
+        """All points as high as the best one; none where all of several are."""
+        if self.best is None:
+            return ()
+        found = tuple(point for point in self.points if point.value == self.best.value)
+        return found if len(found) < len(self.points) or len(found) == 1 else ()
+
+    @property
+    def said_best(self) -> str:
+        """Such as "block 3", "blocks 0, 4", or that no block stands out."""
+        if self.best is not None and not self.bests:
+            return f"all {len(self.points)} alike"
+        shown = [point.layer for point in self.bests or self.points[-1:]]
+        return f"block{'s' if len(shown) > 1 else ''} {', '.join(map(str, shown))}"
+
     @property
     def last(self) -> Point:
         return self.points[-1]

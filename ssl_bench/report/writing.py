@@ -1,7 +1,7 @@
 """From records to a folder of pages."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -29,7 +29,7 @@ from ssl_bench.report.overview.headlines import by_task
 from ssl_bench.report.overview.profiles import profiles_of
 from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
 from ssl_bench.report.pictures.files import PictureFiles, Place
-from ssl_bench.report.pictures.panels import Gallery, galleries_of
+from ssl_bench.report.pictures.panels import Gallery, galleries_of, of_layers
 from ssl_bench.report.pictures.strips import strips_of
 from ssl_bench.report.pictures.viewers import address_of, sections_of
 from ssl_bench.report.provenance import as_script
@@ -122,8 +122,12 @@ def build_report(
     records: Sequence[Record],
     asked_pairs: Iterable[tuple[str, str]],
     unscored: Sequence[Place] = (),
+    *,
+    layers: Set[int] | None = None,
 ) -> Report:
     """Gather what is known of some records, and of pictures that no record is about.
+
+    Of pictures of single blocks those of `layers` alone, below 0 from the last block on.
 
     Raises:
         ConfigurationError: a pair names a checkpoint that is not there.
@@ -142,7 +146,9 @@ def build_report(
         followed=followed_panels(panels, records),
         by_encoder=by_encoder,
         galleries={
-            c.encoder_id: galleries_of(pictures, by_encoder[c.encoder_id], c, unscored)
+            c.encoder_id: of_layers(
+                galleries_of(pictures, by_encoder[c.encoder_id], c, unscored), layers, c.depth
+            )
             for c in checkpoints
         },
         pictures=pictures,

@@ -29,7 +29,7 @@ def test_of_many_tables_the_headline_is_printed_and_the_others_are_named(capsys)
     out, err = capsys.readouterr()
     titles = [line for line in out.splitlines() if ": " in line and " on folder" in line]
     assert {title.split()[1] for title in titles} == {"condition_number", "explained_variance"}
-    assert "more tables: ssl-bench table --task conditioning --out results" in err
+    assert "more tables of conditioning: ssl-bench table --task conditioning --out results" in err
     assert err.splitlines()[-1].endswith("to look at them: ssl-bench report --out results")
 
 
@@ -49,7 +49,7 @@ def test_all_of_which_nothing_is_left_is_an_error(capsys):
 def test_what_is_not_kept_image_by_image_is_not_blamed_on_lost_files(capsys):
     assert main(probed("conditioning", "probe.image_size=32")) == 0
     line = fails(capsys, ["compare", "one", "other"], 3)
-    assert "conditioning: no values of single images are kept" in line
+    assert "of conditioning no values of single images are kept" in line
     assert "--overwrite" not in line
 
 

@@ -16,7 +16,7 @@ from ssl_bench.report.overview.headlines import by_task, headline_panels
 from ssl_bench.report.overview.meanings import MEANINGS
 from ssl_bench.report.overview.measured import block_groups
 from ssl_bench.report.pictures.files import PictureFiles, Place
-from ssl_bench.report.pictures.panels import Gallery
+from ssl_bench.report.pictures.panels import Gallery, of_layers
 from ssl_bench.report.pictures.strips import MOST_SHOWN, strips_of
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import Elements, cell, folder_of, plain, save_pictures, skipless
@@ -255,8 +255,8 @@ def test_pictures_that_no_record_is_about_are_shown(tmp_path, capsys, others):
     text = Elements(own.read_text()).text
     assert "no record is about it" in text
     assert "my photos, reference key" in text
-    said = "1 records of 2" if others else "pictures without scores of 1"
-    assert f"{said} checkpoints" in capsys.readouterr().err
+    said = "1 record of 2 checkpoints:" if others else "pictures without scores of 1 checkpoint:"
+    assert said in capsys.readouterr().err
 
 
 def test_pictures_of_tasks_that_were_not_asked_for_are_no_report(tmp_path, capsys):
@@ -301,3 +301,26 @@ def test_a_digest_among_the_facts_is_short():
     (checkpoint,) = checkpoints_of([cell(architecture=architecture)])
     assert ("modules sha256", "ab" * 6) in checkpoint.facts
     assert ("kind", "timm") in checkpoint.facts
+
+
+@pytest.mark.parametrize(
+    ("values", "said", "marked"),
+    [
+        ((1, 3, 2), "block 1", [1]),
+        ((3, 1, 3), "blocks 0, 2", [0, 2]),
+        ((2, 2, 2), "all 3 alike", []),
+        ((2,), "block 0", [0]),
+    ],
+)
+def test_equal_blocks_share_the_best_place(values, said, marked):
+    records = [cell(layer=layer, value=float(value)) for layer, value in enumerate(values)]
+    (line,) = panels(*records)[0].lines
+    assert line.said_best == said
+    assert [point.layer for point in line.bests] == marked
+
+
+def test_pictures_of_other_blocks_stay_out_of_a_report_of_some():
+    both = [gallery(range(12), "dog"), gallery([None], "all"), gallery(range(3), "cat")]
+    kept = of_layers(both, {5, -1}, 12)
+    assert [list(one.prefixes) for one in kept] == [[5, 11], [None]]
+    assert of_layers(both, None, 12) == both

@@ -72,6 +72,20 @@ def test_a_profile_has_a_row_a_headline_and_says_where_more_is_not_better():
     assert profile.has_unranked
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (((1, 2, 4), (3, 5, 6), (7, 8, 9)), "block 2 highest, 1 of 3 may be"),
+        (((1, 2, 4), (3, 5, 8), (7, 8, 9)), "block 2 highest, 2 of 3 may be"),
+        ((3, 5, 5), "blocks 1, 2 highest"),
+        ((4, 4), "all 2 blocks are alike"),
+    ],
+)
+def test_a_row_says_which_block_is_highest_and_how_many_may_be(values, said):
+    chart = draw_ranks([Question("a", "", "c0", tuple(known(*values)))])
+    assert chart.rows[0].verdict == said
+
+
 @pytest.mark.parametrize(("page", "count"), [("index.html", 2), ("checkpoint-*.html", 1)])
 def test_the_picture_leads_the_pages(tmp_path, page, count):
     records = [

@@ -65,6 +65,7 @@ class RankRow:
 
     Attributes:
         top: Of its part of the drawing, which ends at `bottom`.
+        verdict: Which block is highest, and how many may be.
     """
 
     name: str
@@ -75,6 +76,7 @@ class RankRow:
     line: str
     band: str
     marks: tuple[RankMark, ...]
+    verdict: str
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,20 @@ def _row(question: Question, top: int, x: dict[int, float]) -> RankRow:
             RankMark(at, y(place.share), one.hint, place.share == best)
             for at, place, one in zip(xs, found, known, strict=True)
         ),
+        verdict=_verdict(known, found),
     )
+
+
+def _verdict(known: Sequence[Known], found: Sequence[Place]) -> str:
+    """Such as "block 7 highest, 12 of 12 may be"; without intervals the first part alone."""
+    best = max(place.share for place in found)
+    highest = [one.layer for one, place in zip(known, found, strict=True) if place.share == best]
+    if len(highest) == len(known):
+        return f"all {len(known)} blocks are alike"
+    what = f"block{'s' if len(highest) > 1 else ''} {', '.join(map(str, highest))} highest"
+    if all(one.low == one.high for one in known):
+        return what
+    return f"{what}, {sum(place.high == 1 for place in found)} of {len(known)} may be"
 
 
 def _below(value: int | float, known: Sequence[Known]) -> int:

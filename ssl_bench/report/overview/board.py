@@ -27,6 +27,11 @@ class Column:
         line = self.panel.line(checkpoint)
         return (line.best or line.last) if line else None
 
+    def where(self, checkpoint: Checkpoint) -> str:
+        """At which block that is, or which several share it."""
+        line = self.panel.line(checkpoint)
+        return line.said_best if line else ""
+
 
 @dataclass(frozen=True)
 class Board:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -94,6 +94,21 @@ def galleries_of(
         names, dataset = files.names_below(start), datasets.get(place, place.dataset)
         found += _by_block(place.task, dataset, start, names)
         found += _panels(place.task, dataset, start, names, variants[place])
+    return found
+
+
+def of_layers(
+    galleries: Sequence[Gallery], layers: Set[int] | None, depth: int | None
+) -> list[Gallery]:
+    """Without pictures of other blocks; below 0 they count from the last one on."""
+    if layers is None:
+        return list(galleries)
+    found = []
+    for gallery in galleries:
+        count = depth or 1 + max(gallery.layers, default=0)
+        kept = [n for n in gallery.prefixes if n is None or n in layers or n - count in layers]
+        if kept:
+            found.append(gallery.only(kept, gallery.files))
     return found
 
 

@@ -163,8 +163,8 @@ def _never_kept(store: ResultStore, records: Sequence[Record], encoders: Sequenc
     if not own or {r.task for r in own if store.per_image_path(r).exists()}:
         return "; run `ssl-bench probe --overwrite` for what is missing"
     return (
-        f"; {', '.join(sorted(tasks))}: no values of single images are kept, probe a task that "
-        "does on images with classes, boxes or masks"
+        f"; of {' and '.join(sorted(tasks))} no values of single images are kept that could be "
+        "compared"
     )
 
 
