@@ -15,6 +15,7 @@ from ssl_bench.cli.records import (
 )
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.system.progress import say
 from ssl_bench.tables.epochs import by_run
 from ssl_bench.tables.pairs.comparison import Comparison, comparisons
 from ssl_bench.tables.pairs.epoch_comparison import EpochComparison, epoch_comparisons
@@ -75,7 +76,8 @@ def _compared(
         names = [f"{model} {encoder[:6]}" for encoder, model in chosen]
     heads = (names[0], names[1]) if len(names) == 2 else ("best block", names[0])
     encoders = tuple(by_id[encoder] for encoder, _ in chosen)
-    return [
-        Comparison(record, tuple(rows), heads, encoders)
-        for record, rows in comparisons(store, records, [encoder for encoder, _ in chosen])
-    ]
+    found = comparisons(store, records, [encoder for encoder, _ in chosen])
+    own = {record.task for record in records if record.encoder_id in dict(chosen)}
+    if left := sorted(own - {record.task for record, _ in found}):
+        say(f"left out: {', '.join(left)}: no values of single images are there to be paired")
+    return [Comparison(record, tuple(rows), heads, encoders) for record, rows in found]

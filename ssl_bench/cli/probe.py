@@ -71,7 +71,8 @@ def _print_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
     for task, those in by_task.items():
         metric = chosen_metric([(t.record.metric, t.record.is_ranked) for t in those])
         few = len(those) <= most
-        shown = [table for table in those if few or table.record.metric == metric]
+        asked = [table for table in those if few or table.record.metric == metric]
+        shown = [table for table in asked if table.has_values] or asked[:1]
         print(render_tables(shown, default_format()))
         if len(shown) < len(those):
             more = f"ssl-bench table --task {task} --out {store.root}"

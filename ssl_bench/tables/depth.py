@@ -39,6 +39,11 @@ class DepthTable:
         return next(iter(self.entries.values())).records[0]
 
     @property
+    def has_values(self) -> bool:
+        """Whether any of them has a meaning, unlike top-5 of two classes."""
+        return any(not math.isnan(entry.value) for entry in self.entries.values())
+
+    @property
     def unit(self) -> str:
         """Of all values."""
         return self.record.unit

@@ -53,10 +53,24 @@ def test_what_is_not_kept_image_by_image_is_not_blamed_on_lost_files(capsys):
     assert "--overwrite" not in line
 
 
+def test_what_cannot_be_compared_is_named_beside_what_can(capsys):
+    classes = ["--dataset", "class_folders", "--data-root", "classes"]
+    assert main(probed("knn", "probe.neighbours=[1]", data=classes)) == 0
+    assert main(probed("pca", "probe.image_size=32")) == 0
+    capsys.readouterr()
+    assert main(["compare", "one", "other"]) == 0
+    out, err = capsys.readouterr()
+    assert "knn: top1_k1" in out
+    assert "left out: pca: no values of single images" in err
+
+
 def test_top_5_of_two_classes_is_no_damage(capsys):
     words = probed("knn", "probe.neighbours=[1]", data=["--dataset", "class_folders", "--data-root",
                                                         "classes"])  # fmt: skip
     assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "top1_k1" in printed
+    assert "top5_k1" not in printed
     assert main(["compare", "one", "other"]) == 0
     out, err = capsys.readouterr()
     assert "top1_k1" in out
