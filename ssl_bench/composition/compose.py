@@ -117,7 +117,11 @@ def has_key(config: DictConfig, key: str) -> bool:
 
 def keys(config: DictConfig) -> list[str]:
     """What can be overridden, such as "probe.training.epochs"."""
-    return [key for key in flattened(config) if not key.endswith("_target_")]
+    said = flattened(config)
+    found = [key for key in said if not key.endswith("_target_")]
+    # What has no fields is a key itself: another can be chosen in its place.
+    calls = [key.removesuffix("._target_") for key in said if key.endswith("._target_")]
+    return found + [call for call in calls if not any(k.startswith(f"{call}.") for k in found)]
 
 
 @cache
