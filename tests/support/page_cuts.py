@@ -9,6 +9,7 @@ from omegaconf import DictConfig
 
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config, has_key, with_root
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.papers import tables_of
 
 TRAINING: Mapping[str, object] = {
@@ -38,6 +39,8 @@ PROBING: Mapping[str, object] = {
     "probe.num_images": 2,
     "probe.num_points": 16,
     "probe.view_images": 2,
+    "probe.pool.queries": 4,
+    "probe.pool.epochs": 1,
     "dataset.num_train": 4,
     "dataset.num_val": 3,
 }
@@ -96,7 +99,16 @@ def _probing(words: Sequence[str]) -> list[DictConfig]:
     tasks = flags.get("--task", "all")
     names = choices("probe") if tasks == "all" else tasks.split(",")
     dataset = flags.get("--dataset", "toy").split(",")[0]
-    return [compose_config("probing", [f"probe={name}", f"dataset={dataset}"]) for name in names]
+    given = [word for word in words if word.startswith("probe.")]
+    return [_composed([f"probe={name}", f"dataset={dataset}"], given) for name in names]
+
+
+def _composed(choice: list[str], given: list[str]) -> DictConfig:
+    """With what is given, which decides which keys there are, where this probe takes it."""
+    try:
+        return compose_config("probing", [*choice, *given])
+    except ConfigurationError:
+        return compose_config("probing", choice)
 
 
 def _small(

@@ -53,11 +53,13 @@ def _of_total(score: Callable[[Any], Any]) -> Callable[[PerImage], float]:
     return lambda per_image: float(score(per_image.sum(0, dtype=np.int64)))
 
 
-def _hits_estimate(per_image: PerImage) -> Estimate:
-    """Of several draws of training images the share of them in which an image was right."""
-    if per_image.ndim == 2:
-        return mean_estimate(100.0 * per_image.mean(1))
-    return Share(per_image.astype(bool))
+def _share(hits: PerImage) -> float:
+    return 100.0 * float(hits.sum()) / hits.size
+
+
+def _draws_estimate(hits: PerImage) -> Estimate:
+    """Of each image the share of the draws of training images with which it was right."""
+    return mean_estimate(100.0 * hits.mean(1))
 
 
 def _points_estimate(per_image: PerImage) -> Estimate:
@@ -66,11 +68,12 @@ def _points_estimate(per_image: PerImage) -> Estimate:
 
 
 _CLASSES = ((3, None),)
-_HITS = Kind(((), (None,)), lambda hits: 100.0 * float(hits.sum()) / hits.size, _hits_estimate)
+_HITS = Kind(((),), _share, lambda hits: Share(hits.astype(bool)))
 _BOXES = ((None, None),)
 _KINDS = {
     "miou.*": Kind(_CLASSES, _of_total(mean_iou), mean_iou_estimate),
     "pixel_accuracy": Kind(_CLASSES, _of_total(pixel_accuracy), pixel_accuracy_estimate),
+    r".*_\d+shot": Kind(((None,),), _share, _draws_estimate),
     "pck_.*": Kind(((2,),), lambda counts: _points_estimate(counts).value, _points_estimate),
     "ap|ap50": Kind(
         _BOXES, _of_total(average_precision), partial(bootstrap_estimate, score=average_precision)
