@@ -35,6 +35,7 @@ WALKS = {
     "geometry": ("geometry", "folder", "probe.views=2", "probe.facet=[cls,mlp_out]"),
     "conditioning, lanczos": (
         "conditioning", "folder", "probe.protocol=jacobian_lanczos", "probe.num_images=1",
+        "probe.num_steps=8",
     ),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,mlp_out]"),
     "clustering": ("clustering", "class_folders"),
