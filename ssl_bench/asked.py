@@ -11,9 +11,9 @@ from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.composition.compose import compose_config, has_key
 from ssl_bench.data.files.readable import ReadableDataset
 from ssl_bench.errors import BrokenFile, CheckpointError, ConfigurationError, MachineError
-from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.models import Encoder, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
-from ssl_bench.models.loading.addresses import kept_epoch
+from ssl_bench.models.loading.addresses import expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.identity import read_metadata
 from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, refuse
 from ssl_bench.results import ResultStore
@@ -96,6 +96,14 @@ def opened_store(folder: str) -> ResultStore:
     for name in ("records", "images", "pictures"):
         remove_orphans_below(store.root / name)
     return store
+
+
+def asked_encoders(options: argparse.Namespace) -> list[str]:
+    """The addresses of the encoders that `probe` and `sweep` are asked for."""
+    uris = expand(options.checkpoint or [newest_checkpoint(Path("runs"))])
+    if not options.baselines:
+        return uris
+    return with_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
 
 
 def announced_encoder(uri: str) -> Encoder:

@@ -110,6 +110,7 @@ class AttentiveRun:
                 values=self.training.values,
                 num_classes=self.training.classes,
                 ranks=ranks[index],
+                labels=torch.tensor(class_labels(self.val_images)),
                 held_out=None if fitted.held_out is None else fitted.held_out[index],
                 constant=fitted.heads.constant_channels[index] / width,
                 missing=self.training.classes - len(labels[portion.before].unique()),

@@ -13,6 +13,7 @@ from probes.classification.probe import TOPS
 from probes.features.draws import over_draws
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share
+from ssl_bench.results import Baseline
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class ClassificationReport:
         hyperparameter: What the values are of: the learning rate, or another one that is chosen.
         ranks: How many classes each head puts before the true one, over the scored images; all
             where it diverged.
-        held_out: The same over the images held out of training; None where all were used.
+        labels: Of the scored images.
+        held_out: As `ranks`, over the images held out of training; None where all were used.
         constant: Share of the channels, from 0 to 1, that are the same for all training images.
         missing: How many classes no training image has.
         shared: Details that are the same for all sources.
@@ -35,6 +37,7 @@ class ClassificationReport:
     values: Sequence[float]
     num_classes: int
     ranks: Int64[Tensor, "values images"]
+    labels: Int64[Tensor, " images"]
     held_out: Int64[Tensor, "values held_out_images"] | None
     constant: float
     missing: int
@@ -52,9 +55,11 @@ class ClassificationReport:
 
     def _scores(self, choice: str, rate: int) -> Iterator[Score]:
         details = {**self._details(rate), **self.shared}
+        shown = self.labels.bincount().tolist()
         for top in TOPS:
             share = Share((self.ranks[rate] < top).numpy())
             has_meaning = self.num_classes >= top
+            baseline = Baseline.most_frequent(shown, top).as_details() if has_meaning else {}
             yield Score(
                 layer=self.layer,
                 facet=self.facet,
@@ -62,7 +67,7 @@ class ClassificationReport:
                 value=share.value if has_meaning else math.nan,
                 ci95=share.ci95() if has_meaning else None,
                 num_images=len(share.hits),
-                details=details,
+                details=details | baseline,
                 per_image=share.hits,
             )
 

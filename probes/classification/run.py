@@ -119,6 +119,7 @@ class ClassificationRun:
                 values=self.training.values,
                 num_classes=classes,
                 ranks=self._ranks(heads, index, features),
+                labels=features.labels,
                 held_out=None if held_out is None else held_out[index],
                 constant=heads.constant_channels[index] / features.features.shape[1],
                 missing=classes - len(train.labels[portion.fitted].unique()),

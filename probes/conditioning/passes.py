@@ -54,8 +54,8 @@ def block_passes(
     """
     if not encoder.num_heads:
         raise UnfitEncoder(
-            f"conditioning expects blocks of attention and an MLP, {encoder.name} has "
-            "convolutions; take --task pca, segmentation, retrieval or knn"
+            f"conditioning expects blocks of attention and an MLP, {encoder.name} has none; take "
+            "--task pca, segmentation, retrieval or knn"
         )
     device = float64_device(context.device)
     double = in_float64(encoder, device)

@@ -21,6 +21,7 @@ from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import mean_estimate
+from ssl_bench.results import Baseline
 from ssl_bench.system.transfers import fetched, sent
 
 Predictions = Float[Tensor, "batch points 2"]
@@ -46,11 +47,13 @@ class Truth:
     Attributes:
         points: How many there are.
         reachable: How many lie near enough to the middle of their own patch, for each alpha.
+        same_place: How many are right where they lay in the first view, for each alpha.
         categories: Of annotated pairs.
     """
 
     points: dict[int, int] = field(default_factory=dict)
     reachable: dict[int, Int64[np.ndarray, " alphas"]] = field(default_factory=dict)
+    same_place: dict[int, Int64[np.ndarray, " alphas"]] = field(default_factory=dict)
     categories: dict[int, str] = field(default_factory=dict)
 
 
@@ -128,6 +131,7 @@ class CorrespondenceRun:
             truth.reachable[index] = pair.right(
                 _own_cells(pair.truth, grid), self.probe.alphas
             ).sum(1)
+            truth.same_place[index] = pair.right(pair.source, self.probe.alphas).sum(1)
             if pair.category is not None:
                 truth.categories[index] = pair.category
 
@@ -162,6 +166,7 @@ class CorrespondenceRun:
         right = np.stack([found.right[index] for index in indices])
         points = np.array([truth.points[index] for index in indices], np.int64)
         reachable = np.stack([truth.reachable[index] for index in indices])
+        same_place = np.stack([truth.same_place[index] for index in indices])
         arbitrary = float(np.mean([found.is_arbitrary[index] for index in indices]))
         for number, metric in enumerate(self.probe.metrics):
             shares = 100.0 * right[:, number] / points
@@ -171,10 +176,11 @@ class CorrespondenceRun:
                 "of_all_points": 100.0 * float(right[:, number].sum() / points.sum()),
                 "view_size": size,
                 "degenerate_percent": 100.0 * arbitrary,
+                **Baseline("same place", _percent(same_place[:, number], points)).as_details(),
                 **_by_categories(shares, [truth.categories.get(index) for index in indices]),
             }
             if self.probe.prediction == "cell":
-                details["reachable"] = float(np.mean(100.0 * reachable[:, number] / points))
+                details["reachable"] = _percent(reachable[:, number], points)
             yield Score(
                 layer=layer,
                 facet=facet,
@@ -185,6 +191,11 @@ class CorrespondenceRun:
                 details=details,
                 per_image=np.stack([right[:, number], points], 1),
             )
+
+
+def _percent(right: Int64[np.ndarray, " pairs"], points: Int64[np.ndarray, " pairs"]) -> float:
+    """Mean over the pairs of the points that are right."""
+    return float(np.mean(100.0 * right / points))
 
 
 def _by_category(ids: Sequence[str]) -> list[int]:

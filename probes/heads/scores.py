@@ -1,6 +1,6 @@
 """Scoring many heads at once: every image streams through all of them at its original size."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +17,13 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
 from ssl_bench.layers import Facet
 from ssl_bench.metrics import class_counts
-from ssl_bench.results import PerImage
-from ssl_bench.scores import iou_per_class, mean_iou, pixel_accuracy
+from ssl_bench.results import Baseline, PerImage
+from ssl_bench.scores import (
+    iou_per_class,
+    mean_iou,
+    of_constant_class,
+    pixel_accuracy,
+)
 from ssl_bench.system.transfers import fetched, sent
 
 
@@ -139,6 +144,12 @@ class HeadScores:
     def counts(self, rate: int) -> PerImage:
         """Pixels that are right, predicted and true by class, for each image."""
         return self.per_image.of(self.source, rate)
+
+    def baseline(self, metric: str, class_names: Sequence[str]) -> Baseline:
+        """Naming one class at all pixels, whatever the image."""
+        named, counts = of_constant_class(self.total()[0])
+        score = pixel_accuracy if metric == "pixel_accuracy" else mean_iou
+        return Baseline(f"constant class {class_names[named]}", float(score(counts)))
 
     def iou(self, rate: int) -> list[float]:
         """IoU of each class in percent, NaN where it is neither true nor predicted."""

@@ -20,6 +20,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.intervals import Share
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
+from ssl_bench.results import Baseline
 
 Cell = tuple[int, str]
 
@@ -117,9 +118,11 @@ class KNNRun:
             "bank": len(vote.bank.labels),
             "constant_features": is_constant(vote.bank.features),
         }
+        shown = vote.queries.labels.bincount().tolist()
         shares = (Share(row.numpy()) for row in hits)
         for share, metric, top in zip(shares, metrics(neighbours), tops, strict=True):
             has_meaning = vote.num_classes >= top
+            baseline = Baseline.most_frequent(shown, top).as_details() if has_meaning else {}
             yield Score(
                 layer=cell[0],
                 facet=cell[1],
@@ -127,7 +130,7 @@ class KNNRun:
                 value=share.value if has_meaning else math.nan,
                 ci95=share.ci95() if has_meaning else None,
                 num_images=hits.shape[1],
-                details=details,
+                details=details | baseline,
                 per_image=share.hits,
             )
 

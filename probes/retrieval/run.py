@@ -139,8 +139,9 @@ class RetrievalRun:
         for metric, value, interval in zip(METRICS, values, intervals, strict=True):
             number = len(images)
             counts = scores.counts(0)
+            more = details | scores.baseline(metric, images.class_names).as_details()
             yield Score(
-                layer, self.probe.scored_facet, metric, value, interval, number, details, counts
+                layer, self.probe.scored_facet, metric, value, interval, number, more, counts
             )
 
 

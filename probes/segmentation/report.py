@@ -53,7 +53,8 @@ class SourceReport:
 
     def _score(self, metric: str, rate: int, value: float, ci95: Interval | None) -> Score:
         num_images = self.val.num_images
-        details = {**self._details(rate), **self.shared}
+        baseline = self.val.baseline(metric, self.class_names).as_details()
+        details = {**self._details(rate), **self.shared, **baseline}
         counts = self.val.counts(rate)
         return Score(self.layer, self.facet, metric, value, ci95, num_images, details, counts)
 

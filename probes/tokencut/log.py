@@ -37,6 +37,7 @@ class ImageResult:
             further_masks where several objects were found.
         true_boxes: Ground truth in pixels; None where nobody drew any, and of lines that are
             older than this field.
+        size: Height and width in pixels; None of lines that are older than this field.
     """
 
     num_boxes: int | None
@@ -44,6 +45,7 @@ class ImageResult:
     grid: tuple[int, int]
     cells: dict[str, Cell]
     true_boxes: list[list[float]] | None = None
+    size: tuple[int, int] | None = None
 
 
 def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
@@ -67,6 +69,7 @@ def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchG
         grid=grid.shape,
         cells={name: _cell(objects, sample.boxes) for name, objects in found.items()},
         true_boxes=None if sample.boxes is None else sample.boxes.tolist(),
+        size=(grid.height, grid.width),
     )
 
 
@@ -145,6 +148,7 @@ class DiscoveryLog:
             "grid": list(result.grid),
             "cells": result.cells,
             "true_boxes": result.true_boxes,
+            "size": result.size,
         }
         try:
             self._begin()
@@ -158,7 +162,12 @@ class DiscoveryLog:
         cells = {**known.cells, **line["cells"]} if known else {**line["cells"]}
         rows, cols = line["grid"]
         self.images[line["image"]] = ImageResult(
-            line["num_boxes"], line["largest_box"], (rows, cols), cells, line.get("true_boxes")
+            num_boxes=line["num_boxes"],
+            largest_box=line["largest_box"],
+            grid=(rows, cols),
+            cells=cells,
+            true_boxes=line.get("true_boxes"),
+            size=None if line.get("size") is None else tuple(line["size"]),
         )
 
     def _append(self, line: str) -> None:

@@ -13,6 +13,11 @@ def add_probing(add: Callable[..., object]) -> None:
         help="run folder, RUN@EPOCH, weights file, timm:NAME and others that `ssl-bench models` "
         "lists; several, or patterns such as 'runs/*' (default: the newest below runs/)",
     )
+    add(
+        "--baselines",
+        action="store_true",
+        help="probe these encoders with random weights too, and plain colours",
+    )
     add("--dataset", default="toy", help="several with commas (default toy)")
     add(
         "--data-root",

@@ -42,6 +42,8 @@ ADDRESSES = (
         "torchhub:facebookresearch/dino:dino_vits16",
         "weights of a hub, whose code is not run",
     ),
+    Address("random:URI", "random:runs/skip", "any of these before it was trained (--baselines)"),
+    Address("colours:PATCH", "colours:16", "no encoder: the colours of each patch (--baselines)"),
 )
 TIMM_PATTERNS = (
     *("vit_*", "deit*", "flexivit_*", "eva*", "beit3_*", "aimv2_*", "vitamin_*"),

@@ -4,14 +4,13 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from ssl_bench.asked import (
     announced_encoder,
+    asked_encoders,
     asked_probes,
-    newest_checkpoint,
     opened_store,
     planned_probes,
 )
@@ -20,7 +19,7 @@ from ssl_bench.composition.compose import as_yaml
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.layers import layers_of
-from ssl_bench.models.loading.addresses import expand
+from ssl_bench.models.loading.addresses import is_baseline, layers_asked
 from ssl_bench.planning import PlannedProbe, probing_config
 from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
@@ -89,34 +88,35 @@ def _probed(
     """Records of all asked checkpoints; of several processes the first gets them."""
     records, passed = list[Record](), PassedImages()
     left_out: list[str] = []
-    for uri in expand(options.checkpoint or [newest_checkpoint(Path("runs"))]):
+    among_all = options.task == "all" and len(plan) > 1
+    for uri in ranks.after_first(partial(asked_encoders, options)):
         # The first leaves what it downloads where the others find it.
         encoder = ranks.after_first(partial(announced_encoder, uri))
+        added = is_baseline(uri) and uri not in (options.checkpoint or ())
         for planned in plan:
-            with _left_out_of_all(planned, plan, left_out, asked=options.task):
-                layers = layers_of(planned.probe, options.layer, encoder.depth)
+            with _left_out_of_all(planned, left_out, fails=not (among_all or added)):
+                layers = layers_of(planned.probe, layers_asked(uri, options.layer), encoder.depth)
                 evaluation = planned.evaluation(encoder, layers, device)
                 records += evaluation.run(
                     store, say=say, overwrite=options.overwrite, ranks=ranks, passed=passed
                 )
-        if len(left_out) == len(plan):
+        if len(left_out) == len(plan) and not added:
             raise ConfigurationError(f"no task was left for {encoder.name}: {left_out[0]}")
         left_out.clear()
     return records
 
 
 @contextmanager
-def _left_out_of_all(
-    planned: PlannedProbe, plan: Sequence[PlannedProbe], left_out: list[str], *, asked: str
-) -> Iterator[None]:
+def _left_out_of_all(planned: PlannedProbe, left_out: list[str], *, fails: bool) -> Iterator[None]:
     """Go on with the other tasks of `--task all` where one does not fit the encoder or the data.
 
-    What is left out joins `left_out`. Of several processes all meet the same, and go on.
+    And with other encoders where a baseline that nobody named does not fit. What is left out joins
+    `left_out`. Of several processes all meet the same, and go on.
     """
     try:
         yield
     except (ConfigurationError, ImportError, SyntaxError) as error:
-        if asked != "all" or len(plan) == 1:
+        if fails:
             raise
         why = error if isinstance(error, ConfigurationError) else broken_file(error)
         left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {why}")

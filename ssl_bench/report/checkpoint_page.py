@@ -18,7 +18,7 @@ from ssl_bench.report.overview.profiles import Profile
 from ssl_bench.report.pages import number
 from ssl_bench.report.pictures.viewers import GallerySection
 from ssl_bench.results import Record
-from ssl_bench.tables.notes import provenance
+from ssl_bench.tables.notes import footnote
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def runs_of(records: Sequence[Record]) -> tuple[SettingsGroup, ...]:
     return tuple(
         SettingsGroup(
             title,
-            provenance(members),
+            footnote(members),
             members[0].dataset_fingerprint,
             tuple((name, str(value)) for name, value in sorted(members[0].settings.items())),
         )

@@ -4,9 +4,10 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ssl_bench.errors import DataError
-from ssl_bench.report.drawing.curves import Chart, Curve, Spot, draw
+from ssl_bench.report.drawing.curves import Chart, Curve, Reference, Spot, draw
 from ssl_bench.report.model import MOST_DRAWN, Panel, Point, best_of, point_of, said_units
 from ssl_bench.report.pages import Filter, filters_of, spot_of
 from ssl_bench.results import Record
@@ -90,10 +91,9 @@ class PanelCourses:
         curves = {course.run: course.curves() for course in shown}
         every = [curve for those in curves.values() for curve in those]
         unit, said = self.panel.unit, self.panel.measured
-        return tuple(
-            (c, draw(curves[c.run], unit=unit, measured=said, along="epoch", beside=every))
-            for c in shown
-        )
+        floors = [Reference(*one) for one in self.panel.baselines]
+        drawn = partial(draw, unit=unit, measured=said, along="epoch", beside=every, floors=floors)
+        return tuple((course, drawn(curves[course.run])) for course in shown)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from functools import cached_property
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.results import Record
 from ssl_bench.tables.entry import Entry, mean_entry
-from ssl_bench.tables.notes import provenance
+from ssl_bench.tables.notes import baselines, footnote
 from ssl_bench.tables.series import comparable_groups, differing_settings, said_training
 
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
@@ -152,6 +152,13 @@ class Panel:
     def has_arbitrary(self) -> bool:
         return any(point.arbitrary for line in self.lines for point in line.points)
 
+    @cached_property
+    def baselines(self) -> tuple[tuple[str, float], ...]:
+        """Answers that look at no image, in words with their score, and that score."""
+        points = (point for line in self.lines for point in line.points)
+        found = baselines([record for point in points for record in point.entry.records])
+        return tuple((f"{answer} {v[0]:.1f}", v[0]) for answer, v in found.items())
+
     def line(self, checkpoint: Checkpoint) -> Line | None:
         return self._by_encoder.get(checkpoint.encoder_id)
 
@@ -198,7 +205,7 @@ def _panel(
         difference=_difference(first, rivals),
         facts=tuple(_facts(first, rivals).items()),
         lines=tuple(lines),
-        footnote=provenance(list(members.values())),
+        footnote=footnote(list(members.values())),
     )
 
 

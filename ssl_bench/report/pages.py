@@ -218,9 +218,9 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
         # Not beside a part of the dataset.
         if value.dataset == panel.dataset
     ]
-    return PanelView(
-        panel, lines, draw(curves, levels, panel.unit, measured=panel.measured), published
-    )
+    floors = [Reference(*one) for one in panel.baselines]
+    chart = draw(curves, levels, panel.unit, measured=panel.measured, floors=floors)
+    return PanelView(panel, lines, chart, published)
 
 
 def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:

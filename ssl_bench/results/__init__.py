@@ -1,5 +1,6 @@
 """Records: what they are and where they lie. Where they are from, in `provenance`, needs torch."""
 
+from ssl_bench.results.baseline import Baseline
 from ssl_bench.results.frames import to_pandas
 from ssl_bench.results.reading import OUTDATED
 from ssl_bench.results.record import (
@@ -21,6 +22,7 @@ __all__ = [
     "SUPERVISED",
     "TRAINED_ON",
     "UNRANKED_METRICS",
+    "Baseline",
     "CellKey",
     "PerImage",
     "Record",

@@ -105,6 +105,17 @@ def require_possible(fields: Mapping[str, Any], mappings: Sequence[str] = PLAIN)
     for name in mappings:
         _require_plain(name, fields[name], _DEEPEST)
     _require_percent("details.degenerate_percent", fields["details"].get("degenerate_percent", 0.0))
+    _require_baseline(fields["details"].get("baseline"))
+
+
+def _require_baseline(told: Any) -> None:
+    if told is None:
+        return
+    if not isinstance(told, dict) or not isinstance(told.get("answer"), str):
+        raise ValueError(f"details.baseline is {told!r}, expected answer and value")
+    if set(told) != {"answer", "value"}:
+        raise ValueError(f"details.baseline has {', '.join(map(str, told))}")
+    _require_percent("details.baseline.value", told["value"])
 
 
 # Remembered, because all but a few texts of many records are the same.

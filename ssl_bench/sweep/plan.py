@@ -10,14 +10,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ssl_bench.asked import asked_probes, newest_checkpoint
+from ssl_bench.asked import asked_encoders, asked_probes
 from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.evaluation import cell_keys, cell_settings
 from ssl_bench.evaluation.pending import find_pending, pictures_folder
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
-from ssl_bench.models.loading.addresses import expand
+from ssl_bench.models.loading.addresses import layers_asked
 from ssl_bench.planning import PlannedProbe
 from ssl_bench.results import CellKey, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say
@@ -62,7 +62,7 @@ def plan_sweep(
     Raises:
         SslBenchError: As `probe` with the same arguments.
     """
-    uris = expand(options.checkpoint or [newest_checkpoint(Path("runs"))])
+    uris = asked_encoders(options)
     plan = asked_probes(options, overrides)
     encoders = _distinct(identify_encoder(uri) for uri in uris)
     store = ResultStore(Path(options.out))
@@ -74,8 +74,9 @@ def plan_sweep(
     jobs = []
     for encoder in encoders:
         known_as = encoder_id(encoder.identity())
+        asked_layers = layers_asked(encoder.uri, options.layer)
         for planned, images, settings in asked:
-            layers = layers_of(planned.probe, options.layer, encoder.depth)
+            layers = layers_of(planned.probe, asked_layers, encoder.depth)
             keys = cell_keys(
                 planned, images, layers, identity=encoder.identity(), settings=settings
             )
@@ -137,7 +138,7 @@ def _arguments(options: argparse.Namespace, planned: PlannedProbe, uri: str) -> 
     task, dataset = planned.choice
     flags = {
         "--task": task,
-        "--layer": options.layer,
+        "--layer": layers_asked(uri, options.layer),
         "--checkpoint": uri,
         "--dataset": dataset,
         "--data-root": planned.root,

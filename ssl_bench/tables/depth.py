@@ -9,7 +9,7 @@ from typing import Any
 from ssl_bench.results import Record
 from ssl_bench.system.naming import in_order
 from ssl_bench.tables.entry import Entry, mean_entry
-from ssl_bench.tables.notes import dagger_note, provenance
+from ssl_bench.tables.notes import dagger_note, footnote
 from ssl_bench.tables.printing.sheets import Cell, Sheet, render_tables
 from ssl_bench.tables.series import comparable_groups, difference, model_names, series_json, title
 
@@ -30,7 +30,7 @@ class DepthTable:
     models: tuple[str, ...]
     layers: tuple[Row, ...]
     entries: dict[tuple[Row, str], Entry]
-    provenance: str
+    footnote: str
     rows: str = "block"
 
     @property
@@ -78,7 +78,7 @@ class DepthTable:
             )
             for layer in self.layers
         ]
-        note = self.provenance + dagger_note(self.entries.values())
+        note = self.footnote + dagger_note(self.entries.values())
         return Sheet(self.title, (self.rows, *self.models), tuple(rows), (note,))
 
     def _word(
@@ -136,7 +136,7 @@ def _depth_table(records: Sequence[Record], differing: str, names: Mapping[str, 
         models=tuple(sorted(set(columns.values()), key=in_order)),
         layers=tuple(sorted({record.layer for record in records})),
         entries={cell: mean_entry(seeds) for cell, seeds in cells.items()},
-        provenance=provenance(records),
+        footnote=footnote(records),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ssl_bench.system.escaping import in_figure, printable
 from ssl_bench.tables.depth import DepthTable
+from ssl_bench.tables.notes import baselines
 
 _PANELS_A_ROW = 3
 _PANEL_INCHES = (4.2, 3.4)
@@ -84,6 +85,11 @@ def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> Non
     top = 2 * max(heights, default=0.5)
     for model in table.models:
         _draw_curve(axis, table, model, colours[model], top)
+    records = [record for entry in table.entries.values() for record in entry.records]
+    for answer, values in baselines(records).items():
+        axis.axhline(values[0], color="0.4", linestyle=":", linewidth=1)
+        axis.annotate(in_figure(printable(answer)), (0, values[0]), fontsize=6, va="bottom",
+                      xycoords=("axes fraction", "data"))  # fmt: skip
     if math.inf in ends:
         axis.set_ylim(top=top)
     axis.set_xlabel(table.rows)

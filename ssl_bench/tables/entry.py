@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_bench.results import ENCODER, Record
+from ssl_bench.results import ENCODER, Baseline, Record
 from ssl_bench.tables.printing.sheets import NO_VALUE
 from ssl_bench.tables.series import SERIES, settings_digest
 
@@ -57,10 +57,13 @@ class Entry:
     def csv_fields(self) -> dict[str, Any]:
         """Value, interval and what tells the experiment from others."""
         first = self.records[0]
+        baseline = Baseline.of(first.details)
         return {
             "value": self.value,
             "low_95": "" if self.low is None else self.low,
             "high_95": "" if self.high is None else self.high,
+            "baseline": "" if baseline is None else baseline.value,
+            "baseline_answer": "" if baseline is None else baseline.answer,
             **{name: getattr(first, name) for name in SERIES},
             "num_images": first.num_images,
             "seeds": " ".join(str(seed) for seed in sorted({r.seed for r in self.records})),
@@ -79,6 +82,7 @@ class Entry:
             "depth": first.depth,
             "value": self.value,
             "ci95": [self.low, self.high],
+            "baseline": first.details.get("baseline"),
             "degenerate_percent": self.arbitrary,
             "records": [_record_json(record) for record in self.records],
         }

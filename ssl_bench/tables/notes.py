@@ -1,9 +1,10 @@
 """What stands below a table: where its numbers are from, and what its signs mean."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ssl_bench.data.files.fingerprints import kind_of
-from ssl_bench.results import Record
+from ssl_bench.results import Baseline, Record
 from ssl_bench.tables.entry import Entry
 
 
@@ -18,6 +19,34 @@ def trusted_note(records: Iterable[Record]) -> str:
     """What the numbers rest on where nobody read the files to know that they are the same."""
     is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
     return ", their files known by size and time alone" if is_trusted else ""
+
+
+def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
+    """What answers that look at no image score, each value once, ascending, by the answer.
+
+    One answer has several values where encoders are shown the images in several sizes.
+    """
+    found: dict[str, set[float]] = defaultdict(set)
+    for record in records:
+        baseline = Baseline.of(record.details)
+        if baseline is not None:
+            found[baseline.answer].add(baseline.value)
+    return {answer: sorted(values) for answer, values in found.items()}
+
+
+def baseline_note(records: Sequence[Record]) -> str:
+    """Such as "without a look at the images: centre box 31.2"; empty where no record says it."""
+    words = []
+    for answer, values in baselines(records).items():
+        ends = dict.fromkeys(f"{value:.1f}" for value in (values[0], values[-1]))
+        words.append(f"{answer} {' to '.join(ends)}")
+    return f"without a look at the images: {', '.join(words)}" if words else ""
+
+
+def footnote(records: Sequence[Record]) -> str:
+    """All that stands below the numbers of one metric on one set of images, in one line."""
+    note = baseline_note(records)
+    return f"{note}; {provenance(records)}" if note else provenance(records)
 
 
 def provenance(records: Sequence[Record]) -> str:

@@ -12,7 +12,7 @@ from ssl_bench.tables.layer_selection import (
     LayerSelection,
     choose_block,
 )
-from ssl_bench.tables.notes import dagger_note, provenance
+from ssl_bench.tables.notes import baseline_note, dagger_note, provenance
 from ssl_bench.tables.printing.sheets import Cell, Sheet
 from ssl_bench.tables.published import PublishedColumn, PublishedTable, settings_of
 from ssl_bench.tables.series import comparable_groups
@@ -102,13 +102,15 @@ class PaperTable:
         return [chosen for chosen in found if chosen is not None]
 
     def _column_note(self, column: PublishedColumn) -> str:
-        record = self._used(column)[0].entry.records[0]
-        images = ""
+        used = self._used(column)
+        record, images = used[0].entry.records[0], ""
         if column.num_images is not None:
             images = f"published on {column.num_images:,} images if all were used; "
         others = self.unused[column.name]
         also = f"; also recorded: {'; '.join(others)}" if others else ""
-        return f"{column.name}: {images}here: {settings_of(record)}{also}"
+        note = baseline_note([record for one in used for record in one.entry.records])
+        blind = f"; {note}" if note else ""
+        return f"{column.name}: {images}here: {settings_of(record)}{blind}{also}"
 
     def _missing(self) -> list[str]:
         notes = []

@@ -14,7 +14,7 @@ from ssl_bench.tables.layer_selection import (
     LayerSelection,
     choose_block,
 )
-from ssl_bench.tables.notes import dagger_note, provenance
+from ssl_bench.tables.notes import baseline_note, dagger_note, provenance
 from ssl_bench.tables.printing.sheets import Cell, Sheet
 from ssl_bench.tables.series import comparable_groups, differing_settings, model_names, series_json
 
@@ -90,11 +90,21 @@ class PivotTable:
         if len({chosen.offered for chosen in self._chosen()}) > 1:
             notes.append("not every encoder was probed at the same blocks in every column")
         notes += [f"{name}: {_described(record)}" for name, record in self.columns.items()]
+        notes += self._baseline_notes()
         records = [record for chosen in self._chosen() for record in chosen.entry.records]
         if records:
             notes.append(provenance(records) + dagger_note(c.entry for c in self._chosen()))
         notes.append("marked: the highest and the second of a column; no test of the difference")
         return notes
+
+    def _baseline_notes(self) -> list[str]:
+        """What a number of each column must be held against, where a record says it."""
+        found = []
+        for column in self.columns:
+            chosen = [one for (_, c), one in self.cells.items() if c == column and one is not None]
+            note = baseline_note([record for one in chosen for record in one.entry.records])
+            found += [f"{column}: {note}"] if note else []
+        return found
 
     def _no_choice_notes(self) -> list[str]:
         lacking = [self.columns[c] for (_, c), chosen in self.cells.items() if chosen is None]

@@ -21,13 +21,17 @@ def report(**changes: Any) -> ClassificationReport:
         "held_out": torch.tensor([[0, 0], [0, 3], [1, 1]]),
         "constant": 0.25, "missing": 0, "shared": {"more": 1},
     }  # fmt: skip
-    return ClassificationReport(**{**values, **changes})
+    given = {**values, **changes}
+    # Three of four images are of one class.
+    labels = torch.arange(given["ranks"].shape[1]) // 3
+    return ClassificationReport(**given, labels=labels)
 
 
 def test_held_out_images_choose_the_rate_and_beside_it_stands_the_best_of_the_scored_ones():
     found = {score.metric: score for score in report().scores()}
 
     values = {metric: (score.value, score.details["c_value"]) for metric, score in found.items()}
+    assert [s.details["baseline"]["value"] for s in found.values()] == [75.0, 100.0] * 2
     # The first of equally good ones is the oracle's; top-5 does not choose.
     assert values == {
         "top1_holdout": (25.0, 0.1), "top5_holdout": (50.0, 0.1),

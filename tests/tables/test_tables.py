@@ -160,7 +160,7 @@ def test_seeds_are_averaged():
     (table,) = depth_tables(seeds)
 
     assert table.entries[0, "skip"].value == 15.0
-    assert "seeds 0, 1" in table.provenance
+    assert "seeds 0, 1" in table.footnote
 
 
 def test_numbers_that_cannot_be_compared_stand_in_tables_of_their_own():

@@ -2,13 +2,15 @@
 
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.system.paths import expanded, real
 
 LAST = "last.safetensors"
+RANDOM, COLOURS = "random", "colours"
+"""Schemes of encoders that learned nothing: `random:URI` and `colours:PATCH`."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
 _KEPT = re.compile(r"epoch(\d{4,9})\.safetensors")
 
@@ -68,6 +70,24 @@ def expand(patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         found += _matching(pattern) if _is_pattern(pattern) else [pattern]
     return list(dict.fromkeys(found))
+
+
+def is_baseline(uri: str) -> bool:
+    """Whether an address names an encoder that learned nothing, as `with_baselines` adds them."""
+    return uri.partition(":")[0] in (RANDOM, COLOURS)
+
+
+def with_baselines(uris: Sequence[str], patch_sizes: Iterable[int]) -> list[str]:
+    """The same encoders, each before it was trained, and colours in patches of their sizes."""
+    trained = [uri for uri in uris if not is_baseline(uri)]
+    drawn = [f"{RANDOM}:{uri}" for uri in trained]
+    colours = [f"{COLOURS}:{size}" for size in sorted(set(patch_sizes))]
+    return list(dict.fromkeys([*uris, *drawn, *colours]))
+
+
+def layers_asked(uri: str, layers: str) -> str:
+    """Of an encoder; colours have one block, which stands beside all of others."""
+    return "all" if uri.partition(":")[0] == COLOURS else layers
 
 
 def _is_pattern(text: str) -> bool:

@@ -33,6 +33,7 @@ class EncoderIdentity:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     depth: int
+    patch_size: int
 
     def identity(self) -> dict[str, Any]:
         """As `Encoder.identity`."""
@@ -55,7 +56,13 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     digest = stated[0][0] if is_single else verified_sha256(path)
     architecture = configured(config)
     return EncoderIdentity(
-        uri, name_of(path), digest, architecture, *stated_colours(path), depth=config.depth
+        uri,
+        name_of(path),
+        digest,
+        architecture,
+        *stated_colours(path),
+        depth=config.depth,
+        patch_size=config.patch_size,
     )
 
 

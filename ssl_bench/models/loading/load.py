@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.encoder import ASSUMED, Contents, Encoder
-from ssl_bench.models.loading.addresses import LAST, file_of, name_of
+from ssl_bench.models.loading.addresses import COLOURS, LAST, RANDOM, file_of, name_of
 from ssl_bench.models.loading.identity import (
     EncoderIdentity,
     is_ours,
@@ -22,7 +22,8 @@ from ssl_bench.models.loading.identity import (
 _KINDS = (
     "a run folder, RUN@EPOCH, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, "
     "timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or "
-    "torchhub:facebookresearch/dino:dino_vits16; `ssl-bench models` lists them"
+    "torchhub:facebookresearch/dino:dino_vits16, random:URI or colours:PATCH; "
+    "`ssl-bench models` lists them"
 )
 
 
@@ -33,7 +34,8 @@ def load_encoder(uri: str) -> Encoder:
         uri: Our checkpoint, its run folder, or `RUN@EPOCH` for one it kept; a local file in the
             layout of DINO, DINOv2, MAE, iBOT or MoCo-v3; `timm:NAME` (random weights),
             `timm:NAME.TAG` (published), `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`;
-            `local-dir:FOLDER`; `torchhub:REPOSITORY:NAME`.
+            `local-dir:FOLDER`; `torchhub:REPOSITORY:NAME`; `random:URI`, that encoder before it
+            was trained; `colours:PATCH`, patches as they are.
 
     Raises:
         CheckpointError: In one line, what was expected, what came and what to do.
@@ -45,6 +47,8 @@ def load_encoder(uri: str) -> Encoder:
         "hf-hub": _from_hugging_face,
         "local-dir": _from_hugging_face,
         "torchvision": _refuse_torchvision,
+        RANDOM: _with_random_weights,
+        COLOURS: _from_colours,
     }
     return loaders.get(scheme, _from_path)(uri) if colon else _from_path(uri)
 
@@ -92,6 +96,18 @@ def _from_torch_hub(uri: str) -> Encoder:
         known = (f"torchhub:{repo}:{one}" for repo, names in HUB_WEIGHTS.items() for one in names)
         raise CheckpointError(f"unknown {uri!r}; known are {', '.join(known)}")
     return _from_foreign_file(downloaded_file(url), uri, name)
+
+
+def _with_random_weights(uri: str) -> Encoder:
+    from ssl_bench.models.loading.baselines import random_encoder
+
+    return random_encoder(load_encoder(uri.removeprefix(f"{RANDOM}:")), uri)
+
+
+def _from_colours(uri: str) -> Encoder:
+    from ssl_bench.models.loading.baselines import colour_patches
+
+    return colour_patches(uri)
 
 
 def _refuse_torchvision(uri: str) -> Encoder:

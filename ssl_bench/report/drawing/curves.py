@@ -106,12 +106,14 @@ class Chart:
         measured: What the heights are, with their unit.
         zero: Height of the line at zero where values of both signs are shown, else None.
         levels: Values of references and what they stand for.
+        floors: The same of answers that look at no image, drawn from side to side.
     """
 
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     curves: tuple[DrawnCurve, ...]
     levels: tuple[Tick, ...]
+    floors: tuple[Tick, ...]
     zero: float | None
     measured: str
     along: str
@@ -156,8 +158,11 @@ def draw(
     measured: str = "",
     along: str = "block",
     beside: Sequence[Curve] = (),
+    floors: Sequence[Reference] = (),
 ) -> Chart:
     """Lay curves out over blocks or epochs; the axes hold every value and interval of `beside` too.
+
+    And every floor, below which a curve shows nothing.
 
     References stay away where they would widen the axes. Plain numbers, without a unit, that are
     positive and span more than a factor of 100 lie on powers of ten.
@@ -165,6 +170,7 @@ def draw(
     spots = [spot for curve in (*curves, *beside) for spot in curve.spots]
     places = sorted({spot.x for spot in spots}) or [0]
     heights = _finite([v for s in spots for v in (s.value, s.low, s.high)])
+    heights += _finite([floor.value for floor in floors])
     low, high = min(heights, default=0.0), max(heights, default=1.0)
     is_log = not unit and 0 < 100 * low < high
     ticks = powers_of_ten(low, high) if is_log else nice_ticks(low, high)
@@ -180,6 +186,7 @@ def draw(
             for level in references
             if frame.low <= level.value <= frame.high
         ),
+        floors=tuple(Tick(frame.y(floor.value), floor.name) for floor in floors),
         zero=frame.y(0.0) if frame.low < 0 < frame.high else None,
         measured=measured or unit,
         along=along,

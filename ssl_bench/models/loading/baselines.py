@@ -1,0 +1,127 @@
+"""Encoders that learned nothing: random weights of a given architecture, and plain colours."""
+
+import re
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.models.conv_mixer import ConvMixer
+from ssl_bench.models.encoder import Contents, Encoder
+from ssl_bench.models.kinds import build_encoder, encoder_from_model, state_dict_sha256
+from ssl_bench.models.loading.timm_encoder import TimmViT, load_timm
+from ssl_bench.models.vit import VisionTransformer
+
+_SEED = 0
+_NATIVE_SIZE = 224
+_LARGEST_PATCH = 256
+
+
+def random_encoder(trained: Encoder, uri: str) -> Encoder:
+    """The architecture of an encoder with weights that its initialiser draws, always the same.
+
+    Of ours as the run began with seed 0; files of others begin as this suite's default does, and
+    timm's as timm does.
+
+    Args:
+        trained: Whose weights are not used, and whose mean and deviation are.
+        uri: What was asked for.
+
+    Raises:
+        CheckpointError: timm builds another architecture by that name.
+    """
+    colours = (trained.mean, trained.std)
+    if isinstance(trained.module, VisionTransformer | ConvMixer):
+        model = build_encoder(trained.module.config, seed=_SEED)
+        return encoder_from_model(
+            model,
+            name=f"{trained.name} (random)",
+            uri=uri,
+            colours=colours,
+            colours_from=trained.colours_from,
+        )
+    assert isinstance(trained.module, TimmViT)
+    drawn = load_timm(f"timm:{trained.architecture['name']}")
+    shapes, wanted = (
+        {name: tensor.shape for name, tensor in one.module.state_dict().items()}
+        for one in (drawn, trained)
+    )
+    if shapes != wanted:
+        raise CheckpointError(
+            f"{uri}: timm's {trained.architecture['name']} is another architecture than that of "
+            f"{trained.uri}, whose config.json changes it; give timm:NAME of one that is the same"
+        )
+    return replace(drawn, uri=uri, mean=trained.mean, std=trained.std)
+
+
+class ColourPatches(nn.Module):
+    """An encoder whose only block gives every patch the colours of its pixels.
+
+    The mean patch stands for [CLS], and queries, keys and values are the tokens themselves, so
+    that every probe of features has its answer.
+    """
+
+    def __init__(self, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.blocks = nn.ModuleList([_SameTokens()])
+        self.norm = nn.Identity()
+
+    def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
+        """The mean patch."""
+        patches = F.unfold(images, self.patch_size, stride=self.patch_size).transpose(1, 2)
+        tokens = torch.cat([patches.mean(1, keepdim=True), patches], 1)
+        return self.norm(self.blocks[0](tokens))[:, 0]
+
+
+class _SameTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.ModuleDict({"qkv": _Threefold()})
+
+    def forward(self, tokens: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some dim"]:
+        self.attn["qkv"](tokens)
+        return tokens
+
+
+class _Threefold(nn.Module):
+    def forward(self, tokens: Float[Tensor, "*some dim"]) -> Float[Tensor, "*some three_dims"]:
+        return tokens.repeat(*[1] * (tokens.ndim - 1), 3)
+
+
+def colour_patches(uri: str) -> Encoder:
+    """Load `colours:PATCH`, such as `colours:16` for patches of 16 x 16 pixels.
+
+    Raises:
+        CheckpointError: No size between 1 and 256.
+    """
+    size = uri.removeprefix("colours:")
+    if not re.fullmatch(r"[0-9]{1,3}", size) or not 1 <= int(size) <= _LARGEST_PATCH:
+        raise CheckpointError(
+            f"expected colours:PATCH with 1 to {_LARGEST_PATCH} pixels, got {uri!r}; such as "
+            "colours:16"
+        )
+    patch_size = int(size)
+    module = ColourPatches(patch_size).eval()
+    return Encoder(
+        module=module,
+        name=f"colours of {patch_size} x {patch_size} pixels",
+        uri=uri,
+        sha256=state_dict_sha256(module),
+        architecture={"kind": "colours", "patch_size": patch_size},
+        patch_size=patch_size,
+        depth=1,
+        dim=3 * patch_size**2,
+        num_heads=0,
+        num_prefix_tokens=1,
+        native_size=(_side(patch_size), _side(patch_size)),
+        contents=Contents("colours"),
+    )
+
+
+def _side(patch_size: int) -> int:
+    """The multiple of the patch that is nearest to the size at which most encoders were trained."""
+    return max(1, round(_NATIVE_SIZE / patch_size)) * patch_size

@@ -1,0 +1,162 @@
+"""What an answer that looks at no image scores: by hand, and from the labels alone."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from probes.discovery.run import scores_of_block
+from probes.tokencut.log import ImageResult
+from probes.tokencut.scores import centre_box, corloc_score
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import DataError
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.drawing.curves import Reference, draw
+from ssl_bench.report.model import panels_of
+from ssl_bench.results import Baseline, ResultStore
+from ssl_bench.scores import mean_iou, of_constant_class, pixel_accuracy
+from ssl_bench.tables.depth import depth_tables, render
+from ssl_bench.tables.notes import baseline_note
+from tests.support.coloured_classes import coloured_classes
+from tests.support.faults import encoder_file, photo_folder, probing, records, voc
+from tests.support.report_cells import cell, curve
+
+CELL = {"0/key": {"box": [0, 0, 1, 1], "hit": False, "degenerate": False}}
+
+
+def searched(true, size=(100, 200)) -> ImageResult:
+    return ImageResult(len(true), 1.0, (1, 1), CELL, true, size)
+
+
+def test_the_centre_box_has_the_shape_of_the_image_and_half_of_its_area():
+    x0, y0, x1, y1 = centre_box((100, 200))
+
+    assert (x1 - x0) * (y1 - y0) == pytest.approx(100 * 200 / 2)
+    assert (x1 - x0) / (y1 - y0) == pytest.approx(2)
+    assert ((x0 + x1) / 2, (y0 + y1) / 2) == pytest.approx((100, 50))
+
+
+def test_the_centre_box_is_right_where_half_of_it_and_a_true_box_is_shared():
+    # A square of 100: the middle 70.7. The whole image shares 50 % with it, a strip at the rim 0.
+    whole, strip = [[0.0, 0.0, 100.0, 100.0]], [[0.0, 0.0, 10.0, 100.0]]
+    images = [searched(true, (100, 100)) for true in (whole, strip, strip, strip)]
+
+    score = corloc_score(0, "key", images)
+    average = next(s for s in scores_of_block(0, "key", images, 1) if s.metric == "ap50")
+
+    assert Baseline.of(score.details) == Baseline("centre box", 25.0)
+    baseline = Baseline.of(average.details)
+    assert baseline is not None
+    # One of four boxes right, all equally sure: precision 1/4 up to a recall of 1/4.
+    assert baseline.value == pytest.approx(100 * 26 / 101 / 4)
+
+
+def test_lines_of_older_runs_without_a_size_have_no_centre_box():
+    images = [searched([[0.0, 0.0, 9.0, 9.0]]), searched([[0.0, 0.0, 9.0, 9.0]], None)]
+
+    assert Baseline.of(corloc_score(0, "key", images).details) is None
+    assert all("baseline" not in s.details for s in scores_of_block(0, "key", images, 1))
+
+
+def test_the_constant_class_is_the_most_frequent_one():
+    named, counts = of_constant_class(np.array([[0, 0, 0, 0], [0, 5, 5, 0], [3, 6, 1, 0]]))
+
+    assert named == 1
+    assert mean_iou(counts) == pytest.approx(60 / 3)
+    assert pixel_accuracy(counts) == pytest.approx(60)
+    assert Baseline.most_frequent([5, 3, 2], 1) == Baseline("most frequent class", 50.0)
+    assert Baseline.most_frequent([2, 3, 5], 2) == Baseline("2 most frequent classes", 80.0)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    encoder_file(tmp_path / "encoder.safetensors")
+    return tmp_path
+
+
+def baselines(out: str = "results") -> dict[str, Baseline | None]:
+    """By metric."""
+    return {record.metric: Baseline.of(record.details) for record in records(out)}
+
+
+@pytest.mark.parametrize("task", ["segmentation", "retrieval"])
+def test_of_masks_the_baseline_is_that_of_their_pixels(place, task):
+    assert main(probing(task, "voc2012", voc(place / "voc"))) == 0
+
+    found = baselines()
+
+    # Of 32 x 40 pixels 16 x 16 are of an object and one row is ignored.
+    share = 100 * (31 * 40 - 256) / (31 * 40)
+    for metric, baseline in found.items():
+        assert baseline is not None
+        assert baseline.answer == "constant class background"
+        expected = share if metric == "pixel_accuracy" else share / 2
+        assert baseline.value == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("task", ["knn", "classification"])
+def test_of_classes_the_baseline_is_the_largest_one(place, task):
+    assert main(probing(task, "class_folders", coloured_classes(place / "classes"))) == 0
+
+    found = baselines()
+
+    assert found
+    for metric, baseline in found.items():
+        assert baseline is not None
+        # Six classes of two pictures each.
+        assert baseline.value == pytest.approx(100 * (5 if "top5" in metric else 1) / 6)
+
+
+def test_where_nothing_moves_the_same_place_is_always_right(place):
+    asked = probing("correspondence", "folder", photo_folder(place / "photos", 2))
+    for out, strength in (("still", "0.001"), ("moved", "0.33")):
+        warp = ["--out", out, "probe.warp=homography", f"probe.strength={strength}"]
+        assert main([*asked, *warp]) == 0
+
+    still, moved = baselines("still")["pck_0.05"], baselines("moved")["pck_0.05"]
+
+    assert still == Baseline("same place", 100.0)
+    assert moved is not None
+    assert moved.value < 100
+
+
+def baselined(**changes):
+    baseline = Baseline("centre box", 31.25)
+    return replace(cell(**changes), details=baseline.as_details())
+
+
+def test_tables_say_it_once_and_scripts_with_every_number():
+    rows = [baselined(layer=0), baselined(layer=1)]
+    (table,) = depth_tables(rows)
+
+    assert "without a look at the images: centre box 31.2; " in render(table, "text")
+    assert [row["baseline"] for row in table.csv_rows()] == [31.25, 31.25]
+    assert table.as_json()["cells"][0]["baseline"] == {"answer": "centre box", "value": 31.25}
+    assert baseline_note([cell()]) == ""
+    other = replace(cell(), details=Baseline("centre box", 40.0).as_details())
+    assert baseline_note([rows[0], other]).endswith("centre box 31.2 to 40.0")
+
+
+def test_the_report_draws_it_from_side_to_side_within_the_axes():
+    rows = [baselined(layer=0, value=5.0, ci95=None), baselined(layer=1, value=6.0, ci95=None)]
+
+    (panel,) = panels_of(rows, checkpoints_of(rows))
+    chart = draw([curve(5.0, 6.0)], floors=[Reference(*one) for one in panel.baselines])
+
+    assert panel.baselines == (("centre box 31.2", 31.25),)
+    (floor,) = chart.floors
+    assert floor.label == "centre box 31.2"
+    assert chart.top <= floor.place < min(mark.y for mark in chart.curves[0].marks)
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [{"answer": "box"}, {"answer": "box", "value": 120.0}, {"answer": 3, "value": 1.0}, 7],
+)
+def test_a_record_with_a_strange_baseline_is_damaged(tmp_path, spoilt):
+    store = ResultStore(tmp_path)
+    store.save(replace(cell(), details={"baseline": spoilt}))
+
+    with pytest.raises(DataError, match="baseline"):
+        store.records()
