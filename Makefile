@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# A file to a process, so that what its tests share is made once; in the order of conftest.py.
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: quickstart test test-all test-device coverage lint wheel-check constraints audit clean
 
@@ -9,20 +11,20 @@ quickstart: $(READY)
 	$(BIN)/ssl-bench quickstart
 
 test: $(READY) lint
-	$(BIN)/pytest -n 2 -m "not slow and not gpu and not browser" --durations=8
+	$(PYTEST) -m "not slow and not gpu and not browser" --durations=8
 
 test-all: $(READY) lint
-	$(BIN)/pytest -n 2 --durations=8
+	$(PYTEST) --durations=8
 	$(MAKE) test-device
 
 # What needs a GPU, on one that exists in Python alone; patches torch, so in processes of its own.
 test-device: $(READY)
-	$(BIN)/pytest -n 2 -p tests.support.simulated_cuda.plugin -m gpu --durations=8
+	$(PYTEST) -p tests.support.simulated_cuda.plugin -m gpu --durations=8
 
 # Its tracer makes the tests 1.4 times as long, so that no other target asks for it.
 coverage: $(READY)
 	mkdir -p build
-	$(BIN)/pytest -n 2 -m "not slow and not gpu and not browser" --cov --cov-report=json:build/coverage.json
+	$(PYTEST) -m "not slow and not gpu and not browser" --cov --cov-report=json:build/coverage.json
 	$(BIN)/python -m tests.support.room_coverage build/coverage.json
 
 lint: $(READY)
