@@ -86,7 +86,7 @@ class PatchPasses:
             numbers = [number for number, _ in batch]
             places = [within[number] + patches * n for n, number in enumerate(numbers)]
             where = sent(torch.cat(places), self.context.device)
-            parts = [_unit(features, cell)[where].half() for cell in found]
+            parts = [unit_vectors(features, cell)[where].half() for cell in found]
             # Together, because the host waits for each fetching.
             sums, *parts = fetched([sums, *parts])
             extractor.check(sums, [images.ids[indices[number]] for number in numbers])
@@ -107,7 +107,9 @@ class PatchPasses:
         shown = self.context.progress(items, "scored images", len(images))
         for batch in batches(shown, self.probe.batch_size):
             features, sums = self._features(extractor, [pixels for pixels, _ in batch])
-            parts = [some.nearest(_unit(features, cell)).int() for cell, some in centres.items()]
+            parts = [
+                some.nearest(unit_vectors(features, cell)).int() for cell, some in centres.items()
+            ]
             sums, *parts = fetched([sums, *parts])
             ids = images.ids[len(labels) : len(labels) + len(batch)]
             extractor.check(sums, ids)
@@ -141,6 +143,7 @@ class PatchPasses:
         return self._pixels(sample), PatchLabels.of_mask(mask.numpy(), self.side, self.side)
 
 
-def _unit(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
+def unit_vectors(features: Features, cell: Cell) -> Float[Tensor, "patches dim"]:
+    """Patches of a batch, row by row, as one block and facet has them, of length 1."""
     layer, facet = cell
     return F.normalize(features[layer][facet].flatten(0, 2), dim=1)
