@@ -55,7 +55,7 @@ class Clustering:
     facet: str | Sequence[str] = "cls"
     clusters_per_class: Sequence[Count] = (1,)
     num_restarts: Count = 3
-    fit_patches: Count = 50_000
+    fit_patches: Count = 20_000
     image_size: Pixels | None = None
     crop_share: PositiveShare = 0.875
     batch_size: Count = 64
