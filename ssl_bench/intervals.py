@@ -4,12 +4,12 @@
 would; its figures are in results/tables/intervals.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Integer, Shaped
+from jaxtyping import Bool, Float, Float64, Int64, Integer, Shaped
 
 from ssl_bench.scores import iou_of, mean_of_known, pixel_accuracy
 
@@ -163,16 +163,21 @@ def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
         per_image: Counts.
         score: Of summed counts, whose first axes it keeps.
     """
-    generator = np.random.default_rng(0)
-    images = len(per_image)
-    counts = per_image.reshape(images, -1).astype(np.float64)
-    drawn = []
-    for _ in range(_DRAWS // _DRAWS_AT_ONCE):
-        chosen = generator.integers(images, size=(_DRAWS_AT_ONCE, images))
-        times = np.stack([np.bincount(one, minlength=images) for one in chosen])
-        drawn.append(score((times @ counts).reshape(_DRAWS_AT_ONCE, *per_image.shape[1:])))
+    counts = per_image.reshape(len(per_image), -1).astype(np.float64)
+    drawn = [
+        score((times @ counts).reshape(len(times), *per_image.shape[1:]))
+        for times in draws_of_images(len(per_image))
+    ]
     value = score(per_image.sum(0, dtype=np.int64))
     return Bootstrap(float(value), np.concatenate(drawn))
+
+
+def draws_of_images(images: int) -> Iterator[Int64[np.ndarray, "draws images"]]:
+    """How often each of so many images is drawn, some draws of a `Bootstrap` at a time."""
+    generator = np.random.default_rng(0)
+    for _ in range(_DRAWS // _DRAWS_AT_ONCE):
+        chosen = generator.integers(images, size=(_DRAWS_AT_ONCE, images))
+        yield np.stack([np.bincount(one, minlength=images) for one in chosen])
 
 
 def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> MeanIoU:

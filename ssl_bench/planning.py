@@ -210,6 +210,9 @@ def probing_config(
 
 def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) -> PlannedProbe:
     config = probing_config(*choice, overrides, root)
+    if protocol := _protocol_of_data(config, overrides):
+        overrides = [*overrides, f"{PROTOCOL}={protocol}"]
+        config = probing_config(*choice, overrides, root)
     values = {key: value_of(config, key) for key in SHARED}
     for key, kind in SHARED.items():
         require(key, kind, values[key])
@@ -225,6 +228,20 @@ def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) 
         overrides=tuple(overrides),
         root=root,
     )
+
+
+def _protocol_of_data(config: DictConfig, overrides: Sequence[str]) -> str | None:
+    """The protocol for what a dataset has, of a probe that asks about it in several ways.
+
+    None where a protocol is named, the usual one fits, or none does.
+    """
+    kind = component_class(config.probe[TARGET], f"probe.{TARGET}")
+    by_role: Mapping[str, str] = getattr(kind, "protocols_by_role", {})
+    if not by_role or any(_key_and_value(override)[0] == PROTOCOL for override in overrides):
+        return None
+    dataset: Dataset = build(config.dataset)
+    fitting = [protocol for role, protocol in by_role.items() if role in dataset.supports]
+    return fitting[0] if fitting and config.probe.protocol not in fitting else None
 
 
 def _key_and_value(override: str) -> tuple[str, str]:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,18 @@ import numpy as np
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 
-from probes.clustering.agreement import Matching, ari, meetings, nmi, purity, without_each
+from probes.clustering.agreement import (
+    Matching,
+    Met,
+    Scores,
+    ari,
+    meetings,
+    nmi,
+    purity,
+    without_a_look,
+    without_each,
+)
+from probes.clustering.kmeans import clustered
 from probes.clustering.probe import Clustering, metric_name
 from probes.features.image import ImagePass, is_constant
 from probes.features.stream import batches
@@ -51,7 +61,7 @@ class ClusteringRun:
                 labelled = found.of(*cell)
                 unit = F.normalize(labelled.features, dim=1).double().numpy()
                 details = {"constant_features": is_constant(labelled.features)}
-                for times in dict.fromkeys(probe.clusters_per_class):
+                for times in probe.numbers:
                     yield from self._scores(
                         cell, times, unit, labelled.labels.numpy(), len(images.class_names), details
                     )
@@ -78,14 +88,16 @@ class ClusteringRun:
         met = meetings(clusters, classes, times * num_classes, num_classes)
         matching = Matching.of(met)
         used = {"num_clusters": len(met), "empty_clusters": int((met.sum(1) == 0).sum())}
-        ways: dict[str, Callable[[np.ndarray], float]] = {
+        ways: dict[str, Callable[[Met], Scores]] = {
             "nmi": nmi,
             "ari": ari,
             "purity": purity,
             "miou_matched": matching.miou,
         }
+        baselines = without_a_look(met)
         for metric, score in ways.items():
-            value = score(met)
+            baseline = baselines[metric].as_details() if metric in baselines else {}
+            value = float(score(met))
             estimate = Jackknife(value, without_each(met, clusters, classes, score))
             is_share = metric != "ari"
             yield Score(
@@ -95,22 +107,16 @@ class ClusteringRun:
                 value=value,
                 ci95=_interval(estimate, (0.0, 100.0) if is_share else (-1.0, 1.0)),
                 num_images=len(unit),
-                details=details | used,
+                details=details | used | baseline,
                 unit="%" if is_share else "",
             )
 
     def _clusters(
         self, unit: Float[np.ndarray, "images dim"], count: int
     ) -> Int64[np.ndarray, " images"]:
-        # Here, because a plan need not wait for scikit-learn.
-        from sklearn.cluster import KMeans
-        from sklearn.exceptions import ConvergenceWarning
-
-        kmeans = KMeans(count, n_init=self.probe.num_restarts, random_state=self.context.seed)  # type: ignore[arg-type]
-        with warnings.catch_warnings():
-            # Fewer clusters than asked for, of features that are the same: the details say so.
-            warnings.simplefilter("ignore", ConvergenceWarning)
-            return kmeans.fit_predict(unit).astype(np.int64)
+        restarts, seed = self.probe.num_restarts, self.context.seed
+        fitted = clustered(unit, count, restarts=restarts, seed=seed)
+        return np.asarray(fitted.labels_, np.int64)
 
 
 def _interval(estimate: Jackknife, ends: Interval) -> Interval | None:

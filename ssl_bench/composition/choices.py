@@ -61,7 +61,7 @@ _CALLED = {
         "hbird": "retrieval, with probe.protocol=hbird",
         "jacobian": "conditioning, with probe.protocol=jacobian_exact",
         "cka": "conditioning",
-        **dict.fromkeys(("kmeans", "k-means", "nmi"), "clustering"),
+        **dict.fromkeys(("kmeans", "k-means", "nmi", "stego", "picie"), "clustering"),
         **dict.fromkeys(("rankme", "lidar", "alignment", "uniformity"), "geometry"),
     },
     "dataset": {

@@ -82,7 +82,7 @@ def test_a_plan_of_every_task_is_made_without_what_computes(place, capsys):
 
     # Those of labelled images are built too, to know that they do not fit.
     assert {job["task"] for job in plan["jobs"]} == {*choices("probe")} - {
-        *("classification", "clustering", "knn")
+        *("classification", "knn")
     }
     assert json.loads(said) == plan
 

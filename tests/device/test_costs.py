@@ -31,6 +31,9 @@ SMALL = {
         "cost.height=40", "cost.width=50", "cost.probe.image_size=32", "cost.classes=3",
         "cost.probe.memory_patches=50",
     ),
+    "clustering_voc2012": (
+        "cost.probe.image_size=32", "cost.probe.batch_size=2", "cost.classes=3",
+    ),
     "tokencut_voc2007": ("cost.height=160", "cost.width=160"),
     "knn_imagenet": ("cost.train_images=500", "cost.val_images=10", "cost.model.image_size=32"),
     "classification_imagenet": (

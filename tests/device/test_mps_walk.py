@@ -39,6 +39,7 @@ WALKS = {
     ),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,mlp_out]"),
     "clustering": ("clustering", "class_folders"),
+    "clustering, patches": ("clustering", "voc2012", "probe.image_size=32"),
     "classification": ("classification", "class_folders", "probe.training.c_values=[0.01,1.0]"),
     "classification, attentive": (
         "classification", "class_folders", "probe.pool=attentive", "probe.pool.queries=4",

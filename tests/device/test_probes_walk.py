@@ -60,6 +60,9 @@ WALKS = {
     "geometry": ("geometry", "folder", "probe.views=2", "probe.facet=[cls,patch_mean,mlp_out]"),
     "knn": ("knn", "class_folders", "probe.neighbours=[1,2]", "probe.facet=[cls,patch_mean]"),
     "clustering": ("clustering", "class_folders", "probe.clusters_per_class=[1,2]"),
+    "clustering, patches": (
+        "clustering", "voc2012", "probe.image_size=32", "probe.facet=[token,key]",
+    ),
     "classification": ("classification", "class_folders", "probe.training.c_values=[0.01,1.0]"),
     "knn, shots": ("knn", "class_folders", "probe.shots=[1,2]", "probe.draws=2"),
     "classification, attentive": (

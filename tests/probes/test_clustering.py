@@ -7,7 +7,15 @@ import pytest
 import sklearn.metrics
 import torch
 
-from probes.clustering.agreement import Matching, ari, meetings, nmi, purity, without_each
+from probes.clustering.agreement import (
+    Matching,
+    agreements,
+    ari,
+    meetings,
+    nmi,
+    purity,
+    without_each,
+)
 from probes.clustering.probe import Clustering
 from probes.clustering.run import ClusteringRun
 from ssl_bench.data.layouts.class_folders import ClassFolders
@@ -49,14 +57,34 @@ def test_meetings_purity_and_matched_iou_counted_by_hand():
     assert Matching.of(more).miou(more) == pytest.approx(70)
 
 
+def test_a_majority_shares_classes_and_all_of_it_counts():
+    majority = Matching.of_majority(MET)
+
+    # The third cluster joins the second: 4 of 5 and 5 of 6; one to one 7 of 10 are right.
+    assert majority.standing.tolist() == [0, 1, 1]
+    assert majority.miou(MET) == pytest.approx(100 * (4 / 5 + 5 / 6) / 2)
+    assert majority.accuracy(MET) == pytest.approx(purity(MET))
+    assert Matching.of(MET).accuracy(MET) == pytest.approx(70)
+
+
+def test_many_tables_at_once_are_scored_as_each_alone():
+    generator = np.random.default_rng(0)
+    mets = generator.integers(9, size=(7, 5, 3))
+    mets[0, :, 1:] = 0
+
+    together = agreements(mets)
+
+    for number, met in enumerate(mets):
+        for name, value in agreements(met).items():
+            np.testing.assert_allclose(together[name][number], value, err_msg=name)
+    assert np.isnan(together["nmi"][0])
+
+
 def test_the_matching_takes_most_images_and_not_the_best_of_each():
     # The first cluster alone would take class 0; together 5 + 4 are more than 6 + 0.
     met = np.array([[6, 5], [4, 0]])
     matching = Matching.of(met)
-    assert dict(zip(matching.clusters.tolist(), matching.classes.tolist(), strict=True)) == {
-        0: 1,
-        1: 0,
-    }
+    assert matching.standing.tolist() == [1, 0]
     assert matching.miou(met) == pytest.approx(100 * (4 / 10 + 5 / 11) / 2)
 
 
@@ -147,6 +175,10 @@ def test_colours_come_out_of_features_that_have_them(colours):
         assert found[layer, "patch_mean", "nmi"].value == pytest.approx(100)
         assert found[layer, "patch_mean", "ari"].value == pytest.approx(1)
         assert found[layer, "patch_mean", "miou_matched"].value == pytest.approx(100)
+        # Six classes of three images each, in one cluster.
+        assert found[layer, "patch_mean", "purity"].details["baseline"] == {
+            "answer": "one cluster", "value": pytest.approx(100 / 6),
+        }  # fmt: skip
     details = found[0, "patch_mean", "nmi"].details
     assert (details["num_clusters"], details["constant_features"]) == (6, False)
 

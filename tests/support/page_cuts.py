@@ -122,7 +122,9 @@ def _changes(
 ) -> Iterator[tuple[str, object]]:
     """The sizes that something has; those of the image only where the page says none."""
     if configs and "probe" in configs[0] and not any("image_size" in word for word in words):
-        takers = {"segmentation", "retrieval", "pca", "conditioning", "correspondence"}
+        takers = {
+            *("segmentation", "retrieval", "clustering", "pca", "conditioning", "correspondence"),
+        }
         if any(config.probe._target_.split(".")[1] in takers for config in configs):
             yield "probe.image_size", 32
     for key, value in sizes.items():

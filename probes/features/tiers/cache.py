@@ -25,9 +25,9 @@ from probes.features.tiers.training import (
     TrainingFeatures,
     feature_bytes,
 )
-from probes.features.views import TrainingViews, nearest_labels
+from probes.features.views import TrainingViews, nearest_labels, require_whole_patches
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.errors import MachineError
 from ssl_bench.evaluation import Progress
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
@@ -79,13 +79,7 @@ class TrainingPass:
     sharing: Sharing
 
     def __post_init__(self) -> None:
-        patch = self.extractor.patch_size
-        if self.image_size % patch:
-            lower = max(1, self.image_size // patch) * patch
-            raise ConfigurationError(
-                f"probe.image_size must be a multiple of the patch size {patch}, got "
-                f"{self.image_size}; nearest are {lower} and {lower + patch}"
-            )
+        require_whole_patches(self.image_size, self.extractor.patch_size)
 
     def run(self, room: Room) -> TrainingFeatures:
         """Compute the features, take them from a file of an earlier run, or get ready to stream.

@@ -20,8 +20,8 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "is better.",
         "discovery": "The cuts of a block's patches give several boxes an image; AP, AP50, AR100 "
         "as COCO counts them, of objects of any class, more is better.",
-        "clustering": "k-means of the images beside their classes, which it does not see; NMI and "
-        "the like, more is better.",
+        "clustering": "k-means of the images, or of their patches, beside their classes, which it "
+        "does not see; NMI and the like, more is better.",
         "geometry": "How the features of a data set lie in their space: on how many directions "
         "(RankMe, LiDAR, effective rank), how alike views of an image are (alignment), what "
         "patches tell of their place; most of these are neither good nor bad.",

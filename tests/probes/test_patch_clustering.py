@@ -1,0 +1,362 @@
+"""Clusters of patches beside the masks over them: by hand, restated, and of coloured pictures."""
+
+import itertools
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.cluster
+import sklearn.metrics
+import torch
+import torch.nn.functional as F
+
+from probes.clustering.agreement import ari, without_a_look
+from probes.clustering.kmeans import Centres
+from probes.clustering.passes import PatchPasses
+from probes.clustering.patch_labels import Meetings, PatchLabels
+from probes.clustering.probe import Clustering
+from probes.costs.clustering import ClusteringCost
+from probes.features.views import nearest_labels, resized, tensors
+from ssl_bench.composition.compose import as_plain
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.evaluation import Probe
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.planning import plan_probes, probing_config
+from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
+
+QUICK: dict[str, Any] = {
+    "protocol": "patches", "facet": "token", "image_size": 32, "batch_size": 4, "num_workers": 1,
+    "num_restarts": 1,
+}  # fmt: skip
+MET = np.array([[4, 0], [0, 3], [1, 2]])
+IGNORED = 255
+
+
+def clustering(**changes: Any) -> Clustering:
+    return Clustering(**{**QUICK, **changes})
+
+
+def scores_of(tmp_path, dataset=None, layers=(3,), encoder=None, **changes: Any):
+    context = probe_context(tmp_path, encoder, dataset, layers)
+    return {(s.layer, s.metric): s for s in clustering(**changes).run(context)}
+
+
+def met_in(*images):
+    """Meetings of images, each of them given by cluster and class of every pixel."""
+    labels, clusters = [], []
+    for image in images:
+        cells = np.array(image)
+        labels.append(
+            PatchLabels(np.arange(len(cells)), cells[:, 1], np.ones(len(cells), np.int64))
+        )
+        clusters.append(cells[:, 0])
+    return Meetings.of(PatchLabels.joined(labels, len(images[0])), np.stack(clusters), 2, 2)
+
+
+def test_pixels_lie_under_the_patch_over_their_middle():
+    mask = np.array([[0, 0, 1], [0, 255, 1], [2, 2, 1]], np.uint8)
+
+    found = PatchLabels.of_mask(mask, 2, 1)
+
+    # The middle of the second of three rows is that of the image, where the lower patch begins.
+    cells = zip(found.patches, found.classes, found.pixels, strict=True)
+    assert {tuple(map(int, cell)) for cell in cells} == {
+        (0, 0, 2), (0, 1, 1), (1, 0, 1), (1, 1, 2), (1, 2, 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [(24, 40), (7, 33), (3, 2)])
+def test_masks_of_any_size_are_counted_as_clusters_grow_to_them(size):
+    generator = np.random.default_rng(0)
+    mask = generator.choice([0, 1, 2, IGNORED], size).astype(np.uint8)
+    clusters = generator.integers(4, size=(5, 6))
+
+    found = Meetings.of(PatchLabels.of_mask(mask, 5, 6), clusters.reshape(1, -1), 4, 3)
+
+    grown = nearest_labels(torch.from_numpy(clusters).to(torch.uint8), *size).numpy()
+    expected = [[((grown == k) & (mask == c)).sum() for c in range(3)] for k in range(4)]
+    assert found.met.tolist() == expected
+
+
+def test_each_image_has_its_row():
+    found = met_in([(0, 0), (1, 0), (1, 1)], [(1, 1), (1, 1), (0, 1)])
+
+    assert found.met.tolist() == [[1, 1], [1, 3]]
+    assert found.by_image.toarray().tolist() == [[1, 0, 1, 1], [0, 1, 0, 2]]
+
+
+def test_a_draw_of_images_has_a_matching_of_its_own():
+    # Either image alone is perfect, each with names of its own; together half is right.
+    found = met_in([(0, 0), (1, 1)], [(0, 1), (1, 0)]).estimates()
+
+    assert found["accuracy_matched"].value == 50
+    assert found["accuracy_matched"].ci95() == (50, 100)
+    assert found["miou_matched"].ci95() == (pytest.approx(100 / 3), 100)
+
+
+def test_draws_of_images_without_a_label_say_nothing():
+    blank = PatchLabels(*(np.zeros(0, np.int64),) * 3)
+    one = PatchLabels(*(np.array([0, 1]), np.array([0, 1]), np.array([3, 3])))
+    labels = PatchLabels.joined([one, blank], 2)
+
+    found = Meetings.of(labels, np.array([[0, 1], [0, 0]]), 2, 2).estimates()
+
+    assert found["purity"].value == 100
+    assert len(found["purity"].drawn) < 1000
+    assert not np.isnan(found["purity"].drawn).any()
+
+
+def test_one_cluster_is_what_needs_no_look():
+    found = {name: baseline.value for name, baseline in without_a_look(MET).items()}
+
+    # 5 and 5 of 10; its class has an IoU of 1/2, the other none.
+    assert found == {
+        "nmi": pytest.approx(0), "ari": pytest.approx(0), "purity": 50, "miou_matched": 25,
+        "accuracy_matched": 50, "miou_majority": 25,
+    }  # fmt: skip
+    assert set(without_a_look(MET[:, :1])).isdisjoint({"nmi", "ari"})
+
+
+def test_pairs_of_very_many_pixels_are_counted():
+    assert ari(np.diag([5_000_000_000, 5_000_000_000])) == pytest.approx(1)
+    many = np.array([[6, 1], [2, 5]]) * 2_000_000_000
+    total = many.sum()
+    pairs = [sum(n * n for n in map(int, some)) for some in (many.flat, many.sum(1), many.sum(0))]
+    chance = pairs[1] * pairs[2] / int(total) ** 2
+    expected = (pairs[0] - chance) / ((pairs[1] + pairs[2]) / 2 - chance)
+    assert ari(many) == pytest.approx(expected, abs=1e-8)
+
+
+def test_true_classes_as_clusters_are_perfect_whatever_their_names():
+    images = ColourDataset().val()
+    masks = [tensors(images[n])[1] for n in range(len(images))]
+    grids = [nearest_labels(mask[2:], 4, 4).numpy() for mask in masks]
+    labels = PatchLabels.joined([PatchLabels.of_mask(mask.numpy(), 4, 4) for mask in masks], 16)
+    names = np.array([2, 3, 0, 1])
+
+    met = Meetings.of(labels, names[np.stack(grids).reshape(len(images), 16)], 4, 4)
+
+    found = met.estimates()
+    assert {round(estimate.value, 9) for estimate in found.values()} == {1, 100}
+    # Where all images are perfect, they do not tell how others might be.
+    assert all(estimate.ci95() is None for estimate in found.values())
+
+
+def restated(context, probe, layer, times):
+    """Scores from a k-means of all patches and single pixels, in float64."""
+    extractor = FeatureExtractor(context.encoder, layers=(layer,))
+
+    def unit(sample):
+        pixels = resized(tensors(sample)[0], 32, 32)
+        return F.normalize(extractor(pixels[None])[layer]["token"].flatten(0, 2), dim=1)
+
+    train, val = context.dataset.train(), context.dataset.val()
+    vectors = torch.cat([unit(train[n]).half().float() for n in range(len(train))])
+    kmeans = sklearn.cluster.KMeans(times * 4, n_init=1, random_state=0).fit(vectors.numpy())
+    guess, truth = [], []
+    for number in range(len(val)):
+        clusters = kmeans.predict(unit(val[number]).numpy()).reshape(4, 4).astype(np.uint8)
+        mask = val[number].mask
+        grown = nearest_labels(torch.from_numpy(clusters), *mask.shape).numpy()
+        guess.append(grown[mask != IGNORED])
+        truth.append(mask[mask != IGNORED])
+    return np.concatenate(guess), np.concatenate(truth)
+
+
+def best_of_all_matchings(guess, truth, clusters):
+    """Accuracy and mean IoU of the names for the classes under which most pixels are right."""
+    best = (-1.0, 0.0)
+    for names in itertools.permutations(range(clusters), 4):
+        ious = []
+        for kind in np.unique(truth):
+            mine, true = guess == names[kind], truth == kind
+            ious.append((mine & true).sum() / (mine | true).sum())
+        right = np.mean([names[kind] for kind in truth] == guess)
+        best = max(best, (100 * right, 100 * np.mean(ious)))
+    return best
+
+
+def test_scores_are_those_of_scikit_learn_on_single_pixels(tmp_path):
+    context = probe_context(tmp_path, tiny_encoder(), layers=(1,))
+    guess, truth = restated(context, clustering(), 1, 1)
+
+    found = {s.metric: s.value for s in clustering().run(context)}
+
+    shown = sklearn.metrics.cluster.contingency_matrix(truth, guess)
+    accuracy, miou = best_of_all_matchings(guess, truth, 4)
+    assert found == {
+        "nmi": pytest.approx(100 * sklearn.metrics.normalized_mutual_info_score(truth, guess)),
+        "ari": pytest.approx(sklearn.metrics.adjusted_rand_score(truth, guess)),
+        "purity": pytest.approx(100 * shown.max(0).sum() / shown.sum()),
+        "miou_matched": pytest.approx(miou),
+        "accuracy_matched": pytest.approx(accuracy),
+    }
+
+
+def test_all_metrics_of_all_cells_in_range_and_with_a_baseline(tmp_path):
+    probe, context = clustering(clusters_per_class=[1, 2]), probe_context(tmp_path)
+
+    scores = list(probe.run(context))
+
+    assert isinstance(probe, Probe)
+    assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
+    by_metric = {s.metric: s for s in scores if s.layer == 3}
+    assert by_metric["miou_majority_x2"].value >= by_metric["miou_matched_x2"].value
+    assert by_metric["purity_x2"].value > 95
+    assert by_metric["miou_matched"].details["iou_by_class"]["never"] is None
+    for score in scores:
+        assert score.ci95 is None or score.ci95[0] <= score.value <= score.ci95[1]
+        assert score.details["baseline"]["answer"] == "one cluster"
+        assert score.details["num_clusters"] == (8 if "_x2" in score.metric else 4)
+        json.dumps(score.details, allow_nan=False)
+
+
+def test_every_image_passes_once_for_all_blocks_and_numbers(tmp_path):
+    encoder = tiny_encoder()
+    counter = Counter(encoder)
+    asked = {"layers": (0, 3), "clusters_per_class": [1, 2]}
+
+    together = scores_of(tmp_path, encoder=encoder, **asked)
+
+    assert counter.images == 18 + 7
+    assert set(counter.passes.values()) == {1}
+    apart = scores_of(tmp_path, memory_gib=1e-6, **asked)
+    assert {cell: s.value for cell, s in apart.items()} == {
+        cell: s.value for cell, s in together.items()
+    }
+
+
+def test_drawn_patches_alone_are_clustered_as_the_seed_says(tmp_path):
+    encoder = tiny_encoder()
+    counter = Counter(encoder)
+    scores = scores_of(tmp_path, encoder=encoder, fit_patches=5)
+
+    assert counter.images - 7 <= 5
+    assert scores[3, "nmi"].details["num_fit_patches"] == 5
+    train = ColourDataset().train()
+    draws = [
+        PatchPasses(clustering(fit_patches=5), probe_context(tmp_path, seed=seed), (3,)).chosen(
+            train
+        )
+        for seed in (0, 0, 1)
+    ]
+    assert draws[0].tolist() == draws[1].tolist() != draws[2].tolist()
+    assert draws[0].unique().tolist() == draws[0].tolist()
+
+
+def test_the_nearest_centre_is_that_of_the_smallest_distance():
+    generator = torch.Generator().manual_seed(0)
+    vectors, unit = (torch.randn(n, 5, generator=generator) for n in (7, 40))
+
+    found = Centres(vectors, (3, 4)).nearest(unit)
+
+    assert torch.equal(found[0], torch.cdist(unit, vectors[:3]).argmin(1))
+    assert torch.equal(found[1], torch.cdist(unit, vectors[3:]).argmin(1))
+
+
+def test_features_that_do_not_vary_are_said_and_tell_nothing(tmp_path):
+    encoder = tiny_encoder()
+    with torch.no_grad():
+        encoder.module.get_parameter("norm.weight").zero_()
+        encoder.module.get_parameter("norm.bias").fill_(1)
+
+    found = scores_of(tmp_path, encoder=encoder, facet="token_normed")
+
+    for metric in ("nmi", "ari", "purity", "miou_matched"):
+        score = found[3, metric]
+        assert score.details["constant_features"]
+        assert score.details["empty_clusters"] == 3
+        assert score.value == pytest.approx(score.details["baseline"]["value"])
+
+
+def test_one_class_and_one_image_have_no_agreement_and_no_interval(tmp_path):
+    one = ColourDataset(num_train=1, num_val=1, val_masks={0: 0})
+
+    found = scores_of(tmp_path, one)
+
+    assert math.isnan(found[3, "nmi"].value)
+    assert math.isnan(found[3, "ari"].value)
+    assert "baseline" not in found[3, "nmi"].details
+    assert found[3, "purity"].value == 100
+    assert {score.ci95 for score in found.values()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "dataset", "error", "message"),
+    [
+        (
+            {"clusters_per_class": [1, 73]}, ColourDataset(), ConfigurationError,
+            r"at most the 288 clusters that patches of colours train can make, got 292; ask for",
+        ),
+        ({"fit_patches": 3}, ColourDataset(), ConfigurationError, "larger probe.fit_patches"),
+        ({"image_size": 36}, ColourDataset(), ConfigurationError, "32 and 40"),
+        (
+            {}, ColourDataset(val_masks=dict.fromkeys(range(7), IGNORED)), DataError,
+            "colours val has no labelled pixel",
+        ),
+        ({"facet": "cls"}, ColourDataset(), ConfigurationError, "must be among token, token_norm"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_clustered_is_named(tmp_path, changes, dataset, error, message):
+    with pytest.raises(error, match=message):
+        scores_of(tmp_path, dataset, **changes)
+
+
+def test_what_a_protocol_does_not_use_is_no_setting():
+    assert "crop_share" not in clustering().settings()
+    assert "fit_patches" not in Clustering().settings()
+    assert clustering(fit_patches=7).settings() != clustering().settings()
+    assert clustering(batch_size=9, memory_gib=1.0).settings() == clustering().settings()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "overrides", "protocol", "facet"),
+    [
+        ("voc2012", [], "patches", "token"),
+        ("ade20k", ["probe.facet=key"], "patches", "key"),
+        ("class_folders", [], "images", "cls"),
+        ("class_folders", ["probe.protocol=images"], "images", "cls"),
+        ("voc2012", ["probe.protocol=patches"], "patches", "token"),
+    ],
+)
+def test_the_data_says_what_is_clustered(dataset, overrides, protocol, facet):
+    (planned,) = plan_probes(["clustering"], [dataset], overrides, {dataset: "/nowhere"})
+
+    probe: Any = planned.probe
+    assert (probe.protocol, probe.facet) == (protocol, facet)
+    assert probe.image_size == (512 if protocol == "patches" else None)
+    # So a command that is printed or queued comes to the same.
+    config = probing_config(*planned.choice, planned.overrides, planned.root)
+    assert as_plain(config)["probe"]["protocol"] == protocol
+
+
+def test_a_protocol_that_is_named_is_not_changed_for_the_data():
+    with pytest.raises(DataError, match="voc2012 has no class labels for clustering"):
+        plan_probes(["clustering"], ["voc2012"], ["probe.protocol=images"], {"voc2012": "/nowhere"})
+    with pytest.raises(DataError, match="folder has no class labels for clustering"):
+        plan_probes(["clustering"], ["folder"], [], {"folder": "/nowhere"})
+
+
+def test_features_that_are_not_finite_stop_with_layer_and_image(tmp_path):
+    encoder = tiny_encoder()
+    with torch.no_grad():
+        encoder.module.get_parameter("blocks.3.attn.qkv.bias").fill_(torch.inf)
+
+    with pytest.raises(CheckpointError, match=r"layer 3 of tiny .* not finite .*train/0"):
+        scores_of(tmp_path, encoder=encoder)
+
+
+def test_submodules_of_blocks_are_clustered_too(tmp_path):
+    found = scores_of(tmp_path, facet="blocks.*.mlp.fc1", layers=(1,))
+
+    assert 0 <= found[1, "nmi"].value <= 100
+
+
+def test_the_price_counts_images_of_which_a_patch_is_clustered():
+    few = clustering(fit_patches=100, batch_size=16)
+    cost = ClusteringCost(train_images=100, val_images=33, classes=3, probe=few)
+
+    # 100 patches of 100 images leave a share of 1/e out; 63 images are four batches.
+    assert [unit.times for unit in cost.units(1e9)] == [4, 3]
