@@ -35,6 +35,9 @@ _LONG = 24
 TRAINED_ON = "trained_on"
 """Name among the settings of what a probe was fitted to."""
 
+CORRUPTED = "corrupted"
+"""Name among the settings of what the scored images went through."""
+
 
 @dataclass(frozen=True)
 class TrainingImages:
