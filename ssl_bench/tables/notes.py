@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ssl_bench.data.files.fingerprints import kind_of
-from ssl_bench.results import Baseline, Record
+from ssl_bench.results import CORRUPTED, Baseline, Record
 from ssl_bench.tables.entry import Entry
 
 
@@ -19,6 +19,16 @@ def trusted_note(records: Iterable[Record]) -> str:
     """What the numbers rest on where nobody read the files to know that they are the same."""
     is_trusted = any(kind_of(record.dataset_fingerprint) == "stat" for record in records)
     return ", their files known by size and time alone" if is_trusted else ""
+
+
+def corruption_note(records: Iterable[Record]) -> str:
+    """What the scored images went through, and that the others did not."""
+    told = [record for record in records if CORRUPTED in record.settings]
+    if not told:
+        return ""
+    names = dict.fromkeys("{name}:{severity}".format(**r.settings[CORRUPTED]) for r in told)
+    clean = ", fitted to images as they are" if any(r.trained_on for r in told) else ""
+    return f", corrupted by {', '.join(names)}{clean}"
 
 
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
@@ -59,7 +69,8 @@ def provenance(records: Sequence[Record]) -> str:
     left_out = [r.settings["left_out"] for r in records if "left_out" in r.settings]
     unreadable = f", unreadable and left out: {distinct(left_out)}" if left_out else ""
     return (
-        f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}; "
+        f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}"
+        f"{corruption_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "
         f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "
         f"torch {distinct([r.torch for r in records])}; "

@@ -24,7 +24,7 @@ def glass_blur(image: Pixels, severity: int, seed: int) -> Pixels:
 
     They are copied, not exchanged, as in the original, whose exchange of views copies too.
     """
-    deviation, reach, times = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))[
+    deviation, reach, times = ((0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2))[
         severity - 1
     ]
     blurred = (_blurred(image / 255.0, deviation) * 255).astype(np.uint8)
@@ -39,7 +39,7 @@ def glass_blur(image: Pixels, severity: int, seed: int) -> Pixels:
 
 def motion_blur(image: Pixels, severity: int, seed: int) -> Pixels:
     """A camera that moved on a line, within 45 degrees of level."""
-    radius, deviation = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[severity - 1]
+    radius, deviation = ((10, 3.0), (15, 5.0), (15, 8.0), (15, 12.0), (20, 15.0))[severity - 1]
     angle = np.random.RandomState(seed).uniform(-45, 45)
     moved = smeared(image, radius=radius, deviation=deviation, angle=angle)
     return np.clip(moved, 0, 255).astype(np.uint8)

@@ -34,8 +34,8 @@ class Corruption:
     def __post_init__(self) -> None:
         if self.name == "frost":
             raise ConfigurationError(
-                "corrupt=frost needs six photographs of frost that may not be passed on with this "
-                f"package; the other corruptions of ImageNet-C: {', '.join(NAMES)}"
+                "corrupt=frost needs photographs of frost, which are no part of this package; the "
+                f"other corruptions of ImageNet-C: {', '.join(NAMES)}"
             )
         if self.name not in NAMES:
             raise ConfigurationError(
@@ -99,6 +99,8 @@ def _of_part(text: str) -> list[Corruption]:
     # The ends first, for what lies between them is legal where they are.
     for end in ends:
         Corruption(names[0], end)
+    if ends[0] > ends[-1]:
+        raise ConfigurationError(f"corrupt expects the lower severity first, got {shown(text)}")
     return [Corruption(one, n) for one in names for n in range(ends[0], ends[-1] + 1)]
 
 

@@ -13,11 +13,11 @@ def snow(image: Pixels, severity: int, seed: int) -> Pixels:
     import cv2
 
     mean, deviation, size, least, radius, spread, kept = (
-        (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
-        (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
-        (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
-        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
-        (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
+        (0.1, 0.3, 3.0, 0.5, 10, 4.0, 0.8),
+        (0.2, 0.3, 2.0, 0.5, 12, 4.0, 0.7),
+        (0.55, 0.3, 4.0, 0.9, 12, 8.0, 0.7),
+        (0.55, 0.3, 4.5, 0.85, 12, 8.0, 0.65),
+        (0.55, 0.3, 2.5, 0.85, 12, 12.0, 0.55),
     )[severity - 1]
     draws = np.random.RandomState(seed)
     shares = np.array(image, np.float32) / 255.0
@@ -35,7 +35,7 @@ def snow(image: Pixels, severity: int, seed: int) -> Pixels:
 
 def fog(image: Pixels, severity: int, seed: int) -> Pixels:
     """Clouds before the image, whose brightest value stays the brightest."""
-    density, decay = ((1.5, 2), (2.0, 2), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[severity - 1]
+    density, decay = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[severity - 1]
     height, width = image.shape[:2]
     side = 2 ** (max(height, width, 3) - 1).bit_length()
     clouds = density * _clouds(side, decay, np.random.RandomState(seed))[:height, :width]
