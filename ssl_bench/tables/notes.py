@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from ssl_bench.data.files.fingerprints import kind_of
-from ssl_bench.results import CORRUPTED, Baseline, Record
+from ssl_bench.results import Baseline, Record
 from ssl_bench.tables.entry import Entry
 
 
@@ -23,12 +23,17 @@ def trusted_note(records: Iterable[Record]) -> str:
 
 def corruption_note(records: Iterable[Record]) -> str:
     """What the scored images went through, and that the others did not."""
-    told = [record for record in records if CORRUPTED in record.settings]
-    if not told:
+    found: dict[str, set[int]] = defaultdict(set)
+    fitted = False
+    for record in records:
+        if record.corrupted is not None:
+            found[record.corrupted.name].add(record.corrupted.severity)
+            fitted |= record.trained_on is not None
+    if not found:
         return ""
-    names = dict.fromkeys("{name}:{severity}".format(**r.settings[CORRUPTED]) for r in told)
-    clean = ", fitted to images as they are" if any(r.trained_on for r in told) else ""
-    return f", corrupted by {', '.join(names)}{clean}"
+    words = [f"{name} {', '.join(map(str, sorted(at)))}" for name, at in sorted(found.items())]
+    clean = ", fitted to images as they are" if fitted else ""
+    return f", corrupted by {' and '.join(words)}{clean}"
 
 
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
