@@ -1,7 +1,8 @@
 """Corruptions that change every value by itself.
 
-Source of all constants: https://arxiv.org/abs/1903.12261 as `imagecorruptions-imaug` 1.1.5 has
-them, whose pixels these are.
+Source of all formulas and constants here and in the modules beside: https://arxiv.org/abs/1903.12261
+as https://pypi.org/project/imagecorruptions-imaug 1.1.5 has them, whose pixels these are.
+docs/corruptions.md says where those of ImageNet-C itself differ.
 """
 
 import numpy as np
