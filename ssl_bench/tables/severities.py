@@ -57,17 +57,21 @@ class SeverityTable:
         lost = 100.0 * (1 - sum(values) / len(values) / clean.value)
         return None if math.isnan(lost) else lost
 
+    @property
+    def survivors(self) -> frozenset[int]:
+        """The blocks with the smallest drop; none where several all have the same."""
+        return _alone({layer: self.drop(layer) for layer in self.layers}, -1)
+
     def sheet(self, style: str) -> Sheet:
         """The highest score of each severity is marked, and the smallest drop."""
         del style
-        drops = {layer: self.drop(layer) for layer in self.layers}
-        least = _alone(drops, -1)
+        survivors = self.survivors
         best = {severity: _alone(self._ranked(severity), 1) for severity in self.severities}
         rows = tuple(
             (
                 Cell(str(layer)),
                 *(self._word(layer, s, marked=layer in best[s]) for s in self.severities),
-                Cell(_percent(drops[layer]), marked=layer in least),
+                Cell(_percent(self.drop(layer)), marked=layer in survivors),
             )
             for layer in self.layers
         )

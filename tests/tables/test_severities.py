@@ -10,6 +10,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.printing.sheets import NO_VALUE
 from ssl_bench.tables.severities import severity_tables
 from tests.core.test_results import RECORD
@@ -123,17 +124,27 @@ def test_without_corrupted_images_the_message_says_how():
 
 def test_the_command_prints_draws_and_gives_all_of_it_as_json(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    drawn: list[DepthTable] = []
+    monkeypatch.setattr("ssl_bench.cli.table.draw_curves", lambda tables, _: drawn.extend(tables))
     for record in of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)):
         ResultStore(Path("results")).save(record)
 
     assert main(["table", "--over-severity", "--figure", "curves.svg"]) == 0
     assert "photos val, key, protocol reference, snow, skip\n" in capsys.readouterr().out
-    assert "severity" in Path("curves.svg").read_text()
+    (table,) = drawn
+    assert (table.rows, table.layers, table.models) == (
+        "severity",
+        (0, 1, 2),
+        ("block 0", "block 1"),
+    )
+    assert table.entries[2, "block 1"].value == 40.0
     assert main(["table", "--over-severity", "--format", "json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["drops"] == [{"layer": 0, "drop": 50.0}, {"layer": 1, "drop": pytest.approx(10.0)}]
-    assert [(c["layer"], c["severity"], c["value"]) for c in told["cells"]][:2] == [
-        (0, 0, 80.0),
-        (0, 1, 60.0),
-    ]
+    cells = [(cell["layer"], cell["severity"], cell["value"]) for cell in told["cells"]]
+    assert cells[:2] == [(0, 0, 80.0), (0, 1, 60.0)]
+    assert main(["table", "--over-severity", "--format", "csv"]) == 0
+    head, first, *_ = capsys.readouterr().out.splitlines()
+    assert head.split(",")[:6] == ["title", "block", "severity", "model", "drop", "value"]
+    assert '",0,0,skip,50.0,80.0,' in first
     assert main(["table", "--over-severity", "--pivot"]) == 2
