@@ -29,7 +29,7 @@ def magnified(
     sides = [math.ceil(side / factor) for side in (height, width)]
     top, left = ((side - part) // 2 for side, part in zip((height, width), sides, strict=True))
     middle = image[top : top + sides[0], left : left + sides[1]]
-    return zoom(middle, (factor, factor, 1), order=1)
+    return np.asarray(zoom(middle, (factor, factor, 1), order=1))
 
 
 def smeared(
