@@ -20,11 +20,12 @@ from ssl_bench.composition.compose import (
 )
 from ssl_bench.composition.fields import Count, Place, Seed, require, shown
 from ssl_bench.composition.presets import protocols
+from ssl_bench.data.corruptions.named import KEY as CORRUPT
+from ssl_bench.data.corruptions.named import asked_corruptions
 from ssl_bench.data.files.fingerprints import FingerprintKind
-from ssl_bench.data.files.known_by_stat import DatasetByStat
-from ssl_bench.data.limited import LimitedDataset
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
+from ssl_bench.data.views import as_asked
 from ssl_bench.errors import BrokenFile, ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation, Probe
 from ssl_bench.models import Encoder
@@ -40,6 +41,7 @@ SHARED: Mapping[str, Any] = {
     "data.root": Place,
     "data.fingerprint": FingerprintKind,
     "data.limit": Limit,
+    CORRUPT: str | None,
     "seed": Seed,
     "dtype": DType,
 }
@@ -111,13 +113,15 @@ def plan_probes(
 
     `unfit` is told, in one line, why tasks are left out.
 
-    An override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key.
+    An override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key; each
+    corruption that `corrupt=` names makes a plan of its own.
 
     Raises:
         ConfigurationError: no task or dataset has the key, a value is wrong, or a task fits none of
             the datasets.
         DataError: nothing fits, such as tokencut on a dataset without boxes.
     """
+    corruptions, overrides = asked_corruptions(overrides)
     pairs = [(task, dataset) for dataset in datasets for task in tasks]
     plain = [compose_config("probing", _base(*pair)) for pair in pairs]
     # What is chosen by name comes first, for it decides which keys there are.
@@ -128,11 +132,14 @@ def plan_probes(
     ]
     for override in overrides:
         _require_taker(override, pairs, defaults)
-    plan = [
-        _build(
-            pair, [o for o in overrides if _takes(o, pair[0], default)], (roots or {}).get(pair[1])
-        )
+    taken = [
+        [o for o in overrides if _takes(o, pair[0], default)]
         for pair, default in zip(pairs, defaults, strict=True)
+    ]
+    plan = [
+        _build(pair, [*own, *one], (roots or {}).get(pair[1]))
+        for one in corruptions
+        for pair, own in zip(pairs, taken, strict=True)
     ]
     fitting = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
     if not fitting:
@@ -216,12 +223,10 @@ def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) 
     values = {key: value_of(config, key) for key in SHARED}
     for key, kind in SHARED.items():
         require(key, kind, values[key])
-    dataset: Dataset = build(config.dataset)
-    dataset = DatasetByStat(dataset) if values["data.fingerprint"] == "stat" else dataset
-    limit = values["data.limit"]
+    views = {key.removeprefix("data."): values[key] for key in ("data.fingerprint", "data.limit")}
     return PlannedProbe(
         probe=build(config.probe),
-        dataset=LimitedDataset(dataset, limit) if limit else dataset,
+        dataset=as_asked(build(config.dataset), **views, corrupt=values[CORRUPT]),
         seed=values["seed"],
         dtype=values["dtype"],
         choice=choice,
@@ -237,26 +242,21 @@ def _protocol_of_data(config: DictConfig, overrides: Sequence[str]) -> str | Non
     """
     kind = component_class(config.probe[TARGET], f"probe.{TARGET}")
     by_role: Mapping[str, str] = getattr(kind, "protocols_by_role", {})
-    if not by_role or any(_key_and_value(override)[0] == PROTOCOL for override in overrides):
+    if not by_role or any(override.partition("=")[0] == PROTOCOL for override in overrides):
         return None
     dataset: Dataset = build(config.dataset)
     fitting = [protocol for role, protocol in by_role.items() if role in dataset.supports]
     return fitting[0] if fitting and config.probe.protocol not in fitting else None
 
 
-def _key_and_value(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key, value
-
-
 def _names(override: str, task: str) -> list[str]:
     """What the key of an override can be for a task, where that is the name of a file."""
-    group = choice_group(_key_and_value(override)[0], {"probe": task})
+    group = choice_group(override.partition("=")[0], {"probe": task})
     return choices(group) if group else []
 
 
 def _takes(override: str, task: str, default: DictConfig) -> bool:
-    key, value = _key_and_value(override)
+    key, _, value = override.partition("=")
     known = _protocols(task, default) if key == PROTOCOL else _names(override, task)
     if known:
         return value in known
@@ -277,7 +277,7 @@ def _require_taker(
     takers = zip(tasks, defaults, strict=True)
     if any(_takes(override, task, default) for task, default in takers):
         return
-    key, value = _key_and_value(override)
+    key, _, value = override.partition("=")
     known = {name for task in tasks for name in _names(override, task)}
     if key == PROTOCOL:
         known |= {p for t, d in zip(tasks, defaults, strict=True) for p in _protocols(t, d)}

@@ -60,7 +60,7 @@ def _of_probing(group: str, name: str, field: str, overrides: Sequence[str]) -> 
         config = compose_config("data", [f"dataset={name}", *overrides])
         return _within(config, (_joined("dataset", field), *([] if field else ["data"])))
     config = probing_config(name, "toy", overrides)
-    shared = [] if field else ["data", "seed", "dtype"]
+    shared = [] if field else ["data", "seed", "corrupt", "dtype"]
     return _within(config, (_joined("probe", field), *shared))
 
 

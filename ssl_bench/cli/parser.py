@@ -148,6 +148,7 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
     add("--pivot", action="store_true", help="encoders as rows, datasets and metrics as columns")
     add("--over-epochs", action="store_true", help="a run's epochs as rows, blocks as columns")
+    add("--over-severity", action="store_true", help="blocks against severities of a corruption")
     add("--paper", metavar="TABLE", help="ours beside a published table: table2, figure3, mnist")
     add(
         "--as",

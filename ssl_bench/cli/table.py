@@ -1,4 +1,4 @@
-"""`ssl-bench table`: records as tables over blocks, encoders, epochs, or beside published ones."""
+"""`ssl-bench table`: records over blocks, encoders, epochs, severities, or beside papers."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
-from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import draw_curves
 from ssl_bench.tables.epochs import epoch_tables
 from ssl_bench.tables.layer_selection import CHOICES
@@ -24,6 +24,7 @@ from ssl_bench.tables.pivot import pivot_table
 from ssl_bench.tables.printing.documents import insert_between_markers
 from ssl_bench.tables.printing.sheets import Printable, render_tables
 from ssl_bench.tables.published import PublishedTable, published_table
+from ssl_bench.tables.severities import severity_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -39,8 +40,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         insert_between_markers(Path(options.into), render_tables(tables, "markdown"))
         say(f"written into {options.into}")
     if options.figure:
-        curves = epoch_tables if options.over_epochs else depth_tables
-        draw_curves(curves(records), Path(options.figure))
+        draw_curves(_curves(options, records), Path(options.figure))
         say(f"drawn: {options.figure}")
     say_ignored(store)
     return 0
@@ -55,6 +55,7 @@ def _check_together(options: argparse.Namespace) -> None:
         "--pivot": options.pivot,
         "--paper": options.paper,
         "--over-epochs": options.over_epochs,
+        "--over-severity": options.over_severity,
     }
     asked = [flag for flag, value in chosen.items() if value]
     if len(asked) > 1:
@@ -71,11 +72,19 @@ def _tables(
         return [pivot_table(records, store, choice)]
     if options.over_epochs:
         return epoch_tables(records)
+    if options.over_severity:
+        return severity_tables(records)
     if options.paper is None:
         return depth_tables(records)
     published = published_table(options.paper)
     encoders = _encoders(options.encoders or [], published, records, store)
     return [paper_table(published, records, store, encoders=encoders, choice=choice)]
+
+
+def _curves(options: argparse.Namespace, records: Sequence[Record]) -> Sequence[DepthTable]:
+    if options.over_severity:
+        return [table.curves() for table in severity_tables(records)]
+    return epoch_tables(records) if options.over_epochs else depth_tables(records)
 
 
 def _encoders(

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
+from ssl_bench.data.corrupted import as_settings
 from ssl_bench.data.files.readable import ReadableDataset, summary
 from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation.probe import Probe
-from ssl_bench.results.record import TRAINED_ON, CellKey, TrainingImages
+from ssl_bench.results.record import CORRUPTED, TRAINED_ON, CellKey, TrainingImages
 
 
 @runtime_checkable
@@ -68,10 +69,12 @@ def cell_settings(question: Question) -> dict[str, Any]:
     """
     gone = left_out(question.dataset)
     fitted = question.probe.training_images(question.dataset)
+    corrupted = as_settings(question.probe.split(question.dataset))
     return {
         **question.probe.settings(),
         "dtype": str(question.dtype).removeprefix("torch."),
         **({TRAINED_ON: asdict(trained_on(fitted))} if fitted else {}),
+        **({CORRUPTED: corrupted} if corrupted else {}),
         # Among the settings, so that no table shows it beside numbers of all images.
         **({"left_out": summary(gone)} if gone else {}),
     }

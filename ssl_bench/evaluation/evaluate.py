@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ssl_bench.composition.presets import changed_settings
+from ssl_bench.data.corrupted import corruption_of
 from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, summary
 from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -114,7 +115,7 @@ class Evaluation:
                 overwrite=overwrite,
                 say=say,
                 known=list(pending.finished.values()),
-                passed=passed.of(self.encoder, self.probe.role),
+                passed=passed.of(self.encoder, self.probe.role, _corrupted(images)),
                 ranks=ranks if shared else ALONE,
             )
             asked = {(key.layer, key.facet, key.metric): key for key in keys}
@@ -196,6 +197,12 @@ class Evaluation:
             changed=changed_settings(self.probe),
             **provenance(self.device, seconds),
         )
+
+
+def _corrupted(images: ImageSet) -> str | None:
+    """What the scored images went through, in words."""
+    corruption = corruption_of(images)
+    return None if corruption is None else str(corruption)
 
 
 def _with_a_way_out(error: UnreadableImage) -> UnreadableImage:

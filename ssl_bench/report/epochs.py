@@ -24,11 +24,13 @@ class Course:
     Attributes:
         points: By epoch and block.
         depth: Blocks of the encoder, scored or not.
+        along: What stands in the place of epochs.
     """
 
     run: str
     depth: int
     points: Mapping[tuple[float, int], Point] = field(compare=False)
+    along: str = "epoch"
 
     @property
     def epochs(self) -> tuple[float, ...]:
@@ -60,7 +62,7 @@ class Course:
 
     def _spots(self, layer: int) -> tuple[Spot, ...]:
         return tuple(
-            spot_of(point, epoch, f"{self.run}, block {layer}, epoch {epoch:g}")
+            spot_of(point, epoch, f"{self.run}, block {layer}, {self.along} {epoch:g}")
             for epoch in self.epochs
             if (point := self.at(epoch, layer)) is not None
         )

@@ -138,6 +138,11 @@ class Panel:
         return any(line.best for line in self.lines)
 
     @property
+    def is_corrupted(self) -> bool:
+        """Whether the scored images are not as they are."""
+        return self.lines[0].points[0].entry.records[0].corrupted is not None
+
+    @property
     def drawn(self) -> tuple[Line, ...]:
         """All lines, or of many those with the highest values, in the order of their names."""
         highest = sorted(self.lines, key=lambda line: -line.best.value if line.best else math.inf)

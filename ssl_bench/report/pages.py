@@ -108,6 +108,7 @@ class IndexPage:
         board: One number a task.
         strips: A few pictures of each checkpoint.
         followed: Numbers of the panels that the page on epochs follows runs in.
+        has_corrupted: Whether there is a page on severities.
     """
 
     num_records: int
@@ -119,6 +120,7 @@ class IndexPage:
     strips: tuple[Strip, ...]
     views: tuple[PanelView, ...]
     followed: frozenset[int]
+    has_corrupted: bool
 
     @property
     def num_panels(self) -> int:

@@ -33,6 +33,7 @@ from ssl_bench.report.pictures.panels import Gallery, galleries_of, of_layers
 from ssl_bench.report.pictures.strips import strips_of
 from ssl_bench.report.pictures.viewers import address_of, sections_of
 from ssl_bench.report.provenance import as_script
+from ssl_bench.report.severities import CorruptedScores, SeveritiesPage, corrupted_scores
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import in_page
 from ssl_bench.system.paths import real
@@ -49,6 +50,7 @@ class Report:
     Attributes:
         records: Others refer to them by their place here.
         followed: Panels with runs of several epochs.
+        corrupted: Scores of corrupted images.
         by_encoder: Its records by id of an encoder.
         galleries: By id of the encoder.
         pictures: Those of the folder of results.
@@ -61,22 +63,26 @@ class Report:
     panels: tuple[Panel, ...]
     pairs: tuple[Pair, ...]
     followed: tuple[PanelCourses, ...]
+    corrupted: tuple[CorruptedScores, ...]
     by_encoder: Mapping[str, Sequence[Record]]
     galleries: Mapping[str, Sequence[Gallery]]
     pictures: PictureFiles
     num_unreadable: int
 
     def index_page(self) -> IndexPage:
+        # One number a task: of images as they are, where there are any.
+        plain = [panel for panel in self.panels if not panel.is_corrupted] or self.panels
         return IndexPage(
             num_records=len(self.records),
             num_unreadable=self.num_unreadable,
             checkpoints=self.checkpoints,
             pairs=self.pairs,
-            profiles=profiles_of(self.panels, self.checkpoints),
-            board=board_of(self.panels, self.checkpoints),
+            profiles=profiles_of(plain, self.checkpoints),
+            board=board_of(plain, self.checkpoints),
             strips=strips_of(self.checkpoints, self.galleries),
             views=tuple(panel_view(panel, self.records) for panel in self.panels),
             followed=frozenset(one.panel.number for one in self.followed),
+            has_corrupted=bool(self.corrupted),
         )
 
     def checkpoint_page(self, checkpoint: Checkpoint) -> CheckpointPage:
@@ -144,6 +150,7 @@ def build_report(
         panels=panels,
         pairs=tuple(pairs_of(checkpoints, asked_pairs)),
         followed=followed_panels(panels, records),
+        corrupted=corrupted_scores(records),
         by_encoder=by_encoder,
         galleries={
             c.encoder_id: of_layers(
@@ -191,6 +198,9 @@ def write_report(report: Report, folder: Path) -> None:
             _write(new / pair.page, render("pair.html", page))
         if report.followed:
             _write(new / "epochs.html", render("epochs.html", EpochsPage(report.followed)))
+        if report.corrupted:
+            page = SeveritiesPage(report.corrupted)
+            _write(new / "severities.html", render("severities.html", page))
         _write(new / "index.html", render("index.html", report.index_page()))
 
 

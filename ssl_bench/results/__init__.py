@@ -4,6 +4,7 @@ from ssl_bench.results.baseline import Baseline
 from ssl_bench.results.frames import to_pandas
 from ssl_bench.results.reading import OUTDATED
 from ssl_bench.results.record import (
+    CORRUPTED,
     ENCODER,
     SUPERVISED,
     TRAINED_ON,
@@ -17,6 +18,7 @@ from ssl_bench.results.record import (
 from ssl_bench.results.store import ResultStore
 
 __all__ = [
+    "CORRUPTED",
     "ENCODER",
     "OUTDATED",
     "SUPERVISED",

@@ -10,10 +10,12 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.results.ranges import PLAIN, colour_of, parsed, require_possible
 from ssl_bench.results.record import (
+    CORRUPTED,
     ENCODER,
     TRAINED_ON,
     CellKey,
     Record,
+    RecordedCorruption,
     TrainingImages,
     cell_digest,
     cell_filename,
@@ -141,3 +143,6 @@ def _require_kinds(record: Record, mappings: Sequence[str]) -> None:
     told = record.settings.get(TRAINED_ON)
     if told and [*map(type, vars(TrainingImages(**told)).values())] != [str, str, int]:
         raise TypeError(f"{TRAINED_ON} is {record.trained_on!r}")
+    told = record.settings.get(CORRUPTED)
+    if told and [*map(type, vars(RecordedCorruption(**told)).values())] != [str, int, str, str]:
+        raise TypeError(f"{CORRUPTED} is {record.corrupted!r}")

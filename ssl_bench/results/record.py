@@ -35,6 +35,9 @@ _LONG = 24
 TRAINED_ON = "trained_on"
 """Name among the settings of what a probe was fitted to."""
 
+CORRUPTED = "corrupted"
+"""Name among the settings of what the scored images went through."""
+
 
 @dataclass(frozen=True)
 class TrainingImages:
@@ -50,12 +53,27 @@ class TrainingImages:
 
 
 @dataclass(frozen=True)
+class RecordedCorruption:
+    """What the scored images went through, and what they were before.
+
+    Attributes:
+        dataset: Name of the images as they are; `fingerprint` is theirs too.
+    """
+
+    name: str
+    severity: int
+    dataset: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class CellKey:
     """The fields that change the number; device, workers and batch size are not among them.
 
     Attributes:
         checkpoint_sha256: Of the weights; with `architecture`, `mean` and `std` it is the encoder.
-        settings: Those of the probe; under `TRAINED_ON` the images that it was fitted to.
+        settings: Those of the probe; under `TRAINED_ON` the images that it was fitted to, under
+            `CORRUPTED` what the scored ones went through.
     """
 
     task: str
@@ -167,6 +185,12 @@ class Record:
         """The images that something was fitted to, None where nothing was."""
         told = self.settings.get(TRAINED_ON)
         return None if told is None else TrainingImages(**told)
+
+    @property
+    def corrupted(self) -> RecordedCorruption | None:
+        """What the scored images went through, None where they are as they are."""
+        told = self.settings.get(CORRUPTED)
+        return None if told is None else RecordedCorruption(**told)
 
     def key(self) -> CellKey:
         return CellKey(**{name: getattr(self, name) for name in _KEY_FIELDS})

@@ -21,6 +21,21 @@ def trusted_note(records: Iterable[Record]) -> str:
     return ", their files known by size and time alone" if is_trusted else ""
 
 
+def corruption_note(records: Iterable[Record]) -> str:
+    """What the scored images went through, and that the others did not."""
+    found: dict[str, set[int]] = defaultdict(set)
+    fitted = False
+    for record in records:
+        if record.corrupted is not None:
+            found[record.corrupted.name].add(record.corrupted.severity)
+            fitted |= record.trained_on is not None
+    if not found:
+        return ""
+    words = [f"{name} {', '.join(map(str, sorted(at)))}" for name, at in sorted(found.items())]
+    clean = ", fitted to images as they are" if fitted else ""
+    return f", corrupted by {' and '.join(words)}{clean}"
+
+
 def baselines(records: Iterable[Record]) -> dict[str, list[float]]:
     """What answers that look at no image score, each value once, ascending, by the answer.
 
@@ -59,7 +74,8 @@ def provenance(records: Sequence[Record]) -> str:
     left_out = [r.settings["left_out"] for r in records if "left_out" in r.settings]
     unreadable = f", unreadable and left out: {distinct(left_out)}" if left_out else ""
     return (
-        f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}; "
+        f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}"
+        f"{corruption_note(records)}; "
         f"seeds {distinct([r.seed for r in records])}; "
         f"ssl-bench {distinct([r.version for r in records])} ({distinct(commits)}); "
         f"torch {distinct([r.torch for r in records])}; "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ssl_bench.data.files.fingerprints import shortened
-from ssl_bench.results import TRAINED_ON, Record
+from ssl_bench.results import CORRUPTED, TRAINED_ON, Record
 
 SERIES = ("task", "dataset", "split", "metric", "unit", "facet", "protocol")
 
@@ -37,7 +37,7 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
 
     Without those that the title of a table says.
     """
-    said = {*record.changed, TRAINED_ON}
+    said = {*record.changed, TRAINED_ON, CORRUPTED}
     differing = [
         f"{name}={value}"
         for name, value in sorted(record.settings.items())

@@ -176,3 +176,16 @@ def test_what_one_field_may_hold_another_field_may_not(tmp_path):
 
     assert [record.changed for record in store.records()] == [endless]
     assert "too large" in store.unreadable[other]
+
+
+@pytest.mark.parametrize("severity", ["3", True, None])
+def test_a_corruption_that_no_run_leaves_is_passed_over(tmp_path, severity):
+    told = {"name": "snow", "severity": severity, "dataset": "toy", "fingerprint": "b" * 64}
+    store = ResultStore(tmp_path)
+    store.save(replace(RECORD, settings={"corrupted": told}))
+    store.save(replace(RECORD, settings={"corrupted": told | {"severity": 3}}))
+
+    (found,) = store.records()
+
+    assert found.corrupted is not None
+    assert (found.corrupted.severity, len(store.unreadable)) == (3, 1)

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from probes.knn.probe import KNN
+from ssl_bench.data.corrupted import CorruptedDataset
+from ssl_bench.data.corruptions.named import Corruption
 from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.samples import Dataset
 from ssl_bench.evaluation import Evaluation, Probe
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
@@ -98,3 +101,29 @@ def test_nothing_is_held_when_probes_of_other_images_follow(encoder):
     assert passed.of(encoder, "classification") == {"images": "features"}
     assert passed.of(encoder, "segmentation") == {}
     assert passed.of(encoder, "classification") == {}
+
+
+def corrupted(root: Path, *corruptions: str) -> list[Dataset]:
+    return [CorruptedDataset(ClassFolders(root), Corruption.of(one)) for one in corruptions]
+
+
+def test_images_that_are_fitted_to_pass_once_for_all_corruptions(root, encoder, tmp_path):
+    datasets = [ClassFolders(root), *corrupted(root, "snow:1", "fog:1", "snow:2")]
+    asked = [evaluation(KNN(neighbours=[1]), encoder, root, dataset=one) for one in datasets]
+
+    assert passes(encoder, ResultStore(tmp_path / "together"), *asked) == TRAIN + 4 * VAL
+
+    assert passes(encoder, ResultStore(tmp_path / "apart"), asked[2]) == TRAIN + VAL
+    alone = {record.digest: record.value for record in ResultStore(tmp_path / "apart").records()}
+    found = {record.digest: record.value for record in ResultStore(tmp_path / "together").records()}
+    assert alone.items() <= found.items()
+
+
+def test_of_the_last_corruption_but_one_only_what_was_asked_for_since_is_held(encoder):
+    passed, held = PassedImages(), {}
+    for name in ("snow:1", "fog:1", "snow:2"):
+        held = passed.of(encoder, "classification", name)
+        held.setdefault("train", "features")
+        held[name] = "features"
+
+    assert set(held) == {"train", "fog:1", "snow:2"}

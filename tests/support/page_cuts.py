@@ -54,6 +54,7 @@ def cut_down(words: Sequence[str], place: Path) -> list[str]:
     found = [re.sub(r"(^|=|,)/(?=data|photos|classes|shared)", rf"\1{place}/", w) for w in words]
     here = HERE | (RUNS if found[0] == "compare" else {})
     found = [PUBLISHED.sub(r"\1", here.get(word, word)) for word in found]
+    found = [re.sub(r"^(corrupt=.*):1-5$", r"\1:5", word) for word in found]
     if found[0] in ("probe", "sweep"):
         if "--jobs" in found and "--task" not in found:
             found += ["--task", "pca"]

@@ -1,0 +1,1 @@
+"""The common corruptions of ImageNet-C, of any image and always with the same draws."""

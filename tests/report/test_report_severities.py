@@ -1,0 +1,76 @@
+"""The page on corrupted images: its numbers, its links, and what stays out of the first table."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.model import panels_of
+from ssl_bench.report.severities import corrupted_scores
+from ssl_bench.report.writing import build_report
+from ssl_bench.results import Record, ResultStore
+from tests.support.report_cells import EVIL, Elements
+from tests.tables.test_severities import of_blocks
+
+RECORDS = of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0))
+
+
+def written(root: Path, records: list[Record]) -> Path:
+    for record in records:
+        ResultStore(root / "results").save(record)
+    into = root / "report"
+    assert main(["report", "--out", str(root / "results"), "--into", str(into)]) == 0
+    return into
+
+
+def test_scores_are_followed_from_the_clean_ones_on_block_by_block():
+    (one,) = corrupted_scores(RECORDS)
+
+    shown = {at: (point.value, point.records) for at, point in one.course.points.items()}
+    assert shown[0, 0] == (80.0, (0,))
+    assert shown[2, 1] == (40.0, (5,))
+    assert len(shown) == 6
+    assert (one.survivors, one.drop(1), one.drop(0)) == ((1,), "10.0", "50.0")
+    chart = one.chart()
+    assert (chart.along, chart.measured, len(chart.curves)) == ("severity", "top1 (%)", 2)
+    assert chart.curves[1].marks[2].hint == "skip, block 1, severity 2: 40.0"
+
+
+def test_of_each_task_one_metric_stands_on_the_page():
+    other = [replace(record, metric="top1_k20") for record in RECORDS]
+
+    found = corrupted_scores([*RECORDS, *other])
+
+    assert [one.record.metric for one in found] == ["top1_k20"]
+
+
+def test_without_corrupted_images_there_is_no_page(tmp_path):
+    report = written(tmp_path, [RECORDS[0]])
+
+    assert not (report / "severities.html").exists()
+    assert "severities.html" not in (report / "index.html").read_text()
+
+
+def test_the_page_is_linked_once_and_names_are_escaped(tmp_path):
+    report = written(tmp_path, [replace(record, model=EVIL) for record in RECORDS])
+
+    index = Elements((report / "index.html").read_text())
+    page = Elements((report / "severities.html").read_text())
+    links = [attributes.get("href") for tag, attributes in index.elements if tag == "a"]
+    assert links.count("severities.html") == 1
+    assert not [tag for tag, _ in page.elements if tag == EVIL]
+    buttons = {a["data-r"] for tag, a in page.elements if tag == "button" and "data-r" in a}
+    assert buttons == {"0", "1", "2", "3", "4", "5"}
+    assert "Smallest drop: block 1, 10.0 %." in (report / "severities.html").read_text()
+
+
+def test_the_first_table_is_of_images_as_they_are(tmp_path):
+    store = ResultStore(tmp_path)
+    panels = panels_of(RECORDS, checkpoints_of(RECORDS))
+    assert [panel.is_corrupted for panel in panels] == [False, True, True]
+
+    board = build_report(store, RECORDS, []).index_page().board
+    alone = build_report(store, [r for r in RECORDS if r.corrupted], []).index_page().board
+
+    assert [column.panel.dataset for column in board.columns] == ["photos"]
+    assert len(alone.columns) == 2

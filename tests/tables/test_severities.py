@@ -1,0 +1,150 @@
+"""Blocks against severities of a corruption: what stands beside what, and what is lost."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import DataError
+from ssl_bench.results import Record, ResultStore
+from ssl_bench.tables.depth import DepthTable
+from ssl_bench.tables.printing.sheets import NO_VALUE
+from ssl_bench.tables.severities import severity_tables
+from tests.core.test_results import RECORD
+
+CLEAN = replace(RECORD, task="knn", dataset="photos", metric="top1", ci95=None, details={})
+
+
+def corrupted(record: Record, name: str, severity: int, **changes: Any) -> Record:
+    told = {"name": name, "severity": severity, "dataset": record.dataset}
+    told["fingerprint"] = record.dataset_fingerprint
+    return replace(
+        record,
+        dataset=f"{record.dataset}+{name}-{severity}",
+        dataset_fingerprint=f"{severity}c" * 32,
+        settings={**record.settings, "corrupted": told},
+        **changes,
+    )
+
+
+def of_blocks(*values: tuple[float, ...]) -> list[Record]:
+    """Of each block its clean score, and those of snow 1, 2 and so on."""
+    found = []
+    for layer, (clean, *others) in enumerate(values):
+        first = replace(CLEAN, layer=layer, value=clean)
+        found += [first]
+        found += [corrupted(first, "snow", n, value=value) for n, value in enumerate(others, 1)]
+    return found
+
+
+def test_the_drop_is_the_share_of_the_clean_score_that_is_lost():
+    (table,) = severity_tables(of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)))
+
+    # Means of 40 and 45: half of 80, and a tenth of 50.
+    assert [table.drop(layer) for layer in (0, 1)] == pytest.approx([50.0, 10.0])
+    sheet = table.sheet("text")
+    assert sheet.title == ("knn: top1 (%) on photos val, key, protocol reference, snow, skip")
+    assert sheet.head == ("block", "clean", "1", "2", "drop (%)")
+    assert [[cell.text for cell in row] for row in sheet.rows] == [
+        ["0", "80.0", "60.0", "20.0", "50.0"],
+        ["1", "50.0", "50.0", "40.0", "10.0"],
+    ]
+    marked = [[cell.marked for cell in row] for row in sheet.rows]
+    assert marked == [[False, True, True, False, False], [False, False, False, True, True]]
+
+
+def test_every_corruption_and_encoder_has_a_table_with_the_same_clean_scores():
+    first, snow = of_blocks((80.0, 60.0))
+    fog = corrupted(first, "fog", 3, value=20.0)
+    other = [replace(one, checkpoint_sha256="d" * 64, model="other") for one in (first, fog)]
+
+    tables = severity_tables([first, snow, fog, *other])
+
+    told = [(table.title.split(", ")[-2:], table.severities, table.drop(0)) for table in tables]
+    assert sorted(told, key=str) == [
+        (["fog", "other"], (0, 3), pytest.approx(75.0)),
+        (["fog", "skip"], (0, 3), pytest.approx(75.0)),
+        (["snow", "skip"], (0, 1), pytest.approx(25.0)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dataset_fingerprint": "d" * 64}, "other images"),
+        ({"settings": {"tau": 0.3}}, "another setting"),
+        ({"facet": "query"}, "another facet"),
+    ],
+)
+def test_clean_scores_of_something_else_do_not_stand_beside(change, why):
+    clean, snow = of_blocks((80.0, 60.0))
+
+    (table,) = severity_tables([replace(clean, **change), snow])
+
+    assert table.severities == (1,), why
+    assert table.drop(0) is None
+
+
+def test_what_is_no_better_than_an_answer_without_a_look_has_nothing_to_lose():
+    baseline = {"baseline": {"answer": "most frequent class", "value": 50.0}}
+    some = [replace(one, details=baseline) for one in of_blocks((80.0, 60.0), (50.0, 10.0))]
+
+    (table,) = severity_tables(some)
+
+    assert table.drop(0) == pytest.approx(25.0)
+    assert table.drop(1) is None
+    assert table.sheet("text").rows[1][-1].text == NO_VALUE
+
+
+def test_nothing_is_marked_and_lost_where_more_is_not_better():
+    plain = [replace(one, unit="", metric="rankme") for one in of_blocks((8.0, 6.0), (5.0, 5.0))]
+
+    (table,) = severity_tables(plain)
+
+    assert table.drop(0) is None
+    assert not any(cell.marked for row in table.sheet("text").rows for cell in row)
+
+
+def test_seeds_of_a_cell_are_averaged():
+    some = of_blocks((80.0, 60.0))
+    other = [replace(one, seed=1, value=one.value - 20) for one in some]
+
+    (table,) = severity_tables([*some, *other])
+
+    assert [table.entries[0, severity].value for severity in (0, 1)] == [70.0, 50.0]
+
+
+def test_without_corrupted_images_the_message_says_how():
+    with pytest.raises(DataError, match="corrupt=clean,gaussian_noise:1-5"):
+        severity_tables([CLEAN])
+
+
+def test_the_command_prints_draws_and_gives_all_of_it_as_json(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    drawn: list[DepthTable] = []
+    monkeypatch.setattr("ssl_bench.cli.table.draw_curves", lambda tables, _: drawn.extend(tables))
+    for record in of_blocks((80.0, 60.0, 20.0), (50.0, 50.0, 40.0)):
+        ResultStore(Path("results")).save(record)
+
+    assert main(["table", "--over-severity", "--figure", "curves.svg"]) == 0
+    assert "photos val, key, protocol reference, snow, skip\n" in capsys.readouterr().out
+    (table,) = drawn
+    assert (table.rows, table.layers, table.models) == (
+        "severity",
+        (0, 1, 2),
+        ("block 0", "block 1"),
+    )
+    assert table.entries[2, "block 1"].value == 40.0
+    assert main(["table", "--over-severity", "--format", "json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["drops"] == [{"layer": 0, "drop": 50.0}, {"layer": 1, "drop": pytest.approx(10.0)}]
+    cells = [(cell["layer"], cell["severity"], cell["value"]) for cell in told["cells"]]
+    assert cells[:2] == [(0, 0, 80.0), (0, 1, 60.0)]
+    assert main(["table", "--over-severity", "--format", "csv"]) == 0
+    head, first, *_ = capsys.readouterr().out.splitlines()
+    assert head.split(",")[:6] == ["title", "block", "severity", "model", "drop", "value"]
+    assert '",0,0,skip,50.0,80.0,' in first
+    assert main(["table", "--over-severity", "--pivot"]) == 2
