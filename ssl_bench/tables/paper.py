@@ -71,6 +71,7 @@ class PaperTable:
             f"ours is not the same experiment in any cell{self._unknown_training()}; "
             "what differs besides:",
             f"published: {published.setup}; not stated: {published.unknown}",
+            *([f"doubtful: {published.doubts}"] if published.doubts else []),
             *(self._column_note(column) for column in published.columns if self._used(column)),
             *(
                 f"{row!r} here: {record.model}, {record.depth} blocks, "

@@ -62,6 +62,7 @@ class PublishedTable:
         name: Unique among all papers, such as "table2".
         setup: What the paper says of the experiment.
         unknown: What it leaves open.
+        doubts: What makes a value doubtful, such as a text that contradicts it; empty for none.
         source: Paper, venue and number of the table.
         where: That number, such as "table B.9".
         values: By row and column, in percent unless the metric says otherwise; none for a cell that
@@ -81,6 +82,7 @@ class PublishedTable:
     columns: tuple[PublishedColumn, ...]
     values: dict[tuple[str, str], float]
     where: str = ""
+    doubts: str = ""
     runs: Mapping[str, str] = field(default_factory=dict)
     in_reports: bool = True
 
@@ -185,8 +187,9 @@ def published_beside(record: Record) -> tuple[Beside, ...]:
 def difference_of_settings(table: PublishedTable, column: PublishedColumn, record: Record) -> str:
     """One sentence on both experiments; it claims for none of them to be the other."""
     images = "" if column.num_images is None else f", {column.num_images:,} images if all were used"
+    doubts = f", doubtful: {table.doubts}" if table.doubts else ""
     return (
-        f"published: {table.setup}{images}, not stated: {table.unknown}; "
+        f"published: {table.setup}{images}, not stated: {table.unknown}{doubts}; "
         f"here: {settings_of(record)}"
     )
 
@@ -250,6 +253,7 @@ def _table(paper: Paper, table: Mapping[str, Any]) -> PublishedTable:
         columns=columns,
         values={cell: float(value) for cell, value in cells.items() if value is not None},
         where=table["where"],
+        doubts=table.get("doubts", ""),
         runs={row["name"]: row["run"] for row in table["rows"] if "run" in row},
         in_reports=table.get("in_reports", True),
     )

@@ -40,6 +40,7 @@ COMPARISONS = {
     "initialisation_readings": {"model"},
     "mae_imagenet_finetune": {"model"},
     "mimetic_cifar10": {"model"},
+    "one_skip_cifar10": {"model"},
     "osa_mnist": {"model"},
     "supervised_imagenet": {"model", "optimizer"},
     "supervised_tiny_imagenet": {"model", "optimizer"},

@@ -77,6 +77,17 @@ def test_what_this_suite_cannot_measure_is_said(store):
     assert "'ViT-B, SVD token graying'" in notes[-2]
 
 
+def test_doubts_about_a_table_are_one_of_its_notes(store):
+    save(store, "a", 0, hits(1, 0))
+
+    def notes(name):
+        table = published_table(name)
+        return paper_table(table, store.records(), store, encoders={}, choice="holdout").notes()
+
+    assert notes("one_skip")[2].startswith("doubtful: the text at hand has lost the numbers")
+    assert not [note for note in notes("mnist") if note.startswith("doubtful")]
+
+
 def test_an_accuracy_of_training_comes_from_the_run_itself(store):
     save(store, "a", 0, hits(1, 0), dataset="mnist", task="classification", metric="top1")
 
