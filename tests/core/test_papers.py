@@ -63,7 +63,7 @@ def test_a_number_is_read_whole_or_not_at_all():
 
 def test_every_value_of_the_thesis_and_the_condition_numbers_are_there():
     tables = {table.where: table for table in published_tables() if "mimetic" in table.paper}
-    sizes = {where: len(table.values) for where, table in tables.items()}
+    sizes = {w: len(table.values) for w, table in tables.items() if w.startswith("table")}
 
     assert sizes == {
         "table 2.3": 10, "table 2.4": 32, "table 3.1": 58, "table 3.3": 20, "table 3.4": 10,
