@@ -137,6 +137,7 @@ class PaperTable:
                 "row": row,
                 "column": column.name,
                 "published": self.published.values.get((row, column.name)),
+                "published_spread": self.published.spreads.get((row, column.name)),
                 "source": self.published.source,
                 **_csv_fields(self.ours.get((row, column.name))),
             }
@@ -151,6 +152,7 @@ class PaperTable:
                 "row": row,
                 "column": column.name,
                 "published": self.published.values.get((row, column.name)),
+                "published_spread": self.published.spreads.get((row, column.name)),
                 "ours": _json(self.ours.get((row, column.name))),
             }
             for row in self.published.rows

@@ -12,7 +12,7 @@ from torch import nn
 from probes.conditioning.decomposition import decompose_block
 from probes.conditioning.matrices import log_condition_numbers
 from probes.conditioning.passes import BlockPass
-from probes.conditioning.probe import MEAN_LOG
+from probes.conditioning.probe import MEAN_LOG, Conditioning
 from probes.conditioning.scores import mean_log_scores
 from ssl_bench.models import build_vit
 from ssl_bench.models.graying import TokenGraying
@@ -104,7 +104,9 @@ def test_scores_are_those_of_the_tokens_of_the_encoder_itself(photographs, tmp_p
     for column, facet in enumerate(("before", "after")):
         expected = sum(pair[column] for pair in logs) / 3
         assert found(records, 2, facet, MEAN_LOG).value == pytest.approx(expected, rel=1e-5)
+    # A picture that is promised and not drawn would leave the cells pending for ever.
     assert not (tmp_path / "out" / "pictures").exists()
+    assert not Conditioning(protocol="mean_log").pictures((2,), photographs.images(), 0)
 
 
 def test_an_exponent_of_one_gives_the_numbers_of_a_plain_encoder(photographs, tmp_path):  # noqa: F811
