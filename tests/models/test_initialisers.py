@@ -264,14 +264,12 @@ def test_older_names_of_the_mlps_options_are_the_fields():
         replace(config, init_options={"mlp_mean": 0.1})
 
 
-@pytest.mark.parametrize(
-    ("said", "named"), [({}, "model"), ({"init": "mimetic"}, "model.init_options")]
-)
-def test_a_negative_deviation_is_refused(said, named):
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_negative_deviation_is_refused(inside):
+    named = r"model.init_options.mlp_input_std" if inside else r"model.mlp_input_std"
     wrong = {"mlp_input_std": -0.1}
-    values = {"init_options": wrong, **said} if said else wrong
-    with pytest.raises(ConfigurationError, match=rf"{named}.mlp_input_std expects .* got -0\.1"):
-        ViTConfig(**values)
+    with pytest.raises(ConfigurationError, match=rf"{named} expects .* got -0\.1"):
+        ViTConfig.from_dict({"init_options": wrong} if inside else wrong)
 
 
 def test_default_weights_are_those_of_official_dino():
