@@ -43,6 +43,7 @@ COMPARISONS = {
     "convmixer_ablation": {"model", "objective", "train"},
     "mimetic_cifar10": {"model"},
     "mimetic_mlp_cifar10": {"model"},
+    "mimetic_mlp_imagenet": {"model"},
     "one_skip_cifar10": {"model"},
     "osa_mnist": {"model", "train"},
     "supervised_imagenet": {"model", "optimizer"},
