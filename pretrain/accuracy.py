@@ -37,7 +37,7 @@ class Trained:
 
 def record_accuracy(
     results: Path, observer: Observer, weights: Path, trained: Trained
-) -> Path | None:
+) -> list[Path]:
     """Measure how often the head of a run is right, and write it down with the images it was on.
 
     The dataset has the name of its folder, so that of a paper's needs a folder of that name.
@@ -49,7 +49,7 @@ def record_accuracy(
         trained: The run.
 
     Returns:
-        The record's file; None for a head that diverged.
+        Files of the records, that of top-1 first; none for a head that diverged.
 
     Raises:
         DataError: an image cannot be read.
@@ -57,17 +57,19 @@ def record_accuracy(
     """
     start = time.monotonic()
     right = observer.hits()
-    if right is None:
-        return None
-    hits = right.cpu().numpy()
-    store = ResultStore(results)
-    record = _record(hits, observer, weights, trained, time.monotonic() - start)
-    store.save_image_ids(record.dataset_fingerprint, observer.val.ids)
-    return store.save(record, hits)
+    store, files = ResultStore(results), []
+    for most, found in (right or {}).items():
+        hits = found.cpu().numpy()
+        seconds = time.monotonic() - start
+        record = _record(hits, f"top{most}", observer, weights, trained, seconds)
+        store.save_image_ids(record.dataset_fingerprint, observer.val.ids)
+        files.append(store.save(record, hits))
+    return files
 
 
 def _record(
     hits: Bool[np.ndarray, " images"],
+    metric: str,
     observer: Observer,
     weights: Path,
     trained: Trained,
@@ -83,7 +85,7 @@ def _record(
         layer=encoder.depth - 1,
         facet="head",
         protocol="central_square",
-        metric="top1",
+        metric=metric,
         **encoder.identity(),
         dataset_fingerprint=observer.val.fingerprint(),
         seed=description["train"]["seed"],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Bool, UInt8
+from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
 from pretrain.crops.augmentation import Images, normalise
@@ -27,7 +27,7 @@ from ssl_bench.system.device import in_float64
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.processors import usable_cores
 
-KNN, ACCURACY = "knn_top1", "val_top1"
+KNN = "knn_top1"
 _MOST_THREADS = 16
 
 View = tuple[UInt8[Tensor, "3 size size"], int]
@@ -45,8 +45,9 @@ class Monitor:
         knn_epochs: Every so many epochs, and after the last step, the images of the validation
             split take the class that the nearest training images vote for: `knn_top1`, percent.
         accuracy_epochs: Every so many epochs, and after the last step, the head of a supervised run
-            names the class of the validation images: `val_top1`, percent.
-        results: Folder of results in which the finished run leaves its last `val_top1` as a record.
+            names the class of the validation images: `val_top1`, percent, and of six classes or
+            more how often it is among the five likeliest: `val_top5`.
+        results: Folder of results in which the finished run leaves the last of them as records.
         neighbours: How many training images vote.
         temperature: A neighbour's vote is exp(cosine similarity / temperature).
         train_images: At most so many vote, drawn once.
@@ -160,7 +161,7 @@ class Observer:
         """
         found = {}
         if self._is_due(self.options.accuracy_epochs, step):
-            found[ACCURACY] = self._accuracy()
+            found |= self._accuracies()
         if self._is_due(self.options.knn_epochs, step):
             found[KNN] = self._knn()
         return found
@@ -171,17 +172,29 @@ class Observer:
         is_last = step == self.timeline.total_steps
         return is_last or step % (epochs * self.timeline.steps_per_epoch) == 0
 
-    def hits(self) -> Bool[Tensor, " images"] | None:
-        """Which of the images of `val` the head names right; None for one that diverged."""
+    def hits(self) -> dict[int, Bool[Tensor, " images"]] | None:
+        """Which images of `val` have their class first, and among the first five of six or more.
+
+        By how many classes count; None for a head that diverged.
+        """
         assert isinstance(self.learner, Classifier)
         found = self._outputs(self.val, self.learner.classify)
         if not found.features.isfinite().all():
             return None
-        return found.features.argmax(1) == found.labels
+        ranks = class_ranks(found.features, found.labels)
+        return {most: ranks < most for most in self._tops}
 
-    def _accuracy(self) -> float:
+    @property
+    def _tops(self) -> tuple[int, ...]:
+        # The class is among the five likeliest of five whatever the head says.
+        return (1, 5) if len(self.val.images.class_names) > 5 else (1,)
+
+    def _accuracies(self) -> dict[str, float]:
         hits = self.hits()
-        return math.nan if hits is None else percent(hits)
+        return {
+            f"val_top{most}": math.nan if hits is None else percent(hits[most])
+            for most in self._tops
+        }
 
     def _knn(self) -> float:
         # Not called as a module: a compiled one would be compiled anew for these shapes.
@@ -260,6 +273,14 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
+
+
+def class_ranks(
+    logits: Float[Tensor, "images classes"], labels: Int64[Tensor, " images"]
+) -> Int64[Tensor, " images"]:
+    """How many classes are likelier than that of the image; of equal ones the first counts."""
+    order = logits.argsort(dim=1, descending=True, stable=True)
+    return (order == labels[:, None]).int().argmax(1)
 
 
 def described(measures: Mapping[str, float]) -> str:

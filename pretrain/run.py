@@ -334,7 +334,7 @@ class Run:
             return
         weights = self.out / ENCODER
         training = Trained(self.description, self.trained_on)
-        if path := record_accuracy(Path(results), self.observer, weights, training):
+        for path in record_accuracy(Path(results), self.observer, weights, training):
             report.say(f"accuracy recorded in {path}")
 
     def _wants_to_stop(self) -> bool:

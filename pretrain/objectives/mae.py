@@ -38,6 +38,7 @@ class Mae:
         mask_ratio: Share of the patches that the encoder does not see.
         normalised_pixels: Paint every patch with its own mean 0 and deviation 1; the image's
             normalised pixels otherwise.
+        gray_decoder: Blocks of the decoder gray their tokens as those of the encoder do.
 
     Source: https://arxiv.org/abs/2111.06377, and
     https://github.com/facebookresearch/mae/blob/be47fef7a727943547afb0c670cf1b26034c3c89/models_mae.py
@@ -48,6 +49,7 @@ class Mae:
     decoder_depth: Depth = 8
     decoder_heads: Width = 8
     normalised_pixels: bool = True
+    gray_decoder: bool = False
     crops: PlainCrop = field(default_factory=PlainCrop)
 
     def __post_init__(self) -> None:
@@ -74,6 +76,11 @@ class Mae:
         """
         del timeline, class_names
         model = require_vit(model, "mae", "others have no patches that can be left out")
+        if self.gray_decoder and model.graying == "none":
+            raise ConfigurationError(
+                "objective.gray_decoder=true grays as the encoder does, expected model.graying=svd "
+                "or dct, got none"
+            )
         num_visible = self._num_visible(model.grid_size**2)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(part_seed(seed, "decoder"))
@@ -107,6 +114,8 @@ class MaeDecoder(nn.Module):
             depth=options.decoder_depth,
             num_heads=options.decoder_heads,
             position_embedding="sinusoidal",
+            graying=encoder.graying if options.gray_decoder else "none",
+            graying_exponent=encoder.graying_exponent,
         )
         transformer = build_vit(like, seed=part_seed(seed, "decoder blocks"))
         self.embed = nn.Linear(encoder.dim, like.dim)
@@ -196,7 +205,14 @@ class MaeLearner(Independent):
         predictions = take(network(images, order), hidden).float()
         targets = take(self.targets(images), hidden)
         loss = F.mse_loss(predictions, targets)
-        return loss, {"mean_loss": targets.square().mean()}
+        return loss, {"mean_loss": self._mean_loss(targets)}
+
+    def _mean_loss(self, hidden: Float[Tensor, "batch hidden values"]) -> Float[Tensor, ""]:
+        """Of painting patches in their own means, or pixels in the mean colour of the hidden."""
+        if self.options.normalised_pixels:
+            return hidden.square().mean()
+        pixels = hidden.unflatten(2, (-1, 3))
+        return (pixels - pixels.mean((1, 2), keepdim=True)).square().mean()
 
     def targets(self, images: Images) -> Float[Tensor, "batch patches values"]:
         """What the decoder should say of every patch."""
@@ -207,12 +223,12 @@ class MaeLearner(Independent):
         return (patches - mean) / (variance + _EPS).sqrt()
 
     def diagnose(self, row: Mapping[str, Any]) -> str | None:
-        """A decoder that paints every hidden patch in its mean, or worse."""
+        """A decoder that paints all that is hidden in its mean, or worse."""
         if row["loss"] < _LEARNT * row["mean_loss"]:
             return None
         return (
-            f"the loss, {row['loss']:.3f}, is no less than that of painting every hidden patch in "
-            f"its mean, {row['mean_loss']:.3f}; try a lower optimizer.lr, such as 1.5e-4 with "
+            f"the loss, {row['loss']:.3f}, is no less than that of painting what is hidden in its "
+            f"mean, {row['mean_loss']:.3f}; try a lower optimizer.lr, such as 1.5e-4 with "
             "optimizer.betas=[0.9,0.95], or a smaller objective.mask_ratio"
         )
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import (
     Encoder,
+    EncoderConfig,
     EncoderModule,
     VisionTransformer,
+    ViTConfig,
     identify_encoder,
     load_encoder,
 )
@@ -24,7 +26,7 @@ START, SHA256 = "init_from", "init_from_sha256"
 # They say how weights are drawn and trained, or are changed on the way.
 _MAY_DIFFER = (
     *("image_size", "drop_path", "frozen_filters"),
-    *("init", "init_options", "truncated_tokens"),
+    *("init", "init_options", "truncated_tokens", "mlp_mean", "mlp_input_std"),
 )
 
 
@@ -89,7 +91,7 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
             f"init_from={address} expects a {type(encoder).__name__} of this suite, got a "
             f"{type(module).__name__}; give its weights as a file, or take another model"
         )
-    names = [item.name for item in fields(config) if item.name not in _MAY_DIFFER]
+    names = [item.name for item in fields(config) if item.name not in _may_differ(config)]
     pairs = [(name, getattr(config, name), getattr(module.config, name)) for name in names]
     wrong = [pair for pair in pairs if not _agree(*pair)]
     if wrong:
@@ -100,6 +102,12 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
             "type the latter, or start from another checkpoint"
         )
     return module
+
+
+def _may_differ(config: EncoderConfig) -> tuple[str, ...]:
+    # Positions that are trained begin as those of the checkpoint, its scale among them.
+    is_learned = isinstance(config, ViTConfig) and config.position_embedding == "learned"
+    return (*_MAY_DIFFER, *(["position_scale"] if is_learned else []))
 
 
 def _require_colours(found: Encoder, colours: Colours, address: str) -> None:

@@ -62,6 +62,24 @@ def block_spectra(passes: Sequence[BlockPass]) -> dict[str, Spectrum]:
     return {facet: _spectrum(facet, [m[facet] for m in by_image]) for facet in present}
 
 
+@torch.no_grad()
+def log_condition_numbers(one: BlockPass) -> tuple[float, float] | None:
+    """Natural logarithms of the tokens' condition numbers before and after attention and its skip.
+
+    The tokens before are those that attention is given, grayed where the block grays them. None
+    where the block cannot be taken apart.
+    """
+    if one.parts is None:
+        return None
+    before = one.parts.graying(one.entered)
+    after = before + one.parts.attention(one.parts.norm1(before))
+    first, second = (
+        float(condition_number(singular_values(tokens), max(tokens.shape)).log())
+        for tokens in (before, after)
+    )
+    return first, second
+
+
 def _matrices(one: BlockPass) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
     parts = one.parts
     if parts is None:

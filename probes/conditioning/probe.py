@@ -17,6 +17,8 @@ MATRIX = "attention_matrix"
 OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")
 FACETS = (MATRIX, *OUTPUTS)
 BLOCK_JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant")
+AROUND_ATTENTION = ("before", "after")
+MEAN_LOG = "mean_log_condition_number"
 ESTIMATE = "_estimate"
 _MATRIX_CELLS = [(facet, m) for facet in FACETS for m in ("condition_number", "effective_rank")]
 _COSINE_CELLS = [(facet, "mean_cosine") for facet in OUTPUTS]
@@ -34,6 +36,7 @@ CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
         *((f, m + ESTIMATE) for f, m in _TERMS),
     ],
     "checkpoints": [("token", "cka_with_checkpoint")],
+    "mean_log": [(facet, MEAN_LOG) for facet in AROUND_ATTENTION],
 }
 SPECTRA_FILE, CKA_FILE = "spectra.npz", "cka.npy"
 
@@ -46,7 +49,9 @@ class Conditioning:
         protocol: "spectra": attention matrices and outputs of the sub-blocks, and CKA with the
             block's input; "jacobian_exact": all singular values of the Jacobians, for few tokens;
             "jacobian_lanczos": bounds of the extreme ones, for any number of tokens;
-            "checkpoints": CKA with the blocks of another encoder.
+            "checkpoints": CKA with the blocks of another encoder;
+            "mean_log": natural logarithms of the tokens' condition numbers before and after
+            attention with its skip, their mean over all blocks up to the asked one.
         num_images: How many images, from the first one on.
         image_size: Both sides in pixels; a multiple of the patch.
         num_steps: Of Lanczos.
@@ -55,7 +60,9 @@ class Conditioning:
             and the seed give before any training.
     """
 
-    protocol: Literal["spectra", "jacobian_exact", "jacobian_lanczos", "checkpoints"] = "spectra"
+    protocol: Literal[
+        "spectra", "jacobian_exact", "jacobian_lanczos", "checkpoints", "mean_log"
+    ] = "spectra"
     num_images: Count = 8
     image_size: Pixels = 224
     num_steps: Count = 64
@@ -112,6 +119,8 @@ class Conditioning:
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del images
+        if self.protocol == "mean_log":
+            return {}
         arrays = [f"-{SPECTRA_FILE}", f"-{CKA_FILE}"] if self.protocol == "spectra" else []
         return {f"{self.stem(layers, seed)}{end}": layers for end in (".png", *arrays)}
 

@@ -18,6 +18,7 @@ from probes.conditioning.scores import (
     exact_scores,
     lanczos_scores,
     left,
+    mean_log_scores,
     plain,
     require_same_tokens,
     save_spectra,
@@ -51,6 +52,9 @@ class ConditioningRun:
         """Score block after block, then draw."""
         images, encoder = self.probe.split(self.context.dataset), self.context.encoder
         samples = first_samples(images, self.probe.num_images, self.context, task=self.probe.task)
+        if self.probe.protocol == "mean_log":
+            yield from self._averaged(samples)
+            return
         passes = block_passes(encoder, samples, self.probe.image_size, self.context)
         if self.probe.protocol == "checkpoints":
             yield from self._compared(passes, samples)
@@ -87,6 +91,16 @@ class ConditioningRun:
                 path.with_name(f"{path.name}-{CKA_FILE}"), lambda file: np.save(file, values)
             )
         draw(scores, likeness, self._title(num_images), path.with_name(f"{path.name}.png"))
+
+    def _averaged(self, samples: Sequence[Sample]) -> Iterator[Score]:
+        """Means over blocks, also over those that nobody asked for by themselves."""
+        encoder, asked = self.context.encoder, self.context.layers
+        whole = replace(self.context, layers=tuple(range(max(asked) + 1)))
+        passes = block_passes(encoder, samples, self.probe.image_size, whole)
+        scores = mean_log_scores(asked, passes)
+        for layer in asked:
+            self._say_what_is_missing(layer, [score for score in scores if score.layer == layer])
+        yield from scores
 
     def _known(self, layer: int) -> list[Score]:
         """Scores of a block that an earlier run finished; nothing if it lacks any."""

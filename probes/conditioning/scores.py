@@ -12,9 +12,9 @@ from probes.conditioning import block_jacobians
 from probes.conditioning.block_jacobians import exact_spectra, lanczos_extremes
 from probes.conditioning.cka import linear_cka, linear_cka_ci95
 from probes.conditioning.jacobians import SingularExtremes
-from probes.conditioning.matrices import Spectrum
-from probes.conditioning.passes import BlockPass
-from probes.conditioning.probe import BLOCK_JACOBIANS, ESTIMATE, MATRIX
+from probes.conditioning.matrices import Spectrum, log_condition_numbers
+from probes.conditioning.passes import BlockPass, Passes
+from probes.conditioning.probe import AROUND_ATTENTION, BLOCK_JACOBIANS, ESTIMATE, MATRIX, MEAN_LOG
 from probes.spectra import median_with_ci95
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Score
@@ -64,6 +64,27 @@ def spectra_scores(layer: int, spectra: Mapping[str, Spectrum]) -> list[Score]:
         if facet != MATRIX:
             assert spectrum.cosines is not None
             scores.append(_median(layer, facet, "mean_cosine", spectrum.cosines))
+    return scores
+
+
+def mean_log_scores(layers: Sequence[int], passes: Passes) -> list[Score]:
+    """Of each image the mean over the blocks up to the asked one, then the median over images.
+
+    Args:
+        layers: The asked ones.
+        passes: Of all blocks up to the last of them.
+    """
+    scores = []
+    for layer in layers:
+        upto = [[log_condition_numbers(one) for one in passes[below]] for below in range(layer + 1)]
+        known = [[pair for pair in pairs if pair is not None] for pairs in upto]
+        if any(len(pairs) < len(asked) for pairs, asked in zip(known, upto, strict=True)):
+            continue
+        means = np.array(known, dtype=np.float64).mean(0)  # images facets
+        scores += [
+            _median(layer, facet, MEAN_LOG, means[:, [column]], blocks=layer + 1)
+            for column, facet in enumerate(AROUND_ATTENTION)
+        ]
     return scores
 
 

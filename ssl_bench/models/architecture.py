@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 NORM_EPS = 1e-6
 # They decide how the weights came about, not what is done with them.
 _OF_TRAINING = frozenset(
-    {"init", "init_options", "truncated_tokens", "drop_path", "frozen_filters"}
+    {
+        *("init", "init_options", "truncated_tokens", "drop_path", "frozen_filters"),
+        # Positions are weights: their scale is in them.
+        *("position_scale", "mlp_mean", "mlp_input_std"),
+    }
 )
 # The same sums on another path: timm decides it by the machine.
 _OF_MACHINE = frozenset({"training", "fused_attn"})

@@ -5,7 +5,7 @@ from torch import Generator, nn
 
 from ssl_bench.models.config import ConvMixerConfig, ViTConfig
 from ssl_bench.models.conv_mixer import ConvMixer, ConvMixerBlock
-from ssl_bench.models.initialisers.blocks import Initialiser, initialiser_of
+from ssl_bench.models.initialisers.blocks import Initialiser, initialiser_of, shifted_inputs
 from ssl_bench.models.initialisers.convolutions import filter_initialiser_of
 from ssl_bench.models.vit import Block, VisionTransformer
 
@@ -87,6 +87,8 @@ def _initialise_block(
 ) -> None:
     attention = initialiser.attention(config.dim, config.num_heads, generator)
     mlp = initialiser.mlp(config.dim, config.hidden_dim, generator)
+    if config.mlp_mean or config.mlp_input_std:
+        mlp = shifted_inputs(mlp, config.mlp_mean, config.mlp_input_std)
     inputs = torch.cat([attention.query, attention.key, attention.value], dim=1)
     linears = (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
     matrices = (inputs, attention.output, mlp.first, mlp.second)

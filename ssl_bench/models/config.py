@@ -9,6 +9,7 @@ from ssl_bench.composition.fields import (
     Depth,
     Pixels,
     PositiveShare,
+    RateOrZero,
     ShareBelowOne,
     Width,
     Within,
@@ -19,6 +20,7 @@ from ssl_bench.models.fields import (
     as_floats,
     check_divisible,
     from_dict,
+    take_older_names,
     without_defaults,
 )
 from ssl_bench.models.initialisers.options import check_block_options, check_filter_options
@@ -51,8 +53,13 @@ class ViTConfig:
         position_embedding: "sinusoidal" is fixed, "learned" is trained.
         truncated_tokens: [CLS], registers and learned positions start within two deviations of 0.
             Official DINO and timm cut at -2 and 2, which is a hundred deviations.
+        position_scale: Factor of sinusoidal positions; learned ones have none.
+        mlp_mean: Added to all entries of the first matrix of every MLP, whatever drew it.
+        mlp_input_std: Deviation of a normal number that each input channel of that matrix adds to
+            its weights towards all hidden units.
         init: Name of an initialiser, see `ssl_bench.models.initialisers.options`.
         init_options: Its hyperparameters that differ from their defaults; None means the default.
+            `mlp_mean` and `mlp_input_std` among them are older names of the fields.
     """
 
     image_size: Pixels = 224
@@ -73,12 +80,16 @@ class ViTConfig:
     num_registers: Annotated[int, Within(0, 1000)] = 0
     position_embedding: PositionEmbedding = "learned"
     truncated_tokens: bool = False
+    position_scale: Annotated[float, Within(0, 1000, above=True)] = 1.0
+    mlp_mean: Annotated[float, Within(-1000, 1000)] = 0.0
+    mlp_input_std: RateOrZero = 0.0
     init: str = "default"
     init_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
         object.__setattr__(self, "init_options", without_defaults(self.init_options))
+        take_older_names(self, "init_options", ("mlp_mean", "mlp_input_std"))
         as_floats(self)
         self._check_sizes()
         self._check_graying()
@@ -151,6 +162,11 @@ class ViTConfig:
             raise ConfigurationError(
                 f"model.drop_path needs both skips, got {self.drop_path} for a skipless encoder; "
                 "set model.drop_path=0"
+            )
+        if self.position_scale != 1 and self.position_embedding != "sinusoidal":
+            raise ConfigurationError(
+                "model.position_scale goes with model.position_embedding=sinusoidal, got "
+                f"{self.position_scale:g} and {self.position_embedding} positions"
             )
         if self.attention.startswith("osa") and self.qkv_bias:
             raise ConfigurationError(

@@ -1,10 +1,11 @@
 """What the configurations of all encoders check of their fields."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from ssl_bench.composition.fields import require
 from ssl_bench.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -29,6 +30,27 @@ def as_floats(config: Any) -> None:
     for item in fields(config):
         if isinstance(item.default, float):
             object.__setattr__(config, item.name, float(getattr(config, item.name)))
+
+
+def take_older_names(config: Any, inner: str, names: Sequence[str]) -> None:
+    """Move what the mapping `inner` of a configuration says of fields of these names into them.
+
+    Raises:
+        ConfigurationError: a value that the field does not take, or another one than it has.
+    """
+    said = dict(getattr(config, inner))
+    for item in fields(config):
+        if item.name not in names or item.name not in said:
+            continue
+        value, here = said.pop(item.name), getattr(config, item.name)
+        require(f"model.{inner}.{item.name}", item.type, value)
+        if here not in (item.default, value):
+            raise ConfigurationError(
+                f"model.{inner}.{item.name} is an older name of model.{item.name}, got {value} and "
+                f"{here}; give the latter alone"
+            )
+        object.__setattr__(config, item.name, value)
+    object.__setattr__(config, inner, said)
 
 
 def check_divisible(config: Any, name: str, divisor_name: str) -> None:

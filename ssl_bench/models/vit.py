@@ -126,7 +126,7 @@ class VisionTransformer(nn.Module):
         )
         if config.position_embedding == "sinusoidal":
             waves = sinusoidal_positions(config.grid_size, config.grid_size, config.dim)
-            self.pos_embed.data[0, 1:] = waves
+            self.pos_embed.data[0, 1:] = config.position_scale * waves
         step = config.drop_path / max(1, config.depth - 1)
         self.blocks = nn.ModuleList(
             Block(_of_layer(config, layer), drop_path=step * layer) for layer in range(config.depth)

@@ -62,6 +62,8 @@ def _notes(plan: Plan) -> Iterator[str]:
     strange = [column.name for column in plan.table.columns if not column.task]
     if strange:
         yield f"no probe of this suite for: {', '.join(strange)}"
+    if plan.table.doubts:
+        yield f"doubtful: {plan.table.doubts}"
     if plan.steps:
         yield "--print shows the commands, --run runs them here, --slurm submits them"
 

@@ -71,6 +71,7 @@ class PaperTable:
             f"ours is not the same experiment in any cell{self._unknown_training()}; "
             "what differs besides:",
             f"published: {published.setup}; not stated: {published.unknown}",
+            *([f"doubtful: {published.doubts}"] if published.doubts else []),
             *(self._column_note(column) for column in published.columns if self._used(column)),
             *(
                 f"{row!r} here: {record.model}, {record.depth} blocks, "
@@ -136,6 +137,7 @@ class PaperTable:
                 "row": row,
                 "column": column.name,
                 "published": self.published.values.get((row, column.name)),
+                "published_spread": self.published.spreads.get((row, column.name)),
                 "source": self.published.source,
                 **_csv_fields(self.ours.get((row, column.name))),
             }
@@ -150,6 +152,7 @@ class PaperTable:
                 "row": row,
                 "column": column.name,
                 "published": self.published.values.get((row, column.name)),
+                "published_spread": self.published.spreads.get((row, column.name)),
                 "ours": _json(self.ours.get((row, column.name))),
             }
             for row in self.published.rows

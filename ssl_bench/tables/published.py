@@ -1,7 +1,7 @@
 """Published values, and how the experiments behind them differ from a record of this suite."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -62,10 +62,12 @@ class PublishedTable:
         name: Unique among all papers, such as "table2".
         setup: What the paper says of the experiment.
         unknown: What it leaves open.
+        doubts: What makes a value doubtful, such as a text that contradicts it; empty for none.
         source: Paper, venue and number of the table.
         where: That number, such as "table B.9".
         values: By row and column, in percent unless the metric says otherwise; none for a cell that
             is empty there.
+        spreads: What is printed behind them as ±, in the same unit, where anything is.
         runs: Which experiment stands for a row here, by row, as NAME or NAME@EPOCH.
         in_reports: Whether its values stand beside records that nobody laid there; not where
             hundreds of variants would hide the records.
@@ -80,13 +82,18 @@ class PublishedTable:
     rows: tuple[str, ...]
     columns: tuple[PublishedColumn, ...]
     values: dict[tuple[str, str], float]
+    spreads: Mapping[tuple[str, str], float] = field(default_factory=dict)
     where: str = ""
+    doubts: str = ""
     runs: Mapping[str, str] = field(default_factory=dict)
     in_reports: bool = True
 
     def cell(self, row: str, column: str) -> str:
-        """A cell as text; empty where nothing is published."""
-        return str(self.values.get((row, column), ""))
+        """A cell as text, "-" where nothing is published."""
+        if (row, column) not in self.values:
+            return "-"
+        spread = self.spreads.get((row, column))
+        return f"{self.values[row, column]}" + ("" if spread is None else f" ± {spread}")
 
 
 @dataclass(frozen=True)
@@ -185,8 +192,9 @@ def published_beside(record: Record) -> tuple[Beside, ...]:
 def difference_of_settings(table: PublishedTable, column: PublishedColumn, record: Record) -> str:
     """One sentence on both experiments; it claims for none of them to be the other."""
     images = "" if column.num_images is None else f", {column.num_images:,} images if all were used"
+    doubts = f", doubtful: {table.doubts}" if table.doubts else ""
     return (
-        f"published: {table.setup}{images}, not stated: {table.unknown}; "
+        f"published: {table.setup}{images}, not stated: {table.unknown}{doubts}; "
         f"here: {settings_of(record)}"
     )
 
@@ -232,11 +240,8 @@ def _value(table: PublishedTable, row: str, column: PublishedColumn) -> Publishe
 
 def _table(paper: Paper, table: Mapping[str, Any]) -> PublishedTable:
     columns = tuple(_column(column) for column in table["columns"])
-    cells: dict[tuple[str, str], float | None] = {}
-    for row in table["rows"]:
-        # Strict: a row with a number too many or too few would shift all that follow.
-        for column, value in zip(columns, row["values"], strict=True):
-            cells[row["name"], column.name] = value
+    cells = _cells(table["rows"], columns, "values")
+    spreads = _cells([row for row in table["rows"] if "spreads" in row], columns, "spreads")
     if len(cells) != len(table["rows"]) * len(columns):
         raise ValueError(f"rows or columns of {table['name']} share a name")
     return PublishedTable(
@@ -249,10 +254,23 @@ def _table(paper: Paper, table: Mapping[str, Any]) -> PublishedTable:
         rows=tuple(row["name"] for row in table["rows"]),
         columns=columns,
         values={cell: float(value) for cell, value in cells.items() if value is not None},
+        spreads={cell: float(value) for cell, value in spreads.items() if value is not None},
         where=table["where"],
+        doubts=table.get("doubts", ""),
         runs={row["name"]: row["run"] for row in table["rows"] if "run" in row},
         in_reports=table.get("in_reports", True),
     )
+
+
+def _cells(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[PublishedColumn], key: str
+) -> dict[tuple[str, str], float | None]:
+    return {
+        (row["name"], column.name): value
+        for row in rows
+        # Strict: a row with a number too many or too few would shift all that follow.
+        for column, value in zip(columns, row[key], strict=True)
+    }
 
 
 def _column(column: Mapping[str, Any]) -> PublishedColumn:

@@ -38,9 +38,14 @@ COMPARISONS = {
     "graying_imagenet": {"model"},
     "graying_tiny_imagenet": {"model"},
     "initialisation_readings": {"model"},
+    "mae_imagenet_dct": {"objective"},
     "mae_imagenet_finetune": {"model"},
+    "convmixer_ablation": {"model", "objective", "train"},
     "mimetic_cifar10": {"model"},
-    "osa_mnist": {"model"},
+    "mimetic_mlp_cifar10": {"model"},
+    "mimetic_mlp_imagenet": {"model"},
+    "one_skip_cifar10": {"model"},
+    "osa_mnist": {"model", "train"},
     "supervised_imagenet": {"model", "optimizer"},
     "supervised_tiny_imagenet": {"model", "optimizer"},
 }
@@ -257,6 +262,10 @@ def test_imagenet_runs_are_those_of_the_papers_tables():
             "mimetic_cifar10_default",
             "mimetic_cifar10_mimetic",
             ["model.init: default -> mimetic", "model.position_embedding: learned -> sinusoidal"],
+        ),
+        *(
+            (name, f"{name}_cosine", ["train.final_lr: 0.0003 -> 0.0"])
+            for name in ("osa_mnist_vit", "osa_mnist_qr")
         ),
         (
             "graying_imagenet_vit_b_plain",

@@ -57,13 +57,27 @@ def test_every_value_stands_in_the_text_of_its_paper_as_often_as_here(texts, tab
     assert not Counter(table.values.values()) - there
 
 
+@pytest.mark.parametrize("number", range(9, 14))
+def test_every_spread_stands_behind_its_value(texts, number):
+    (table,) = [table for table in published_tables() if table.where == f"table B.{number}"]
+    text = (texts / TEXTS[table.paper]).read_text()
+    (rows,) = re.findall(rf"^Table B.{number}: .*?\n\n(.*?)(?:\n\n|\Z)", text, re.DOTALL | re.M)
+
+    printed = re.findall(r"(\d+\.\d+)(?:</b>)? ± (\.\d+)", rows)
+
+    assert table.values.keys() == table.spreads.keys()
+    assert [(float(value), float(spread)) for value, spread in printed] == [
+        (table.values[cell], table.spreads[cell]) for cell in table.values
+    ]
+
+
 def test_a_number_is_read_whole_or_not_at_all():
     assert numbers("61.4 86.30% 178.7 1.2.3 <b>5</b>\t5") == {61.4: 1, 86.3: 1, 178.7: 1, 5: 2}
 
 
 def test_every_value_of_the_thesis_and_the_condition_numbers_are_there():
     tables = {table.where: table for table in published_tables() if "mimetic" in table.paper}
-    sizes = {where: len(table.values) for where, table in tables.items()}
+    sizes = {w: len(table.values) for w, table in tables.items() if w.startswith("table")}
 
     assert sizes == {
         "table 2.3": 10, "table 2.4": 32, "table 3.1": 58, "table 3.3": 20, "table 3.4": 10,

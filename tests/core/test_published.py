@@ -6,6 +6,7 @@ import pytest
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.tables.published import (
+    difference_of_settings,
     published_beside,
     published_table,
     published_tables,
@@ -45,6 +46,7 @@ def test_values_are_those_of_the_papers(table, row, column, value):
         ("table3", [318.0, 136.0, 129.3]),
         ("table4", [211.9, 139.0]),
         ("figure3", [320.5, 224.5]),
+        ("one_skip", [0.0, 24.0]),
         ("tiny_imagenet", [264.0, 407.0]),
         ("imagenet1k", [817.0, 956.7]),
         ("graying_exponent", [892.9, 68.48, 68.73]),
@@ -54,6 +56,9 @@ def test_values_are_those_of_the_papers(table, row, column, value):
         ("mimetic_datasets", [96.11, 128.27, 193.19]),
         ("mimetic_language", [2.443, 167.18, 57.08]),
         ("other_initialisations", [442.75]),
+        ("position_scale", [0.0, 0.5]),
+        ("mimetic_mlp", [0.0]),
+        ("mimetic_mlp_imagenet", [137.2]),
         ("mnist", [465.5]),
         ("tokencut", [68.8, 72.1, 58.8]),
     ],
@@ -87,6 +92,17 @@ def test_the_sentence_of_a_run_says_how_it_was_trained():
     )
 
 
+def test_a_doubtful_table_says_why_where_it_stands_beside_a_record():
+    table = published_table("one_skip")
+    run = replace(CUT, task="supervised", dataset="cifar10", metric="top1", facet="head")
+
+    sentence = difference_of_settings(table, table.columns[0], run)
+
+    assert "the text at hand has lost the numbers" in sentence
+    sure = published_table("mnist")
+    assert "doubtful" not in difference_of_settings(sure, sure.columns[0], run)
+
+
 def test_rows_of_twelve_blocks_agree_with_the_other_table_that_prints_them():
     deep, multi = published_table("table3"), published_table("table2")
     for column in deep.columns:
@@ -99,13 +115,13 @@ def test_rows_of_twelve_blocks_agree_with_the_other_table_that_prints_them():
 def test_every_cell_is_given_once_and_tables_are_found_by_either_name():
     cells = published_values()
 
-    assert len({(c.paper, c.table, c.row, c.column) for c in cells}) == len(cells) == 846
+    assert len({(c.paper, c.table, c.row, c.column) for c in cells}) == len(cells) == 851
     assert published_table("cutting_the_skip:figure3") is published_table("figure3")
     assert {c.table for c in published_values("cutting_the_skip")} == {
         *("table1", "table2", "table3", "table4", "figure3")
     }
     assert [c.value for c in published_values(table="table4")][:3] == [32.3, 21.2, 53.5]
-    assert len(published_tables()) == 36
+    assert len(published_tables()) == 40
 
 
 @pytest.mark.parametrize(

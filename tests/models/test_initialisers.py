@@ -7,7 +7,12 @@ from torch import Generator, Tensor
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, block_statistics, build_vit, token_statistics
 from ssl_bench.models.architecture import configured
-from ssl_bench.models.initialisers.blocks import DefaultInit, MimeticInit, SkiplessInit
+from ssl_bench.models.initialisers.blocks import (
+    DefaultInit,
+    MimeticInit,
+    SkiplessInit,
+    shifted_inputs,
+)
 from ssl_bench.models.initialisers.matrices import balanced_factors, uniform_orthogonal
 from ssl_bench.models.vit import Block
 
@@ -158,18 +163,72 @@ def test_mimetic_value_times_output_is_noise_minus_identity():
     torch.testing.assert_close(*gram, rtol=0, atol=1e-12)
 
 
-def test_a_mean_is_added_to_the_first_matrix_of_a_mimetic_mlp_and_to_nothing_else():
-    plain = MimeticInit().mlp(DIM, 96, seeded(3))
-    shifted = MimeticInit(mlp_mean=-0.01).mlp(DIM, 96, seeded(3))
-    assert torch.equal(shifted.first, plain.first - 0.01)
-    assert torch.equal(shifted.second, plain.second)
-    default = DefaultInit().mlp(DIM, 96, seeded(3))
-    assert torch.equal(plain.first, default.first)
-    assert torch.equal(plain.second, default.second)
+def parts_of(parts: str) -> dict[str, Tensor]:
+    config = ViTConfig(
+        image_size=16,
+        dim=48,
+        depth=2,
+        num_heads=HEADS,
+        init="mimetic",
+        init_options={"parts": parts},
+    )
+    weights = build_vit(config, seed=0).state_dict()
+    pieces = {name: value for name, value in weights.items() if not name.endswith("qkv.weight")}
+    for block in (0, 1):
+        query, key, value = weights[f"blocks.{block}.attn.qkv.weight"].chunk(3)
+        pieces |= {f"{block}.query": query, f"{block}.key": key, f"{block}.value": value}
+    return pieces
+
+
+@pytest.mark.parametrize(
+    ("parts", "default"), [("qk", ("value", "attn.proj.weight")), ("vo", ("query", "key"))]
+)
+def test_one_part_of_mimetic_attention_is_that_of_both_and_all_else_is_default(parts, default):
+    both, one = parts_of("both"), parts_of(parts)
+
+    differ = [name for name in both if not torch.equal(both[name], one[name])]
+
+    assert len(differ) == 4
+    assert all(name.endswith(default) for name in differ)
+    drawn = torch.stack([one[name] for name in differ])
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.05)
+    # No two blocks and no two matrices are the same draw.
+    assert len(drawn[:, 0, 0].unique()) == 4
+
+
+def test_parts_of_mimetic_attention_are_three():
+    with pytest.raises(ConfigurationError, match=r"parts must be one of both, qk, vo, got 'vq'"):
+        ViTConfig(init="mimetic", init_options={"parts": "vq"})
+
+
+@pytest.mark.parametrize("init", ["default", "xavier", "skipless", "mimetic"])
+def test_a_mean_is_added_to_the_first_matrix_of_any_mlp_and_to_nothing_else(init):
+    config = ViTConfig(image_size=16, dim=24, depth=2, num_heads=HEADS, init=init)
+    plain = build_vit(config, seed=0).state_dict()
+
+    shifted = build_vit(replace(config, mlp_mean=-0.25), seed=0).state_dict()
+
+    for name, weight in plain.items():
+        added = -0.25 if name.endswith("mlp.fc1.weight") else 0.0
+        torch.testing.assert_close(shifted[name], weight + added, rtol=0, atol=1e-7)
+
+
+def test_behind_a_fresh_norm_a_mean_of_the_mlp_changes_nothing():
+    config = ViTConfig(image_size=16, patch_size=4, dim=24, depth=2, num_heads=HEADS)
+    images = torch.randn(2, 3, 16, 16, generator=seeded())
+    plain, mean, each = (
+        build_vit(replace(config, **more), seed=0).double()(images.double())
+        for more in ({}, {"mlp_mean": 0.02}, {"mlp_input_std": 0.02})
+    )
+
+    # What a LayerNorm with weights 1 and biases 0 gives sums to 0 over the channels.
+    torch.testing.assert_close(mean, plain, rtol=0, atol=2e-6)
+    assert (each - plain).abs().max() > 1e-3
 
 
 def test_each_input_adds_one_number_of_its_own_to_its_weights_towards_all_hidden_units():
-    plain, own = (MimeticInit(mlp_input_std=std).mlp(400, 6, seeded(3)) for std in (0.0, 0.3))
+    plain = DefaultInit().mlp(400, 6, seeded(3))
+    own = shifted_inputs(plain, 0.0, 0.3)
     added = own.first - plain.first
     # Inputs are rows here: a row is the same number throughout, and rows differ.
     torch.testing.assert_close(added, added[:, :1].expand(400, 6), rtol=0, atol=1e-15)
@@ -183,7 +242,7 @@ def test_the_mlp_options_of_mimetic_change_one_matrix_of_each_block_and_no_globa
     config = ViTConfig(image_size=16, dim=48, depth=2, num_heads=HEADS, init="mimetic")
     plain = build_vit(config, seed=0).state_dict()
     options = {"mlp_mean": 0.05, "mlp_input_std": 0.1}
-    changed = build_vit(replace(config, init_options=options), seed=0).state_dict()
+    changed = build_vit(replace(config, **options), seed=0).state_dict()
     differ = [name for name, value in plain.items() if not torch.equal(value, changed[name])]
     assert differ == ["blocks.0.mlp.fc1.weight", "blocks.1.mlp.fc1.weight"]
     # `nn.Linear` keeps inputs as columns; the blocks draw numbers of their own.
@@ -193,9 +252,24 @@ def test_the_mlp_options_of_mimetic_change_one_matrix_of_each_block_and_no_globa
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_negative_deviation_is_refused():
-    with pytest.raises(ConfigurationError, match=r"mlp_input_std must be >= 0, got -0\.1"):
-        MimeticInit(mlp_input_std=-0.1)
+def test_older_names_of_the_mlps_options_are_the_fields():
+    older = {"mlp_mean": 0.05, "mlp_input_std": 1, "alpha1": 0.6}
+    config = ViTConfig(init="mimetic", init_options=older)
+
+    assert config == ViTConfig(
+        init="mimetic", init_options={"alpha1": 0.6}, mlp_mean=0.05, mlp_input_std=1.0
+    )
+    assert ViTConfig.from_dict(config.to_dict() | {"init_options": older}) == config
+    with pytest.raises(ConfigurationError, match=r"older name of model.mlp_mean, got 0.1 and 0.05"):
+        replace(config, init_options={"mlp_mean": 0.1})
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_negative_deviation_is_refused(inside):
+    named = r"model.init_options.mlp_input_std" if inside else r"model.mlp_input_std"
+    wrong = {"mlp_input_std": -0.1}
+    with pytest.raises(ConfigurationError, match=rf"{named} expects .* got -0\.1"):
+        ViTConfig.from_dict({"init_options": wrong} if inside else wrong)
 
 
 def test_default_weights_are_those_of_official_dino():

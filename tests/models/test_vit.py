@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 import timm
@@ -7,6 +8,7 @@ import torch
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
+from ssl_bench.models.architecture import configured
 from ssl_bench.models.positions import resize_positions, sinusoidal_positions
 from ssl_bench.models.vit import Block
 from tests.support.faults import unchecked_types
@@ -205,6 +207,24 @@ def test_sinusoidal_positions_hold_the_column_first_and_are_not_trained():
     torch.testing.assert_close(waves[5], torch.stack(expected))
     assert not model.pos_embed.requires_grad
     assert torch.equal(model.pos_embed[0, 1:], sinusoidal_positions(2, 2, 8))
+
+
+def test_scaled_positions_have_that_length_and_cls_has_none():
+    config = replace(TINY, position_embedding="sinusoidal", position_scale=2.0)
+
+    (positions,) = build_vit(config, seed=0).pos_embed
+
+    # Of dim / 4 pairs of sines and cosines for each axis every pair has squared length 1.
+    assert positions[1:].square().sum(1).tolist() == pytest.approx([4 * 48 / 2] * 16)
+    assert not positions[0].any()
+    plain = build_vit(replace(config, position_scale=1.0), seed=0)
+    assert torch.equal(positions, 2 * plain.pos_embed[0])
+    assert configured(config) == configured(plain.config)
+
+
+def test_learned_positions_have_no_scale():
+    with pytest.raises(ConfigurationError, match="=sinusoidal, got 2 and learned positions"):
+        replace(TINY, position_scale=2.0)
 
 
 def test_registers_come_after_cls_and_carry_no_position():

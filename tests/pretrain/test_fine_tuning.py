@@ -141,6 +141,19 @@ def test_fixed_positions_are_those_of_the_new_size_and_may_be_trained_from_now_o
         init_from(str(learned), [larger])
 
 
+def test_scaled_positions_are_where_trained_ones_begin_and_fixed_ones_keep_their_scale(tmp_path):
+    scaled = replace(TINY, position_embedding="sinusoidal", position_scale=2.0, mlp_mean=0.1)
+    start = saved(tmp_path / "start.safetensors", scaled)
+    trained = build_vit(TINY, seed=0)
+
+    init_from(str(start), [trained])
+
+    assert torch.equal(trained.pos_embed, build_vit(scaled, seed=0).pos_embed)
+    plain = build_vit(replace(scaled, position_scale=1.0), seed=0)
+    with pytest.raises(ConfigurationError, match=r"=1\.0, came model\.position_scale=2\.0"):
+        init_from(str(start), [plain])
+
+
 def test_a_file_in_the_layout_of_others_is_a_start_too(tmp_path):
     model = build_vit(DINO_LIKE, seed=5)
     torch.save({"teacher": model.state_dict()}, tmp_path / "dino.pth")

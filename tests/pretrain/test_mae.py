@@ -190,6 +190,8 @@ def test_the_loss_is_the_squared_error_over_hidden_patches_alone(normalised):
 
     errors, squares = [], []
     for image, painted, order in zip(images, predictions, seen[0].tolist(), strict=True):
+        hidden = patchify(image[None], 4)[0, order[4:]].double().unflatten(1, (16, 3))
+        colour_of_all = np.zeros(3) if normalised else hidden.mean((0, 1)).numpy()
         for number in order[4:]:
             top, left = 4 * (number // 4), 4 * (number % 4)
             patch = image[:, top : top + 4, left : left + 4].double().numpy()
@@ -198,9 +200,35 @@ def test_the_loss_is_the_squared_error_over_hidden_patches_alone(normalised):
             for place, (row, col, colour) in enumerate(np.ndindex(4, 4, 3)):
                 wanted = patch[colour, row, col]
                 errors.append((painted[number, place].item() - wanted) ** 2)
-                squares.append(wanted**2)
+                squares.append((wanted - colour_of_all[colour]) ** 2)
     assert loss.item() == pytest.approx(statistics.fmean(errors), rel=1e-6)
     assert report["mean_loss"].item() == pytest.approx(statistics.fmean(squares), rel=1e-6)
+
+
+def test_of_plain_pixels_the_mean_is_the_colour_of_all_that_is_hidden_of_an_image():
+    learner = learner_of(normalised_pixels=False)
+    # Two hidden patches of four pixels: red 1 and 3, green and blue 5; another image of one colour.
+    hidden = torch.tensor([[1.0, 5, 5] * 4, [3.0, 5, 5] * 4])
+    together = torch.stack([hidden, torch.full((2, 12), 7.0)])
+
+    # Every red pixel of one image lies 1 off, a third of a half of all.
+    assert learner._mean_loss(together).item() == pytest.approx(1 / 6)
+    assert learner_of()._mean_loss(together).item() == pytest.approx(
+        (4 * (1 + 9) + 16 * 25 + 24 * 49) / 48
+    )
+
+
+def test_a_decoder_grays_as_the_encoder_does_or_not_at_all():
+    gray = replace(TINY, graying="dct", graying_exponent=0.9, graying_layers=(1,))
+
+    def kinds(**options):
+        decoder = learner_of(gray, decoder_depth=2, **options).student.decoder
+        return [repr(block.get_submodule("graying")) for block in decoder.blocks]
+
+    assert kinds(gray_decoder=True) == ["TokenGraying(kind=dct, exponent=0.9)"] * 2
+    assert all("kind=none" in kind for kind in kinds())
+    with pytest.raises(ConfigurationError, match=r"expected model\.graying=svd or dct, got none"):
+        learner_of(gray_decoder=True)
 
 
 def test_every_trained_weight_learns_from_a_step():

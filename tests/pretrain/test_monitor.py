@@ -11,7 +11,7 @@ from PIL import Image
 
 from pretrain.crops.multi import MultiCrop
 from pretrain.crops.single import SingleCrop
-from pretrain.monitor import Monitor, evaluating
+from pretrain.monitor import Monitor, class_ranks, evaluating
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
@@ -28,6 +28,7 @@ from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, load_encoder
+from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress
 from tests.support.runs import assert_goes_on_to_the_bit, log_rows
 
@@ -263,3 +264,31 @@ def test_what_is_monitored_may_change_when_a_run_goes_on(root, tmp_path):
 
 def test_the_yaml_file_says_what_the_dataclass_defaults_to():
     assert build(compose_config("pretraining", [])).monitor == Monitor()
+
+
+def test_a_class_has_the_rank_of_those_that_are_likelier_and_the_first_of_equals_wins():
+    logits = torch.tensor([[0.0, 3, 1, 2], [5, 5, 5, 5], [5, 5, 5, 5], [1, 0, 0, 9]])
+    labels = torch.tensor([0, 0, 2, 3])
+
+    ranks = class_ranks(logits, labels)
+
+    assert ranks.tolist() == [3, 0, 2, 0]
+    assert torch.equal(ranks == 0, logits.argmax(1) == labels)
+
+
+def test_six_classes_have_a_top_5_in_log_and_records(tmp_path):
+    generator = np.random.default_rng(0)
+    for split, number in ((s, n) for s in ("train", "val") for n in range(12)):
+        folder = tmp_path / "album" / split / f"class{number % 6}"
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 256, (16, 16, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    monitor = Monitor(accuracy_epochs=9, crop_share=1.0, results=str(tmp_path / "results"))
+
+    plan_of(tmp_path / "album", SUPERVISED, monitor).run(tmp_path / "run", device="cpu")
+
+    last, records = log_rows(tmp_path / "run")[-1], ResultStore(tmp_path / "results").records()
+    assert {record.metric: record.value for record in records} == pytest.approx(
+        {"top1": last["val_top1"], "top5": last["val_top5"]}
+    )
+    assert last["val_top1"] < last["val_top5"] < 100

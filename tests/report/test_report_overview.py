@@ -12,7 +12,7 @@ from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.overview.board import board_of
 from ssl_bench.report.overview.differing import differing
-from ssl_bench.report.overview.headlines import by_task, headline_panels
+from ssl_bench.report.overview.headlines import by_task, chosen_metric, headline_panels
 from ssl_bench.report.overview.meanings import MEANINGS
 from ssl_bench.report.overview.measured import block_groups
 from ssl_bench.report.pictures.files import PictureFiles, Place
@@ -51,6 +51,10 @@ def test_what_rows_differ_in_is_told_from_what_they_share():
     assert (found.names, found.rows) == (("metric", "epochs"), (("a", "2"), ("b", "")))
     assert found.shared == (("on", "voc val"),)
     assert (found.words(0), found.words(1)) == (("a", "epochs 2"), ("b",))
+
+
+def test_top_1_stands_for_a_run_with_labels_whatever_comes_first():
+    assert chosen_metric([("top5", True), ("top1", True)]) == "top1"
 
 
 def test_a_task_has_one_headline_a_dataset():

@@ -77,6 +77,34 @@ def test_what_this_suite_cannot_measure_is_said(store):
     assert "'ViT-B, SVD token graying'" in notes[-2]
 
 
+def test_doubts_about_a_table_are_one_of_its_notes(store):
+    save(store, "a", 0, hits(1, 0))
+
+    def notes(name):
+        table = published_table(name)
+        return paper_table(table, store.records(), store, encoders={}, choice="holdout").notes()
+
+    assert notes("one_skip")[2].startswith("doubtful: the text at hand has lost the numbers")
+    assert not [note for note in notes("mnist") if note.startswith("doubtful")]
+
+
+def test_what_is_printed_behind_a_value_stands_there_and_nothing_is_a_dash(store):
+    save(store, "a", 0, hits(1, 0))
+
+    def rendered(name, style):
+        table = published_table(name)
+        laid = paper_table(table, store.records(), store, encoders={}, choice="holdout")
+        return render_tables([laid], style)
+
+    text = rendered("convmixer_cifar10", "text")
+    assert "3 x 3, 20 epochs, uniform init" in text
+    assert "89.69 ± 0.2 | -" in text
+    first = next(csv.DictReader(io.StringIO(rendered("convmixer_cifar10", "csv"))))
+    assert (first["published"], first["published_spread"]) == ("89.69", "0.2")
+    assert "- | - 22.0 | -" in " ".join(rendered("one_skip", "text").split())
+    assert json.loads(rendered("mnist", "json"))[0]["cells"][0]["published_spread"] is None
+
+
 def test_an_accuracy_of_training_comes_from_the_run_itself(store):
     save(store, "a", 0, hits(1, 0), dataset="mnist", task="classification", metric="top1")
 

@@ -6,7 +6,7 @@ end. Biases start at 0 everywhere.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -99,24 +99,26 @@ class SkiplessInit(SkiplessOptions):
 
 @dataclass(frozen=True)
 class MimeticInit(MimeticOptions):
-    """Attention that looks trained, and an MLP if asked."""
+    """Attention that looks trained."""
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
         query, key = noisy_identity_heads(
             dim, num_heads, generator, alpha=self.alpha1, beta=self.beta1, noise=self.noise
         )
-        product = self.alpha2 * noise_matrix(dim, generator, self.noise)
-        product -= self.beta2 * torch.eye(dim, dtype=product.dtype)
+        noise = noise_matrix(dim, generator, self.noise)
+        product = self.alpha2 * noise - self.beta2 * torch.eye(dim, dtype=noise.dtype)
         left, scales, right = torch.linalg.svd(product)
         roots = scales.sqrt()
-        return AttentionWeights(query, key, value=left * roots, output=roots[:, None] * right)
+        drawn = AttentionWeights(query, key, value=left * roots, output=roots[:, None] * right)
+        if self.parts == "both":
+            return drawn
+        plain = DefaultInit().attention(dim, num_heads, _own_generator(noise))
+        if self.parts == "qk":
+            return replace(drawn, value=plain.value, output=plain.output)
+        return replace(drawn, query=plain.query, key=plain.key)
 
     def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
-        plain = DefaultInit().mlp(dim, hidden_dim, generator)
-        # From a generator of its own, so that all that is drawn later stays as it is without.
-        own = Generator().manual_seed(int(plain.first[0, 0].view(torch.int64)))
-        of_inputs = self.mlp_mean + self.mlp_input_std * normal(dim, 1, own)
-        return MlpWeights(first=plain.first + of_inputs, second=plain.second)
+        return DefaultInit().mlp(dim, hidden_dim, generator)
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,28 @@ class OsaInit(NoOptions):
 
     def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
         return SkiplessInit().mlp(dim, hidden_dim, generator)
+
+
+def shifted_inputs(plain: MlpWeights, mean: float, input_std: float) -> MlpWeights:
+    """With `mean`, and of each input channel one normal number more, in all of its weights.
+
+    Args:
+        plain: As an initialiser drew them.
+        mean: Added to all entries of the first matrix, of either sign.
+        input_std: Deviation of the number that an input channel adds towards all hidden units.
+
+    Source: Trockman, "Mimetic initialization" (2025), section 3.4, equations 3.40 and 3.39, where
+    y = W x: its 1_p b_n^T repeats a row of the n inputs for the p hidden units. "N(0, sigma I)" is
+    read as sigma, not its root, the deviation.
+    """
+    own = _own_generator(plain.first)
+    of_inputs = mean + input_std * normal(len(plain.first), 1, own)
+    return replace(plain, first=plain.first + of_inputs)
+
+
+def _own_generator(drawn: Float64[Tensor, "rows cols"]) -> Generator:
+    """Another one for what is drawn besides, so that all that is drawn later stays as it is."""
+    return Generator().manual_seed(int(drawn[0, 0].view(torch.int64)))
 
 
 _Kind = DefaultInit | SkiplessInit | MimeticInit | XavierInit | OsaInit

@@ -8,6 +8,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers.choice import make_initialiser
 
 NOISES = ("normal", "uniform")
+PARTS = ("both", "qk", "vo")
 
 
 @dataclass(frozen=True)
@@ -48,25 +49,21 @@ class SkiplessOptions:
 
 @dataclass(frozen=True)
 class MimeticOptions:
-    """Attention that looks trained: W_Q W_K^T near +I, W_V W_O near -I; and an MLP if asked.
+    """Attention that looks trained: W_Q W_K^T near +I, W_V W_O near -I.
 
-    The thesis needs `position_embedding=sinusoidal` with it. Both options of the MLP are added to
-    the first matrix of the default draw.
+    The thesis needs `position_embedding=sinusoidal` with it. The MLP is that of the default draw.
 
     Args:
         alpha1: Share of noise in W_Q W_K^T of each head.
         beta1: Share of the identity in it.
         alpha2: Share of noise in W_V W_O over all heads.
-        beta2: Share of the negative identity in it.
+        beta2: Share of the negative identity in it; a negative share puts W_V W_O near +I.
         noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
-        mlp_mean: Added to all entries, of either sign.
-        mlp_input_std: Deviation of a normal number that each input channel adds to its weights
-            towards all hidden units.
+        parts: "qk" draws W_V and W_O, "vo" W_Q and W_K as `default` does; all other weights are
+            those of "both".
 
     Source: Trockman, "Mimetic initialization" (2025), section 3.2, equations 3.12-3.18. Equation
     3.15 prints Sigma without the root for W_V; we take the root on both sides, as the text says.
-    MLP: section 3.4, equations 3.40 and 3.39, where y = W x: its 1_p b_n^T repeats a row of the n
-    inputs for the p hidden units. "N(0, sigma I)" is read as sigma, not its root, the deviation.
     """
 
     alpha1: float = 0.7
@@ -74,14 +71,13 @@ class MimeticOptions:
     alpha2: float = 0.4
     beta2: float = 0.4
     noise: str = "normal"
-    mlp_mean: float = 0.0
-    mlp_input_std: float = 0.0
+    parts: str = "both"
 
     def __post_init__(self) -> None:
         _check_noise(self.noise)
-        if self.mlp_input_std < 0:
+        if self.parts not in PARTS:
             raise ConfigurationError(
-                f"model.init_options.mlp_input_std must be >= 0, got {self.mlp_input_std}"
+                f"model.init_options.parts must be one of {', '.join(PARTS)}, got {self.parts!r}"
             )
 
 

@@ -15,6 +15,7 @@ _METRICS = (
     "miou",
     "top1_holdout",
     "top1_k20",
+    "top1",
     "pck_0.1",
     "nmi",
     "explained_variance",
