@@ -25,8 +25,11 @@ from ssl_bench.composition.fields import (
 __all__ = ["SOAP", "AdamW", "OptimizerRecipe", "Soap", "clip_gradients", "parameter_groups"]
 
 _Betas = Annotated[Sequence[ShareBelowOne], Items(2, 2)]
-# [CLS], positions, registers and what stands for a hidden patch.
-_TOKENS = ("cls_token", "pos_embed", "reg_token", "mask_token")
+# [CLS], positions, Swin's too, registers and what stands for a hidden patch.
+_TOKENS = (
+    *("cls_token", "pos_embed", "relative_position_bias_table"),
+    *("reg_token", "mask_token"),
+)
 _BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float64
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from ssl_bench.models.initialisers.choice import make_initialiser
 from ssl_bench.models.initialisers.matrices import (
@@ -176,3 +176,23 @@ def initialiser_of(name: str, options: Mapping[str, Any]) -> Initialiser:
         ConfigurationError: An unknown name or option, or a value of the wrong type.
     """
     return make_initialiser(INITIALISERS, name, options)
+
+
+@torch.no_grad()
+def set_block(block: nn.Module, initialiser: Initialiser, generator: Generator) -> None:
+    """Draw attention and MLP of a block that names its layers as DINO and timm do; no bias stays.
+
+    Cost: that of the initialiser, see `ssl_bench.models.initialisers.matrices`.
+    """
+    # Any: ours and those of timm's families have no class in common.
+    parts: Any = block
+    dim, hidden_dim = parts.mlp.fc1.in_features, parts.mlp.fc1.out_features
+    attention = initialiser.attention(dim, parts.attn.num_heads, generator)
+    mlp = initialiser.mlp(dim, hidden_dim, generator)
+    inputs = torch.cat([attention.query, attention.key, attention.value], dim=1)
+    linears = (parts.attn.qkv, parts.attn.proj, parts.mlp.fc1, parts.mlp.fc2)
+    matrices = (inputs, attention.output, mlp.first, mlp.second)
+    for linear, matrix in zip(linears, matrices, strict=True):
+        linear.weight.copy_(matrix.T)
+        if linear.bias is not None:
+            linear.bias.zero_()

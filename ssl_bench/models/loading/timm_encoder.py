@@ -1,7 +1,6 @@
 """timm's Vision Transformers as encoders, with positions resized as in DINO."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
@@ -26,7 +25,7 @@ from ssl_bench.models.loading.identity import unreplaced, verified_sha256
 from ssl_bench.models.loading.layouts import dinov3_architecture
 from ssl_bench.models.loading.timm_attention import give_queries_keys_values
 from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights
-from ssl_bench.models.positions import resize_positions
+from ssl_bench.models.timm_model import resized_positions
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.paths import expanded
 
@@ -64,7 +63,7 @@ class TimmViT(nn.Module):
         patch_embed: Any = self.model.patch_embed
         patch_size = patch_embed.feat_ratio()
         size = (images.shape[-2] // patch_size, images.shape[-1] // patch_size)
-        with _resized_positions(self.model, size) as positions:
+        with resized_positions(self.model, size) as positions:
             return torch.func.functional_call(self.model, positions, (images,))
 
 
@@ -267,18 +266,3 @@ def timm_encoder(
         num_registers=0 if registers is None else registers.shape[1],
         contents=contents or Contents("timm", f"timm {timm.__version__}"),
     )
-
-
-@contextmanager
-def _resized_positions(model: PlainViT, size: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
-    """Positions for `size` = (rows, cols); meanwhile timm believes that they are its own."""
-    if model.pos_embed is None:
-        yield {}
-        return
-    native = model.patch_embed.grid_size
-    resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
-    model.patch_embed.grid_size = size
-    try:
-        yield {"pos_embed": resized}
-    finally:
-        model.patch_embed.grid_size = native
