@@ -45,20 +45,12 @@ class Shape:
     num_registers: int
 
 
-class TimmEncoder(nn.Module):
-    """A model of timm; `build_encoder` makes one with initialised weights.
+class TimmBackbone(nn.Module):
+    """A model of timm as probes take it: all blocks in turn, and a norm for tokens."""
 
-    Its weights have timm's names behind "model.".
-    """
-
-    def __init__(self, config: TimmConfig) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.config = config
-        self.model = _create(config)
-        _check_sizes(config, self.model)
-        gray_inputs(config, blocks_of(self.model), getattr(self.model, "blocks_token_only", ()))
-        for filters in depthwise_filters(self.model) if config.frozen_filters else ():
-            filters.weight.requires_grad_(False)
+        self.model = model
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -73,6 +65,21 @@ class TimmEncoder(nn.Module):
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
         """What timm's head would take: [CLS] or the mean over all patches."""
         return pooled(self.model, images)
+
+
+class TimmEncoder(TimmBackbone):
+    """A model of timm; `build_encoder` makes one with initialised weights.
+
+    Its weights have timm's names behind "model.".
+    """
+
+    def __init__(self, config: TimmConfig) -> None:
+        super().__init__(_create(config))
+        self.config = config
+        _check_sizes(config, self.model)
+        gray_inputs(config, blocks_of(self.model), getattr(self.model, "blocks_token_only", ()))
+        for filters in depthwise_filters(self.model) if config.frozen_filters else ():
+            filters.weight.requires_grad_(False)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

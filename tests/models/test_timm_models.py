@@ -26,6 +26,7 @@ from ssl_bench.models.initialisers.convolutions import (
     draw_filters,
     filter_covariance,
 )
+from ssl_bench.models.loading.timm_encoder import timm_encoder
 from ssl_bench.models.timm_model import depthwise_filters
 
 SWIN = TimmConfig(
@@ -387,3 +388,41 @@ def test_atto_of_patch_2_halves_once_more_than_its_stages():
         *(4, 16, 16),
     )
     assert TimmConfig(name="convnext_atto", image_size=32, patch_size=1).shape.strides[-1] == 8
+
+
+def test_addresses_of_timm_give_stages_and_a_file_the_very_weights(tmp_path):
+    encoder = load_encoder("timm:convnext_atto")
+    path = tmp_path / "atto.pth"
+    torch.save(encoder.module.get_submodule("model").state_dict(), path)
+
+    of_file = load_encoder(f"timm:convnext_atto@{path}")
+
+    assert of_file.strides == encoder.strides == (4, 4, 8, 8, *(16,) * 6, 32, 32)
+    assert encoder.architecture["strides"] == list(encoder.strides)
+    assert torch.equal(of_file.module(images()), encoder.module(images()))
+    assert load_encoder("random:timm:convnext_atto").sha256 == encoder.sha256
+
+
+@pytest.mark.parametrize("kind", ["swin", "cait", "pvt", "atto"])
+def test_a_model_of_timm_is_the_encoder_of_the_same_weights(kind):
+    ours = build_encoder(KINDS[kind], seed=0).eval()
+    theirs = timm_encoder(ours.get_submodule("model"), uri="memory", name="x", sha256="0")  # type: ignore[arg-type]
+
+    assert (theirs.depth, theirs.dim) == (KINDS[kind].depth, KINDS[kind].dim)
+    assert torch.equal(theirs.module(images()), ours(images()))
+
+
+def test_random_weights_of_our_own_are_drawn_again(tmp_path):
+    save_encoder(tmp_path / "one.safetensors", build_encoder(SWIN, seed=4), {})
+    drawn = load_encoder(f"random:{tmp_path}/one.safetensors")
+    plain = build_encoder(SWIN, seed=0).eval()
+    assert torch.equal(drawn.module(images()), plain(images()))
+
+
+def test_stages_are_encoders_of_one_grid_and_width_with_the_same_identity():
+    encoder = encoder_from_model(build_encoder(SWIN, seed=0), name="x")
+    stages = encoder.stages((0, 3, 2, 4))
+
+    assert [layers for _, layers in stages] == [(0,), (3, 2), (4,)]
+    assert [(one.patch_size, one.dim) for one, _ in stages] == [(2, 8), (8, 32), (16, 64)]
+    assert all(one.identity() == encoder.identity() for one, _ in stages)
