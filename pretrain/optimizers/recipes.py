@@ -135,8 +135,8 @@ def parameter_groups(
     blocks = [_BLOCK.match(name) for name, _ in named]
     if not any(blocks):
         raise ConfigurationError(
-            "train.layer_decay needs blocks that lie in one row, expected an encoder of this suite; "
-            "set train.layer_decay=1"
+            "train.layer_decay needs blocks in one row, as encoders of this suite have them, got "
+            "none; set train.layer_decay=1"
         )
     last = max((int(block[1]) for block in blocks if block), default=-1) + 2
     members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(last + 1)]
