@@ -15,6 +15,7 @@ from pretrain.optimizers.recipes import (
     clip_gradients,
     parameter_groups,
 )
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, build_vit
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "optimizer"
