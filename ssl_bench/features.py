@@ -11,14 +11,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
-from ssl_bench.layers import FACETS, REGISTERS, Facet, submodule_of
+from ssl_bench.layers import REGISTERS, Facet
 from ssl_bench.models import Encoder
+from ssl_bench.requirements import check_asked
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
 from ssl_bench.system.transfers import fetched, sent
 from ssl_bench.taps import TRIAL_GRID, Taps
 
 Features = dict[int, dict[Facet, Tensor]]
+Grids = dict[int, tuple[int, int]]
 Hook = Callable[[nn.Module, tuple[Any, ...], Tensor], None]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
@@ -41,6 +43,9 @@ class FeatureExtractor:
         dtype: Below float32 the encoder runs under autocast; features are float32 always.
         pad: Pad right and bottom to a multiple of the patch with zeros, after normalisation, as
             TokenCut does; without it other sizes are refused.
+
+    Of layers that differ in what their tokens stand for, each has its own grid, and the patch is
+    the largest; see `ssl_bench.models.Encoder.stages` for those that are alike.
     """
 
     def __init__(
@@ -53,8 +58,7 @@ class FeatureExtractor:
         dtype: torch.dtype = torch.float32,
         pad: bool = False,
     ) -> None:
-        _check_layers(layers, encoder.depth)
-        _check_facets(facets, encoder)
+        check_asked(encoder, layers, facets)
         self.encoder = encoder
         self.layers = tuple(dict.fromkeys(layers))
         self.facets = tuple(dict.fromkeys(facets))
@@ -62,18 +66,20 @@ class FeatureExtractor:
         self.dtype = dtype
         self.pad = pad
         self._at_once = sys.maxsize
-        self.patch_size, self.dim, self.depth = encoder.patch_size, encoder.dim, encoder.depth
+        self.patch_size = max(map(encoder.stride, self.layers))
+        self.dim, self.depth = encoder.width(max(self.layers)), encoder.depth
         self._module = encoder.module.to(self.device)
         self._mean = torch.tensor(encoder.mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(encoder.std, device=self.device).view(3, 1, 1)
         self._taps = Taps.of(encoder, self.layers, self.facets)
         self._widths = dict.fromkeys(self.facets, self.dim)
         if self._taps:
-            found, _ = self.unchecked(torch.zeros(2, 3, *(n * self.patch_size for n in TRIAL_GRID)))
+            patch = max((*encoder.strides, self.patch_size))
+            found, _ = self.unchecked(torch.zeros(2, 3, *(n * patch for n in TRIAL_GRID)))
             self._widths |= self._taps.widths(found)
 
     def width(self, facet: Facet) -> int:
-        """Of its features, the same in all layers."""
+        """Of its features, in the last layer where they differ."""
         return self._widths[facet]
 
     def __call__(
@@ -135,11 +141,13 @@ class FeatureExtractor:
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
         images = self._prepared(images)
-        grid = (images.shape[-2] // self.patch_size, images.shape[-1] // self.patch_size)
+        height, width = images.shape[-2:]
+        strides = {layer: self.encoder.stride(layer) for layer in self.layers}
+        grids = {layer: (height // n, width // n) for layer, n in strides.items()}
         found: Features = {layer: {} for layer in self.layers}
         lower = self.dtype != torch.float32
         with (
-            self._listening(found, grid, len(images)),
+            self._listening(found, grids, len(images)),
             torch.autocast(self.device.type, self.dtype, enabled=lower),
             suppress(_DeepestLayerDone),
         ):
@@ -183,21 +191,21 @@ class FeatureExtractor:
         return images
 
     @contextmanager
-    def _listening(self, found: Features, grid: tuple[int, int], batch: int) -> Iterator[None]:
+    def _listening(self, found: Features, grids: Grids, batch: int) -> Iterator[None]:
         """Hooks that fill `found` during a forward pass; gone afterwards, whatever happens."""
         blocks = self._module.get_submodule("blocks")
         handles = []
         try:
             for layer in self.layers:
                 block = blocks.get_submodule(str(layer))
-                keep = self._keeper(found[layer], grid)
+                keep = self._keeper(found[layer], layer, grids[layer])
                 handles.append(block.register_forward_hook(keep))
                 # Some of timm's blocks have none, which `_checked` tells.
                 qkv = dict(block.named_modules()).get("attn.qkv")
                 if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
-                    keep_qkv = self._qkv_keeper(found[layer], grid)
+                    keep_qkv = self._qkv_keeper(found[layer], layer, (batch, *grids[layer]))
                     handles.append(qkv.register_forward_hook(keep_qkv))
-            handles += self._taps.listen(found, grid, batch)
+            handles += self._taps.listen(found, grids, batch)
             deepest = blocks.get_submodule(str(max(self.layers)))
             handles.append(deepest.register_forward_hook(_stop))
             yield
@@ -205,13 +213,12 @@ class FeatureExtractor:
             for handle in handles:
                 handle.remove()
 
-    def _keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Hook:
+    def _keeper(self, features: dict[Facet, Tensor], layer: int, grid: tuple[int, int]) -> Hook:
         prefix = self.encoder.num_prefix_tokens
         first = prefix - self.encoder.num_registers
 
         def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
-            # Convolutional blocks give maps; their norm, like all norms, takes tokens.
-            tokens = output.flatten(2).transpose(1, 2) if output.ndim == 4 else output
+            tokens = self._tokens(output, layer, grid)
             if "token" in self.facets:
                 features["token"] = self._patches(tokens, grid)
             if "cls" in self.facets:
@@ -227,8 +234,28 @@ class FeatureExtractor:
 
         return keep
 
-    def _qkv_keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Hook:
+    def _tokens(self, output: Tensor, layer: int, grid: tuple[int, int]) -> Tensor:
+        """Blocks of convolutions and of windows give maps; their norm, like all, takes tokens."""
+        if output.ndim == 3:
+            return output
+        is_last = self.encoder.widths and tuple(output.shape[1:]) == (
+            *grid,
+            self.encoder.width(layer),
+        )
+        return output.flatten(1, 2) if is_last else output.flatten(2).transpose(1, 2)
+
+    def _qkv_keeper(
+        self, features: dict[Facet, Tensor], layer: int, shape: tuple[int, int, int]
+    ) -> Hook:
+        batch, grid = shape[0], shape[1:]
+        tokens = self.encoder.num_prefix_tokens + grid[0] * grid[1]
+
         def keep(_qkv: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
+            if output.shape[:2] != (batch, tokens):
+                raise UnfitEncoder(
+                    f"layer {layer} of {self.encoder.name} computes queries, keys and values of "
+                    "windows, expected those of an image; ask for facet=token"
+                )
             for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
                 if facet in self.facets:
                     # A copy, so that the other two thirds can go.
@@ -270,25 +297,3 @@ def pad_to_patch(
     """Zeros right and bottom, up to the next multiple of the patch."""
     height, width = images.shape[-2:]
     return F.pad(images, (0, -width % patch_size, 0, -height % patch_size))
-
-
-def _check_layers(layers: Sequence[int], depth: int) -> None:
-    outside = [layer for layer in layers if not 0 <= layer < depth]
-    if outside or not layers:
-        raise ConfigurationError(
-            f"layers must lie in 0..{depth - 1} for this encoder, "
-            f"got {', '.join(map(str, outside)) or 'none'}"
-        )
-
-
-def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
-    unknown = [f for f in facets if f not in (*FACETS, REGISTERS) and submodule_of(f) is None]
-    if unknown or not facets:
-        raise ConfigurationError(
-            f"facets must be among {', '.join(FACETS)} or blocks.*.NAME, "
-            f"got {', '.join(unknown) or 'none'}"
-        )
-    if {"cls", "cls_normed"} & set(facets) and not encoder.has_cls:
-        raise UnfitEncoder(f"{encoder.name} has no [CLS] token; ask for facet=token")
-    if REGISTERS in facets and not encoder.num_registers:
-        raise UnfitEncoder(f"{encoder.name} has no registers; ask for facet=token")

@@ -18,7 +18,10 @@ TRIAL_GRID = (2, 3)
 Keep = Callable[[int, Facet, Tensor], None]
 
 # Of timm's blocks the first also takes in LayerScale and, in post-norm blocks, the norm.
-_BEFORE_SKIP = {"attn_out": ("drop_path1", "attn"), "mlp_out": ("drop_path2", "mlp")}
+_BEFORE_SKIP = {
+    "attn_out": ("drop_path1", "drop_path", "attn"),
+    "mlp_out": ("drop_path2", "drop_path", "mlp"),
+}
 _SECOND_LINEAR = ("fc2", "w3", "w2")
 _LAYER = {"attn_out": "attn", "attn_skip": "attn", "mlp_hidden": "mlp", "mlp_out": "mlp"}
 
@@ -101,14 +104,18 @@ class Taps:
         return bool(self.taps)
 
     def listen(
-        self, found: Mapping[int, dict[Facet, Tensor]], grid: tuple[int, int], batch: int
+        self,
+        found: Mapping[int, dict[Facet, Tensor]],
+        grids: Mapping[int, tuple[int, int]],
+        batch: int,
     ) -> list[RemovableHandle]:
         """Hooks that fill `found` within one pass, which raises an UnfitEncoder where they cannot.
 
-        The first pass has to be of a grid that is no square: it shows what is a row.
+        The first pass has to be of grids that are no squares: it shows what is a row.
         """
 
         def keep(layer: int, facet: Facet, value: Tensor) -> None:
+            grid = grids[layer]
             shape, prefix = tuple(value.shape), self.encoder.num_prefix_tokens
             possible = _layouts(shape, batch, grid, prefix)
             layout = self.layouts.get((layer, facet), next(iter(possible), None))

@@ -21,12 +21,16 @@ from ssl_bench.composition.fields import (
     ShareBelowOne,
     check_fields,
 )
+from ssl_bench.errors import ConfigurationError
 
 __all__ = ["SOAP", "AdamW", "OptimizerRecipe", "Soap", "clip_gradients", "parameter_groups"]
 
 _Betas = Annotated[Sequence[ShareBelowOne], Items(2, 2)]
-# [CLS], positions, registers and what stands for a hidden patch.
-_TOKENS = ("cls_token", "pos_embed", "reg_token", "mask_token")
+# [CLS], positions, Swin's too, registers and what stands for a hidden patch.
+_TOKENS = (
+    *("cls_token", "pos_embed", "relative_position_bias_table"),
+    *("reg_token", "mask_token"),
+)
 _BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
 
 
@@ -115,6 +119,9 @@ def parameter_groups(
     blocks', that of final norm and head last; `lr_scale` is layer_decay to the number of layers
     above.
 
+    Raises:
+        ConfigurationError: a `layer_decay` without a row of blocks.
+
     Source: `get_params_groups` of
     https://github.com/facebookresearch/dino/blob/7c446df5b9f45747937fb0d72314eb9f7b66930a/utils.py
     for the tokens `no_weight_decay` of
@@ -126,6 +133,11 @@ def parameter_groups(
     if layer_decay == 1.0:
         return _decayed_and_exempt(named, decay_tokens=decay_tokens)
     blocks = [_BLOCK.match(name) for name, _ in named]
+    if not any(blocks):
+        raise ConfigurationError(
+            "train.layer_decay needs blocks in one row, as encoders of this suite have them, got "
+            "none; set train.layer_decay=1"
+        )
     last = max((int(block[1]) for block in blocks if block), default=-1) + 2
     members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(last + 1)]
     for name, value in named:

@@ -57,6 +57,11 @@ def block_passes(
             f"conditioning expects blocks of attention and an MLP, {encoder.name} has none; take "
             "--task pca, segmentation, retrieval or knn"
         )
+    if encoder.is_staged:
+        raise UnfitEncoder(
+            f"conditioning expects blocks that all have the same tokens, {encoder.name} has stages "
+            "of other grids and widths; take --task pca, segmentation, retrieval or knn"
+        )
     device = float64_device(context.device)
     double = in_float64(encoder, device)
     extractor = FeatureExtractor(double, layers=context.layers, device=device)

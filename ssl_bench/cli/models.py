@@ -60,6 +60,7 @@ class FileReport:
         format: Of the file.
         source: Where its layout is published.
         size: Bytes of the file.
+        largest_patch: Pixels along a side of the patches of the last block.
         image_size: Height and width in pixels of its positions.
         used: Tensors taken, of `total` in their container.
         ignored: Tensors that are not, and why.
@@ -77,6 +78,7 @@ class FileReport:
     width: int
     heads: int
     patch_size: int
+    largest_patch: int
     class_tokens: int
     registers: int
     image_size: tuple[int, int]
@@ -131,6 +133,7 @@ def file_report(encoder: Encoder) -> FileReport:
         width=encoder.dim,
         heads=encoder.num_heads,
         patch_size=encoder.patch_size,
+        largest_patch=max((encoder.patch_size, *encoder.strides)),
         class_tokens=encoder.num_prefix_tokens - encoder.num_registers,
         registers=encoder.num_registers,
         image_size=encoder.native_size,
@@ -167,7 +170,7 @@ def _lines(report: FileReport) -> list[str]:
         ("file", f"{report.format}{megabytes}"),
         ("layout", f"{report.layout} {f'({report.source})' if report.source else ''}".strip()),
         ("encoder", f"{report.depth} blocks, width {report.width}{heads}"),
-        ("tokens", f"patches of {report.patch_size} pixels, {special}"),
+        ("tokens", f"patches of {_sizes(report)} pixels, {special}"),
         (
             "images",
             f"{height} x {width}, mean {_list(report.mean)}, deviation {_list(report.std)} "
@@ -180,6 +183,12 @@ def _lines(report: FileReport) -> list[str]:
         ("sha256", report.sha256),
     ]
     return [report.uri, *(f"  {label:<11} {text}" for label, text in rows)]
+
+
+def _sizes(report: FileReport) -> str:
+    """Of the first block and, where they differ, of the last."""
+    several = report.largest_patch != report.patch_size
+    return f"{report.patch_size} to {report.largest_patch}" if several else f"{report.patch_size}"
 
 
 def _list(values: Sequence[float]) -> str:

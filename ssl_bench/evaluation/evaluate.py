@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,7 @@ class Evaluation:
             )
             asked = {(key.layer, key.facet, key.metric): key for key in keys}
             start = time.monotonic()
-            for score in self.probe.run(context):
+            for score in chain.from_iterable(map(self.probe.run, context.stages())):
                 key = asked[score.layer, score.facet, score.metric]
                 # Those of finished cells stay as they are.
                 if ranks.is_first and key not in pending.finished:

@@ -1,7 +1,7 @@
 """The interface of a probe: what it is given, and what it gives."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -50,6 +50,13 @@ class ProbeContext:
     known: Sequence[Record] = ()
     passed: Passed = field(default_factory=dict)
     ranks: Ranks = ALONE
+
+    def stages(self) -> list["ProbeContext"]:
+        """One for the asked blocks of each grid and width; one alone where all are alike."""
+        return [
+            replace(self, encoder=encoder, layers=layers)
+            for encoder, layers in self.encoder.stages(self.layers)
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Encoders: our Vision Transformer and ConvMixer, their checkpoints, and everybody else's.
+"""Encoders: ours, those with layers of timm, their checkpoints, and everybody else's.
 
 Names of what computes are imported when they are asked for: what an encoder is, is known without
 torch.
@@ -8,9 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ssl_bench.models.config import ConvMixerConfig, EncoderConfig, ViTConfig
+from ssl_bench.models.convnext_config import ConvNeXtConfig
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from ssl_bench.models.loading.identity import EncoderIdentity
 from ssl_bench.models.loading.load import identify_encoder, load_encoder
+from ssl_bench.models.timm_config import TimmConfig
 
 if TYPE_CHECKING:
     from ssl_bench.models.build import build_vit
@@ -25,10 +27,12 @@ __all__ = [
     "IMAGENET_STD",
     "ConvMixer",
     "ConvMixerConfig",
+    "ConvNeXtConfig",
     "Encoder",
     "EncoderConfig",
     "EncoderIdentity",
     "EncoderModule",
+    "TimmConfig",
     "ViTConfig",
     "VisionTransformer",
     "block_statistics",

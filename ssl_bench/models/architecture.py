@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,11 @@ def configured(config: EncoderConfig, *, norm_eps: float = NORM_EPS) -> dict[str
     }
     eps = {} if norm_eps == NORM_EPS else {"norm_eps": norm_eps}
     return json.loads(json.dumps({"kind": kind_of(config), **described, **eps}))
+
+
+def staged(config: EncoderConfig, strides: Sequence[int]) -> dict[str, Any]:
+    """As `configured`, with the pixels along a side of what a token of each block stands for."""
+    return {**configured(config), "strides": list(strides)}
 
 
 def of_library(model: "nn.Module", library: str, name: str) -> dict[str, Any]:

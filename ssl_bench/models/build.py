@@ -1,12 +1,20 @@
 """From a configuration and a seed to an initialised encoder."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Generator, nn
 
 from ssl_bench.models.config import ConvMixerConfig, ViTConfig
 from ssl_bench.models.conv_mixer import ConvMixer, ConvMixerBlock
-from ssl_bench.models.initialisers.blocks import Initialiser, initialiser_of, shifted_inputs
-from ssl_bench.models.initialisers.convolutions import filter_initialiser_of
+from ssl_bench.models.convnext import ConvNeXt, ConvNeXtBlock
+from ssl_bench.models.convnext_config import ConvNeXtConfig
+from ssl_bench.models.initialisers.blocks import ShiftedInputs, initialiser_of, set_block
+from ssl_bench.models.initialisers.convolutions import (
+    draw_filters,
+    draw_uniform,
+    filter_initialiser_of,
+)
 from ssl_bench.models.vit import Block, VisionTransformer
 
 _TOKEN_STD = 0.02
@@ -24,9 +32,11 @@ def build_vit(config: ViTConfig, *, seed: int) -> VisionTransformer:
     generator = torch.Generator().manual_seed(seed)
     _initialise_tokens(model, generator, truncated=config.truncated_tokens)
     initialiser = initialiser_of(config.init, config.init_options)
+    if config.mlp_mean or config.mlp_input_std:
+        initialiser = ShiftedInputs(initialiser, config.mlp_mean, config.mlp_input_std)
     for block in model.blocks:
         assert isinstance(block, Block)
-        _initialise_block(block, config, initialiser, generator)
+        set_block(block, initialiser, generator)
     return model
 
 
@@ -39,31 +49,42 @@ def build_conv_mixer(config: ConvMixerConfig, *, seed: int) -> ConvMixer:
     with torch.random.fork_rng(devices=[]):
         model = ConvMixer(config)
     generator = torch.Generator().manual_seed(seed)
-    _draw_uniform(model.patch_embed.proj, generator)
+    draw_uniform(model.patch_embed.proj, generator)
     for block in model.blocks:
         assert isinstance(block, ConvMixerBlock)
-        _draw_uniform(block.depthwise, generator)
-        _draw_uniform(block.pointwise, generator)
+        draw_uniform(block.depthwise, generator)
+        draw_uniform(block.pointwise, generator)
     initialiser = filter_initialiser_of(config.init, config.init_options)
-    for layer, block in enumerate(model.blocks):
-        assert isinstance(block, ConvMixerBlock)
-        depth = layer / max(1, config.depth - 1)
-        filters = initialiser.filters(config.dim, config.kernel_size, depth, generator)
-        block.depthwise.weight.copy_(filters[:, None])
+    draw_filters(_depthwise(model.blocks), initialiser, generator)
     return model
 
 
-def _draw_uniform(convolution: nn.Conv2d, generator: Generator) -> None:
-    """Weights and biases as PyTorch draws them by default."""
-    bound = convolution.weight[0].numel() ** -0.5
-    for parameter in convolution.parameters():
-        nn.init.uniform_(parameter, -bound, bound, generator=generator)
+@torch.no_grad()
+def build_convnext(config: ConvNeXtConfig, *, seed: int) -> ConvNeXt:
+    """As `build_conv_mixer`, with one more linear layer a block."""
+    with torch.random.fork_rng(devices=[]):
+        model = ConvNeXt(config)
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            draw_uniform(module, generator)
+    initialiser = filter_initialiser_of(config.init, config.init_options)
+    draw_filters(_depthwise(model.blocks), initialiser, generator)
+    return model
+
+
+def _depthwise(blocks: Iterable[nn.Module]) -> list[nn.Conv2d]:
+    found = []
+    for block in blocks:
+        assert isinstance(block, ConvMixerBlock | ConvNeXtBlock)
+        found.append(block.depthwise)
+    return found
 
 
 @torch.no_grad()
 def _initialise_tokens(model: VisionTransformer, generator: Generator, *, truncated: bool) -> None:
     # Official DINO leaves the patch convolution at PyTorch's default.
-    _draw_uniform(model.patch_embed.proj, generator)
+    draw_uniform(model.patch_embed.proj, generator)
     for name in ("cls_token", "reg_token", "pos_embed"):
         parameter = model.get_parameter(name) if hasattr(model, name) else None
         if parameter is not None and parameter.requires_grad:
@@ -79,20 +100,3 @@ def _redraw_tails(parameter: nn.Parameter) -> None:
     within = torch.empty_like(parameter)
     nn.init.trunc_normal_(within, 0, _TOKEN_STD, -_CUT, _CUT, generator=own)
     parameter.copy_(torch.where(parameter.abs() > _CUT, within, parameter))
-
-
-@torch.no_grad()
-def _initialise_block(
-    block: Block, config: ViTConfig, initialiser: Initialiser, generator: Generator
-) -> None:
-    attention = initialiser.attention(config.dim, config.num_heads, generator)
-    mlp = initialiser.mlp(config.dim, config.hidden_dim, generator)
-    if config.mlp_mean or config.mlp_input_std:
-        mlp = shifted_inputs(mlp, config.mlp_mean, config.mlp_input_std)
-    inputs = torch.cat([attention.query, attention.key, attention.value], dim=1)
-    linears = (block.attn.qkv, block.attn.proj, block.mlp.fc1, block.mlp.fc2)
-    matrices = (inputs, attention.output, mlp.first, mlp.second)
-    for linear, matrix in zip(linears, matrices, strict=True):
-        linear.weight.copy_(matrix.T)
-        if linear.bias is not None:
-            linear.bias.zero_()

@@ -16,17 +16,20 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.convnext_config import ConvNeXtConfig
 from ssl_bench.models.fields import (
+    GrayingKind,
     as_floats,
     check_divisible,
+    check_layers,
     from_dict,
     take_older_names,
     without_defaults,
 )
 from ssl_bench.models.initialisers.options import check_block_options, check_filter_options
+from ssl_bench.models.timm_config import TimmConfig
 
 AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
-GrayingKind = Literal["none", "svd", "dct"]
 Norm = Literal["layernorm", "none"]
 PositionEmbedding = Literal["learned", "sinusoidal"]
 
@@ -133,17 +136,10 @@ class ViTConfig:
             )
 
     def _check_graying(self) -> None:
-        if self.graying_layers is None:
-            return
-        # JSON and YAML give lists; equal configurations shall be equal.
-        object.__setattr__(self, "graying_layers", tuple(self.graying_layers))
-        outside = [layer for layer in self.graying_layers if layer not in range(self.depth)]
-        if outside or not self.graying_layers:
-            raise ConfigurationError(
-                f"model.graying_layers must lie in 0..{self.depth - 1}, "
-                f"got {', '.join(map(str, outside)) or 'none'}; "
-                "model.graying=none grays no block, null every one"
-            )
+        if self.graying_layers is not None:
+            # JSON and YAML give lists; equal configurations shall be equal.
+            object.__setattr__(self, "graying_layers", tuple(self.graying_layers))
+        check_layers(self.graying_layers, self.depth)
 
     def _check_names(self) -> None:
         choices = {
@@ -235,8 +231,13 @@ class ConvMixerConfig:
         return from_dict(cls, values)
 
 
-EncoderConfig = ViTConfig | ConvMixerConfig
-_KINDS: Mapping[str, type[EncoderConfig]] = {"vit": ViTConfig, "conv_mixer": ConvMixerConfig}
+EncoderConfig = ViTConfig | ConvMixerConfig | ConvNeXtConfig | TimmConfig
+_KINDS: Mapping[str, type[EncoderConfig]] = {
+    "vit": ViTConfig,
+    "conv_mixer": ConvMixerConfig,
+    "convnext": ConvNeXtConfig,
+    "timm": TimmConfig,
+}
 
 
 def kind_of(config: EncoderConfig) -> str:

@@ -1,7 +1,7 @@
 """A frozen model with everything a probe must know about it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,8 @@ class Encoder:
 
     Args:
         module: Has `blocks`, `norm` and, in each block with attention, `attn.qkv`; in evaluation
-            mode. A block gives tokens, or maps with channels first.
+            mode. A block gives tokens, or maps with channels first or, where `widths` says how many
+            there are, last.
         name: How tables call it.
         uri: What was asked for.
         sha256: Of the weights file, or of the state dict where there is no file.
@@ -58,6 +59,9 @@ class Encoder:
         loaded_keys: Weights taken from the file.
         total_keys: Weights the file holds, heads included.
         contents: What else the file holds.
+        strides: Pixels along a side of what a token of each block stands for; empty where that is
+            `patch_size` for all of them. The first is `patch_size`.
+        widths: Of each block; empty where that is `dim`, which else is that of the last one.
     """
 
     module: "nn.Module"
@@ -78,6 +82,31 @@ class Encoder:
     total_keys: int = 0
     num_registers: int = 0
     contents: Contents = field(default_factory=Contents)
+    strides: tuple[int, ...] = ()
+    widths: tuple[int, ...] = ()
+
+    def stride(self, layer: int) -> int:
+        """Pixels along a side of what a token of a block stands for."""
+        return self.strides[layer] if self.strides else self.patch_size
+
+    def width(self, layer: int) -> int:
+        """Of a block."""
+        return self.widths[layer] if self.widths else self.dim
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether blocks differ in their grids or widths."""
+        return len(set(zip(self.strides, self.widths, strict=True))) > 1
+
+    def stages(self, layers: Sequence[int]) -> list[tuple["Encoder", tuple[int, ...]]]:
+        """The same encoder for blocks of one grid and width each, which its sizes then are."""
+        alike: dict[tuple[int, int], list[int]] = {}
+        for layer in layers:
+            alike.setdefault((self.stride(layer), self.width(layer)), []).append(layer)
+        return [
+            (replace(self, patch_size=stride, dim=width), tuple(of_stage))
+            for (stride, width), of_stage in alike.items()
+        ]
 
     @property
     def has_cls(self) -> bool:

@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ssl_bench.composition.fields import require
 from ssl_bench.errors import ConfigurationError
 
 T = TypeVar("T")
+GrayingKind = Literal["none", "svd", "dct"]
+GrayingScope = Literal["map", "window"]
 
 
 def from_dict(kind: type[T], values: Mapping[str, Any]) -> T:
@@ -68,3 +70,20 @@ def check_divisible(config: Any, name: str, divisor_name: str) -> None:
 def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Without those that are None, which stands for the default."""
     return {key: value for key, value in options.items() if value is not None}
+
+
+def check_layers(layers: Sequence[int] | None, depth: int) -> None:
+    """Refuse blocks to be grayed that an encoder does not have; None stands for all.
+
+    Raises:
+        ConfigurationError: none, or one outside of 0 to depth - 1.
+    """
+    if layers is None:
+        return
+    outside = [layer for layer in layers if layer not in range(depth)]
+    if outside or not layers:
+        raise ConfigurationError(
+            f"model.graying_layers must lie in 0..{depth - 1}, "
+            f"got {', '.join(map(str, outside)) or 'none'}; "
+            "model.graying=none grays no block, null every one"
+        )

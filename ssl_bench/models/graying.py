@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.models.config import GrayingKind
+from ssl_bench.models.fields import GrayingKind
 from ssl_bench.models.matrix_functions.power import raised
 from ssl_bench.models.matrix_functions.precision import without_autocast
 

@@ -6,26 +6,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssl_bench.models.architecture import NORM_EPS, configured
-from ssl_bench.models.build import build_conv_mixer, build_vit
+from ssl_bench.models.architecture import NORM_EPS, configured, staged
+from ssl_bench.models.build import build_conv_mixer, build_convnext, build_vit
 from ssl_bench.models.config import ConvMixerConfig, EncoderConfig
 from ssl_bench.models.conv_mixer import ConvMixer
+from ssl_bench.models.convnext import ConvNeXt
+from ssl_bench.models.convnext_config import ConvNeXtConfig
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, Contents, Encoder
+from ssl_bench.models.timm_build import build_timm
+from ssl_bench.models.timm_config import TimmConfig
+from ssl_bench.models.timm_model import TimmEncoder
 from ssl_bench.models.vit import VisionTransformer
 
-EncoderModule = VisionTransformer | ConvMixer
+EncoderModule = VisionTransformer | ConvMixer | ConvNeXt | TimmEncoder
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
     """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
     if isinstance(config, ConvMixerConfig):
         return build_conv_mixer(config, seed=seed)
+    if isinstance(config, ConvNeXtConfig):
+        return build_convnext(config, seed=seed)
+    if isinstance(config, TimmConfig):
+        return build_timm(config, seed=seed)
     return build_vit(config, seed=seed)
 
 
 def empty_encoder(config: EncoderConfig) -> EncoderModule:
     """An encoder whose weights are yet to be loaded."""
-    return ConvMixer(config) if isinstance(config, ConvMixerConfig) else VisionTransformer(config)
+    if isinstance(config, ConvMixerConfig):
+        return ConvMixer(config)
+    if isinstance(config, ConvNeXtConfig):
+        return ConvNeXt(config)
+    return TimmEncoder(config) if isinstance(config, TimmConfig) else VisionTransformer(config)
 
 
 def encoder_from_model(
@@ -41,13 +54,14 @@ def encoder_from_model(
 ) -> Encoder:
     """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
     config = model.config
+    shape = config.shape if isinstance(config, TimmConfig) else None
     return Encoder(
         module=model.eval().requires_grad_(False),
         name=name,
         uri=uri,
         sha256=sha256 or state_dict_sha256(model),
         architecture=_architecture(model),
-        patch_size=config.patch_size,
+        patch_size=shape.strides[0] if shape else config.patch_size,
         depth=config.depth,
         dim=config.dim,
         num_heads=config.num_heads,
@@ -60,11 +74,15 @@ def encoder_from_model(
         total_keys=keys[1],
         num_registers=config.num_registers,
         contents=contents or Contents(),
+        strides=shape.strides if shape else (),
+        widths=shape.widths if shape else (),
     )
 
 
 def _architecture(model: EncoderModule) -> dict[str, Any]:
     """Architecture of a model, whose norms may have another epsilon than those of this suite."""
+    if isinstance(model.config, TimmConfig):
+        return staged(model.config, model.config.shape.strides)
     found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     (eps,) = found or {NORM_EPS}
     return configured(model.config, norm_eps=eps)

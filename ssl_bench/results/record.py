@@ -165,6 +165,15 @@ class Record:
         return self.unit == "%" and self.metric not in UNRANKED_METRICS
 
     @property
+    def stride(self) -> int | None:
+        """Pixels along a side of what a token stands for, where that differs between blocks."""
+        strides = self.architecture.get("strides")
+        if not isinstance(strides, list | tuple) or not 0 <= self.layer < len(strides):
+            return None
+        is_staged = all(type(one) is int for one in strides) and len(set(strides)) > 1
+        return strides[self.layer] if is_staged else None
+
+    @property
     def named_protocol(self) -> str:
         """The protocol as tables print it, with the settings in which the run departed from it."""
         words = [f"{name}={_short(value)}" for name, value in sorted(self.changed.items())]

@@ -71,15 +71,25 @@ class DepthTable:
         Neighbouring blocks are close: which of them comes second says little.
         """
         ranked = {model: self._ranked(model) for model in self.models}
+        strides = self._strides()
         rows = [
             (
                 Cell(f"{layer:g}"),
+                *([Cell(strides.get(layer, ""))] if strides else []),
                 *(self._word(layer, model, ranked, style) for model in self.models),
             )
             for layer in self.layers
         ]
         note = self.footnote + dagger_note(self.entries.values())
-        return Sheet(self.title, (self.rows, *self.models), tuple(rows), (note,))
+        first = (self.rows, "stride") if strides else (self.rows,)
+        return Sheet(self.title, (*first, *self.models), tuple(rows), (note,))
+
+    def _strides(self) -> dict[Row, str]:
+        """By block, those of all models; nothing where every model has one grid of patches."""
+        found: dict[Row, set[int]] = defaultdict(set)
+        for layer, _, entry in self._cells() if self.rows == "block" else ():
+            found[layer] |= {one.stride for one in entry.records if one.stride is not None}
+        return {layer: "/".join(map(str, sorted(those))) for layer, those in found.items() if those}
 
     def _word(
         self, layer: Row, model: str, ranked: Mapping[str, Sequence[Row]], style: str
@@ -95,14 +105,25 @@ class DepthTable:
     def csv_rows(self) -> list[dict[str, Any]]:
         """Fields of every cell, by block and model."""
         return [
-            {"title": self.title, self.rows: layer, "model": model, **entry.csv_fields()}
+            {
+                "title": self.title,
+                self.rows: layer,
+                "model": model,
+                **_stride_of(entry),
+                **entry.csv_fields(),
+            }
             for layer, model, entry in self._cells()
         ]
 
     def as_json(self) -> dict[str, Any]:
         """Cells with what is needed to trust them."""
         cells = [
-            {_JSON_NAMES.get(self.rows, self.rows): layer, "column": model, **entry.as_json()}
+            {
+                _JSON_NAMES.get(self.rows, self.rows): layer,
+                "column": model,
+                **_stride_of(entry),
+                **entry.as_json(),
+            }
             for layer, model, entry in self._cells()
         ]
         series = series_json(next(iter(self.entries.values())).records[0])
@@ -115,6 +136,11 @@ class DepthTable:
             for model in self.models
             if (layer, model) in self.entries
         ]
+
+
+def _stride_of(entry: Entry) -> dict[str, int]:
+    stride = entry.records[0].stride
+    return {} if stride is None else {"stride": stride}
 
 
 def depth_tables(records: Sequence[Record]) -> list[DepthTable]:

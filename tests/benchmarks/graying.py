@@ -26,7 +26,7 @@ from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig, build_vit, token_statistics
-from ssl_bench.models.config import GrayingKind
+from ssl_bench.models.fields import GrayingKind
 from ssl_bench.system.progress import show_progress
 from tests.benchmarks.initialisation import photographs
 from tests.benchmarks.pretrain import milliseconds

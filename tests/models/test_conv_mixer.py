@@ -253,7 +253,7 @@ def test_conditioning_asks_for_attention(tmp_path):
         device=CPU,
         dtype=torch.float32,
     )
-    with pytest.raises(ConfigurationError, match="blocks of attention and an MLP, mixer has conv"):
+    with pytest.raises(ConfigurationError, match="blocks of attention and an MLP, mixer has none"):
         evaluation.run(ResultStore(tmp_path), say=lambda _: None, overwrite=False)
 
 

@@ -10,8 +10,8 @@ from ssl_bench.models.architecture import configured
 from ssl_bench.models.initialisers.blocks import (
     DefaultInit,
     MimeticInit,
+    ShiftedInputs,
     SkiplessInit,
-    shifted_inputs,
 )
 from ssl_bench.models.initialisers.matrices import balanced_factors, uniform_orthogonal
 from ssl_bench.models.vit import Block
@@ -228,7 +228,7 @@ def test_behind_a_fresh_norm_a_mean_of_the_mlp_changes_nothing():
 
 def test_each_input_adds_one_number_of_its_own_to_its_weights_towards_all_hidden_units():
     plain = DefaultInit().mlp(400, 6, seeded(3))
-    own = shifted_inputs(plain, 0.0, 0.3)
+    own = ShiftedInputs(DefaultInit(), 0.0, 0.3).mlp(400, 6, seeded(3))
     added = own.first - plain.first
     # Inputs are rows here: a row is the same number throughout, and rows differ.
     torch.testing.assert_close(added, added[:, :1].expand(400, 6), rtol=0, atol=1e-15)

@@ -336,7 +336,7 @@ def test_timm_refuses_a_file_without_weights(tmp_path):
         ("timm:vit_tiny_patch16_22", "did you mean: vit_tiny_patch16_224"),
         ("timm:vit_tiny_patch16_224.augregg", "augreg_in21k"),
         ("timm:resnet18", "supported are timm's plain Vision Transformers"),
-        ("timm:swin_tiny_patch4_window7_224", "supported are timm's plain Vision Transformers"),
+        ("timm:swinv2_tiny_window8_256", "its Swin, CaiT, PVT v2 and ConvNeXt"),
         ("torchhub:facebookresearch/dino:dino_resnet50", "known are torchhub:facebookresearch"),
     ],
 )

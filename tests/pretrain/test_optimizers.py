@@ -15,6 +15,7 @@ from pretrain.optimizers.recipes import (
     clip_gradients,
     parameter_groups,
 )
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, build_vit
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "optimizer"
@@ -154,3 +155,18 @@ def test_recipes_hand_their_fields_to_the_optimizer():
     assert isinstance(optimizer, SOAP)
     for name, value in vars(replace(recipe, betas=(0.5, 0.6))).items():
         assert optimizer.param_groups[0][name] == value
+
+
+def test_a_decay_by_layers_without_a_row_of_blocks_is_refused():
+    matrix = nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(ConfigurationError, match=r"layer_decay needs blocks .*; set train.layer"):
+        parameter_groups(
+            [("backbone.model.layers.0.blocks.0.mlp.fc1.weight", matrix)], layer_decay=0.5
+        )
+
+
+def test_positions_of_windows_are_decayed_as_those_of_patches():
+    table = nn.Parameter(torch.ones(2, 2))
+    named = [("backbone.model.layers.0.blocks.0.attn.relative_position_bias_table", table)]
+    assert parameter_groups(named)[0]["params"][0] is table
+    assert parameter_groups(named, decay_tokens=False)[1]["params"][0] is table

@@ -313,3 +313,19 @@ def test_the_date_of_a_table_is_that_of_its_latest_record():
     records = [replace(RECORD, created=f"2026-0{n}-01T00:00:00+00:00") for n in (1, 3, 2)]
 
     assert provenance(records).endswith("; 2026-03-01")
+
+
+def test_blocks_of_other_grids_have_their_stride_beside_them():
+    swin = {"kind": "timm", "strides": [4, 8]}
+    staged = [replace(record, architecture=swin) for record in RECORDS[:2]]
+    (table,) = depth_tables([*staged, *RECORDS[2:]])
+    (plain,) = depth_tables([replace(r, architecture={"strides": [4, 4]}) for r in staged])
+
+    rows = [line for line in render(table, "markdown").splitlines() if line.startswith("|")]
+
+    assert rows[0] == "| block | stride | skip | skip_less |"
+    assert [row.split(" | ")[1] for row in rows[2:]] == ["4", "8"]
+    cells = json.loads(render(table, "json"))[0]["cells"]
+    assert [one.get("stride") for one in cells] == [4, None, 8, None]
+    assert "stride" not in render(plain, "markdown")
+    assert "stride" in render(table, "csv").splitlines()[0]

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float64
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from ssl_bench.models.initialisers.choice import make_initialiser
 from ssl_bench.models.initialisers.matrices import (
@@ -161,11 +161,11 @@ class OsaInit(NoOptions):
         return SkiplessInit().mlp(dim, hidden_dim, generator)
 
 
-def shifted_inputs(plain: MlpWeights, mean: float, input_std: float) -> MlpWeights:
-    """With `mean`, and of each input channel one normal number more, in all of its weights.
+@dataclass(frozen=True)
+class ShiftedInputs:
+    """As another initialiser, but the first matrix of an MLP sees its inputs shifted.
 
-    Args:
-        plain: As an initialiser drew them.
+    Attributes:
         mean: Added to all entries of the first matrix, of either sign.
         input_std: Deviation of the number that an input channel adds towards all hidden units.
 
@@ -173,9 +173,18 @@ def shifted_inputs(plain: MlpWeights, mean: float, input_std: float) -> MlpWeigh
     y = W x: its 1_p b_n^T repeats a row of the n inputs for the p hidden units. "N(0, sigma I)" is
     read as sigma, not its root, the deviation.
     """
-    own = _own_generator(plain.first)
-    of_inputs = mean + input_std * normal(len(plain.first), 1, own)
-    return replace(plain, first=plain.first + of_inputs)
+
+    plain: Initialiser
+    mean: float
+    input_std: float
+
+    def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:
+        return self.plain.attention(dim, num_heads, generator)
+
+    def mlp(self, dim: int, hidden_dim: int, generator: Generator) -> MlpWeights:
+        drawn = self.plain.mlp(dim, hidden_dim, generator)
+        of_inputs = normal(dim, 1, _own_generator(drawn.first))
+        return replace(drawn, first=drawn.first + self.mean + self.input_std * of_inputs)
 
 
 def _own_generator(drawn: Float64[Tensor, "rows cols"]) -> Generator:
@@ -200,3 +209,23 @@ def initialiser_of(name: str, options: Mapping[str, Any]) -> Initialiser:
         ConfigurationError: An unknown name or option, or a value of the wrong type.
     """
     return make_initialiser(INITIALISERS, name, options)
+
+
+@torch.no_grad()
+def set_block(block: nn.Module, initialiser: Initialiser, generator: Generator) -> None:
+    """Draw attention and MLP of a block that names its layers as DINO and timm do; no bias stays.
+
+    Cost: that of the initialiser, see `ssl_bench.models.initialisers.matrices`.
+    """
+    # Any: ours and those of timm's families have no class in common.
+    parts: Any = block
+    dim, hidden_dim = parts.mlp.fc1.in_features, parts.mlp.fc1.out_features
+    attention = initialiser.attention(dim, parts.attn.num_heads, generator)
+    mlp = initialiser.mlp(dim, hidden_dim, generator)
+    inputs = torch.cat([attention.query, attention.key, attention.value], dim=1)
+    linears = (parts.attn.qkv, parts.attn.proj, parts.mlp.fc1, parts.mlp.fc2)
+    matrices = (inputs, attention.output, mlp.first, mlp.second)
+    for linear, matrix in zip(linears, matrices, strict=True):
+        linear.weight.copy_(matrix.T)
+        if linear.bias is not None:
+            linear.bias.zero_()

@@ -4,13 +4,13 @@ Pixels of a filter are counted row by row; everything is float64, so that roundi
 the end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float64
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from ssl_bench.models.initialisers.choice import make_initialiser
 from ssl_bench.models.initialisers.options import CovarianceOptions, NoOptions
@@ -69,6 +69,24 @@ def filter_initialiser_of(name: str, options: Mapping[str, Any]) -> FilterInitia
         ConfigurationError: An unknown name or option, or a value of the wrong type.
     """
     return make_initialiser(FILTER_INITIALISERS, name, options)
+
+
+def draw_uniform(layer: nn.Conv2d | nn.Linear, generator: Generator) -> None:
+    """Weights and biases as PyTorch draws them by default."""
+    bound = layer.weight[0].numel() ** -0.5
+    for parameter in layer.parameters():
+        nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+
+def draw_filters(
+    layers: Sequence[nn.Conv2d], initialiser: FilterInitialiser, generator: Generator
+) -> None:
+    """Depthwise filters of all layers of a network, which lie evenly between depths 0 and 1."""
+    for layer, convolution in enumerate(layers):
+        count, _, size, _ = convolution.weight.shape
+        depth = layer / max(1, len(layers) - 1)
+        filters = initialiser.filters(count, size, depth, generator)
+        convolution.weight.copy_(filters[:, None])
 
 
 def centered_gaussian(size: int, sigma: float) -> Float64[Tensor, "{size} {size}"]:

@@ -9,11 +9,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.conv_mixer import ConvMixer
 from ssl_bench.models.encoder import Contents, Encoder
-from ssl_bench.models.kinds import build_encoder, encoder_from_model, state_dict_sha256
+from ssl_bench.models.kinds import (
+    EncoderModule,
+    build_encoder,
+    encoder_from_model,
+    state_dict_sha256,
+)
 from ssl_bench.models.loading.timm_encoder import TimmViT, load_timm
-from ssl_bench.models.vit import VisionTransformer
+from ssl_bench.models.timm_model import TimmBackbone
 
 _SEED = 0
 _NATIVE_SIZE = 224
@@ -34,7 +38,7 @@ def random_encoder(trained: Encoder, uri: str) -> Encoder:
         CheckpointError: timm builds another architecture by that name.
     """
     colours = (trained.mean, trained.std)
-    if isinstance(trained.module, VisionTransformer | ConvMixer):
+    if isinstance(trained.module, EncoderModule):
         model = build_encoder(trained.module.config, seed=_SEED)
         return encoder_from_model(
             model,
@@ -43,7 +47,7 @@ def random_encoder(trained: Encoder, uri: str) -> Encoder:
             colours=colours,
             colours_from=trained.colours_from,
         )
-    assert isinstance(trained.module, TimmViT)
+    assert isinstance(trained.module, TimmViT | TimmBackbone)
     drawn = load_timm(f"timm:{trained.architecture['name']}")
     shapes, wanted = (
         {name: tensor.shape for name, tensor in one.module.state_dict().items()}

@@ -23,6 +23,7 @@ from ssl_bench.models.loading.identity import (
     verified_sha256,
 )
 from ssl_bench.models.loading.weights import load_weights, read_weights
+from ssl_bench.models.timm_config import TimmConfig
 from ssl_bench.system.files import read_digests, write_atomically, write_text_atomically
 
 _VERSION = "1"
@@ -40,6 +41,9 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
     ours = {"format": FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
     if (kind := kind_of(model.config)) != UNNAMED_KIND:
         ours["kind"] = kind
+    if isinstance(model.config, TimmConfig):
+        # So that nobody has to ask timm, and torch, which blocks there are.
+        ours["strides"] = json.dumps(model.config.shape.strides)
     content = _serialised(model.state_dict(), {**metadata, **ours})
     line = f"{sha256(content).hexdigest()}  {path.name}\n"
     sidecar = sidecar_of(path)

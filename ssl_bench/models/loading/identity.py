@@ -11,7 +11,7 @@ from typing import Any
 import safetensors
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.models.architecture import configured
+from ssl_bench.models.architecture import configured, staged
 from ssl_bench.models.config import EncoderConfig, config_of
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, identity_of
 from ssl_bench.models.loading.addresses import name_of
@@ -49,21 +49,38 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
         CheckpointError: The header cannot be read, or no single sha256 is stated and that of the
             file is not among them.
     """
-    config = stated_config(path, read_metadata(path))
+    metadata = read_metadata(path)
+    config, strides = stated_config(path, metadata), _stated_strides(path, metadata)
     stated = read_digests(sidecar_of(path))
     # While the weights are replaced two lines stand there; others may speak of other files.
     is_single = [name for _, name in stated] == [path.name]
     digest = stated[0][0] if is_single else verified_sha256(path)
-    architecture = configured(config)
+    architecture = staged(config, strides) if strides else configured(config)
     return EncoderIdentity(
         uri,
         name_of(path),
         digest,
         architecture,
         *stated_colours(path),
-        depth=config.depth,
-        patch_size=config.patch_size,
+        depth=len(strides) if strides else config.depth,
+        patch_size=strides[0] if strides else config.patch_size,
     )
+
+
+def _stated_strides(path: Path, metadata: Mapping[str, str]) -> list[int]:
+    """Of every block, where a file of ours says that they may differ.
+
+    Raises:
+        CheckpointError: not whole numbers.
+    """
+    text = metadata.get("strides", "[]")
+    try:
+        strides = json.loads(text)
+    except json.JSONDecodeError:
+        strides = None
+    if not isinstance(strides, list) or not all(type(one) is int and one > 0 for one in strides):
+        raise CheckpointError(f"{path} states strides that are no whole numbers: {text[:80]}")
+    return strides
 
 
 def is_ours(path: Path) -> bool:

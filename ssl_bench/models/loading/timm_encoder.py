@@ -1,7 +1,6 @@
-"""timm's Vision Transformers as encoders, with positions resized as in DINO."""
+"""timm's models as encoders, with positions resized as in DINO."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
@@ -12,7 +11,11 @@ from typing import Any
 import timm
 import torch
 from jaxtyping import Float
+from timm.models.cait import Cait
+from timm.models.convnext import ConvNeXt
 from timm.models.eva import Eva
+from timm.models.pvt_v2 import PyramidVisionTransformerV2
+from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -25,18 +28,21 @@ from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.loading.identity import unreplaced, verified_sha256
 from ssl_bench.models.loading.layouts import dinov3_architecture
 from ssl_bench.models.loading.timm_attention import give_queries_keys_values
+from ssl_bench.models.loading.timm_stages import Staged, staged_encoder, with_file
 from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights
-from ssl_bench.models.positions import resize_positions
+from ssl_bench.models.timm_families import family_of
+from ssl_bench.models.timm_model import resized_positions
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.paths import expanded
 
 # Eva holds timm's ViTs with rotary positions, DINOv3 among them.
 PlainViT = VisionTransformer | Eva
+Supported = PlainViT | SwinTransformer | PyramidVisionTransformerV2 | ConvNeXt | Cait
 
 _RANDOM_SEED = 0
 _SUPPORTED = (
     "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
-    "size, for example vit_small_patch16_224"
+    "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt"
 )
 
 
@@ -64,7 +70,7 @@ class TimmViT(nn.Module):
         patch_embed: Any = self.model.patch_embed
         patch_size = patch_embed.feat_ratio()
         size = (images.shape[-2] // patch_size, images.shape[-1] // patch_size)
-        with _resized_positions(self.model, size) as positions:
+        with resized_positions(self.model, size) as positions:
             return torch.func.functional_call(self.model, positions, (images,))
 
 
@@ -184,7 +190,7 @@ def _create(
     name: str,
     weights: tuple[Path, Backbone] | None,
     config: Mapping[str, Any] = MappingProxyType({}),
-) -> PlainViT:
+) -> Supported:
     # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
     # missing keys without a word.
     loaded = {"num_classes": 0, "label_offset": 0}
@@ -197,7 +203,7 @@ def _create(
             name,
             pretrained=weights is not None,
             pretrained_cfg_overlay=overlay or None,
-            **{**(config.get("model_args") or {}), "num_classes": 0, "dynamic_img_size": True},
+            **{**(config.get("model_args") or {}), "num_classes": 0, **_any_size(name)},
         )
     except TypeError as error:
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
@@ -209,7 +215,16 @@ def _create(
     return _check_supported(model, name)
 
 
-def _check_supported(model: nn.Module, name: str) -> PlainViT:
+def _any_size(name: str) -> dict[str, bool]:
+    """What lets a model take images of any size; convolutions need nothing, CaiT gets it later."""
+    family = family_of(name)
+    knows_it = family is None or family.windows or family.name in ("ViT", "DeiT")
+    return {"dynamic_img_size": True} if knows_it else {}
+
+
+def _check_supported(model: nn.Module, name: str) -> Supported:
+    if isinstance(model, Staged):
+        return model
     if not isinstance(model, PlainViT):
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}")
     patch_embed: Any = model.patch_embed
@@ -231,7 +246,7 @@ def _published_file(name: str) -> Path:
 
 
 def timm_encoder(
-    model: PlainViT,
+    model: Supported,
     *,
     uri: str,
     name: str,
@@ -239,7 +254,11 @@ def timm_encoder(
     keys: tuple[int, int] = (0, 0),
     contents: Contents | None = None,
 ) -> Encoder:
-    """Freeze a Vision Transformer of timm; its attention gets one layer for q, k and v."""
+    """Freeze a model of timm; a Vision Transformer's attention gets one layer for q, k and v."""
+    if isinstance(model, Staged):
+        found = staged_encoder(model, uri=uri, name=name, sha256=sha256)
+        return with_file(found, keys, contents)
+    assert isinstance(model, PlainViT)
     # Any: what timm declares for these is wider than what they are.
     published: Any = model.pretrained_cfg
     patch_embed: Any = model.patch_embed
@@ -267,18 +286,3 @@ def timm_encoder(
         num_registers=0 if registers is None else registers.shape[1],
         contents=contents or Contents("timm", f"timm {timm.__version__}"),
     )
-
-
-@contextmanager
-def _resized_positions(model: PlainViT, size: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
-    """Positions for `size` = (rows, cols); meanwhile timm believes that they are its own."""
-    if model.pos_embed is None:
-        yield {}
-        return
-    native = model.patch_embed.grid_size
-    resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
-    model.patch_embed.grid_size = size
-    try:
-        yield {"pos_embed": resized}
-    finally:
-        model.patch_embed.grid_size = native

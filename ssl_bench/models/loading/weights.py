@@ -45,7 +45,8 @@ _BESIDE_PREFIXES = {
     r"(?:classifier|fc|pooler)\..*": "a head, after the encoder",
     r"decoder\..*": "decoder of MAE, after the encoder",
 }
-_HEADS = {r"(?:head|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
+# timm's ConvNeXt keeps its final norm among its head.
+_HEADS = {r"(?:head(?!\.norm\.)|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
 # Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
 _HARMLESS: list[Any] = [

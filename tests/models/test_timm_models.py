@@ -1,0 +1,428 @@
+"""Encoders of timm's layers: their sizes, weights, checkpoints, features and graying."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.models import (
+    ConvMixerConfig,
+    ConvNeXtConfig,
+    TimmConfig,
+    build_encoder,
+    encoder_from_model,
+    identify_encoder,
+    load_encoder,
+    save_encoder,
+)
+from ssl_bench.models.graying import TokenGraying, gray_by_dct, gray_by_svd
+from ssl_bench.models.graying_hooks import GrayImages, GrayWindows, GrayWithClass
+from ssl_bench.models.initialisers.convolutions import (
+    CovarianceFilters,
+    draw_filters,
+    filter_covariance,
+)
+from ssl_bench.models.loading.timm_encoder import timm_encoder
+from ssl_bench.models.timm_model import depthwise_filters
+
+SWIN = TimmConfig(
+    image_size=32,
+    patch_size=2,
+    window_size=4,
+    widths=(8, 16, 32, 64),
+    depths=(1, 1, 2, 1),
+    heads=(1, 2, 2, 2),
+)
+CAIT = TimmConfig(
+    name="cait_s24_224", image_size=32, patch_size=8, widths=(12,), depths=(2,), heads=(3,)
+)
+PVT = TimmConfig(
+    name="pvt_v2_b3", image_size=32, widths=(4, 8, 12, 16), depths=(1, 1, 1, 1), heads=(1, 1, 1, 1)
+)
+ATTO = TimmConfig(
+    name="convnext_atto",
+    image_size=32,
+    patch_size=1,
+    widths=(8, 8, 16, 16),
+    depths=(1, 1, 2, 1),
+    init="uniform",
+)
+VIT = TimmConfig(
+    name="vit_tiny_patch16_224", image_size=32, patch_size=8, widths=(12,), depths=(2,), heads=(3,)
+)
+ISOTROPIC = ConvNeXtConfig(image_size=32, patch_size=8, dim=12, depth=2)
+KINDS = {
+    "swin": SWIN,
+    "cait": CAIT,
+    "pvt": PVT,
+    "atto": ATTO,
+    "vit": VIT,
+    "isotropic": ISOTROPIC,
+}
+
+
+def images(count: int = 2, height: int = 32, width: int = 64) -> Tensor:
+    return torch.randn(count, 3, height, width, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_rebuilt_from_its_file_with_the_same_outputs(kind, tmp_path):
+    model = build_encoder(KINDS[kind], seed=3).eval()
+    save_encoder(tmp_path / "last.safetensors", model, {})
+
+    encoder = load_encoder(str(tmp_path))
+
+    assert getattr(encoder.module, "config", None) == KINDS[kind]
+    assert torch.equal(encoder.module(images()), model(images()))
+    named = identify_encoder(str(tmp_path))
+    assert named.identity() == encoder.identity()
+    assert (named.depth, named.patch_size) == (encoder.depth, encoder.patch_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_depend_on_the_seed_alone_and_the_global_generator_stays(kind):
+    state = torch.get_rng_state()
+    one, same, other = (build_encoder(KINDS[kind], seed=seed).state_dict() for seed in (1, 1, 2))
+
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, same[name]) for name, value in one.items())
+    assert any(not torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "strides", "widths"),
+    [
+        ("swin", (2, 4, 8, 8, 16), (8, 16, 32, 32, 64)),
+        ("cait", (8, 8), (12, 12)),
+        ("pvt", (4, 8, 16, 32), (4, 8, 12, 16)),
+        ("atto", (1, 2, 4, 4, 8), (8, 8, 16, 16, 16)),
+    ],
+)
+def test_every_layer_has_its_own_grid_of_patches(kind, strides, widths):
+    encoder = encoder_from_model(build_encoder(KINDS[kind], seed=0), name="x")
+
+    found = FeatureExtractor(encoder, layers=range(encoder.depth))(images())
+
+    assert encoder.strides == strides
+    assert [tuple(found[layer]["token"].shape[1:]) for layer in found] == [
+        (32 // stride, 64 // stride, width) for stride, width in zip(strides, widths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["swin", "pvt", "atto", "cait"])
+def test_features_of_a_block_are_what_it_gives(kind):
+    model = build_encoder(KINDS[kind], seed=0).eval()
+    encoder = encoder_from_model(model, name="x", colours=((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)))
+    last = encoder.depth - 1
+    found = FeatureExtractor(encoder, layers=(last,), facets=("token", "token_normed"))(images())
+
+    pooled = found[last]["token_normed"].mean((1, 2))
+    if kind == "atto":  # timm norms behind the mean.
+        norm = model.get_submodule("model.head.norm")
+        assert isinstance(norm, torch.nn.LayerNorm)
+        pooled = torch.nn.functional.layer_norm(
+            found[last]["token"].mean((1, 2)), (16,), norm.weight, norm.bias, norm.eps
+        )
+    if kind != "cait":  # Its output is [CLS], which no block of patches has.
+        torch.testing.assert_close(pooled, model(images()), rtol=1e-4, atol=1e-5)
+    else:
+        assert encoder.has_cls is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "facet", "message"),
+    [
+        ("swin", 0, "key", "layer 0 of x computes queries, keys and values of windows"),
+        ("pvt", 0, "query", "layer 0 of x computes no query"),
+        ("atto", 3, "value", "layer 3 of x computes no value"),
+        ("swin", 1, "token_normed", "layer 1 of x has width 16, its final norm 64"),
+        ("cait", 0, "attn_out", "calls attn_out of block 0 more than once"),
+        ("cait", 0, "cls", "has no .CLS. token"),
+    ],
+)
+def test_what_a_layer_lacks_is_refused_in_one_line(kind, layer, facet, message):
+    encoder = encoder_from_model(build_encoder(KINDS[kind], seed=0), name="x")
+
+    with pytest.raises((CheckpointError, ConfigurationError), match=message) as raised:
+        FeatureExtractor(encoder, layers=(layer,), facets=(facet,))(images())
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (SWIN, {"name": "resnet50"}, "must be a model of timm that begins with swin_, cait_"),
+        (SWIN, {"name": "swin_small_patch4_window7_224.ms_in1k"}, "have no tag"),
+        (SWIN, {"widths": (8, 16, 32)}, "model.widths .* must have 4 entries"),
+        (SWIN, {"widths": (8, 16, 32, 65)}, r"must double .* take \[8, 16, 32, 64\]"),
+        (SWIN, {"image_size": 33}, "image_size must be a multiple of model.patch_size"),
+        (SWIN, {"init": "osa"}, "init must be one of default, skipless, mimetic, xavier"),
+        (SWIN, {"frozen_filters": True}, "needs depthwise filters of ConvNeXt"),
+        (SWIN, {"graying_class_blocks": True}, "graying_class_blocks is of CaiT alone"),
+        (CAIT, {"graying_scope": "window"}, "graying_scope=window needs Swin's windows"),
+        (CAIT, {"window_size": 4}, "window_size is of Swin alone"),
+        (PVT, {"patch_size": 2}, "patch_size of PVT v2 is 4, got 2"),
+        (PVT, {"init": "mimetic"}, "init must be one of default, got 'mimetic'"),
+        (ATTO, {"graying": "dct"}, "graying needs attention, got dct"),
+        (ATTO, {"init": "mimetic"}, "init must be one of default, uniform, covariance"),
+        (ATTO, {"heads": (1, 1, 1, 1)}, "model.heads of convnext_atto must have 0 entries"),
+    ],
+)
+def test_what_a_family_cannot_do_is_refused_in_one_line(config, changes, message):
+    with pytest.raises(ConfigurationError, match=message) as raised:
+        replace(config, **changes)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (replace(SWIN, graying="svd", graying_layers=(5,)), r"must lie in 0\.\.4, got 5"),
+        (replace(SWIN, graying_layers=()), r"must lie in 0\.\.4, got none"),
+        (replace(SWIN, name="swin_huge"), "must be a model of timm .*, got 'swin_huge'"),
+        (replace(SWIN, image_size=24), "must be a multiple of 16, .* got 24; take 32"),
+        (replace(ATTO, name="convnext_atto_ols"), "another stem than patches"),
+        (replace(VIT, name="vit_small_patch16_rope_224"), "is a Eva, expected one of Swin"),
+        (replace(VIT, heads=(5,)), "cannot be built"),
+    ],
+)
+def test_what_timm_cannot_build_is_refused_in_one_line(config, message):
+    with pytest.raises(ConfigurationError, match=message) as raised:
+        build_encoder(config, seed=0)
+    assert "\n" not in str(raised.value)
+
+
+def test_sizes_come_from_the_name_where_they_are_left_open():
+    swin, vit = TimmConfig(), TimmConfig(name="vit_small_patch16_224")
+
+    assert (swin.patch_size, swin.window_size, vit.patch_size) == (4, 7, 16)
+    assert (swin.depth, swin.dim, swin.shape.strides[::8]) == (24, 768, (4, 16, 16))
+    assert TimmConfig.from_dict(json.loads(json.dumps(swin.to_dict()))) == swin
+
+
+@pytest.mark.parametrize("config", [SWIN, CAIT, VIT])
+def test_mimetic_values_and_projections_multiply_to_nearly_minus_the_identity(config):
+    options = {"alpha2": 0.0, "beta2": 1.0}
+    model = build_encoder(replace(config, init="mimetic", init_options=options), seed=0)
+
+    block = model.blocks[-1]
+    dim = config.dim
+    value = block.get_parameter("attn.qkv.weight")[2 * dim :]
+    product = block.get_parameter("attn.proj.weight") @ value
+    torch.testing.assert_close(product, -torch.eye(dim), rtol=0, atol=1e-5)
+
+
+def diagonal(kind: str, exponent: float = 0.5) -> Tensor:
+    x = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))[None]
+    return TokenGraying(kind, exponent)(x)[0]  # type: ignore[arg-type]
+
+
+def test_diagonal_3_1_is_grayed_as_counted_by_hand():
+    # SVD: 3 and 3 (1 / 3)^.5. DCT: coefficients 2, 1, 1, 2 become 2, sqrt(2), sqrt(2), 2.
+    of_svd, of_dct = (3.0, 3**0.5), (2 + 2**0.5, 2 - 2**0.5)
+    for kind, values in (("svd", of_svd), ("dct", of_dct)):
+        expected = torch.diag(torch.tensor(values, dtype=torch.float64))
+        torch.testing.assert_close(diagonal(kind), expected, rtol=0, atol=1e-12)
+    assert of_dct[0] / of_dct[1] == pytest.approx(5.83, abs=0.005)
+
+
+GRAYED = {
+    "map": replace(SWIN, graying="dct"),
+    "window": replace(SWIN, graying="dct", graying_scope="window"),
+    "tokens": replace(CAIT, graying="svd", graying_class_blocks=True),
+    "pvt": replace(PVT, graying="dct"),
+}
+
+
+@pytest.mark.parametrize("case", GRAYED)
+def test_graying_adds_no_weights_and_an_exponent_of_one_changes_nothing(case):
+    config = GRAYED[case]
+    plain = build_encoder(replace(config, graying="none"), seed=0).eval()
+    one = build_encoder(replace(config, graying_exponent=1.0), seed=0).eval()
+    gray = build_encoder(replace(config, graying_exponent=0.5), seed=0).eval()
+
+    assert plain.state_dict().keys() == gray.state_dict().keys()
+    torch.testing.assert_close(one(images()), plain(images()), rtol=1e-4, atol=1e-5)
+    assert (gray(images()) - plain(images())).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("case", GRAYED)
+def test_images_do_not_mix(case):
+    model = build_encoder(GRAYED[case], seed=0).eval()
+    x = images()
+    torch.testing.assert_close(model(x)[1:], model(x[1:]), rtol=1e-4, atol=1e-5)
+
+
+def entered(config: TimmConfig) -> list[Tensor]:
+    """What enters each block, behind its graying."""
+    model, seen = build_encoder(config, seed=0).eval(), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    model(images(height=32, width=32))
+    return seen
+
+
+@pytest.mark.parametrize("layer", [0, 4])
+def test_named_blocks_alone_gray_counted_through_all_stages(layer):
+    plain, gray = entered(SWIN), entered(replace(SWIN, graying="svd", graying_layers=(layer,)))
+
+    assert all(torch.equal(a, b) for a, b in zip(plain[:layer], gray[:layer], strict=True))
+    x = plain[layer]
+    expected = gray_by_svd(x.flatten(1, 2), 0.95).unflatten(1, x.shape[1:3])
+    torch.testing.assert_close(gray[layer], expected, rtol=1e-4, atol=1e-5)
+
+
+class Window(torch.nn.Module):
+    """What a block of Swin says of its windows."""
+
+    window_size = (3, 3)
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.shift_size = (shift, shift)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_each_window_is_grayed_by_itself_where_swin_has_moved_it(shift):
+    x = torch.randn(2, 6, 6, 4, dtype=torch.float64)
+    (gray,) = GrayWindows(TokenGraying("dct", 0.5))(Window(shift), (x,))
+
+    rows = (torch.arange(3) + 3 + shift) % 6
+    window = x[:, rows][:, :, rows]
+    expected = gray_by_dct(window.flatten(1, 2), 0.5).unflatten(1, (3, 3))
+    torch.testing.assert_close(gray[:, rows][:, :, rows], expected)
+
+
+def test_windows_of_a_stage_that_is_one_window_are_the_map():
+    x, graying = torch.randn(2, 3, 3, 4), TokenGraying("dct", 0.5)
+    (windows,), (whole,) = (
+        GrayWindows(graying)(Window(0), (x,)),
+        GrayImages(graying)(Window(0), (x,)),
+    )
+    torch.testing.assert_close(windows, whole)
+
+
+def test_windows_that_do_not_divide_the_map_are_filled_up_with_zeros():
+    x, graying = torch.randn(1, 4, 5, 4), TokenGraying("svd", 0.5)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, 1, 0, 2))
+    (gray,), (whole,) = (GrayWindows(graying)(Window(0), (y,)) for y in (x, padded))
+    torch.testing.assert_close(gray, whole[:, :4, :5])
+
+
+def test_class_blocks_gray_cls_and_patches_as_one_matrix():
+    x, cls_token = torch.randn(2, 5, 4), torch.randn(2, 1, 4)
+    patches, first = GrayWithClass(TokenGraying("dct", 0.5))(Window(0), (x, cls_token))
+    expected = gray_by_dct(torch.cat([cls_token, x], 1), 0.5)
+    torch.testing.assert_close(torch.cat([first, patches], 1), expected)
+
+
+def test_dct_graying_sees_the_order_of_tokens_and_svd_does_not():
+    x = torch.randn(1, 6, 4, dtype=torch.float64)
+    order = torch.tensor([3, 1, 0, 5, 4, 2])
+    for gray, commutes in ((gray_by_svd, True), (gray_by_dct, False)):
+        distance = (gray(x[:, order], 0.5) - gray(x, 0.5)[:, order]).abs().max().item()
+        assert (distance < 1e-12) == commutes
+
+
+def test_the_covariance_of_the_first_layer_has_the_trace_counted_by_hand():
+    # On its diagonal z_p c_pp - z_p^2 / 2 with c_pp = 1: the sum over r^2 of z - z^2 / 2, whose
+    # middle gives 1/2 and each of four neighbours exp(-1 / .16) - exp(-2 / .16) / 2 = .00193.
+    covariance = filter_covariance(7, 0.08)
+    assert covariance.trace().item() == pytest.approx(0.508, abs=5e-4)
+
+
+def test_covariance_filters_are_those_of_a_conv_mixer_of_the_same_generator():
+    wide = replace(ATTO, widths=(16,) * 4, init="covariance")
+    mixer = ConvMixerConfig(image_size=8, dim=16, depth=5, kernel_size=7, init="covariance")
+    ours = [b.get_parameter("depthwise.weight") for b in build_encoder(mixer, seed=0).blocks]
+    layers = depthwise_filters(build_encoder(wide, seed=0).get_submodule("model"))
+    theirs = [torch.nn.Conv2d(16, 16, 7, groups=16) for _ in ours]
+    for found in (layers, theirs):
+        with torch.no_grad():
+            draw_filters(found, CovarianceFilters(), torch.Generator().manual_seed(5))
+
+    assert len(layers) == len(ours)
+    assert all(torch.equal(a.weight, b.weight) for a, b in zip(layers, theirs, strict=True))
+    # Pixels far from the middle hardly vary in the first layer, at any depth of the network more.
+    edges = [one.weight[:, 0, 0].square().mean().item() for one in layers]
+    drawn = [one[:, 0, 0].square().mean().item() for one in ours]
+    assert edges == sorted(edges)
+    assert edges == pytest.approx(drawn, rel=1.0)
+
+
+@pytest.mark.parametrize("config", [ATTO, ISOTROPIC], ids=["timm", "isotropic"])
+def test_uniform_and_covariance_differ_in_depthwise_filters_alone(config):
+    uniform, covariance = (
+        build_encoder(replace(config, init=init), seed=0) for init in ("uniform", "covariance")
+    )
+    theirs = covariance.state_dict()
+    other = [n for n, value in uniform.state_dict().items() if not torch.equal(value, theirs[n])]
+
+    assert other
+    assert all(n.endswith(("conv_dw.weight", "depthwise.weight")) for n in other)
+    assert len(other) == config.depth
+
+
+def test_uniform_is_pytorchs_in_every_layer_and_layer_scale_stays():
+    for name, value in build_encoder(ATTO, seed=0).state_dict().items():
+        if value.ndim > 1:
+            bound = value[0].numel() ** -0.5
+            assert 0.8 * bound < value.abs().max().item() <= bound, name
+        if name.endswith("gamma"):
+            assert value.eq(1e-6).all()
+
+
+def test_frozen_filters_alone_are_not_trained():
+    model = build_encoder(replace(ATTO, frozen_filters=True), seed=0)
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
+    assert len(frozen) == 5
+    assert all(name.endswith("conv_dw.weight") for name in frozen)
+
+
+def test_atto_of_patch_2_halves_once_more_than_its_stages():
+    assert TimmConfig(name="convnext_atto", image_size=32, patch_size=2).shape.strides[::4] == (
+        *(4, 16, 16),
+    )
+    assert TimmConfig(name="convnext_atto", image_size=32, patch_size=1).shape.strides[-1] == 8
+
+
+def test_addresses_of_timm_give_stages_and_a_file_the_very_weights(tmp_path):
+    encoder = load_encoder("timm:convnext_atto")
+    path = tmp_path / "atto.pth"
+    torch.save(encoder.module.get_submodule("model").state_dict(), path)
+
+    of_file = load_encoder(f"timm:convnext_atto@{path}")
+
+    assert of_file.strides == encoder.strides == (4, 4, 8, 8, *(16,) * 6, 32, 32)
+    assert encoder.architecture["strides"] == list(encoder.strides)
+    assert torch.equal(of_file.module(images()), encoder.module(images()))
+    assert load_encoder("random:timm:convnext_atto").sha256 == encoder.sha256
+
+
+@pytest.mark.parametrize("kind", ["swin", "cait", "pvt", "atto"])
+def test_a_model_of_timm_is_the_encoder_of_the_same_weights(kind):
+    ours = build_encoder(KINDS[kind], seed=0).eval()
+    theirs = timm_encoder(ours.get_submodule("model"), uri="memory", name="x", sha256="0")  # type: ignore[arg-type]
+
+    assert (theirs.depth, theirs.dim) == (KINDS[kind].depth, KINDS[kind].dim)
+    assert torch.equal(theirs.module(images()), ours(images()))
+
+
+def test_random_weights_of_our_own_are_drawn_again(tmp_path):
+    save_encoder(tmp_path / "one.safetensors", build_encoder(SWIN, seed=4), {})
+    drawn = load_encoder(f"random:{tmp_path}/one.safetensors")
+    plain = build_encoder(SWIN, seed=0).eval()
+    assert torch.equal(drawn.module(images()), plain(images()))
+
+
+def test_stages_are_encoders_of_one_grid_and_width_with_the_same_identity():
+    encoder = encoder_from_model(build_encoder(SWIN, seed=0), name="x")
+    stages = encoder.stages((0, 3, 2, 4))
+
+    assert [layers for _, layers in stages] == [(0,), (3, 2), (4,)]
+    assert [(one.patch_size, one.dim) for one, _ in stages] == [(2, 8), (8, 32), (16, 64)]
+    assert all(one.identity() == encoder.identity() for one, _ in stages)
