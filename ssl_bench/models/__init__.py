@@ -11,6 +11,7 @@ from ssl_bench.models.config import ConvMixerConfig, EncoderConfig, ViTConfig
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from ssl_bench.models.loading.identity import EncoderIdentity
 from ssl_bench.models.loading.load import identify_encoder, load_encoder
+from ssl_bench.models.state_space.config import StateSpaceConfig
 
 if TYPE_CHECKING:
     from ssl_bench.models.build import build_vit
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ssl_bench.models.initialisers.statistics import block_statistics, token_statistics
     from ssl_bench.models.kinds import EncoderModule, build_encoder, encoder_from_model
     from ssl_bench.models.loading.checkpoint import save_encoder
+    from ssl_bench.models.state_space.model import StateSpaceModel
     from ssl_bench.models.vit import VisionTransformer
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "EncoderConfig",
     "EncoderIdentity",
     "EncoderModule",
+    "StateSpaceConfig",
+    "StateSpaceModel",
     "ViTConfig",
     "VisionTransformer",
     "block_statistics",
@@ -44,6 +48,7 @@ __all__ = [
 _HOMES = {
     "ConvMixer": "conv_mixer",
     "EncoderModule": "kinds",
+    "StateSpaceModel": "state_space.model",
     "VisionTransformer": "vit",
     "block_statistics": "initialisers.statistics",
     "build_encoder": "kinds",

@@ -22,6 +22,7 @@ from ssl_bench.models.fields import (
     without_defaults,
 )
 from ssl_bench.models.initialisers.options import check_block_options, check_filter_options
+from ssl_bench.models.state_space.config import StateSpaceConfig
 
 AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
 GrayingKind = Literal["none", "svd", "dct"]
@@ -219,8 +220,12 @@ class ConvMixerConfig:
         return from_dict(cls, values)
 
 
-EncoderConfig = ViTConfig | ConvMixerConfig
-_KINDS: Mapping[str, type[EncoderConfig]] = {"vit": ViTConfig, "conv_mixer": ConvMixerConfig}
+EncoderConfig = ViTConfig | ConvMixerConfig | StateSpaceConfig
+_KINDS: Mapping[str, type[EncoderConfig]] = {
+    "vit": ViTConfig,
+    "conv_mixer": ConvMixerConfig,
+    "state_space": StateSpaceConfig,
+}
 
 
 def kind_of(config: EncoderConfig) -> str:

@@ -11,20 +11,27 @@ from ssl_bench.models.build import build_conv_mixer, build_vit
 from ssl_bench.models.config import ConvMixerConfig, EncoderConfig
 from ssl_bench.models.conv_mixer import ConvMixer
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, Contents, Encoder
+from ssl_bench.models.state_space.config import StateSpaceConfig, require_images
+from ssl_bench.models.state_space.initialisation import build_state_space_model
+from ssl_bench.models.state_space.model import StateSpaceModel
 from ssl_bench.models.vit import VisionTransformer
 
-EncoderModule = VisionTransformer | ConvMixer
+EncoderModule = VisionTransformer | ConvMixer | StateSpaceModel
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
     """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
     if isinstance(config, ConvMixerConfig):
         return build_conv_mixer(config, seed=seed)
+    if isinstance(config, StateSpaceConfig):
+        return build_state_space_model(config, seed=seed)
     return build_vit(config, seed=seed)
 
 
 def empty_encoder(config: EncoderConfig) -> EncoderModule:
     """An encoder whose weights are yet to be loaded."""
+    if isinstance(config, StateSpaceConfig):
+        return StateSpaceModel(config)
     return ConvMixer(config) if isinstance(config, ConvMixerConfig) else VisionTransformer(config)
 
 
@@ -39,8 +46,13 @@ def encoder_from_model(
     colours: Colours = IMAGENET_COLOURS,
     colours_from: str = "ssl-bench",
 ) -> Encoder:
-    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
+    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file.
+
+    Raises:
+        CheckpointError: It reads tokens and no images.
+    """
     config = model.config
+    require_images(config, uri)
     return Encoder(
         module=model.eval().requires_grad_(False),
         name=name,
