@@ -35,7 +35,7 @@ def rows_of(strings: Letters, letters: int) -> Rows:
     return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
 
 
-def tested_strings(length: int, letters: int, count: int) -> Letters:
+def fixed_strings(length: int, letters: int, count: int) -> Letters:
     """The same in every run, whatever its seed."""
     generator = np.random.default_rng((_TESTED, length, letters))
     return torch.from_numpy(generator.integers(letters, size=(count, length)))
@@ -68,7 +68,7 @@ class StringMaker:
         drawn = [generator.integers(self.letters, size=self.length) for generator in generators]
         return torch.from_numpy(np.stack(drawn))
 
-    def join(self, pieces: Iterable[Letters], device: torch.device) -> Letters:
+    def join(self, pieces: Iterable[Int64[Tensor, "_ length"]], device: torch.device) -> Letters:
         """All strings in one piece, on the device."""
         return torch.cat([taken(strings, device) for strings in pieces])
 

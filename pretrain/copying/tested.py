@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from pretrain.copying.strings import Letters, rows_of, tested_strings
+from pretrain.copying.strings import Letters, fixed_strings, rows_of
 from pretrain.schedules import Timeline
 from ssl_bench.models import StateSpaceModel
 from ssl_bench.system.device import in_float64
@@ -45,7 +45,7 @@ class CopyingTest:
         epochs: int,
     ) -> None:
         self.model, self.timeline, self.letters, self.epochs = model, timeline, letters, epochs
-        self.strings = {length: tested_strings(length, letters, strings) for length in lengths}
+        self.strings = {length: fixed_strings(length, letters, strings) for length in lengths}
 
     def measures(self, step: int) -> Mapping[str, float]:
         """What is due after the step of this number, counted from 1; in percent."""
