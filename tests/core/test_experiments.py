@@ -40,6 +40,7 @@ COMPARISONS = {
     "initialisation_readings": {"model"},
     "mae_imagenet_finetune": {"model"},
     "mimetic_cifar10": {"model"},
+    "mimetic_copying": {"model", "objective", "optimizer", "train"},
     "osa_mnist": {"model"},
     "supervised_imagenet": {"model", "optimizer"},
     "supervised_tiny_imagenet": {"model", "optimizer"},
@@ -94,6 +95,7 @@ def test_a_cost_is_a_number_or_stands_in_the_recipe_that_it_names(name):
 
 def test_what_needs_a_large_gpu_says_for_how_long():
     small = {"osa_mnist", "initialisation_readings", "dino_photographs", "mae_photographs"}
+    small |= {"mimetic_copying"}
 
     assert {run.recipe for run in RUNS.values() if run.gpu_hours is None} == small
 
