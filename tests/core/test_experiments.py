@@ -323,6 +323,7 @@ def test_the_row_of_the_cifar10_table_has_the_recipe_of_the_thesis():
     plan = experiment("mimetic_cifar10_mimetic")
 
     model, train, crops = plan.encoder, plan.train, plan.objective.crops
+    assert isinstance(model, ViTConfig)
     assert (model.dim, model.depth, model.num_heads) == (192, 12, 3)
     assert (model.image_size, model.patch_size) == (32, 2)
     assert isinstance(crops, SingleCrop)
