@@ -56,8 +56,6 @@ SETTINGS = (
             "all four pieces": "mimetic_copying_mimetic",
             "decay alone": "mimetic_copying_decay",
             "default": "mimetic_copying_default",
-            "all four, constant decay": "mimetic_copying_mimetic_constant",
-            "all four, last layer alone": "mimetic_copying_mimetic_last",
         },
         steps=1000,
         length=16,
@@ -74,7 +72,7 @@ SETTINGS = (
         steps=400,
         length=8,
         lengths=(2, 4, 6, 8, 10, 12, 16, 24, 32),
-        again=("decay, step, correlation", "decay alone", "default"),
+        again=("decay, step, correlation", "default"),
     ),
 )
 
