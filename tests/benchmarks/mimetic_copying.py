@@ -1,6 +1,6 @@
 """How far Mamba copies with and without mimetic initialisation: strings of many lengths, one core.
 
-    python -m tests.benchmarks.mimetic_copying --json FILE [--figure PNG] [--out RUNS]
+    python -m tests.benchmarks.mimetic_copying --json FILE [--figure PNG] [--out RUNS] [--finished]
 
 Every arm is `experiment=mimetic_copying_*`, tested at more lengths than it was trained on. Each is
 a process with one thread, one after the other; what is finished in RUNS is not run again. The file
@@ -77,11 +77,12 @@ SETTINGS = (
 )
 
 
-def trained(setting: Setting, experiment: str, seed: int, out: Path) -> Path:
-    """The folder of a finished run."""
-    folder = out / f"{experiment}-{seed}"
-    if has_state(folder) and load_state(folder, torch.device("cpu"))[0]["step"] >= setting.steps:
-        return folder
+def is_finished(setting: Setting, folder: Path) -> bool:
+    return has_state(folder) and load_state(folder, torch.device("cpu"))[0]["step"] >= setting.steps
+
+
+def train(setting: Setting, experiment: str, seed: int, folder: Path) -> None:
+    """Leave a finished run in a folder."""
     options = {
         "experiment": experiment,
         "train.seed": seed,
@@ -93,7 +94,6 @@ def trained(setting: Setting, experiment: str, seed: int, out: Path) -> Path:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True,
     )
-    return folder
 
 
 def measured(setting: Setting, arm: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -161,12 +161,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/mimetic_copying"))
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--finished", action="store_true", help="leave out what is not finished")
     options = parser.parse_args()
     found = []
     for seed in (0, 1):
         for setting in SETTINGS:
             for arm in setting.again if seed else setting.arms:
-                folder = trained(setting, setting.arms[arm], seed, options.out)
+                experiment = setting.arms[arm]
+                folder = options.out / f"{experiment}-{seed}"
+                if not is_finished(setting, folder):
+                    if options.finished:
+                        continue
+                    train(setting, experiment, seed, folder)
                 found.append(measured(setting, arm, seed, folder))
                 options.json.write_text(json.dumps(found, indent=1) + "\n")
     # As read from the file, whose keys are texts.
