@@ -66,8 +66,8 @@ SETTINGS = (
         "Mamba 1",
         {
             "decay, step, correlation": "mimetic_copying_mamba1_mimetic",
-            "decay alone": "mimetic_copying_mamba1_decay",
             "default": "mimetic_copying_mamba1_default",
+            "decay alone": "mimetic_copying_mamba1_decay",
         },
         steps=400,
         length=8,
