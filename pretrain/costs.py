@@ -18,7 +18,8 @@ from pretrain.step import Trainer
 from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.cost.places import Place
 from ssl_bench.cost.work import Step, Unit
-from ssl_bench.models import EncoderConfig, ViTConfig
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import EncoderConfig, StateSpaceConfig, ViTConfig
 
 _TIMELINE = Timeline(total_steps=1_000_000, steps_per_epoch=1_000)
 # After all that waits for some epochs, such as DINO's last layer.
@@ -53,6 +54,11 @@ class PretrainingCost:
 
     def __post_init__(self) -> None:
         check_fields(self, "cost")
+        if isinstance(self.model, StateSpaceConfig):
+            raise ConfigurationError(
+                f"cost counts work on images, got {self.model.version}, which reads tokens; take a "
+                "model of images"
+            )
 
     @property
     def images(self) -> float:

@@ -117,6 +117,8 @@ class Observer:
     and without.
     """
 
+    costs_by = "monitor.train_images, .val_images and its epochs"
+
     def __init__(
         self,
         options: Monitor,

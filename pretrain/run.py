@@ -23,7 +23,7 @@ from pretrain.logging.jsonl import Curves, Journal
 from pretrain.logging.report import StepLog
 from pretrain.logging.tensorboard import Board
 from pretrain.logging.weights_and_biases import WandbRun
-from pretrain.monitor import described
+from pretrain.monitor import Observer, described
 from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
 from pretrain.plan import Plan
 from pretrain.runtime.batches import Batches, Share, in_memory
@@ -66,7 +66,7 @@ class Run:
         self.plan, self.out, self.ranks, self.request = plan, out, ranks, request
         self.saver = Saver(out, hold) if hold is not None else None
         self.clock = Clock()
-        images = plan.data.open()
+        images = plan.images()
         self._num_images = len(images)
         self.timeline = plan.train.timeline(self._num_images)
         self.trained_on = ranks.from_first(request.at_once()(partial(trained_on, images)))
@@ -79,13 +79,7 @@ class Run:
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
         )
-        self.observer = plan.monitor.open(
-            learner,
-            self.timeline,
-            data_root=plan.data.root,
-            class_names=images.class_names,
-            colours=plan.data.colours,
-        )
+        self.observer = plan.observer(learner, self.timeline, images.class_names)
         self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
         self.step = 0
         self.extensions: list[dict[str, int]] = []
@@ -269,7 +263,7 @@ class Run:
         report.settle(everything=True)
         self.saver.keep(epoch, self._encoder(), report.say)
 
-    def _measures(self, report: StepLog) -> dict[str, float]:
+    def _measures(self, report: StepLog) -> Mapping[str, float]:
         """What the monitor finds after this step, if it is its turn; one process measures."""
         if self.observer is None or not self.ranks.is_first:
             return {}
@@ -281,7 +275,7 @@ class Run:
             if took > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
                 report.say(
                     f"the monitor took {took:.0f} s after {trained:.0f} s of training; "
-                    "monitor.train_images, .val_images and its epochs say how long"
+                    f"{self.observer.costs_by} say how long"
                 )
             # The time it took is not that of the next step.
             self.clock.begin()
@@ -330,8 +324,9 @@ class Run:
 
     def _record_accuracy(self, report: StepLog) -> None:
         results = self.plan.monitor.results
-        if results is None or self.observer is None or not self.ranks.is_first:
+        if results is None or not self.ranks.is_first:
             return
+        assert isinstance(self.observer, Observer)
         weights = self.out / ENCODER
         training = Trained(self.description, self.trained_on)
         for path in record_accuracy(Path(results), self.observer, weights, training):

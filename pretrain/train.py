@@ -12,16 +12,18 @@ import torch
 from pretrain.description import describe
 from pretrain.logging.tensorboard import require_tensorboard
 from pretrain.logging.weights_and_biases import require_wandb
+from pretrain.objectives.objective import Generating
 from pretrain.plan import Plan
 from pretrain.run import Run
 from pretrain.runtime.determinism import deterministic
 from pretrain.runtime.distributed import training_together
 from pretrain.runtime.fine_tuning import require_apart
-from pretrain.runtime.folder import ENCODER, claim, require_free
+from pretrain.runtime.folder import ENCODER, LOG, claim, require_free
 from pretrain.runtime.lock import held
 from pretrain.runtime.signals import stop_requests
 from pretrain.runtime.state import has_state
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import EncoderConfig, StateSpaceConfig
 from ssl_bench.system.device import choose_device
 
 
@@ -42,17 +44,16 @@ class Pretraining(Plan):
         """
         if not goes_on:
             require_free(out)
-        images, encoder = self.data.open(), self.encoder
+        images = self.images()
         timeline, batch = self.train.timeline(len(images)), self.train.batch_size
         epochs = timeline.total_steps / timeline.steps_per_epoch
-        side = encoder.image_size
+        noun = "strings" if isinstance(self.objective, Generating) else "images"
         return [
             f"run folder {out}",
-            f"images     {len(images):,} of {images.name} {images.split}",
-            f"encoder    {encoder.depth} blocks of width {encoder.dim}, patches of "
-            f"{encoder.patch_size} pixels, images of {side} x {side}",
+            f"{noun:10} {len(images):,} of {images.name} {images.split}",
+            f"encoder    {_sizes(self.encoder)}",
             f"learning   {_word(self.objective)} with {_word(self.optimizer)}",
-            f"steps      {timeline.total_steps:,} of {batch:,} images, {epochs:.4g} epochs",
+            f"steps      {timeline.total_steps:,} of {batch:,} {noun}, {epochs:.4g} epochs",
         ]
 
     def run(
@@ -127,6 +128,20 @@ class Pretraining(Plan):
                     run.write_config(config or describe(self))
             run.go()
         return out / ENCODER
+
+    def what_next(self, out: Path) -> str:
+        """What to do with a finished run, in a line."""
+        if isinstance(self.objective, Generating):
+            return f"tested: see the last line of {out / LOG}"
+        return f"next: ssl-bench probe --task all --checkpoint {out}"
+
+
+def _sizes(encoder: EncoderConfig) -> str:
+    blocks = f"{encoder.depth} blocks of width {encoder.dim}"
+    if isinstance(encoder, StateSpaceConfig):
+        return f"{blocks}, {encoder.version} with {encoder.num_states} states"
+    side = encoder.image_size
+    return f"{blocks}, patches of {encoder.patch_size} pixels, images of {side} x {side}"
 
 
 def _word(component: object) -> str:

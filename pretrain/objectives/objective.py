@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from pretrain.schedules import Timeline
-from ssl_bench.data.samples import Sample
+from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, EncoderModule, ViTConfig
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
@@ -123,6 +123,31 @@ class ViewMaker(Protocol):
     def finish(
         self, groups: Any, device: torch.device, colours: Colours = IMAGENET_COLOURS
     ) -> Views: ...
+
+
+@runtime_checkable
+class Measuring(Protocol):
+    """Looks at a learner now and then, and changes nothing."""
+
+    @property
+    def costs_by(self) -> str:
+        """Options that say how long it takes."""
+        ...
+
+    def measures(self, step: int) -> Mapping[str, float]:
+        """What is due after the step of this number, counted from 1; in percent."""
+        ...
+
+
+@runtime_checkable
+class Generating(Protocol):
+    """An objective that makes what it learns from, and tests it itself: no image is read."""
+
+    def images(self) -> ImageSet:
+        """What stands for the images."""
+        ...
+
+    def observer(self, learner: Any, timeline: Timeline) -> Measuring: ...
 
 
 @runtime_checkable

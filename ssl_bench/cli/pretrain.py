@@ -28,7 +28,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     if is_heard():
         say(f"run folder {out}")
-    build(config).run(
+    plan = build(config)
+    plan.run(
         out,
         resume=options.resume,
         must_resume=options.must_resume,
@@ -38,7 +39,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         config=as_plain(config),
     )
     if is_heard():
-        say(f"next: ssl-bench probe --task all --checkpoint {out}")
+        say(plan.what_next(out))
     return 0
 
 

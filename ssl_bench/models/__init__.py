@@ -12,6 +12,7 @@ from ssl_bench.models.convnext_config import ConvNeXtConfig
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from ssl_bench.models.loading.identity import EncoderIdentity
 from ssl_bench.models.loading.load import identify_encoder, load_encoder
+from ssl_bench.models.state_space.config import StateSpaceConfig
 from ssl_bench.models.timm_config import TimmConfig
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ssl_bench.models.initialisers.statistics import block_statistics, token_statistics
     from ssl_bench.models.kinds import EncoderModule, build_encoder, encoder_from_model
     from ssl_bench.models.loading.checkpoint import save_encoder
+    from ssl_bench.models.state_space.model import StateSpaceModel
     from ssl_bench.models.vit import VisionTransformer
 
 __all__ = [
@@ -32,6 +34,8 @@ __all__ = [
     "EncoderConfig",
     "EncoderIdentity",
     "EncoderModule",
+    "StateSpaceConfig",
+    "StateSpaceModel",
     "TimmConfig",
     "ViTConfig",
     "VisionTransformer",
@@ -48,6 +52,7 @@ __all__ = [
 _HOMES = {
     "ConvMixer": "conv_mixer",
     "EncoderModule": "kinds",
+    "StateSpaceModel": "state_space.model",
     "VisionTransformer": "vit",
     "block_statistics": "initialisers.statistics",
     "build_encoder": "kinds",

@@ -27,6 +27,7 @@ from ssl_bench.models.fields import (
     without_defaults,
 )
 from ssl_bench.models.initialisers.options import check_block_options, check_filter_options
+from ssl_bench.models.state_space.config import StateSpaceConfig
 from ssl_bench.models.timm_config import TimmConfig
 
 AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
@@ -231,12 +232,13 @@ class ConvMixerConfig:
         return from_dict(cls, values)
 
 
-EncoderConfig = ViTConfig | ConvMixerConfig | ConvNeXtConfig | TimmConfig
+EncoderConfig = ViTConfig | ConvMixerConfig | ConvNeXtConfig | TimmConfig | StateSpaceConfig
 _KINDS: Mapping[str, type[EncoderConfig]] = {
     "vit": ViTConfig,
     "conv_mixer": ConvMixerConfig,
     "convnext": ConvNeXtConfig,
     "timm": TimmConfig,
+    "state_space": StateSpaceConfig,
 }
 
 

@@ -13,12 +13,15 @@ from ssl_bench.models.conv_mixer import ConvMixer
 from ssl_bench.models.convnext import ConvNeXt
 from ssl_bench.models.convnext_config import ConvNeXtConfig
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, Contents, Encoder
+from ssl_bench.models.state_space.config import StateSpaceConfig, require_images
+from ssl_bench.models.state_space.initialisation import build_state_space_model
+from ssl_bench.models.state_space.model import StateSpaceModel
 from ssl_bench.models.timm_build import build_timm
 from ssl_bench.models.timm_config import TimmConfig
 from ssl_bench.models.timm_model import TimmEncoder
 from ssl_bench.models.vit import VisionTransformer
 
-EncoderModule = VisionTransformer | ConvMixer | ConvNeXt | TimmEncoder
+EncoderModule = VisionTransformer | ConvMixer | ConvNeXt | TimmEncoder | StateSpaceModel
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
@@ -29,6 +32,8 @@ def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
         return build_convnext(config, seed=seed)
     if isinstance(config, TimmConfig):
         return build_timm(config, seed=seed)
+    if isinstance(config, StateSpaceConfig):
+        return build_state_space_model(config, seed=seed)
     return build_vit(config, seed=seed)
 
 
@@ -38,6 +43,8 @@ def empty_encoder(config: EncoderConfig) -> EncoderModule:
         return ConvMixer(config)
     if isinstance(config, ConvNeXtConfig):
         return ConvNeXt(config)
+    if isinstance(config, StateSpaceConfig):
+        return StateSpaceModel(config)
     return TimmEncoder(config) if isinstance(config, TimmConfig) else VisionTransformer(config)
 
 
@@ -52,8 +59,13 @@ def encoder_from_model(
     colours: Colours = IMAGENET_COLOURS,
     colours_from: str = "ssl-bench",
 ) -> Encoder:
-    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
+    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file.
+
+    Raises:
+        CheckpointError: It reads tokens and no images.
+    """
     config = model.config
+    require_images(config, uri)
     shape = config.shape if isinstance(config, TimmConfig) else None
     return Encoder(
         module=model.eval().requires_grad_(False),

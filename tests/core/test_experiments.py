@@ -42,6 +42,7 @@ COMPARISONS = {
     "mae_imagenet_finetune": {"model"},
     "convmixer_ablation": {"model", "objective", "train"},
     "mimetic_cifar10": {"model"},
+    "mimetic_copying": {"model", "objective", "optimizer", "train"},
     "mimetic_mlp_cifar10": {"model"},
     "mimetic_mlp_imagenet": {"model"},
     "one_skip_cifar10": {"model"},
@@ -99,6 +100,7 @@ def test_a_cost_is_a_number_or_stands_in_the_recipe_that_it_names(name):
 
 def test_what_needs_a_large_gpu_says_for_how_long():
     small = {"osa_mnist", "initialisation_readings", "dino_photographs", "mae_photographs"}
+    small |= {"mimetic_copying"}
 
     assert {run.recipe for run in RUNS.values() if run.gpu_hours is None} == small
 
@@ -330,6 +332,7 @@ def test_the_row_of_the_cifar10_table_has_the_recipe_of_the_thesis():
     plan = experiment("mimetic_cifar10_mimetic")
 
     model, train, crops = plan.encoder, plan.train, plan.objective.crops
+    assert isinstance(model, ViTConfig)
     assert (model.dim, model.depth, model.num_heads) == (192, 12, 3)
     assert (model.image_size, model.patch_size) == (32, 2)
     assert isinstance(crops, SingleCrop)

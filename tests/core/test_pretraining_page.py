@@ -11,7 +11,7 @@ from ssl_bench.composition.compose import as_plain, compose_config
 from tests.support.page_commands import ROOT
 
 PAGE = (ROOT / "docs/pretraining.md").read_text()
-SECTIONS = {"dino": "DINO", "mae": "MAE", "supervised": "Supervised training"}
+SECTIONS = {"dino": "DINO", "mae": "MAE", "supervised": "Supervised training", "copying": "Copying"}
 PLACES = ("crops", "_target_")
 
 
@@ -53,7 +53,9 @@ def test_a_table_has_every_key_of_its_objective_with_the_default(name):
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_names_what_its_learner_logs_and_its_source(name):
-    code = (ROOT / f"pretrain/objectives/{name}.py").read_text()
+    target = compose_config("pretraining", [f"objective={name}"]).objective._target_
+    path = target.rpartition(".")[0].replace(".", "/")
+    code = (ROOT / f"{path}.py").read_text()
     logged = re.search(r"\*Logged:\* (.*?)\n\*Source:\*", section(name), re.DOTALL)
 
     assert logged

@@ -154,6 +154,18 @@ def test_the_parts_that_say_so_are_compiled(photos):
     assert LEDGER.compiled.total() > 0
 
 
+@pytest.mark.parametrize("model", ["mamba1", "mamba2"])
+def test_strings_are_copied_on_a_device_as_on_the_cpu(model):
+    small = ("model.dim=16", "model.num_states=4", "model.head_width=8", "train.batch_size=4")
+    task = ("objective.length=4", "objective.test_lengths=[4]", "train.max_steps=3")
+    words = [f"model={model}", *small, "objective=copying", *task, "train.precision=float32"]
+    for device in ("cuda", "cpu"):
+        assert main(["pretrain", *words, "--device", device, "--out", device]) == 0
+
+    for row, other in zip(log_rows("cuda"), log_rows("cpu"), strict=True):
+        assert row == pytest.approx(other, rel=1e-3)
+
+
 @pytest.mark.skipif(not is_simulated(), reason="needs two real devices, which NCCL asks for")
 def test_two_processes_learn_what_one_does(photos):
     words = ("optimizer=soap", "train.precision=float32", "train.compile=false")

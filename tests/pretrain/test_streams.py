@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pretrain.copying.objective import Copying
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.runtime.streams import part_seed
 from pretrain.schedules import Timeline
-from ssl_bench.models import ConvMixerConfig, ViTConfig
+from ssl_bench.models import ConvMixerConfig, StateSpaceConfig, ViTConfig
 
 VIT = ViTConfig(image_size=16, patch_size=8, dim=24, depth=1, num_heads=2)
 OBJECTIVES = {
@@ -24,6 +25,7 @@ OBJECTIVES = {
         Mae(decoder_dim=24, decoder_depth=1, decoder_heads=2),
         replace(VIT, dim=96),
     ),
+    "copying": (Copying(letters=30), StateSpaceConfig(dim=32, num_states=16, num_tokens=32)),
     # As large as the encoder, whose weights would come again.
     "wide decoder": (
         Mae(decoder_dim=24, decoder_depth=1, decoder_heads=2),

@@ -155,6 +155,8 @@ class Draw:
 
     def pretraining(self) -> list[str]:
         objective = self.chance.choice(choices("objective"))
+        if objective == "copying":
+            return self.copying()
         labelled = objective == "supervised"
         return [
             *("--out", self.word(f"runs/{self.chance.randrange(10**9)}")),
@@ -166,6 +168,15 @@ class Draw:
             *(["objective.out_dim=16", "objective.hidden_dim=8"] if objective == "dino" else []),
             *(self.some("--resume", share=0.1) + self.some("--overwrite", share=0.2)),
             *self.overrides("pretraining", [f"objective={objective}"]),
+        ]
+
+    def copying(self) -> list[str]:
+        model = self.word(self.chance.choice(["mamba1", "mamba2"]))
+        return [
+            *("--out", self.word(f"runs/{self.chance.randrange(10**9)}"), "objective=copying"),
+            *(f"model={model}", "model.dim=16", "model.num_states=4", "model.head_width=8"),
+            *("train.batch_size=2", "train.max_steps=2", "objective.test_lengths=[4]"),
+            *self.overrides("pretraining", ["objective=copying"]),
         ]
 
     def overrides(self, root: str, groups: list[str]) -> list[str]:

@@ -15,6 +15,7 @@ from ssl_bench.models.architecture import configured, staged
 from ssl_bench.models.config import EncoderConfig, config_of
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, identity_of
 from ssl_bench.models.loading.addresses import name_of
+from ssl_bench.models.state_space.config import require_images
 from ssl_bench.system.files import open_regular, read_digests, sha256_of
 
 FORMAT = "ssl-bench"
@@ -46,11 +47,12 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     The sha256 is the one beside the file, which loading holds the file against.
 
     Raises:
-        CheckpointError: The header cannot be read, or no single sha256 is stated and that of the
-            file is not among them.
+        CheckpointError: The header cannot be read, the model reads tokens, or no single sha256 is
+            stated and that of the file is not among them.
     """
     metadata = read_metadata(path)
     config, strides = stated_config(path, metadata), _stated_strides(path, metadata)
+    require_images(config, uri)
     stated = read_digests(sidecar_of(path))
     # While the weights are replaced two lines stand there; others may speak of other files.
     is_single = [name for _, name in stated] == [path.name]

@@ -1,0 +1,1 @@
+"""Copying strings: the task on which state space models are trained and tested."""

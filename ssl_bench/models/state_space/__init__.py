@@ -1,0 +1,1 @@
+"""Mamba 1 and 2 in plain torch, and the initialisation that lets them copy."""

@@ -1,0 +1,357 @@
+"""Mamba 1 and 2: their scans by hand and restated, what they see, and how they start."""
+
+import copy
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.models import (
+    StateSpaceConfig,
+    StateSpaceModel,
+    build_encoder,
+    identify_encoder,
+    load_encoder,
+    save_encoder,
+)
+from ssl_bench.models.loading.checkpoint import load_checkpoint
+from ssl_bench.models.state_space.mixers import Mamba1Mixer, Mamba2Mixer, Mixer, convolved
+from ssl_bench.models.state_space.model import StateSpaceBlock
+from ssl_bench.models.state_space.scan import (
+    channel_mixing,
+    head_mixing,
+    scan_channels,
+    scan_heads,
+)
+
+VERSIONS = ("mamba1", "mamba2")
+PIECES = ("decay", "step", "correlation", "convolution")
+SMALL = StateSpaceConfig(dim=8, depth=2, num_states=3, head_width=4, num_tokens=7)
+
+
+def built(version="mamba2", *pieces, seed=0, **changes) -> StateSpaceModel:
+    model = build_encoder(replace(SMALL, version=version, mimetic=pieces, **changes), seed=seed)
+    assert isinstance(model, StateSpaceModel)
+    return model
+
+
+def mixer_of(model: StateSpaceModel, layer=0) -> Mixer:
+    block = model.blocks[layer]
+    assert isinstance(block, StateSpaceBlock)
+    return block.mixer
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)[None, :, None]
+
+
+def drawn(*shape: int, seed=0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(
+    ("half_life", "wanted"), [(math.inf, (3.0, 8.0, 9.0)), (1.0, (3.0, 6.5, 4.25))]
+)
+def test_one_state_adds_up_what_it_has_not_forgotten(half_life, wanted):
+    # Unit steps, keys and queries: h = share h + x.
+    inputs, ones = column(3, 5, 1), column(1, 1, 1)
+    decay = torch.tensor([-math.log(2) / half_life], dtype=torch.float64)
+
+    for chunk in (1, 2, 3):
+        heads = scan_heads(inputs[..., None], ones, decay, ones, ones, chunk=chunk)
+        channels = scan_channels(inputs, ones, decay[:, None], ones, ones, chunk=chunk)
+        assert heads.flatten().tolist() == pytest.approx(wanted)
+        assert channels.flatten().tolist() == pytest.approx(wanted)
+
+
+def test_steps_scale_what_comes_in_and_speed_up_what_is_forgotten():
+    inputs, steps, ones = column(3, 5), column(1, 2), column(1, 1)
+    decay = torch.tensor([-math.log(2)], dtype=torch.float64)
+
+    out = scan_heads(inputs[..., None], steps, decay, ones, ones, chunk=2)
+
+    # The first is halved twice, the second counts twice.
+    assert out.flatten().tolist() == pytest.approx([3.0, 3 / 4 + 10])
+
+
+def recurrence(inputs, steps, decay, keys, queries) -> Tensor:
+    """Token by token, channel by channel, as the docstring of `scan` writes it."""
+    out = torch.zeros_like(inputs)
+    for item in range(inputs.shape[0]):
+        for channel in range(inputs.shape[2]):
+            state = torch.zeros(keys.shape[2], dtype=torch.float64)
+            for token in range(inputs.shape[1]):
+                step = steps[item, token, channel]
+                news = step * inputs[item, token, channel] * keys[item, token]
+                state = (step * decay[channel]).exp() * state + news
+                out[item, token, channel] = queries[item, token] @ state
+    return out
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 20])
+def test_both_scans_are_the_recurrence_whatever_the_chunk(chunk):
+    inputs, keys, queries = drawn(2, 7, 4), drawn(2, 7, 3, seed=1), drawn(2, 7, 3, seed=2)
+    steps, decay = drawn(2, 7, 4, seed=3).exp(), -drawn(4, 3, seed=4).exp()
+
+    found = scan_channels(inputs, steps, decay, keys, queries, chunk=chunk)
+    torch.testing.assert_close(found, recurrence(inputs, steps, decay, keys, queries))
+
+    # Two heads of two channels, all of whose states share a decay.
+    steps, shared = steps[..., :2], decay[:2, 0]
+    found = scan_heads(inputs.unflatten(-1, (2, 2)), steps, shared, keys, queries, chunk=chunk)
+    each = (steps.repeat_interleave(2, -1), shared.repeat_interleave(2)[:, None].expand(4, 3))
+    torch.testing.assert_close(found.flatten(-2), recurrence(inputs, *each, keys, queries))
+
+
+def test_the_matrices_give_what_the_scans_give():
+    inputs, keys, queries = drawn(2, 7, 4), drawn(2, 7, 3, seed=1), drawn(2, 7, 3, seed=2)
+    steps, decay = drawn(2, 7, 4, seed=3).exp(), -drawn(4, 3, seed=4).exp()
+
+    channels = channel_mixing(steps, decay, keys, queries)
+    heads = head_mixing(steps, decay[:, 0], keys, queries)
+
+    wanted = scan_channels(inputs, steps, decay, keys, queries, chunk=3)
+    torch.testing.assert_close(torch.einsum("bcij,bjc->bic", channels, inputs), wanted)
+    wanted = scan_heads(inputs[..., None], steps, decay[:, 0], keys, queries, chunk=1)[..., 0]
+    torch.testing.assert_close(torch.einsum("bcij,bjc->bic", heads, inputs), wanted)
+
+
+def test_without_forgetting_and_with_unit_steps_it_is_causal_linear_attention():
+    keys, queries = drawn(1, 5, 3), drawn(1, 5, 3, seed=1)
+    ones = torch.ones(1, 5, 2, dtype=torch.float64)
+
+    found = head_mixing(ones, torch.zeros(2, dtype=torch.float64), keys, queries)
+
+    wanted = (queries @ keys.transpose(1, 2)).tril()
+    torch.testing.assert_close(found, wanted[:, None].expand(1, 2, 5, 5))
+
+
+def test_a_growth_over_later_tokens_that_no_float_holds_leaves_gradients_finite():
+    inputs = torch.ones(1, 40, 1, 1, requires_grad=True)
+    steps, keys = torch.full((1, 40, 1), 100.0, requires_grad=True), torch.ones(1, 40, 1)
+
+    scan_heads(inputs, steps, torch.tensor([-1.0]), keys, keys, chunk=40).sum().backward()
+
+    assert steps.grad is not None
+    assert steps.grad.isfinite().all()
+
+
+def convolution(mixer, values) -> Tensor:
+    """Tap by tap: the last is for the token itself."""
+    taps, out = mixer.conv.weight[:, 0], mixer.conv.bias.expand_as(values).clone()
+    for lag in range(4):
+        out[:, lag:] += values[:, : values.shape[1] - lag] * taps[:, 3 - lag]
+    return F.silu(out)
+
+
+def restated(mixer: Mixer, tokens: Tensor) -> Tensor:
+    """What the papers write, from the matrices of a mixer."""
+    decay = -mixer.log_decay.exp()
+    if isinstance(mixer, Mamba1Mixer):
+        values, gate = (tokens @ half.T for half in mixer.in_proj.weight.split(16))
+        values = convolution(mixer, values)
+        low, keys, queries = (values @ w.T for w in mixer.selection.weight.split((1, 3, 3)))
+        steps = F.softplus(low @ mixer.step.weight.T + mixer.step.bias)
+        mixed = recurrence(values, steps, decay.view(16, 3), keys, queries)
+        mixed += values * mixer.scan_skip
+        return mixed * F.silu(gate) @ mixer.out_proj.weight.T
+    matrices = mixer.in_proj.weight.split((16, 16, 3, 3, 4))
+    gate, values, keys, queries, steps = (tokens @ w.T for w in matrices)
+    inside = convolution(mixer, torch.cat([values, keys, queries], -1))
+    values, keys, queries = inside.split((16, 3, 3), -1)
+    steps = F.softplus(steps + mixer.step_bias).repeat_interleave(4, -1)
+    states = decay.repeat_interleave(4)[:, None].expand(16, 3)
+    mixed = recurrence(values, steps, states, keys, queries)
+    mixed = (mixed + values * mixer.scan_skip.repeat_interleave(4)) * F.silu(gate)
+    scale = (mixed.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    return mixed * scale * mixer.norm.weight @ mixer.out_proj.weight.T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_mixer_is_what_its_paper_writes(version):
+    mixer = mixer_of(built(version))
+    for parameter in (mixer.log_decay, mixer.scan_skip):
+        parameter.copy_(drawn(*parameter.shape, seed=len(parameter)))
+    if isinstance(mixer, Mamba2Mixer):
+        mixer.norm.weight.copy_(drawn(16))
+    tokens = drawn(2, 6, 8, seed=9)
+
+    wanted = restated(copy.deepcopy(mixer).double(), tokens)
+    torch.testing.assert_close(mixer(tokens.float()).double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_block_adds_to_its_normalised_input_and_names_tokens_by_their_embedding(version):
+    model, tokens = built(version), torch.tensor([[0, 3, 6, 3]])
+    hidden = model.embedding.weight[tokens]
+    for layer in range(2):
+        scale = (hidden.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        hidden = hidden + mixer_of(model, layer)(hidden * scale)
+    scale = (hidden.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+
+    torch.testing.assert_close(model(tokens), hidden * scale @ model.embedding.weight.T)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", VERSIONS)
+def test_no_token_sees_a_later_one(version):
+    model, tokens = built(version, *PIECES), torch.arange(6)[None] % 7
+    changed = tokens.clone()
+    changed[0, 4] = 6
+
+    one, other = model(tokens)[0], model(changed)[0]
+
+    assert torch.equal(one[:4], other[:4])
+    assert not torch.allclose(one[4:], other[4:])
+
+
+def test_the_small_model_of_the_experiments_has_the_weights_that_were_counted():
+    config = StateSpaceConfig(dim=64, num_states=32, head_width=32)
+    # Embedding; in_proj, convolution, three vectors of heads, norm, out_proj, norm; norm.
+    layer = 64 * (2 * 128 + 2 * 32 + 4) + 5 * 192 + 3 * 4 + 128 + 128 * 64 + 64
+
+    model = build_encoder(config, seed=0)
+
+    assert sum(value.numel() for value in model.parameters()) == 28 * 64 + 2 * layer + 64 == 62_040
+
+
+def test_without_pieces_it_starts_as_the_architectures_do():
+    one, two = (mixer_of(built(version, dim=64)) for version in VERSIONS)
+    assert isinstance(one, Mamba1Mixer)
+
+    torch.testing.assert_close(one.log_decay.view(128, 3).exp()[5], torch.tensor([1.0, 2.0, 3.0]))
+    assert 1 <= two.log_decay.exp().min() < two.log_decay.exp().max() <= 16
+    for mixer in (one, two):
+        steps = F.softplus(mixer.step_bias)
+        assert 0.001 <= steps.min() < 0.003
+        assert 0.03 < steps.max() <= 0.1
+        assert torch.equal(mixer.scan_skip, torch.ones_like(mixer.scan_skip))
+        # Uniform within 1 / sqrt(128) and the square root of the depth.
+        largest = mixer.out_proj.weight.detach().abs().max().item()
+        assert largest == pytest.approx(1 / 16, rel=0.01)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_piece_changes_its_own_weights_alone(version, piece):
+    plain, mimetic = (built(version, *pieces).state_dict() for pieces in ((), (piece,)))
+
+    changed = {
+        name.removeprefix("blocks.1.mixer.")
+        for name, value in mimetic.items()
+        if not torch.equal(value, plain[name]) and not name.startswith("blocks.0")
+    }
+
+    matrix = "selection.weight" if version == "mamba1" else "in_proj.weight"
+    steps = ("step.weight", "step.bias") if version == "mamba1" else (matrix, "step_bias")
+    names = (("log_decay",), steps, (matrix,), ("conv.weight", "conv.bias"))
+    assert changed == set(dict(zip(PIECES, names, strict=True))[piece])
+
+
+def test_a_decay_to_the_power_of_minus_eight_forgets_nothing_but_where_it_was_one():
+    one, two = (mixer_of(built(version, "decay")) for version in VERSIONS)
+    wanted = torch.tensor([1.0, 2.0**-8, 3.0**-8])
+
+    torch.testing.assert_close(one.log_decay.view(16, 3).exp()[5], wanted)
+    before = mixer_of(built("mamba2")).log_decay.exp()
+    torch.testing.assert_close(two.log_decay.exp(), before**-8)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_constant_decay_forgets_a_three_thousandth_a_step_everywhere(version):
+    mixer = mixer_of(built(version, "decay", state_decay="constant"))
+    assert mixer.log_decay.exp().tolist() == pytest.approx([math.exp(-8)] * len(mixer.log_decay))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_second_piece_makes_steps_of_one(version):
+    plain, mixer = (mixer_of(built(version, *pieces)) for pieces in ((), ("step",)))
+    tokens = torch.randn(20, 8 if version == "mamba2" else 1)
+
+    steps = F.softplus(tokens @ mixer.step_weight.T + mixer.step_bias)
+
+    torch.testing.assert_close(mixer.step_weight, plain.step_weight / 100)
+    torch.testing.assert_close(steps, torch.ones_like(steps), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(("version", "inputs"), [("mamba1", 128), ("mamba2", 64)])
+def test_queries_and_keys_become_correlated_by_half_of_the_keys_variance(version, inputs):
+    @torch.no_grad()
+    def mean_diagonal(*pieces: str) -> float:
+        mixer = mixer_of(built(version, *pieces, dim=64, num_states=32))
+        return float((mixer.queries_weight * mixer.keys_weight).sum(0).mean())
+
+    # Entries within 1 / sqrt(inputs): of variance 1 / (3 inputs), half of it, for 32 states.
+    wanted = 32 / (6 * inputs)
+    assert mean_diagonal() == pytest.approx(0, abs=wanted / 8)
+    assert mean_diagonal("correlation") == pytest.approx(wanted, rel=0.1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_fourth_piece_passes_every_token_as_it_is(version):
+    mixer = mixer_of(built(version, "convolution"))
+    values = torch.randn(2, 5, 16 if version == "mamba1" else 22)
+
+    assert torch.equal(convolved(values, mixer.conv), values)
+
+
+def test_layers_that_are_not_chosen_start_as_without():
+    plain, last, both = (
+        built("mamba2", *pieces, mimetic_layers=layers).state_dict()
+        for pieces, layers in (((), None), (PIECES, [1]), (PIECES, None))
+    )
+
+    for name, value in last.items():
+        assert torch.equal(value, (both if name.startswith("blocks.1") else plain)[name]), name
+
+
+def test_the_seed_alone_decides_and_the_global_stream_is_left_alone():
+    torch.manual_seed(1)
+    first, state = built(seed=3).state_dict(), torch.get_rng_state()
+    torch.rand(3)
+
+    assert all(torch.equal(value, built(seed=3).state_dict()[key]) for key, value in first.items())
+    assert not torch.equal(built(seed=4).embedding.weight, first["embedding.weight"])
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@torch.no_grad()
+def test_a_checkpoint_gives_the_model_back_and_no_probe_takes_it(tmp_path):
+    model, path = built("mamba1", *PIECES[:2], mimetic_layers=[0]), tmp_path / "last.safetensors"
+    save_encoder(path, model, {})
+
+    again, _ = load_checkpoint(path)
+
+    assert isinstance(again, StateSpaceModel)
+    assert again.config == model.config
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(again(tokens), model(tokens))
+    for look in (load_encoder, identify_encoder):
+        with pytest.raises(CheckpointError, match="mamba1 that reads tokens"):
+            look(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_width": 6}, r"head_width expects a divisor of 2 x model.dim = 16, got 6; take 2"),
+        ({"mimetic_layers": [2]}, r"mimetic_layers must lie in 0\.\.1, got 2"),
+        ({"mimetic_layers": []}, "got none; model.mimetic="),
+    ],
+)
+def test_a_wrong_configuration_says_what_fits(changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        replace(SMALL, **changes)
+
+
+def test_pieces_are_the_same_in_any_order():
+    assert replace(SMALL, mimetic=["step", "decay"]) == replace(SMALL, mimetic=("decay", "step"))

@@ -1,0 +1,211 @@
+"""Copying: its rows, its loss, its accuracies by hand, and its runs under the trainer."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pretrain.copying.objective import Copying
+from pretrain.copying.strings import (
+    STRINGS_AN_EPOCH,
+    GeneratedStrings,
+    StringMaker,
+    fixed_strings,
+    rows_of,
+)
+from pretrain.copying.tested import CopyingTest, accuracies, copied_letters
+from pretrain.monitor import Monitor
+from pretrain.objectives.supervised import Supervised
+from pretrain.optimizers.recipes import AdamW
+from pretrain.options import DataOptions, TrainOptions
+from pretrain.plan import Plan
+from pretrain.runtime.batches import sample_generator
+from pretrain.schedules import Timeline
+from pretrain.train import Pretraining
+from ssl_bench.errors import ConfigurationError, Preempted
+from ssl_bench.models import StateSpaceConfig, StateSpaceModel, ViTConfig
+from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
+
+TINY = StateSpaceConfig(dim=8, depth=1, num_states=4, head_width=8, num_tokens=6)
+TASK = Copying(length=3, letters=4, test_lengths=[3, 5], test_strings=6)
+TRAIN = TrainOptions(batch_size=8, max_steps=6, warmup_epochs=0.0, num_workers=0)
+PLAN = Pretraining(model=TINY, objective=TASK, optimizer=AdamW(lr=0.3), train=TRAIN)
+
+
+def test_a_row_is_the_string_a_mark_the_string_and_a_stop():
+    rows = rows_of(torch.tensor([[2, 0, 3], [1, 1, 1]]), 4)
+    assert rows.tolist() == [[2, 0, 3, 4, 2, 0, 3, 5], [1, 1, 1, 4, 1, 1, 1, 5]]
+
+
+def test_a_string_hangs_on_its_own_generator_and_every_letter_is_as_likely():
+    maker = StringMaker(length=50, letters=5)
+    samples = [GeneratedStrings()[index] for index in range(200)]
+
+    def cut(*seeds: int) -> torch.Tensor:
+        return maker.cut(samples, map(np.random.default_rng, seeds), ())
+
+    whole = cut(*range(200))
+    pieces = [cut(*range(120)), cut(*range(120, 200))]
+    assert torch.equal(maker.join(pieces, torch.device("cpu")), whole)
+    # 2,000 each, five deviations of a count of 10,000 with probability 1 / 5.
+    assert whole.flatten().bincount().tolist() == pytest.approx([2000] * 5, abs=5 * 40)
+
+
+def answering(answers: torch.Tensor, tokens: int) -> torch.Tensor:
+    return 50 * F.one_hot(answers, tokens).float()
+
+
+def test_the_loss_asks_for_the_copy_and_the_stop_alone():
+    rows = rows_of(torch.tensor([[2, 0, 3], [1, 1, 1]]), 4)
+    learner = TASK.build(TINY, Timeline(6, 6), seed=0)
+    answers = rows[:, 1:].clone()
+    answers[:, :3] = 5
+
+    loss, report = learner.loss(lambda _: answering(answers, 6), (rows,), 0)
+    assert (float(loss), float(report["train_letters"])) == (pytest.approx(0, abs=1e-6), 100)
+
+    # One of eight answers is wrong by 50: the stop, which is no letter.
+    answers[0, -1] = 0
+    loss, report = learner.loss(lambda _: answering(answers, 6), (rows,), 0)
+    assert (float(loss), float(report["train_letters"])) == (pytest.approx(50 / 8), 100)
+
+    # Two of six letters too.
+    answers[1, 3:5] = 0
+    loss, report = learner.loss(lambda _: answering(answers, 6), (rows,), 0)
+    assert float(loss) == pytest.approx(3 * 50 / 8)
+    assert float(report["train_letters"]) == pytest.approx(100 * 4 / 6)
+
+
+def test_accuracies_count_letters_and_strings_without_a_mistake():
+    right = torch.tensor([[True, True], [True, False], [True, True], [False, False]])
+    assert accuracies(right) == (62.5, 50.0)
+
+
+class Copier(StateSpaceModel):
+    """Says the letter that stood so many tokens before, whatever its weights."""
+
+    def __init__(self, back: int) -> None:
+        super().__init__(TINY)
+        self.back = back
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return answering(tokens.roll(self.back, 1), 6)
+
+
+def test_a_model_that_looks_back_to_the_letter_copies_strings_of_that_length_alone():
+    # In strings of 3 the letter after `|` stood 3 tokens before it.
+    strings = torch.tensor([[2, 0, 3], [1, 2, 1]])
+    assert copied_letters(Copier(3), strings, 4).all()
+
+    # From `|` on, "| 2 0" and "| 1 2", or "0 3 |" and "2 1 |" where one looks back two tokens.
+    assert copied_letters(Copier(0), strings, 4).tolist() == [[False] * 3, [False] * 3]
+    assert copied_letters(Copier(2), strings, 4).tolist() == [[False] * 3, [False] * 3]
+
+
+def test_tests_come_when_an_epoch_is_over_and_after_the_last_step():
+    test = CopyingTest(Copier(3), Timeline(10, 4), lengths=[3, 5], letters=4, strings=40, epochs=1)
+
+    due = {step: test.measures(step) for step in range(1, 11)}
+
+    assert {step for step, found in due.items() if found} == {4, 8, 10}
+    assert due[10] == due[4]
+    assert (due[10]["letters_3"], due[10]["strings_3"]) == (100, 100)
+    assert due[10]["letters_5"] < 60
+    assert due[10]["strings_5"] < 10
+
+
+def test_fixed_strings_are_those_of_their_length_alone():
+    assert torch.equal(fixed_strings(5, 4, 6), fixed_strings(5, 4, 9)[:6])
+    assert not torch.equal(fixed_strings(5, 4, 6)[:, :3], fixed_strings(3, 4, 6))
+
+
+def test_a_run_logs_how_far_it_copies_and_goes_on_to_the_bit(tmp_path):
+    assert_goes_on_to_the_bit(PLAN, tmp_path, parts=4, steps=4, error=Preempted)
+
+    rows = log_rows(tmp_path / "whole")
+    assert {"letters_3", "strings_3", "letters_5", "strings_5"} <= rows[-1].keys()
+    assert not any("letters_3" in row for row in rows[:-1])
+    assert rows[0]["loss"] == pytest.approx(np.log(6), rel=0.1)
+
+
+def test_data_workers_draw_the_same_strings(tmp_path):
+    short = replace(TRAIN, max_steps=2)
+    replace(PLAN, train=short).run(tmp_path / "none", device="cpu")
+    replace(PLAN, train=replace(short, num_workers=1)).run(tmp_path / "one", device="cpu")
+
+    assert_same_run(tmp_path / "none", tmp_path / "one")
+
+
+def test_every_string_of_every_epoch_is_another():
+    maker = StringMaker(length=20, letters=4)
+    drawn = [
+        maker.cut([GeneratedStrings()[index]], [sample_generator(0, epoch, index)], ())
+        for epoch in range(2)
+        for index in range(8)
+    ]
+    assert len(torch.cat(drawn).unique(dim=0)) == 16
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_to_the_bit(tmp_path):
+    words = [
+        *("experiment=mimetic_copying_mimetic", "model.dim=16", "model.depth=1"),
+        *("train.max_steps=60", "train.warmup_epochs=0.0", "objective.length=4"),
+        *("objective.test_lengths=[4]", "train.checkpoint_minutes=0"),
+    ]
+    command = [sys.executable, "-m", "ssl_bench", "pretrain", *words, "--device", "cpu", "--out"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+
+    stopped, log = tmp_path / "stopped", tmp_path / "stopped" / "log.jsonl"
+    killed = subprocess.Popen([*command, str(stopped)], stderr=subprocess.DEVNULL)
+    while not log.exists() or len(log.read_text().splitlines()) < 5:
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    assert json.loads(log.read_text().splitlines()[4])["step"] < 60
+    subprocess.run([*command, str(stopped), "--resume"], check=True, capture_output=True)
+
+    assert_same_run(tmp_path / "whole", stopped)
+
+
+def test_a_dry_run_speaks_of_strings(tmp_path):
+    assert PLAN.outline(tmp_path / "run")[1:3] == [
+        f"strings    {STRINGS_AN_EPOCH:,} of copying train",
+        "encoder    1 blocks of width 8, mamba2 with 4 states",
+    ]
+    assert "of 8 strings" in PLAN.outline(tmp_path / "run")[-1]
+    assert PLAN.what_next(Path("run")) == "tested: see the last line of run/log.jsonl"
+    assert "probe" in Pretraining().what_next(Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": DataOptions(limit=8)}, r"data\.\* expects images"),
+        ({"monitor": Monitor(knn_epochs=1)}, r"monitor\.\* expects images"),
+        ({"objective": Supervised()}, "model.version=mamba2 reads tokens and no images"),
+    ],
+)
+def test_images_and_strings_do_not_go_together(changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        replace(Plan(model=TINY, objective=TASK), **changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (ViTConfig(), "got a ViT: take model=mamba2"),
+        (replace(TINY, num_tokens=7), "objective.letters=4 expects model.num_tokens=6.* got 7"),
+    ],
+)
+def test_copying_takes_a_model_that_knows_its_tokens(model, message):
+    with pytest.raises(ConfigurationError, match=message):
+        TASK.build(model, Timeline(6, 6), seed=0)
