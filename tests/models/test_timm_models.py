@@ -2,12 +2,18 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from probes.conditioning.probe import Conditioning
+from probes.pca.probe import PCA
+from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.errors import CheckpointError, ConfigurationError
+from ssl_bench.evaluation import Evaluation
+from ssl_bench.evaluation.probe import Probe
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ConvMixerConfig,
@@ -28,6 +34,7 @@ from ssl_bench.models.initialisers.convolutions import (
 )
 from ssl_bench.models.loading.timm_encoder import timm_encoder
 from ssl_bench.models.timm_model import depthwise_filters
+from ssl_bench.results import Record, ResultStore
 
 SWIN = TimmConfig(
     image_size=32,
@@ -426,3 +433,28 @@ def test_stages_are_encoders_of_one_grid_and_width_with_the_same_identity():
     assert [layers for _, layers in stages] == [(0,), (3, 2), (4,)]
     assert [(one.patch_size, one.dim) for one, _ in stages] == [(2, 8), (8, 32), (16, 64)]
     assert all(one.identity() == encoder.identity() for one, _ in stages)
+
+
+def evaluated(probe: Probe, folder: Path) -> list[Record]:
+    evaluation = Evaluation(
+        encoder=encoder_from_model(build_encoder(SWIN, seed=0), name="swin"),
+        dataset=Toy(num_train=2, num_val=2),
+        probe=probe,
+        layers=(0, 2, 4),
+        seed=0,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+    )
+    return evaluation.run(ResultStore(folder), say=lambda _: None, overwrite=False)
+
+
+def test_a_probe_looks_at_the_layers_of_every_stage_and_records_say_the_stride(tmp_path):
+    found = evaluated(PCA(num_images=2, image_size=32), tmp_path)
+
+    assert {record.layer: record.stride for record in found} == {0: 2, 2: 8, 4: 16}
+
+
+def test_conditioning_refuses_blocks_of_other_grids_in_one_line(tmp_path):
+    with pytest.raises(ConfigurationError, match="has stages of other grids and widths") as raised:
+        evaluated(Conditioning(num_images=1, image_size=32), tmp_path)
+    assert "\n" not in str(raised.value)
