@@ -119,9 +119,14 @@ def measured(setting: Setting, arm: str, seed: int, folder: Path) -> dict[str, A
     }
 
 
+def settings_of(found: list[dict[str, Any]]) -> list[Setting]:
+    """Those of which a run is finished."""
+    return [one for one in SETTINGS if any(run["setting"] == one.name for run in found)]
+
+
 def print_tables(found: list[dict[str, Any]]) -> None:
     print(found[0]["provenance"])
-    for setting in SETTINGS:
+    for setting in settings_of(found):
         runs = [run for run in found if run["setting"] == setting.name]
         once, twice = str(setting.length), str(2 * setting.length)
         print(f"\n{setting.name}, {setting.steps:,} steps, trained on {once} letters\n")
@@ -139,12 +144,16 @@ def draw(found: list[dict[str, Any]], figure: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot
 
-    drawing, axes = pyplot.subplots(1, len(SETTINGS), figsize=(9, 3.5), layout="constrained")
-    for axis, setting in zip(axes, SETTINGS, strict=True):
+    settings = settings_of(found)
+    size = (4.5 * len(settings), 3.5)
+    drawing, axes = pyplot.subplots(
+        1, len(settings), figsize=size, layout="constrained", squeeze=False
+    )
+    for axis, setting in zip(axes[0], settings, strict=True):
         for number, arm in enumerate(setting.arms):
             runs = [r for r in found if (r["setting"], r["arm"]) == (setting.name, arm)]
             for run in runs:
-                label = arm if run is runs[0] else None
+                label = arm if run is runs[0] else "_again"
                 lengths = [int(length) for length in run["letters"]]
                 axis.plot(lengths, run["letters"].values(), f"C{number}.-", label=label)
         axis.axvline(setting.length, color="grey", linestyle=":", linewidth=1)
