@@ -16,6 +16,7 @@ from probes.clustering.agreement import ari, without_a_look
 from probes.clustering.kmeans import Centres
 from probes.clustering.passes import PatchPasses
 from probes.clustering.patch_labels import Meetings, PatchLabels
+from probes.clustering.patches import around
 from probes.clustering.probe import Clustering
 from probes.costs.clustering import ClusteringCost
 from probes.features.views import nearest_labels, resized, tensors
@@ -23,6 +24,7 @@ from ssl_bench.composition.compose import as_plain
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
 from ssl_bench.features import FeatureExtractor
+from ssl_bench.intervals import Bootstrap
 from ssl_bench.planning import plan_probes, probing_config
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
 
@@ -106,6 +108,14 @@ def test_draws_of_images_without_a_label_say_nothing():
     assert found["purity"].value == 100
     assert len(found["purity"].drawn) < 1000
     assert not np.isnan(found["purity"].drawn).any()
+
+
+def test_an_interval_holds_its_value_though_draws_agree_better():
+    drawn = np.linspace(30, 40, 1000)
+
+    assert around(Bootstrap(25.0, drawn)) == (25, pytest.approx(39.75))
+    assert around(Bootstrap(42.0, drawn)) == (pytest.approx(30.25), 42)
+    assert around(Bootstrap(35.0, np.full(1000, 35.0))) is None
 
 
 def test_one_cluster_is_what_needs_no_look():
