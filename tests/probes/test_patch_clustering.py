@@ -146,7 +146,7 @@ def test_true_classes_as_clusters_are_perfect_whatever_their_names():
     labels = PatchLabels.joined([PatchLabels.of_mask(mask.numpy(), 4, 4) for mask in masks], 16)
     names = np.array([2, 3, 0, 1])
 
-    met = Meetings.of(labels, names[np.stack(grids).reshape(len(images), 16)], 4, 4)
+    met = Meetings.of(labels, np.take(names, np.stack(grids).reshape(len(images), 16)), 4, 4)
 
     found = met.estimates()
     assert {round(estimate.value, 9) for estimate in found.values()} == {1, 100}
