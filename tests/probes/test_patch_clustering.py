@@ -164,10 +164,10 @@ def restated(context, probe, layer, times):
 
     train, val = context.dataset.train(), context.dataset.val()
     vectors = torch.cat([unit(train[n]).half().float() for n in range(len(train))])
-    kmeans = sklearn.cluster.KMeans(times * 4, n_init=1, random_state=0).fit(vectors.numpy())
+    kmeans = sklearn.cluster.KMeans(times * 4, n_init="auto", random_state=0).fit(vectors.numpy())
     guess, truth = [], []
     for number in range(len(val)):
-        clusters = kmeans.predict(unit(val[number]).numpy()).reshape(4, 4).astype(np.uint8)
+        clusters = np.asarray(kmeans.predict(unit(val[number]).numpy()), np.uint8).reshape(4, 4)
         mask = val[number].mask
         grown = nearest_labels(torch.from_numpy(clusters), *mask.shape).numpy()
         guess.append(grown[mask != IGNORED])
