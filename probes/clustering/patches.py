@@ -95,14 +95,14 @@ class PatchClusteringRun:
                 facet=cell[1],
                 metric=metric_name(metric, times),
                 value=estimates[metric].value,
-                ci95=_around(estimates[metric]),
+                ci95=around(estimates[metric]),
                 num_images=len(images),
                 details=details | baseline,
                 unit="" if metric == "ari" else "%",
             )
 
 
-def _around(estimate: Bootstrap) -> Interval | None:
+def around(estimate: Bootstrap) -> Interval | None:
     """Widened to the value: a draw has fewer different images, which often agree better."""
     found = estimate.ci95()
     return found and (min(found[0], estimate.value), max(found[1], estimate.value))
