@@ -198,7 +198,7 @@ class FeatureExtractor:
         try:
             for layer in self.layers:
                 block = blocks.get_submodule(str(layer))
-                keep = self._keeper(found[layer], layer, grids[layer])
+                keep = self._keeper(found[layer], grids[layer])
                 handles.append(block.register_forward_hook(keep))
                 # Some of timm's blocks have none, which `_checked` tells.
                 qkv = dict(block.named_modules()).get("attn.qkv")
@@ -213,12 +213,12 @@ class FeatureExtractor:
             for handle in handles:
                 handle.remove()
 
-    def _keeper(self, features: dict[Facet, Tensor], layer: int, grid: tuple[int, int]) -> Hook:
+    def _keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Hook:
         prefix = self.encoder.num_prefix_tokens
         first = prefix - self.encoder.num_registers
 
         def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
-            tokens = self._tokens(output, layer, grid)
+            tokens = self._tokens(output)
             if "token" in self.facets:
                 features["token"] = self._patches(tokens, grid)
             if "cls" in self.facets:
@@ -234,15 +234,13 @@ class FeatureExtractor:
 
         return keep
 
-    def _tokens(self, output: Tensor, layer: int, grid: tuple[int, int]) -> Tensor:
+    def _tokens(self, output: Tensor) -> Tensor:
         """Blocks of convolutions and of windows give maps; their norm, like all, takes tokens."""
         if output.ndim == 3:
             return output
-        is_last = self.encoder.widths and tuple(output.shape[1:]) == (
-            *grid,
-            self.encoder.width(layer),
-        )
-        return output.flatten(1, 2) if is_last else output.flatten(2).transpose(1, 2)
+        if self.encoder.channels_last:
+            return output.flatten(1, 2)
+        return output.flatten(2).transpose(1, 2)
 
     def _qkv_keeper(
         self, features: dict[Facet, Tensor], layer: int, shape: tuple[int, int, int]

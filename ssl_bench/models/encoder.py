@@ -43,8 +43,7 @@ class Encoder:
 
     Args:
         module: Has `blocks`, `norm` and, in each block with attention, `attn.qkv`; in evaluation
-            mode. A block gives tokens, or maps with channels first or, where `widths` says how many
-            there are, last.
+            mode. A block gives tokens, or maps.
         name: How tables call it.
         uri: What was asked for.
         sha256: Of the weights file, or of the state dict where there is no file.
@@ -62,6 +61,8 @@ class Encoder:
         strides: Pixels along a side of what a token of each block stands for; empty where that is
             `patch_size` for all of them. The first is `patch_size`.
         widths: Of each block; empty where that is `dim`, which else is that of the last one.
+        channels_last: Whether maps have them there. No shape tells where rows, columns and
+            channels are equally many.
     """
 
     module: "nn.Module"
@@ -84,6 +85,7 @@ class Encoder:
     contents: Contents = field(default_factory=Contents)
     strides: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
+    channels_last: bool = False
 
     def stride(self, layer: int) -> int:
         """Pixels along a side of what a token of a block stands for."""

@@ -88,6 +88,7 @@ def encoder_from_model(
         contents=contents or Contents(),
         strides=shape.strides if shape else (),
         widths=shape.widths if shape else (),
+        channels_last=shape is not None and shape.channels_last,
     )
 
 

@@ -36,6 +36,7 @@ class Shape:
     Attributes:
         strides: Pixels along a side of what a token stands for.
         num_heads: Of the first block; 0 without attention.
+        channels_last: Of what the blocks give, where that is maps.
     """
 
     widths: tuple[int, ...]
@@ -43,6 +44,7 @@ class Shape:
     num_heads: int
     num_prefix_tokens: int
     num_registers: int
+    channels_last: bool
 
 
 class TimmBackbone(nn.Module):
@@ -174,6 +176,7 @@ def shape_of_model(model: Any) -> Shape:
         num_heads=getattr(attention, "num_heads", 0),
         num_prefix_tokens=model.num_prefix_tokens if is_plain else 0,
         num_registers=0 if registers is None else registers.shape[1],
+        channels_last=isinstance(model, SwinTransformer),
     )
 
 

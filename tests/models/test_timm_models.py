@@ -120,6 +120,22 @@ def test_every_layer_has_its_own_grid_of_patches(kind, strides, widths):
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "places"), [("atto", 8, (2, 3, 1)), ("swin", 16, (1, 2, 3))]
+)
+def test_maps_with_as_many_rows_and_columns_as_channels_keep_their_axes(kind, size, places):
+    encoder = encoder_from_model(build_encoder(KINDS[kind], seed=0), name="x")
+    given = []
+    encoder.module.get_submodule("blocks.0").register_forward_hook(
+        lambda _module, _inputs, output: given.append(output)
+    )
+
+    found = FeatureExtractor(encoder, layers=(0,))(images()[..., :size, :size])
+
+    assert given[0].shape[1:] == (8, 8, 8)
+    assert torch.equal(found[0]["token"], given[0].permute(0, *places))
+
+
 @pytest.mark.parametrize("kind", ["swin", "pvt", "atto", "cait"])
 def test_features_of_a_block_are_what_it_gives(kind):
     model = build_encoder(KINDS[kind], seed=0).eval()

@@ -42,6 +42,7 @@ def staged_encoder(model: Any, *, uri: str, name: str, sha256: str) -> Encoder:
         contents=Contents("timm", f"timm {timm.__version__}"),
         strides=shape.strides,
         widths=shape.widths,
+        channels_last=shape.channels_last,
     )
 
 
