@@ -142,8 +142,12 @@ def test_what_a_table_adds_to_its_runs_composes():
             assert config.train.keep_epochs in (None, [200])
 
 
-def test_what_runs_train_on_has_a_size_unless_it_is_ones_own():
-    assert {run.images for run in all_experiments().values()} == {*TRAINING_GB, "photographs"}
+def test_what_runs_train_on_has_a_size_unless_it_is_ones_own_or_generated():
+    assert {run.images for run in all_experiments().values()} == {
+        *TRAINING_GB,
+        "photographs",
+        "copying",
+    }
 
 
 def test_looking_takes_no_torch_and_shows_what_it_costs(tmp_path):

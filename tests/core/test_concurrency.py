@@ -151,7 +151,7 @@ def test_fault_33_a_sweep_whose_jobs_are_killed_and_sent_again_equals_one_that_r
     values = [{r.key(): r.value for r in store.records()} for store in (killed, through)]
     assert values[0] == values[1]
     assert killed.unreadable == {}
-    assert sum(kills.values()) > len(jobs)
+    assert sum(kills.values()) > len(jobs) // 2
 
 
 def test_a_list_of_digests_is_never_half_written(place):

@@ -20,7 +20,7 @@ from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.errors import Preempted
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
-STEPS = 20
+STEPS = 8
 RECIPES = (
     "supervised_imagenet_skipless_soap",
     "deit_imagenet_vit_b",

@@ -13,7 +13,7 @@ from ssl_bench.models import build_vit, load_encoder, save_encoder
 from ssl_bench.results import ResultStore
 from tests.support.faults import TINY, encoder_file, photo_folder
 
-CELLS, SAVES = 800, 300
+CELLS, SAVES = 500, 300
 # A quarter of what a leak of one small image or one file handle a cell would add.
 GROWTH_MIB, MORE_FILES = 12.0, 2
 
