@@ -11,7 +11,7 @@ import pytest
 from tests.support.fuzzing import INTERESTING, KINDS, mutated
 
 REPOSITORY = Path(__file__).parents[2]
-COUNT = 1000
+COUNT = 700
 
 
 def outcome(kinds: str, count: int) -> dict[str, int]:
@@ -62,7 +62,7 @@ def test_mutations_are_repeatable_and_seldom_harmless():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_thousand_damaged_inputs_end_in_an_answer_or_an_error_of_our_own(kind):
+def test_hundreds_of_damaged_inputs_end_in_an_answer_or_an_error_of_our_own(kind):
     assert outcome(kind, COUNT) == {kind: COUNT}
 
 

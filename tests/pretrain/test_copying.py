@@ -158,7 +158,7 @@ def test_every_string_of_every_epoch_is_another():
 def test_a_killed_run_goes_on_to_the_bit(tmp_path):
     words = [
         *("experiment=mimetic_copying_mimetic", "model.dim=16", "model.depth=1"),
-        *("train.max_steps=60", "train.warmup_epochs=0.0", "objective.length=4"),
+        *("train.max_steps=30", "train.warmup_epochs=0.0", "objective.length=4"),
         *("objective.test_lengths=[4]", "train.checkpoint_minutes=0"),
     ]
     command = [sys.executable, "-m", "ssl_bench", "pretrain", *words, "--device", "cpu", "--out"]
@@ -171,7 +171,7 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path):
         time.sleep(0.01)
     killed.kill()
     killed.wait()
-    assert json.loads(log.read_text().splitlines()[4])["step"] < 60
+    assert json.loads(log.read_text().splitlines()[4])["step"] < 30
     subprocess.run([*command, str(stopped), "--resume"], check=True, capture_output=True)
 
     assert_same_run(tmp_path / "whole", stopped)
