@@ -28,7 +28,7 @@ from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS
 from ssl_bench.models.timm_families import FAMILIES, Family, family_of, window_of
 
 if TYPE_CHECKING:
-    from ssl_bench.models.timm_model import Shape
+    from ssl_bench.models.timm_anatomy import Shape
 
 _PixelsOrNamed = Annotated[int, Within(0, 8192)]
 _OF_STAGES = ("widths", "depths", "heads")
@@ -111,7 +111,7 @@ class TimmConfig:
     @property
     def shape(self) -> "Shape":
         """What only timm knows of the model: its blocks. Imports torch; cached."""
-        from ssl_bench.models.timm_model import shape_of
+        from ssl_bench.models.timm_anatomy import shape_of
 
         return shape_of(self)
 

@@ -50,6 +50,17 @@ def test_help_imports_nothing_heavy():
     assert run.stdout.strip() == "[]"
 
 
+def test_an_encoder_of_this_suite_is_probed_without_timm(workplace):
+    code = (
+        f"import sys, ssl_bench.cli.__main__ as cli; cli.main({[*PROBE, 'probe.image_size=40']});"
+        "print([m for m in ('timm', 'torchvision') if m in sys.modules])"
+    )
+
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
 def test_what_reads_records_takes_no_torch(tmp_path):
     shutil.copytree(REPOSITORY / "results" / "dino_photographs", tmp_path / "results")
     commands = [

@@ -30,8 +30,8 @@ from ssl_bench.models.loading.layouts import dinov3_architecture
 from ssl_bench.models.loading.timm_attention import give_queries_keys_values
 from ssl_bench.models.loading.timm_stages import Staged, staged_encoder, with_file
 from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights
+from ssl_bench.models.timm_anatomy import resized_positions
 from ssl_bench.models.timm_families import family_of
-from ssl_bench.models.timm_model import resized_positions
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.paths import expanded
 

@@ -8,7 +8,8 @@ from timm.models.cait import Cait
 
 from ssl_bench.models.architecture import of_library
 from ssl_bench.models.encoder import Contents, Encoder
-from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
+from ssl_bench.models.timm_anatomy import STAGED, shape_of_model
+from ssl_bench.models.timm_model import TimmBackbone
 
 Staged = (*STAGED, Cait)
 
