@@ -89,7 +89,8 @@ def page(record: dict[str, Any]) -> str:
     lines = [
         "# Clustering of patches beside the plain pass",
         "",
-        f"Made by `tests/benchmarks/clustering.py`: {record['images']:,} toy scenes, half to cluster",
+        f"Made by `tests/benchmarks/clustering.py`: {record['images']:,} toy scenes, half to "
+        "cluster",
         "patches of and half to score, through all 12 blocks of a ViT-Ti/16 at",
         f"{record['size']} pixels. Of at most {record['fit_patches']:,} patches",
         f"{record['num_restarts']} beginnings of k-means for each number of clusters. Other work",

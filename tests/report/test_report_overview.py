@@ -1,6 +1,7 @@
 """What stands on the first page and in the tables, by the elements of the pages alone."""
 
 import re
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ssl_bench.report.overview.measured import block_groups
 from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.pictures.panels import Gallery, of_layers
 from ssl_bench.report.pictures.strips import MOST_SHOWN, strips_of
-from ssl_bench.results import Record, ResultStore
+from ssl_bench.results import Baseline, Record, ResultStore
 from tests.support.report_cells import Elements, cell, folder_of, plain, save_pictures, skipless
 
 SEGMENTATION = {"task": "segmentation", "metric": "miou_oracle", "facet": "token"}
@@ -97,6 +98,29 @@ def test_the_board_shows_the_best_block_or_the_last_one_where_more_is_not_better
     assert [(p.layer, p.value) for p in points if p] == [(1, 60.0), (2, 1.0)]
     assert [column.facts for column in board.columns] == [("key",), ("mlp",)]
     assert board.shared == (("protocol", "reference"), ("on", "toy val"))
+
+
+def test_a_look_at_one_block_does_not_take_the_place_of_all_of_them():
+    one = cell(layer=2, value=90.0, settings={"size": 448}, changed={"size": 448})
+    records = [one, *(cell(layer=n, value=50.0) for n in range(3))]
+
+    for order in (records, records[::-1]):
+        (panel,) = headline_panels(panels(*order))
+
+        assert panel.layers == (0, 1, 2)
+
+
+def test_a_score_that_an_answer_without_a_look_reaches_says_so(tmp_path):
+    told = Baseline("centre box", 55.0).as_details()
+    low = [replace(cell(layer=n, value=v), details=told) for n, v in enumerate((40.0, 55.0))]
+    high = replace(cell(value=56.0), details=told)
+
+    page = Elements(written(tmp_path / "low", *low)).text
+    better = Elements(written(tmp_path / "high", high)).text
+
+    assert "not above centre box 55.0" in page
+    assert "centre box 55.0" in better
+    assert "not above" not in better
 
 
 def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path):
@@ -195,6 +219,15 @@ def test_a_strip_of_a_task_is_of_the_dataset_that_most_checkpoints_have():
     strips = strips_of((first, second), {first.encoder_id: [few, many], second.encoder_id: [many]})
 
     assert [strip.what.split()[2] for strip in strips] == ["many,", "many,"]
+
+
+def test_a_strip_is_of_many_blocks_before_few():
+    (one,) = checkpoints_of([cell()])
+    few, many = gallery([2], "dog", dataset="few"), gallery([0, 1, 2], "dog", dataset="many")
+
+    (strip,) = strips_of((one,), {one.encoder_id: [few, many]})
+
+    assert [picture.block for picture in strip.pictures] == ["block 0", "block 1", "block 2"]
 
 
 def test_the_page_of_a_checkpoint_has_blocks_in_rows_and_few_columns(tmp_path):

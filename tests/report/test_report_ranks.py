@@ -75,8 +75,8 @@ def test_a_profile_has_a_row_a_headline_and_says_where_more_is_not_better():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        (((1, 2, 4), (3, 5, 6), (7, 8, 9)), "block 2 highest, 1 of 3 may be"),
-        (((1, 2, 4), (3, 5, 8), (7, 8, 9)), "block 2 highest, 2 of 3 may be"),
+        (((1, 2, 4), (3, 5, 6), (7, 8, 9)), "block 2 highest, 1 of 3 may be it"),
+        (((1, 2, 4), (3, 5, 8), (7, 8, 9)), "block 2 highest, 2 of 3 may be it"),
         ((3, 5, 5), "blocks 1, 2 highest"),
         ((4, 4), "all 2 blocks are alike"),
     ],

@@ -165,7 +165,7 @@ def _row(question: Question, top: int, x: dict[int, float]) -> RankRow:
 
 
 def _verdict(known: Sequence[Known], found: Sequence[Place]) -> str:
-    """Such as "block 7 highest, 12 of 12 may be"; without intervals the first part alone."""
+    """Such as "block 7 highest, any of 12 may be it"; without intervals the first part alone."""
     best = max(place.share for place in found)
     highest = [one.layer for one, place in zip(known, found, strict=True) if place.share == best]
     if len(highest) == len(known):
@@ -173,7 +173,8 @@ def _verdict(known: Sequence[Known], found: Sequence[Place]) -> str:
     what = f"block{'s' if len(highest) > 1 else ''} {', '.join(map(str, highest))} highest"
     if all(one.low == one.high for one in known):
         return what
-    return f"{what}, {sum(place.high == 1 for place in found)} of {len(known)} may be"
+    able = sum(place.high == 1 for place in found)
+    return f"{what}, {'any' if able == len(known) else able} of {len(known)} may be it"
 
 
 def _below(value: int | float, known: Sequence[Known]) -> int:

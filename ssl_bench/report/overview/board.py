@@ -32,6 +32,12 @@ class Column:
         line = self.panel.line(checkpoint)
         return line.said_best if line else ""
 
+    def unbeaten(self, checkpoint: Checkpoint) -> str:
+        """The answers without a look at the images that its best block does not beat, in words."""
+        point = self.at(checkpoint)
+        found = [name for name, score in self.panel.baselines if point and point.value <= score]
+        return f"not above {' and '.join(found)}" if found else ""
+
 
 @dataclass(frozen=True)
 class Board:
@@ -46,6 +52,11 @@ class Board:
     checkpoints: Differing
     columns: tuple[Column, ...]
     shared: Facts
+
+    @property
+    def has_baselines(self) -> bool:
+        """Whether a column has an answer beside it that looks at no image."""
+        return any(column.panel.baselines for column in self.columns)
 
 
 def board_of(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> Board:

@@ -40,7 +40,14 @@ def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
 
 
 def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
-    """One a task and split of a dataset: that of its metric with the most checkpoints."""
+    """One a task and split of a dataset: of its metric, with the most checkpoints and blocks.
+
+    So a look at one block does not take the place of a run over all of them.
+    """
+
+    def weight(panel: Panel) -> tuple[int, int]:
+        return len(panel.lines), len(panel.layers)
+
     chosen = []
     for those in by_task(panels).values():
         metric = headline_metric(those)
@@ -48,7 +55,7 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
         for panel in those:
             if panel.metric == metric:
                 places[panel.where].append(panel)
-        chosen += [max(rivals, key=lambda panel: len(panel.lines)) for rivals in places.values()]
+        chosen += [max(rivals, key=weight) for rivals in places.values()]
     return tuple(chosen)
 
 

@@ -66,9 +66,9 @@ def _shown_tasks(galleries: Sequence[Gallery]) -> list[str]:
     return sorted({gallery.task for gallery in galleries}, key=place)[:MOST_TASKS]
 
 
-def _place(gallery: Gallery, uses: int) -> tuple[bool, bool, int]:
-    """One picture a block before pictures of all, what many have before what few have."""
-    return not gallery.layers, gallery.is_sheet, -uses
+def _place(gallery: Gallery, uses: int) -> tuple[bool, bool, int, int]:
+    """One picture a block before pictures of all, what many have before what few, many blocks."""
+    return not gallery.layers, gallery.is_sheet, -uses, -len(gallery.layers)
 
 
 def _strip(checkpoint: Checkpoint, gallery: Gallery, image: str) -> Strip:
