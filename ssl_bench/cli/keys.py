@@ -1,7 +1,9 @@
 """`ssl-bench keys`: every KEY=VALUE with what it takes and its default."""
 
 import argparse
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from omegaconf import DictConfig
 
@@ -15,6 +17,7 @@ from ssl_bench.planning import SHARED, probing_config
 _RUN = ("model", "objective", "optimizer", "experiment")
 _PROBING = ("probe", "dataset")
 _GROUPS = (*_PROBING, *_RUN)
+_MOST_LISTED = 50
 _ALL = "all of one run; also train, data or monitor alone"
 
 
@@ -30,8 +33,15 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _listing() -> list[str]:
     lines = [f"pretrain         {_ALL}"]
     for group in _GROUPS:
-        lines += [f"{group + '.NAME':<16} {', '.join(choices(group))}"]
+        names = choices(group)
+        many = f"{len(names)} of them: ssl-bench keys {group}"
+        lines += _wrapped(f"{group}.NAME", many if len(names) > _MOST_LISTED else ", ".join(names))
     return [*lines, "`ssl-bench keys probe.tokencut` lists the keys of one, with what they take"]
+
+
+def _wrapped(head: str, words: str) -> list[str]:
+    found = textwrap.wrap(words, 100, break_on_hyphens=False)
+    return [f"{before:<16} {part}" for before, part in zip_longest([head], found, fillvalue="")]
 
 
 def _lines(target: str, overrides: Sequence[str]) -> list[str]:
@@ -48,7 +58,11 @@ def _lines(target: str, overrides: Sequence[str]) -> list[str]:
         name, _, field = rest.partition(".")
         config = compose_config("pretraining", [f"{group}={name}", *overrides])
         return _within(config, () if group == "experiment" else (_joined(group, field),))
-    if group in ("probe", "dataset", "experiment"):
+    if target == "experiment":
+        return _wrapped("experiment.NAME", ", ".join(choices(target)))
+    if group == "experiment":
+        require_choice(group, rest.partition(".")[0], choices(group))
+    if group in _PROBING:
         raise ConfigurationError(f"name one: {', '.join(f'{group}.{n}' for n in choices(group))}")
     config = compose_config("pretraining", overrides)
     return _within(config, () if target == "pretrain" else (target,))

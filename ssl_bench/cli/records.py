@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ssl_bench.composition.choices import asked_names, choices, require_choice
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import say
 from ssl_bench.tables.printing.parquet import as_parquet
@@ -153,8 +153,14 @@ def recorded_checkpoint(
         # Here, because torch takes seconds and a name in the tables needs none of it.
         from ssl_bench.models import identify_encoder
 
-        asked = encoder_id(identify_encoder(name).identity())
-        found = [asked] if asked in models else []
+        try:
+            asked = encoder_id(identify_encoder(name).identity())
+            found = [asked] if asked in models else []
+        except CheckpointError as error:
+            # Perhaps what a table calls an encoder of a URI; then the known names help.
+            if Path(name).exists() or Path(place).exists():
+                raise
+            say(str(error))
     if len(found) != 1:
         known = ", ".join(f"{models[one].model} {one[:8]}" for one in sorted(models))
         many = "several encoders are" if found else "no record is"

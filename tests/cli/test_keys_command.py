@@ -70,6 +70,13 @@ def test_without_a_name_all_names_are_listed(capsys):
 
     out = capsys.readouterr().out
     assert all(name in out for group in ("probe", "dataset", "model") for name in choices(group))
+    assert "convmixer_ablation" not in out
+
+    assert main(["keys", "experiment"]) == 0
+
+    out = capsys.readouterr().out
+    assert all(name in out for name in choices("experiment"))
+    assert max(map(len, out.splitlines())) < 120
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,7 @@ def test_without_a_name_all_names_are_listed(capsys):
         ("tokencut", "did you mean `ssl-bench keys probe.tokencut`?"),
         ("probe", "name one: probe.classification, "),
         ("trian", "did you mean train"),
+        ("experiment.mnits", "did you mean"),
         ("probe.tokencat", "did you mean tokencut?"),
         ("probe.knn probe.nothing=1", "unknown key 'probe.nothing'"),
         ("train.epoch", "did you mean train.epochs"),

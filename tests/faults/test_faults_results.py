@@ -149,6 +149,7 @@ def test_fault_45_two_checkpoints_of_one_name_are_never_one_column(place, capsys
     capsys.readouterr()
     assert "several encoders are of 'run'" in fails(capsys, ["compare", "run"], 3)
     assert "no record is of ''" in fails(capsys, ["compare", ""], 3)
+    assert "known (name, id): " in fails(capsys, ["compare", "random:run"], 3)
     pictures = Path("results/pictures/tokencut/voc2012-7").iterdir()
     assert sorted(path.name for path in pictures) == [f"run-{sha[:8]}" for sha in shas]
 

@@ -144,7 +144,7 @@ def test_ibot_as_it_is_saved(tmp_path, gammas):
     assert encoder.contents.ignored.keys() == {
         "student", "optimizer", "fp16_scaler", "ibot_loss", "head.last_layer.weight",
     }  # fmt: skip
-    assert encoder.contents.layout == ("iBOT" if gammas else "DINO")
+    assert encoder.contents.layout == ("iBOT" if gammas else "DINO, timm")
 
 
 def test_ibots_student_may_hold_a_masked_embedding(tmp_path):
@@ -181,7 +181,7 @@ def test_dino_and_deit_need_no_renames(tmp_path, suffix):
     else:
         safetensors.torch.save_file(model.state_dict(), path)
     encoder = same_features(path, model, extra=("token_normed",))
-    assert (encoder.contents.layout, encoder.contents.ignored) == ("DINO", {})
+    assert (encoder.contents.layout, encoder.contents.ignored) == ("DINO, timm", {})
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ IBOT = Layout(
     heads=_WIDE_HEADS,
 )
 DINO = Layout(
-    "DINO",
+    "DINO, timm",
     "https://github.com/facebookresearch/dino/blob/7c446df5/vision_transformer.py",
     heads=_WIDE_HEADS,
 )
