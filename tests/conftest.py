@@ -1,5 +1,6 @@
 """Shapes are checked while the tests run; real photographs where they are at hand."""
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from tests.support.faults import encoder_file, photo_folder  # noqa: E402
 from tests.support.web import WebServer  # noqa: E402
 
 torch.set_num_threads(1)
+# The heap of torch and its kind stays; looking it through again took a tenth of the time.
+gc.set_threshold(20_000, 20, 20)
 
 
 # A backward pass of tensors without values starts threads of autograd, whatever their device, and
@@ -27,6 +30,11 @@ LAST = {"cost", "test_graphs.py"}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not LAST.isdisjoint(item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -61,6 +61,7 @@ def test_an_encoder_of_this_suite_is_probed_without_timm(workplace):
     assert run.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 def test_what_reads_records_takes_no_torch(tmp_path):
     shutil.copytree(REPOSITORY / "results" / "dino_photographs", tmp_path / "results")
     commands = [
@@ -178,6 +179,7 @@ def test_every_protocol_of_a_probe_can_be_asked_for(workplace):
     assert ResultStore(workplace / "results").records()[0].protocol == "batch"
 
 
+@pytest.mark.slow
 def test_no_checkpoint_at_all_says_how_to_make_one(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
@@ -200,6 +202,7 @@ def test_a_broken_image_loses_no_finished_cell(workplace, capsys):
     assert len(ResultStore(workplace / "results").records()) == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(workplace):
     command = [sys.executable, "-m", "ssl_bench", *PROBE, "--layer", "0"]
     Image.new("RGB", (640, 480), (9, 0, 0)).save("photos/many0.png")

@@ -23,6 +23,7 @@ def probed(task: str, *more: str, data: list[str] = PHOTOS) -> list[str]:
     return ["probe", "--task", task, *both, *data, *more]
 
 
+@pytest.mark.slow
 def test_of_many_tables_the_headline_is_printed_and_the_others_are_named(capsys):
     assert main(probed("conditioning,pca", "probe.image_size=32")) == 0
 

@@ -169,6 +169,7 @@ def test_every_probe_was_asked_whom_it_is_fitted_to():
     assert set(choices("probe")) == {*SMALL, "conditioning"}
 
 
+@pytest.mark.slow
 def test_fault_53_equal_weights_with_other_colours_are_another_encoder(place, capsys):
     import timm
 

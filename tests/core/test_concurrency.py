@@ -59,6 +59,7 @@ def test_fault_33_eight_writers_of_the_same_and_of_other_cells_lose_nothing(plac
         assert (kept == record.layer).all()
 
 
+@pytest.mark.slow
 def test_fault_33_killed_writers_leave_no_half_of_a_cell(place):
     def write_for_ever(writer: int) -> None:
         for number in range(10**9):
@@ -90,6 +91,7 @@ def test_fault_33_commands_that_run_together_finish_the_same_table(place):
     assert_complete(Path("results"), 2)
 
 
+@pytest.mark.slow
 def test_fault_48_the_sha256_of_a_checkpoint_that_training_replaces_is_that_of_its_weights(place):
     path = place / "run/last.safetensors"
     weights = {}

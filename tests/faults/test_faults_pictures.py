@@ -76,6 +76,7 @@ _CONDITIONING, _PCA = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["segmentation", _CONDITIONING, _PCA, "tokencut"])
 def test_fault_60_pictures_that_were_deleted_are_drawn_again_and_records_stay(place, capsys, task):
     voc(place)
@@ -106,6 +107,7 @@ def test_fault_60_a_picture_of_all_blocks_is_never_left_with_some_of_them(place,
     assert pictures("results").items() >= pictures("whole").items()
 
 
+@pytest.mark.slow
 def test_fault_60_jacobians_are_not_computed_again_for_a_figure(place, monkeypatch):
     words = [*asking("conditioning", place), "probe.protocol=jacobian_exact"]
     assert main(words) == 0

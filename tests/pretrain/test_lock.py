@@ -104,6 +104,7 @@ def contend(together, rounds: int, wins) -> None:
             together.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["nobody", "dead"])
 def test_fault_58_of_many_processes_that_start_at_once_exactly_one_holds(place, last):
     rounds, count = 25, 6

@@ -143,6 +143,7 @@ def test_a_run_begun_anew_leaves_none_of_the_older_ones(album, tmp_path):
     assert [path.name for path in tmp_path.glob("epoch*.safetensors")] == ["epoch0001.safetensors"]
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_where_the_shorter_ended(album, tmp_path):
     short, long = plan(album, epochs=1), plan(album, epochs=2, keep_epochs=[2])
     short.run(tmp_path, device="cpu")
@@ -164,6 +165,7 @@ def test_a_longer_run_goes_on_where_the_shorter_ended(album, tmp_path):
     assert config["extensions"] == [{"step": 6, "from_steps": 6, "to_steps": 12}]
 
 
+@pytest.mark.slow
 def test_an_extended_run_resumes_to_the_bit(album, tmp_path, monkeypatch):
     for out in (tmp_path / "one", tmp_path / "other"):
         plan(album, epochs=1).run(out, device="cpu")

@@ -100,6 +100,7 @@ def test_a_monitored_run_is_the_run_without_to_the_bit_and_says_what_it_found(
     assert f"knn_top1 {seen[5]['knn_top1']:.1f} %" in said[0]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_measures_what_an_uninterrupted_one_does(root, tmp_path):
     assert_goes_on_to_the_bit(plan_of(root, monitor=KNN_ONLY), tmp_path, parts=6, steps=6)
 

@@ -238,6 +238,7 @@ def test_other_images_in_the_folder_are_another_run(album, tmp_path):
         tiny(album / "class0", max_minutes=0.0).run(tmp_path, resume=True, device="cpu")
 
 
+@pytest.mark.slow
 def test_accumulated_parts_learn_what_the_whole_batch_does(album, tmp_path):
     plan = tiny(album, batch_size=4)
     plan.run(tmp_path / "whole", device="cpu")

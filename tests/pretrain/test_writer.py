@@ -182,6 +182,7 @@ def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monk
     assert all(same(one[part], other[part]) for part in ("step", "learner", "optimizer"))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(place):
     run = pretraining(place / "photos", "run", EVERY_EPOCH)
     usual = state._write

@@ -200,6 +200,7 @@ def test_a_table_shows_the_ends_of_an_interval_that_is_not_symmetric(photographs
     assert shown(12.0, (11.0, 13.0), unit="%")[1] == "12.0 ± 1.0"
 
 
+@pytest.mark.slow
 def test_constant_tokens_are_said_and_nothing_else_breaks(photographs, tmp_path):
     model = build_vit(BARE, seed=0)
     with torch.no_grad():

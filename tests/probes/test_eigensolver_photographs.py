@@ -50,6 +50,7 @@ def check(counts, at_least: dict[str, int]) -> None:
     assert all(counts[name][1] >= number for name, number in at_least.items()), counts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", [False, True])
 def test_every_graph_of_a_photograph_keeps_the_promises(batched):
     counts = kept([skimage.data.chelsea()], batched=batched)

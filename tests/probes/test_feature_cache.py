@@ -34,6 +34,7 @@ def test_features_on_disk_give_the_same_scores_and_are_used_again(tmp_path):
     assert first[0].details["feature_tier"] == "disk"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["disk", "stream"])
 def test_training_beyond_memory_holds_a_few_batches_of_features(tmp_path, tier):
     entry_bytes = 4 * 64 * 24 * 2

@@ -57,6 +57,7 @@ def _scikit_learn(layer, c, entries):
     return model.predict_proba((blocks.reshape(-1, 64) - x.mean(0)) * scale)
 
 
+@pytest.mark.slow
 def test_all_heads_equal_the_regressions_of_scikit_learn():
     entries = torch.arange(2, NUM_IMAGES)
     heads = _train(_training(), entries)

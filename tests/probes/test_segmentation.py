@@ -186,6 +186,7 @@ def test_the_norm_is_applied_before_the_heads(tmp_path):
     assert found["none"] != found["final"]
 
 
+@pytest.mark.slow
 def test_logistic_heads_are_chosen_by_the_held_out_images_and_fitted_to_all(tmp_path):
     changes = {
         "training": "lbfgs",
