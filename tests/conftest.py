@@ -37,6 +37,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    # What is still frozen at the end of Python is called a leak.
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real data: photos/ in the layouts of VOC, COCO and ADE20K, mnist/, cifar10/."""
