@@ -17,6 +17,7 @@ that no page takes.
 import argparse
 from pathlib import Path
 
+from ssl_bench.errors import SslBenchError
 from tests.benchmarks.evidence.ledger import Ledger
 from tests.benchmarks.evidence.rows import ROWS
 from tests.benchmarks.evidence.running import Place, run_row
@@ -33,8 +34,12 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     place = Place(options.data.absolute(), options.out.absolute(), options.smoke)
-    for name in options.rows:
-        run_row(Ledger(options.json or options.out / "smoke.json"), place, name)
+    ledger = Ledger(options.json or options.out / "smoke.json")
+    try:
+        for name in options.rows:
+            run_row(ledger, place, name)
+    except SslBenchError as error:
+        raise SystemExit(f"{error}") from error
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ _BEGINNING = """\
 # What this suite has shown
 
 Made by `python -m tests.benchmarks.evidence.page` from `results/benchmarks/evidence-cpu.json`
-alone ([how the queue runs](../../docs/evidence.md)). Two CPU cores can show order and paired
+alone; `docs/evidence.md` says how the queue runs. Two CPU cores can show order and paired
 differences at reduced size, never a published level. What each row may claim and what would refute
 it was written in `tests/benchmarks/evidence/claims.py` before its runs; a row without a finished
 run says so, and one that is refuted or shows nothing stands like any other. Ours are means over

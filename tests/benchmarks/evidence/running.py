@@ -176,7 +176,8 @@ def _cut(row: Row, place: Place) -> list[str]:
     """What makes a run seconds long."""
     if place.steps is None:
         return []
-    short = [f"train.max_steps={place.steps}", "train.batch_size=16"]
+    steps = f"train.max_steps={place.steps}"
+    short = [steps, "train.batch_size=16", "train.warmup_epochs=null"]
     if not row.kind.data:
         return [*short, "objective.test_strings=4"]
     short += ["data.fingerprint=stat", "data.limit=1000"]
