@@ -232,10 +232,8 @@ def main() -> None:
             (ROOT / name).write_bytes(content)
     found = list(stale(ROOT))
     if found:
-        names = "\n".join(found)
-        raise SystemExit(
-            f"not what their records say; `python -m tests.benchmarks.generated --write` makes them again:\n{names}"
-        )
+        again = "`python -m tests.benchmarks.generated --write` makes them again:"
+        raise SystemExit("\n".join([f"not what their records say; {again}", *found]))
     print(f"{len(WHOLE) + len(TABLES) + len(evidence_figures(ROOT))} files are what they would be")
 
 

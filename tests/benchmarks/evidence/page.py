@@ -11,7 +11,7 @@ from pathlib import Path
 from ssl_bench.intervals import Interval
 from tests.benchmarks.evidence.claims import CLAIMS, Claim
 from tests.benchmarks.evidence.ledger import Ledger
-from tests.benchmarks.evidence.rows import ROWS, seed_run
+from tests.benchmarks.evidence.rows import ROWS, names_of, seed_run
 from tests.benchmarks.evidence.verdicts import Found, Runs, Verdict, seeds_done, verdict
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +52,8 @@ def page(runs: Runs) -> str:
     for row in drawn:
         arms = ", ".join(ROWS[row].arms)
         text += f"\n![{row}: {arms} over the epochs](../figures/{figure_name(row)})\n"
-    made = sorted({run["provenance"] for run in runs.values()})
+    known = {name for row in ROWS for name in names_of(row)}
+    made = sorted({run["provenance"] for name, run in runs.items() if name in known})
     return text + "".join(f"\n{one}\n" for one in (["## Runs", *made] if made else []))
 
 
