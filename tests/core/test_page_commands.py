@@ -148,7 +148,10 @@ def run_by_python(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "argv", list(words[2:]))
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
     with pytest.raises(Parsed):
-        import_module(words[2]).main()
+        program = import_module(words[2])
+        # Of a package the file that `-m` runs.
+        is_package = hasattr(program, "__path__")
+        (import_module(f"{words[2]}.__main__") if is_package else program).main()
 
 
 def started_by_torchrun(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
