@@ -147,11 +147,11 @@ def run_by_python(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(sys, "argv", list(words[2:]))
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    program = import_module(words[2])
+    if hasattr(program, "__path__"):
+        program = import_module(f"{words[2]}.__main__")
     with pytest.raises(Parsed):
-        program = import_module(words[2])
-        # Of a package the file that `-m` runs.
-        is_package = hasattr(program, "__path__")
-        (import_module(f"{words[2]}.__main__") if is_package else program).main()
+        program.main()
 
 
 def started_by_torchrun(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
