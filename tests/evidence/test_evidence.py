@@ -16,7 +16,7 @@ from tests.benchmarks.evidence.ledger import Ledger, packed, unpacked
 from tests.benchmarks.evidence.page import LEDGER, draw, page
 from tests.benchmarks.evidence.processes import said_in
 from tests.benchmarks.evidence.rows import ROWS, names_of, probes_of, rate_run, seed_run
-from tests.benchmarks.evidence.running import Place, best_rate, finished, run_row
+from tests.benchmarks.evidence.running import Place, best_rate, diverged, finished, run_row
 from tests.benchmarks.evidence.verdicts import over_seeds, verdict
 from tests.benchmarks.provenance import _module
 
@@ -246,6 +246,33 @@ def test_a_finished_run_is_its_scores_after_every_epoch_and_its_hours(tmp_path):
 def test_a_run_that_was_stopped_is_not_finished(tmp_path):
     with pytest.raises(SslBenchError, match="2 of 3 epochs"):
         finished(written_log(tmp_path / "run", 2), ROWS["osa"], 3)
+
+
+def test_a_run_that_is_tested_less_often_than_asked_is_not_finished(tmp_path):
+    folder = written_log(tmp_path / "run", 3)
+    lines = (folder / "log.jsonl").read_text().splitlines()
+    (folder / "log.jsonl").write_text("\n".join(lines[:-1]) + "\n")
+    with pytest.raises(SslBenchError, match="2 of 3 epochs"):
+        finished(folder, ROWS["osa"], 3)
+
+
+def test_a_run_that_diverges_is_a_result_and_another_end_is_not(tmp_path):
+    folder = written_log(tmp_path / "run", 2)
+    reason = "ssl-bench: loss or gradient was not finite for 20 steps up to step 3"
+    found = diverged(folder, ROWS["osa"], reason)
+    assert found["top1"] == [10.0, 20.0, 0.0]
+    assert diverged(tmp_path / "nothing", ROWS["osa"], reason)["top1"] == [0.0]
+    with pytest.raises(SslBenchError, match="disk is full"):
+        diverged(folder, ROWS["osa"], "ssl-bench: the disk is full")
+    runs = {seed_run("osa", "qr", 0): found}
+    assert "osa-qr-seed0 diverged" in page(runs)
+
+
+def test_a_score_that_is_not_finite_is_none_right(tmp_path):
+    folder = written_log(tmp_path / "run", 1)
+    log = folder / "log.jsonl"
+    log.write_text(log.read_text().replace('"val_top1": 10.0', '"val_top1": null'))
+    assert finished(folder, ROWS["osa"], 1)["top1"] == [0.0]
 
 
 def test_the_rate_is_the_best_on_held_out_images_and_nothing_is_run_again(tmp_path, monkeypatch):

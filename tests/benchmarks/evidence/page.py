@@ -12,7 +12,14 @@ from ssl_bench.intervals import Interval
 from tests.benchmarks.evidence.claims import CLAIMS, Claim
 from tests.benchmarks.evidence.ledger import Ledger
 from tests.benchmarks.evidence.rows import ROWS, names_of, seed_run
-from tests.benchmarks.evidence.verdicts import Found, Runs, Verdict, seeds_done, verdict
+from tests.benchmarks.evidence.verdicts import (
+    Found,
+    Runs,
+    Verdict,
+    diverged_of,
+    seeds_done,
+    verdict,
+)
 
 ROOT = Path(__file__).parents[3]
 LEDGER = ROOT / "results/benchmarks/evidence-cpu.json"
@@ -114,12 +121,14 @@ def draw(row: str, runs: Runs, file: Path) -> None:
 def _line(claim: Claim, found: Verdict, runs: Runs) -> str:
     says = f"{claim.asks}: **{claim.says}**; refuted by {claim.refuted}"
     says += f" ({claim.limits})" if claim.limits else ""
+    ours = [f"{arm} {value:.2f}" for arm, value in found.ours.items()]
+    ours += [f"{name} diverged" for name in diverged_of(claim.row, runs)]
     done, asked = seeds_done(claim.row, runs)
     cells = [
         claim.name,
         says,
         claim.published_text(),
-        " / ".join(f"{arm} {value:.2f}" for arm, value in found.ours.items()) or "-",
+        " / ".join(ours) or "-",
         _DIRECTION.get(found.word, found.word),
         "<br>".join(_difference(one) for one in found.found if one.value is not None) or "-",
         f"{found.hours:.1f}",
@@ -131,7 +140,7 @@ def _line(claim: Claim, found: Verdict, runs: Runs) -> str:
 def _difference(found: Found) -> str:
     seeds = _interval(found.over_seeds, "seeds")
     images = _interval(found.over_images, "images")
-    return f"{found.text}: {found.value:+.2f}{seeds}{images}"
+    return f"{found.text}: {found.value:.2f}{seeds}{images}"
 
 
 def _interval(interval: Interval | None, over: str) -> str:

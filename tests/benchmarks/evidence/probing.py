@@ -24,6 +24,7 @@ class Question:
 
     Attributes:
         root: Of its data, in the folder of data.
+        images: What these are.
         options: Of `probe`.
         cut: What makes it seconds long.
     """
@@ -33,6 +34,7 @@ class Question:
     facet: str
     dataset: str
     root: str
+    images: str
     options: Sequence[str]
     cut: Sequence[str]
 
@@ -40,25 +42,27 @@ class Question:
 _CIFAR = ("dataset.val_split=test", "probe.image_size=64")
 _FEW = ("--limit", "40")
 KNN = Question(
-    *("knn", "top1_k20", "cls", "class_folders", "cifar10"),
+    *("knn", "top1_k20", "cls", "class_folders", "cifar10", "CIFAR-10"),
     (*_CIFAR, "--limit", "10000", "probe.neighbours=[20]"),
     (*_CIFAR, *_FEW, "probe.neighbours=[20]"),
 )
 QUESTIONS = (
     KNN,
     Question(
-        *("classification", "top1_holdout", "cls", "class_folders", "cifar10"),
+        *("classification", "top1_holdout", "cls", "class_folders", "cifar10", "CIFAR-10"),
         (*_CIFAR, "--limit", "10000"),
         (*_CIFAR, *_FEW, "probe.training.c_values=[1e-2]"),
     ),
     Question(
-        *("retrieval", "miou", "token", "voc2012", "photos"),
+        *("retrieval", "miou", "token", "voc2012", "photos", "photographs"),
         ("probe.image_size=256",),
         ("probe.image_size=64", "--limit", "4"),
     ),
-    Question(*("tokencut", "corloc", "key", "voc2012", "photos"), (), ("--limit", "1")),
     Question(
-        *("geometry", "rankme", "cls", "folder", "tiny_imagenet_choosing/val"),
+        *("tokencut", "corloc", "key", "voc2012", "photos", "photographs"), (), ("--limit", "1")
+    ),
+    Question(
+        *("geometry", "rankme", "cls", "folder", "tiny_imagenet_choosing/val", "Tiny-ImageNet"),
         (),
         (*_FEW, "probe.view_images=2", "probe.views=2"),
     ),
@@ -124,7 +128,8 @@ def _of(store: ResultStore, uri: str) -> list[Record]:
 def _cell(encoder: str, record: Record) -> dict[str, Any]:
     named = {"task": record.task, "metric": record.metric, "encoder": encoder}
     measured = {"layer": record.layer, "value": record.value, "ci95": record.ci95}
-    return {**named, "dataset": record.dataset, "images": record.num_images, **measured}
+    (data,) = (one.images for one in QUESTIONS if one.task == record.task)
+    return {**named, "dataset": data, "images": record.num_images, **measured}
 
 
 def _above(

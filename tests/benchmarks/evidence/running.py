@@ -84,7 +84,13 @@ def _trained(
     options = [*row.arms[arm], *row.kind.options, *row.options, *options, *_cut(row, place)]
     # The last of each key holds; `pretrain` refuses one that comes twice.
     last = {option.partition("=")[0]: option for option in options}
-    said_in([*command, *last.values()], place.out / f"{run}.txt")
+    try:
+        said_in([*command, *last.values()], place.out / f"{run}.txt")
+    except SslBenchError as error:
+        # An encoder that is probed has to be there; else what diverged is a result.
+        if row.probed and epochs == row.epochs:
+            raise
+        return diverged(out, row, str(error))
     return finished(out, row, epochs)
 
 
@@ -99,18 +105,51 @@ def finished(run: Path, row: Row, epochs: int) -> Run:
     Raises:
         SslBenchError: the run was stopped before.
     """
-    rows = [json.loads(line) for line in (run / LOG).read_text().splitlines()]
-    last = rows[-1]["epoch"] + 1 if rows else 0
+    found = _reached(run, row)
+    measured = [len(found[name]) for name in row.kind.scores if name in found]
+    last = min([found.pop("epochs"), *measured])
     if last < epochs and not run.name.startswith(SMOKE):
         raise SslBenchError(f"{run} has {last} of {epochs} epochs; type the command again")
+    return found | _hits(run)
+
+
+_DIVERGED = ("was not finite for", "stopped at step")
+"""What `pretrain` says of a run that it ended because it no longer learned."""
+
+
+def diverged(run: Path, row: Row, reason: str) -> Run:
+    """What is reported of a run that diverged: right in no image, whatever it was before.
+
+    Args:
+        run: A run folder.
+        row: The run is one of its.
+        reason: What `pretrain` said.
+
+    Raises:
+        SslBenchError: it ended for another reason.
+    """
+    if not any(words in reason for words in _DIVERGED):
+        raise SslBenchError(reason)
+    found = _reached(run, row)
+    found.pop("epochs")
+    for name in row.kind.scores:
+        found[name] = [*found.get(name, ()), 0.0]
+    return found | {"diverged": next(words for words in _DIVERGED if words in reason)}
+
+
+def _reached(run: Path, row: Row) -> Run:
+    """Of the log; a score that is not finite is 0, as the outputs of the run were not."""
+    log = run / LOG
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.is_file() else []
     found: Run = {
-        name: [one[key] for one in rows if one.get(key) is not None]
+        name: [one[key] or 0.0 for one in rows if key in one]
         for name, key in row.kind.scores.items()
     }
     found = {name: values for name, values in found.items() if values}
     found |= {key: _by_epoch(rows, key) for key in row.kind.means}
     seconds = sum(row.kind.batch / one["images_per_second"] for one in rows if _is_timed(one))
-    return found | _hits(run) | {"hours": round(seconds / 3600, 3), "provenance": provenance()}
+    found |= {"hours": round(seconds / 3600, 3), "provenance": provenance()}
+    return found | {"epochs": rows[-1]["epoch"] + 1 if rows else 0}
 
 
 def _is_timed(row: dict[str, Any]) -> bool:
@@ -127,8 +166,9 @@ def _by_epoch(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
 
 def _hits(run: Path) -> dict[str, Any]:
     """Those of the record that a tested run leaves of itself."""
+    # A head whose outputs are not finite leaves none.
     folder = _records(run)
-    if not folder.is_dir():
+    if not folder.is_dir() or not list(folder.rglob("*.npz")):
         return {}
     store = ResultStore(folder)
     (record,) = (r for r in store.records() if (r.task, r.metric) == (SUPERVISED, "top1"))

@@ -1,7 +1,7 @@
 """From finished runs to what they say of a claim. Pure: a ledger in, words and intervals out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
@@ -89,6 +89,12 @@ def seeds_done(row: str, runs: Runs) -> tuple[int, int]:
         return int(all(name in runs for name in names_of(row))), 1
     whole = [all(seed_run(row, arm, seed) in runs for arm in asked.arms) for seed in asked.seeds]
     return sum(whole), len(whole)
+
+
+def diverged_of(row: str, runs: Runs) -> list[str]:
+    """Names of the reported runs that diverged."""
+    names = [seed_run(row, arm, seed) for arm in ROWS[row].arms for seed in ROWS[row].seeds]
+    return [name for name in names if "diverged" in runs.get(name, {})]
 
 
 def _is_begun(row: str, runs: Runs) -> bool:
@@ -190,7 +196,7 @@ def _outside(row: str, rule: Outside, runs: Runs) -> tuple[list[Found], Word]:
             continue
         means = {arm: fmean(values) for arm, values in scores.items()}
         interval = over_seeds(scores[near])
-        found.append(Found(near, means[near], interval))
+        found.append(Found(f"{near} itself", means[near], interval))
         if means[last] >= min(means[one] for one in others):
             words.append("refuted")
         elif interval is None:
@@ -239,13 +245,14 @@ def _above_random(row: str, rule: AboveRandom, runs: Runs) -> tuple[list[Found],
     if not found:
         return found, "undecided"
     worst = min(found, key=lambda one: one.over_images[0] if one.over_images else -np.inf)
+    worst = replace(worst, text=f"lowest of all: {worst.text}")
     return [worst], _signs([one.over_images for one in found], zero_refutes=False)
 
 
 def _ours(claim: Claim, runs: Runs) -> dict[str, float]:
     """Means over the seeds of every arm of the row that the claim speaks of."""
     found: dict[str, float] = {}
-    for arm in ROWS[claim.row].arms:
+    for arm in _arms(claim):
         for metric in _metrics(claim):
             scores = seeds_of(claim.row, arm, runs, metric)
             if scores:
@@ -254,6 +261,16 @@ def _ours(claim: Claim, runs: Runs) -> dict[str, float]:
         if best is not None:
             found[arm] = best
     return found
+
+
+def _arms(claim: Claim) -> list[str]:
+    """Those that the claim compares, in the order of the row."""
+    arms = list(ROWS[claim.row].arms)
+    if not isinstance(claim.rule, Above):
+        return arms
+    named = {arm for one in claim.rule.contrasts for arm in one.weights}
+    # Rows of several claims show what each speaks of, others all.
+    return [arm for arm in arms if arm in named] if claim.row == "skipless" else arms
 
 
 def _metrics(claim: Claim) -> list[str]:
