@@ -18,6 +18,7 @@ import argparse
 from pathlib import Path
 
 from ssl_bench.errors import SslBenchError
+from ssl_bench.results.provenance import source_commit
 from tests.benchmarks.evidence.ledger import Ledger
 from tests.benchmarks.evidence.rows import ROWS
 from tests.benchmarks.evidence.running import Place, run_row
@@ -32,6 +33,8 @@ def main() -> None:
     where.add_argument("--smoke", type=int, metavar="STEPS", help="cut every run, to see it start")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     options = parser.parse_args()
+    # Kept from here on: the commit that runs, before the ledger in its tree changes.
+    source_commit()
     options.out.mkdir(parents=True, exist_ok=True)
     place = Place(options.data.absolute(), options.out.absolute(), options.smoke)
     ledger = Ledger(options.json or options.out / "smoke.json")
