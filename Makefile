@@ -5,7 +5,7 @@ READY := .venv/.ready
 # A file to a process, so that what its tests share is made once; in the order of conftest.py.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-all test-device coverage lint wheel-check constraints audit clean
+.PHONY: quickstart test test-all test-device coverage lint check-evidence wheel-check constraints audit clean
 
 quickstart: $(READY)
 	$(BIN)/ssl-bench quickstart
@@ -45,6 +45,10 @@ $(READY): pyproject.toml constraints.txt
 	  uv pip install -q -p $(BIN)/python --compile-bytecode --require-hashes -r constraints.txt && \
 	  uv pip install -q -p $(BIN)/python --no-deps -e .
 	@touch $(READY)
+
+# Pages and pictures that are made, made again from the committed records and compared.
+check-evidence: $(READY)
+	$(BIN)/python -m tests.benchmarks.generated
 
 # The wheel alone, in an environment of its own, from another folder.
 wheel-check: $(READY)

@@ -42,6 +42,7 @@ ADDRESSES = (
         "torchhub:facebookresearch/dino:dino_vits16",
         "weights of a hub, whose code is not run",
     ),
+    Address("demo:NAME", "demo:skip", "skip or skipless: ours, for demonstration"),
     Address("random:URI", "random:runs/skip", "any of these before it was trained (--baselines)"),
     Address("colours:PATCH", "colours:16", "no encoder: the colours of each patch (--baselines)"),
 )

@@ -14,12 +14,18 @@ from ssl_bench.results.provenance import source_commit
 
 def provenance() -> str:
     """Date, hardware, threads, versions, commit and the command as it was typed."""
-    module = Path(sys.argv[0]).stem
-    command = shlex.join(["python", "-m", f"tests.benchmarks.{module}", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", _module(Path(sys.argv[0])), *sys.argv[1:]])
     return (
         f"{datetime.now(UTC):%Y-%m-%d}, {hardware()}, torch {torch.__version__}, "
         f"commit {source_commit() or 'unknown'}, `{command}`"
     )
+
+
+def _module(file: Path) -> str:
+    """How `python -m` names a file of this folder, a package by its `__main__`."""
+    parts = file.with_suffix("").parts
+    below = parts[parts.index("benchmarks") + 1 :] if "benchmarks" in parts else parts[-1:]
+    return ".".join(["tests.benchmarks", *below]).removesuffix(".__main__")
 
 
 def hardware() -> str:

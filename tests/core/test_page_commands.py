@@ -147,8 +147,11 @@ def run_by_python(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(sys, "argv", list(words[2:]))
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", stop)
+    program = import_module(words[2])
+    if hasattr(program, "__path__"):
+        program = import_module(f"{words[2]}.__main__")
     with pytest.raises(Parsed):
-        import_module(words[2]).main()
+        program.main()
 
 
 def started_by_torchrun(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

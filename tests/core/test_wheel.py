@@ -19,11 +19,22 @@ def unpacked(tmp_path_factory):
 
 
 def test_the_wheel_carries_every_configuration_file(unpacked):
-    inside = {p.relative_to(unpacked / "ssl_bench" / "configs") for p in unpacked.rglob("*.yaml")}
+    folder = unpacked / "ssl_bench" / "configs"
+    inside = {p.relative_to(folder) for p in folder.rglob("*.yaml")}
 
     assert inside == {p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*.yaml")}
     packages = {p.name for p in unpacked.iterdir() if not p.name.endswith(".dist-info")}
     assert packages == {"ssl_bench", "pretrain", "probes"}
+
+
+def test_the_wheel_carries_the_folder_of_demonstration_encoders(unpacked):
+    inside, outside = (
+        {p.name: p.read_bytes() for p in folder.iterdir()}
+        for folder in (unpacked / "ssl_bench" / "demo", ROOT / "results" / "demo")
+    )
+
+    assert inside == outside
+    assert "README.md" in inside
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.models.loading.demo import DEMO, demo_file
 from ssl_bench.system.paths import expanded, real
 
 LAST = "last.safetensors"
@@ -29,11 +30,14 @@ def kept_epoch(path: Path) -> int | None:
 def file_of(uri: str) -> Path:
     """The file of weights that a path names, which need not be there.
 
-    `RUN` is the last encoder of a run folder, `RUN@200` the one it kept after epoch 200.
+    `RUN` is the last encoder of a run folder, `RUN@200` the one it kept after epoch 200, and
+    `demo:skip` one that comes with this suite.
 
     Raises:
-        CheckpointError: the run kept none after that epoch.
+        CheckpointError: the run kept none after that epoch, or there is no such demonstration.
     """
+    if uri.startswith(f"{DEMO}:"):
+        return demo_file(uri)
     path = expanded(uri)
     if path.is_dir():
         return path / LAST

@@ -22,7 +22,7 @@ from ssl_bench.models.loading.identity import (
 _KINDS = (
     "a run folder, RUN@EPOCH, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, "
     "timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or "
-    "torchhub:facebookresearch/dino:dino_vits16, random:URI or colours:PATCH; "
+    "torchhub:facebookresearch/dino:dino_vits16, demo:skip, random:URI or colours:PATCH; "
     "`ssl-bench models` lists them"
 )
 
@@ -34,7 +34,8 @@ def load_encoder(uri: str) -> Encoder:
         uri: Our checkpoint, its run folder, or `RUN@EPOCH` for one it kept; a local file in the
             layout of DINO, DINOv2, MAE, iBOT or MoCo-v3; `timm:NAME` (random weights),
             `timm:NAME.TAG` (published), `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`;
-            `local-dir:FOLDER`; `torchhub:REPOSITORY:NAME`; `random:URI`, that encoder before it
+            `local-dir:FOLDER`; `torchhub:REPOSITORY:NAME`; `demo:skip` and `demo:skipless`, which
+            come with this suite; `random:URI`, that encoder before it
             was trained; `colours:PATCH`, patches as they are.
 
     Raises:

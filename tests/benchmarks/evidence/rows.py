@@ -1,0 +1,247 @@
+"""The rows of the queue: which runs each takes, and how they differ."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+RATES = (2.5e-4, 1e-3, 4e-3)
+"""The grid of every row whose rates are chosen, as they are at the row's batch."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What several rows have in common.
+
+    Attributes:
+        data: Name in the folder of data; empty where strings are drawn.
+        options: Of `pretrain`, for all arms; behind the arm's own, as `model=` and `experiment=`
+            name the files whose values they change.
+        batch: Images a step.
+        chosen_by: What is highest at the chosen rate, on held-out training images; empty where the
+            paper's rate is taken.
+        scores: What is measured after every epoch, by its name in the log.
+        means: What is averaged over the steps of every epoch, by its name in the log.
+        tested: Whether the head is tested on all images of test/, image by image.
+        choosing: Options of the runs that choose the rate.
+    """
+
+    data: str
+    options: Sequence[str]
+    batch: int
+    chosen_by: str
+    scores: Mapping[str, str]
+    means: Sequence[str] = ()
+    tested: bool = False
+    choosing: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question: arms that differ in one thing each, and how long each is trained.
+
+    Attributes:
+        arms: Options by the name of the arm.
+        options: Of all arms of this row.
+        epochs: Of the runs with the chosen rate.
+        seeds: None where the runs that choose the rate say it all.
+        kept: After so many epochs each an encoder stays.
+        probed: Whether the encoders are probed, beside random weights.
+    """
+
+    arms: Mapping[str, Sequence[str]]
+    kind: Kind
+    epochs: int
+    seeds: Sequence[int]
+    options: Sequence[str] = ()
+    kept: int = 0
+    probed: bool = False
+
+
+_SUPERVISED = (
+    "objective=supervised",
+    "data.image_size=32",
+    "data.in_memory=true",
+    "data.labels=true",
+    "objective.label_smoothing=0.0",
+    "objective.crops.scale=[0.75,1.0]",
+    "objective.crops.aspect_ratio=[1.0,1.0]",
+    "objective.crops.num_ops=0",
+    "train.batch_size=128",
+    "train.weight_decay=0.05",
+    "train.final_weight_decay=0.05",
+    "train.max_grad_norm=1.0",
+    "train.num_workers=0",
+    "monitor.accuracy_epochs=1",
+    "monitor.crop_share=1.0",
+)
+_SMALL_VIT = ("model.dim=96", "model.patch_size=4", "model.num_heads=3")
+_CIFAR = Kind("cifar10", _SUPERVISED, 128, "top1", {"top1": "val_top1"}, tested=True)
+_MNIST = Kind(
+    "mnist", ("train.num_workers=0",), 128, "", {"top1": "val_top1"}, ("loss",), tested=True
+)
+_COPYING = Kind("", (), 32, "", {"letters_16": "letters_16", "letters_32": "letters_32"}, ("loss",))
+# Heads of 64 as everywhere; a projection cheaper than the encoder, a constant temperature of
+# the teacher and a free last layer, as runs of few epochs need it (results/log.md).
+_DINO = Kind(
+    "tiny_imagenet",
+    (
+        "objective=dino",
+        "data.image_size=64",
+        "data.in_memory=true",
+        "model.dim=128",
+        "model.num_heads=2",
+        "model.patch_size=8",
+        "objective.out_dim=2048",
+        "objective.hidden_dim=512",
+        "objective.bottleneck_dim=128",
+        "objective.momentum=0.99",
+        "objective.teacher_temperature=0.04",
+        "objective.freeze_last_layer_epochs=0.0",
+        "objective.crops.num_locals=4",
+        "objective.crops.local_size=112",
+        "train.batch_size=128",
+        "train.num_workers=0",
+    ),
+    128,
+    "knn",
+    {"knn": "knn_top1"},
+    ("loss", "teacher_entropy"),
+    choosing=("data.limit=18000",),
+)
+
+
+def _skipless(optimizer: str) -> dict[str, list[str]]:
+    chosen = f"optimizer={optimizer}"
+    return {
+        f"skip_{optimizer}": ["model=vit_tiny_skip", chosen],
+        f"skipless_{optimizer}": ["model=vit_tiny_skipless", chosen],
+        f"skipless_default_{optimizer}": ["model=vit_tiny_skipless", "model.init=default", chosen],
+    }
+
+
+def _with_default(arms: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    # The side of 2,048 outputs is not preconditioned: it would cost more than all else.
+    soap = "optimizer.max_precond_dim=1024"
+    return {
+        name: [*options, *([soap] if name.endswith("soap") else [])]
+        for name, options in arms.items()
+        if "default" not in name
+    }
+
+
+READINGS = {
+    "as_written": ["model.init_options.noise=normal"],
+    "no_logit_scale": [
+        "model.init_options.noise=normal",
+        "model.init_options.cancel_logit_scale=true",
+    ],
+    "no_gain": ["model.init_options.noise=normal", "model.init_options.suo_gain=false"],
+    "uniform": [],
+}
+OPTIMIZERS = ("adamw", "soap")
+_ATTO = ("model=timm", "model.name=convnext_atto", "model.patch_size=2")
+
+ROWS = {
+    "skipless": Row(
+        {**_skipless("adamw"), **_skipless("soap")},
+        _CIFAR,
+        epochs=4,
+        seeds=(0, 1),
+        options=(*_SMALL_VIT, "model.depth=6"),
+    ),
+    "skipless_deep": Row(
+        _skipless("soap"), _CIFAR, epochs=4, seeds=(0,), options=(*_SMALL_VIT, "model.depth=12")
+    ),
+    "readings": Row(
+        {
+            f"{reading}_{optimizer}": ["model=vit_tiny_skipless", f"optimizer={optimizer}", *more]
+            for optimizer in OPTIMIZERS
+            for reading, more in READINGS.items()
+        },
+        _CIFAR,
+        epochs=1,
+        seeds=(),
+        options=(*_SMALL_VIT, "model.depth=12"),
+    ),
+    "dino": Row(
+        _with_default({**_skipless("adamw"), **_skipless("soap")}),
+        _DINO,
+        epochs=4,
+        seeds=(0,),
+        options=("model.depth=12",),
+        kept=1,
+        probed=True,
+    ),
+    "mimetic": Row(
+        {
+            "default": ["model=vit_tiny_skip"],
+            "sinusoidal": ["model=vit_tiny_skip", "model.position_embedding=sinusoidal"],
+            "mimetic": [
+                "model=vit_tiny_skip",
+                "model.position_embedding=sinusoidal",
+                "model.init=mimetic",
+            ],
+        },
+        _CIFAR,
+        epochs=8,
+        seeds=(0, 1),
+        options=(*_SMALL_VIT, "model.depth=6"),
+    ),
+    "osa": Row(
+        {
+            name: [f"experiment=osa_mnist_{name}"]
+            for name in ("qr", "newton_schulz", "vit", "vit_no_skip", "vit_no_skip_no_norm")
+        },
+        _MNIST,
+        epochs=10,
+        seeds=(0, 1),
+    ),
+    "copying": Row(
+        {name: [f"experiment=mimetic_copying_{name}"] for name in ("mimetic", "default")},
+        _COPYING,
+        epochs=2,
+        seeds=(0, 1, 2, 3, 4),
+    ),
+    "one_skip": Row(
+        {
+            "both": ["model=vit_tiny_skip"],
+            "no_attention_skip": ["model=vit_tiny_skip", "model.skip_attention=false"],
+            "no_mlp_skip": ["model=vit_tiny_skip", "model.skip_mlp=false"],
+        },
+        _CIFAR,
+        epochs=4,
+        seeds=(0, 1),
+        options=(*_SMALL_VIT, "model.depth=6"),
+    ),
+    "covariance": Row(
+        {name: [*_ATTO, f"model.init={name}"] for name in ("uniform", "covariance")},
+        _CIFAR,
+        epochs=5,
+        seeds=(0, 1),
+    ),
+}
+"""In the order of the queue."""
+
+
+def rate_run(row: str, arm: str, rate: float) -> str:
+    """Name of a run that chooses the rate."""
+    return f"{row}-{arm}-rate{rate:g}"
+
+
+def seed_run(row: str, arm: str, seed: int) -> str:
+    """Name of a run that is reported."""
+    return f"{row}-{arm}-seed{seed}"
+
+
+def probes_of(run: str) -> str:
+    """Name of what the probes found in the encoder of a run."""
+    return f"{run}-probes"
+
+
+def names_of(row: str) -> list[str]:
+    """Every finished thing that a whole row has in the ledger."""
+    asked = ROWS[row]
+    rates = RATES if asked.kind.chosen_by else ()
+    names = [rate_run(row, arm, rate) for arm in asked.arms for rate in rates]
+    reported = [seed_run(row, arm, seed) for arm in asked.arms for seed in asked.seeds]
+    probes = [probes_of(run) for run in reported] if asked.probed else []
+    return [*names, *reported, *probes]

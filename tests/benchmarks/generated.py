@@ -1,0 +1,241 @@
+"""Whether what is generated of the pages and pictures is what the committed records say.
+
+    python -m tests.benchmarks.generated [--write | --list]
+
+Makes every page and table again that can be made in seconds from what is committed, and names the
+files that differ; `--write` leaves what was made in their place. `--list` says how each file of
+results/tables and results/figures, and of docs/ what is made, is checked, or why it cannot be.
+"""
+
+import argparse
+import io
+import json
+import runpy
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ssl_bench.errors import DataError
+from ssl_bench.results import ResultStore
+from ssl_bench.tables.depth import depth_tables
+from ssl_bench.tables.printing.sheets import render_tables
+
+ROOT = Path(__file__).parents[2]
+Make = Callable[[Path], str | bytes]
+"""From the root of a checkout to what a file has to hold."""
+
+
+def _json(root: Path, name: str) -> Any:
+    return json.loads((root / "results/benchmarks" / name).read_text())
+
+
+def _made(module: str, function: str, name: str, root: Path) -> str:
+    """What a benchmark's own function makes of its file of figures."""
+    return getattr(import_module(f"tests.benchmarks.{module}"), function)(_json(root, name))
+
+
+def _by(module: str, name: str, function: str = "page") -> Make:
+    return partial(_made, module, function, name)
+
+
+def _correspondence(root: Path) -> str:
+    from tests.benchmarks.correspondence import table
+
+    found = _json(root, "correspondence-cpu.json")
+    # The count of pictures stands in the command alone.
+    words = found["provenance"].split()
+    images = int(words[words.index("--images") + 1])
+    return table(found["correspondence"], images, found["provenance"])
+
+
+def _evidence(root: Path) -> str:
+    from tests.benchmarks.evidence.page import page
+
+    return page(_json(root, "evidence-cpu.json"))
+
+
+def _evidence_figure(row: str, root: Path) -> bytes:
+    from tests.benchmarks.evidence.page import draw
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "curve.svg"
+        draw(row, _json(root, "evidence-cpu.json"), file)
+        return file.read_bytes()
+
+
+def _by_document(name: str, function: str, root: Path) -> str:
+    """What a program in docs/ makes."""
+    return runpy.run_path(str(root / "docs" / name))[function]()
+
+
+def _printed(module: str, function: str, name: str, root: Path) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        getattr(import_module(f"tests.benchmarks.{module}"), function)(_json(root, name))
+    return said.getvalue()
+
+
+def _initialisation(root: Path) -> str:
+    from tests.benchmarks.initialisation import STATISTICS, print_table
+
+    lines = (root / "results/benchmarks/initialisation.jsonl").read_text().splitlines()
+    with redirect_stdout(io.StringIO()) as said:
+        for statistic in STATISTICS:
+            print_table([json.loads(line) for line in lines], statistic)
+    return said.getvalue()
+
+
+def _pixels(root: Path) -> str:
+    from tests.benchmarks.pixels import table
+
+    found = _json(root, "pixels-cpu.json")
+    return "\n\n".join(table(found[name]) for name in ("threads_1", "threads_2"))
+
+
+def _records(folder: str, root: Path) -> str:
+    return render_tables(depth_tables(ResultStore(root / folder).records()), "markdown")
+
+
+WHOLE: Mapping[str, Make] = {
+    "results/tables/attentive.md": _by("attentive", "attentive-cpu.json"),
+    "results/tables/bfloat16.md": _by("bfloat16", "bfloat16.json"),
+    "results/tables/clustering.md": _by("clustering", "clustering-cpu.json"),
+    "results/tables/correspondence.md": _correspondence,
+    "results/tables/cost_model.md": _by("cost_model", "cost_model.json", "check_table"),
+    "results/tables/cost_predictions.md": _by(
+        "cost_model", "cost_predictions.json", "prediction_table"
+    ),
+    "results/tables/decoding.md": _by("decoding", "decoding-cpu.json"),
+    "results/tables/device_waits.md": _by("device_waits", "device_waits.json", "table"),
+    "results/tables/dino_photographs_probes.md": partial(_records, "results/dino_photographs"),
+    "results/tables/evidence.md": _evidence,
+    "results/tables/geometry.md": _by("geometry", "geometry-cpu.json"),
+    "results/tables/initialisation_readings.md": _by(
+        "initialisation_readings", "initialisation_readings.json"
+    ),
+    "results/tables/photographs.md": partial(_records, "results/photographs"),
+    "results/tables/segmentation_full_size.md": _by(
+        "segmentation_full_size", "segmentation_full_size-cpu.json"
+    ),
+    "results/tables/waiting_threads.md": _by("waiting_threads", "waiting_threads-cpu.json"),
+    "docs/gallery.md": partial(_by_document, "_gallery.py", "page"),
+    "docs/reliability.md": partial(_by_document, "_faults.py", "page"),
+    "docs/rooms.svg": partial(_by_document, "_rooms.py", "picture"),
+}
+"""Files whose every byte is made."""
+
+TABLES: Mapping[str, Make] = {
+    "results/tables/initialisation.md": _initialisation,
+    "results/tables/intervals.md": partial(
+        _printed, "interval_coverage", "report", "intervals-cpu.json"
+    ),
+    "results/tables/mimetic_copying.md": partial(
+        _printed, "mimetic_copying", "print_tables", "mimetic_copying-cpu.json"
+    ),
+    "results/tables/osa_guesses.md": partial(
+        _printed, "osa_guesses", "print_table", "osa_guesses.json"
+    ),
+    "results/tables/pixels.md": _pixels,
+}
+"""Pages that somebody wrote around tables; every row that is made has to stand there."""
+
+NOT_MADE = {
+    "results/tables/benchmarks.md": "tables of many programs at many commits, cut by hand",
+    "results/tables/conditioning.md": "the records of its encoders are not committed",
+    "results/tables/dino_photographs.md": "the logs of the runs are not committed",
+    "results/tables/osa_mnist.md": "the logs of the runs are not committed",
+    "results/tables/scale.md": "its two columns are of files of which one is kept",
+    "results/figures/dino_photographs.png": "the logs of the runs are not committed",
+    "results/figures/mimetic_copying.png": "PNG, whose bytes change with the library",
+    "results/figures/osa_mnist.png": "the logs of the runs are not committed",
+    "docs/front.png": "the encoder is not committed",
+    "docs/python.ipynb": "runs an encoder, half a minute; a test compares its code",
+}
+"""And why."""
+
+
+def evidence_figures(root: Path) -> dict[str, Make]:
+    """Pictures of the queue, of rows that have a finished run."""
+    from tests.benchmarks.evidence.page import figure_name, figures
+
+    rows = figures(_json(root, "evidence-cpu.json"))
+    return {f"results/figures/{figure_name(row)}": partial(_evidence_figure, row) for row in rows}
+
+
+def made(root: Path) -> Iterator[tuple[str, bytes]]:
+    """What each file has to hold; of pages that somebody wrote the tables are put in."""
+    for name, make in {**WHOLE, **evidence_figures(root)}.items():
+        found = make(root)
+        yield name, found if isinstance(found, bytes) else found.encode()
+    for name, make in TABLES.items():
+        found = make(root)
+        assert isinstance(found, str)
+        yield name, with_tables(_content(root / name).decode(), found).encode()
+
+
+def stale(root: Path) -> Iterator[str]:
+    """Names of the files that are not what they would be if they were made now."""
+    for name, wanted in made(root):
+        if _content(root / name) != wanted:
+            yield name
+
+
+def with_tables(page: str, printed: str) -> str:
+    """A page with the tables that were printed in the place of its own, by number and heads.
+
+    Raises:
+        DataError: a printed table has no place there.
+    """
+    lines = page.split("\n")
+    rest = list(_tables(lines))
+    for start, end in _tables(new := printed.split("\n")):
+        place = next((one for one in rest if lines[one[0]] == new[start]), None)
+        if place is None:
+            raise DataError(f"expected a table {new[start]!r} on the page, found none: add it")
+        rest = rest[rest.index(place) + 1 :]
+        if place[1] - place[0] != end - start:
+            raise DataError(f"expected {end - start} lines in {new[start]!r}; edit the page")
+        lines[slice(*place)] = new[start:end]
+    return "\n".join(lines)
+
+
+def _tables(lines: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """First and behind the last line of every table."""
+    inside = [*(line.startswith("|") for line in lines), False]
+    starts = [i for i, is_in in enumerate(inside) if is_in and not (i and inside[i - 1])]
+    for start in starts:
+        yield start, inside.index(False, start)
+
+
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="leave what was made in their place")
+    parser.add_argument("--list", action="store_true", help="what is made, and what is not")
+    options = parser.parse_args()
+    if options.list:
+        for name in {**WHOLE, **evidence_figures(ROOT)}:
+            print(f"{name}: every byte")
+        for name in TABLES:
+            print(f"{name}: the rows of its tables")
+        for name, why in NOT_MADE.items():
+            print(f"{name}: not made again, {why}")
+        return
+    if options.write:
+        for name, content in made(ROOT):
+            (ROOT / name).write_bytes(content)
+    found = list(stale(ROOT))
+    if found:
+        again = "`python -m tests.benchmarks.generated --write` makes them again:"
+        raise SystemExit("\n".join([f"not what their records say; {again}", *found]))
+    print(f"{len(WHOLE) + len(TABLES) + len(evidence_figures(ROOT))} files are what they would be")
+
+
+if __name__ == "__main__":
+    main()

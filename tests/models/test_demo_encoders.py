@@ -1,0 +1,141 @@
+"""Demonstration encoders: how they are made, and `demo:NAME`, which loads them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import CheckpointError, DataError
+from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
+from ssl_bench.models.loading import demo as loading
+from tests.benchmarks.evidence import demo
+from tests.benchmarks.evidence.rows import probes_of, seed_run
+
+TINY = ViTConfig(image_size=16, patch_size=8, dim=64, depth=2, num_heads=1)
+LOSSES = {"skip_adamw": 5.0, "skip_soap": 4.0, "skipless_adamw": 4.5, "skipless_soap": 6.0}
+ARMS = {"skip": "skip_soap", "skipless": "skipless_adamw"}
+"""Those of the lowest loss."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch) -> Path:
+    """Where demonstration encoders are looked for in this test."""
+    monkeypatch.setattr(loading, "PACKAGE", tmp_path / "package")
+    return tmp_path / "results" / "demo"
+
+
+@pytest.fixture
+def runs(tmp_path: Path):
+    """Finished runs in tmp_path/runs, and their ledger."""
+    found = {}
+    for number, (arm, loss) in enumerate(LOSSES.items()):
+        name = seed_run("dino", arm, 0)
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        metadata = {"step": "9", "epoch": "2", "mean": "[0.5, 0.5, 0.5]", "std": "[0.2, 0.2, 0.2]"}
+        save_encoder(folder / "last.safetensors", build_vit(TINY, seed=number), metadata)
+        config = {"data": {"root": "/home/somebody/images"}, "monitor": {"root": "/home/x"}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config | {"model": {"dim": 64}}))
+        rows = [{"step": n, "loss": 9.0 - n / 100} for n in range(50)]
+        rows[31]["knn_top1"] = 12.0
+        (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found[name] = {"loss": [9.0, loss], "hours": 1.5, "provenance": "a machine, a commit"}
+        cell = {"task": "knn", "metric": "top1_k20", "dataset": "cifar10", "images": 7}
+        cells = [
+            {**cell, "encoder": encoder, "layer": layer, "value": 20.0 + layer, "ci95": None}
+            for encoder in ("trained", "random", "epoch 1")
+            for layer in range(2)
+        ]
+        found[probes_of(name)] = {"cells": cells, "above_random": [], "hours": 0.1}
+    return found
+
+
+def exported(name, runs, tmp_path, place) -> list[Path]:
+    return demo.export(name, runs, tmp_path / "runs", place)
+
+
+@pytest.mark.parametrize("ask", [load_encoder, identify_encoder])
+@pytest.mark.parametrize("name", ["skip", "skipless"])
+def test_an_encoder_that_is_not_there_is_refused_in_one_line(place, ask, name):
+    with pytest.raises(CheckpointError, match=f"^demo:{name} does not come with") as raised:
+        ask(f"demo:{name}")
+    assert "\n" not in str(raised.value)
+
+
+def test_other_names_are_refused_with_those_there_are(place):
+    with pytest.raises(CheckpointError, match=r"expected demo:skip or demo:skipless, got 'demo:x'"):
+        load_encoder("demo:x")
+
+
+@pytest.mark.parametrize("name", ["skip", "skipless"])
+def test_what_is_exported_loads_as_the_weights_of_the_lowest_loss(name, runs, tmp_path, place):
+    exported(name, runs, tmp_path, place)
+    encoder = load_encoder(f"demo:{name}")
+    trained = build_vit(TINY, seed=list(LOSSES).index(ARMS[name])).state_dict()
+    for key, value in encoder.module.state_dict().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, trained[key].bfloat16().float()), key
+    assert encoder.name == f"demo_{name}"
+    assert encoder.mean == (0.5, 0.5, 0.5)
+    assert identify_encoder(f"demo:{name}").identity() == encoder.identity()
+    assert load_encoder(f"random:demo:{name}").sha256 != encoder.sha256
+
+
+def test_the_file_takes_two_bytes_a_weight(runs, tmp_path, place):
+    (weights, *_) = exported("skip", runs, tmp_path, place)
+    count = sum(value.numel() for value in build_vit(TINY, seed=0).state_dict().values())
+    assert 2 * count < weights.stat().st_size < 2 * count + 8000
+
+
+def test_a_changed_file_is_refused_by_its_sha256(runs, tmp_path, place):
+    (weights, *_) = exported("skip", runs, tmp_path, place)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(CheckpointError, match="the file was cut or changed"):
+        load_encoder("demo:skip")
+
+
+def test_card_configuration_and_log_lie_beside_and_name_no_place(runs, tmp_path, place):
+    files = exported("skipless", runs, tmp_path, place)
+    ends = ("safetensors", "safetensors.sha256", "md", "yaml", "jsonl")
+    assert [path.name for path in files] == [f"demo_skipless.{end}" for end in ends]
+    card, config, log = (path.read_text() for path in files[2:])
+    assert identify_encoder("demo:skipless").sha256 in card
+    assert "dino-skipless_adamw-seed0 4.500; dino-skipless_soap-seed0 6.000" in " ".join(
+        card.split()
+    )
+    assert "| knn, top1_k20, cifar10, 7 images | random | 20.0 | 21.0 |" in card
+    assert "epoch 1" not in card
+    assert yaml.safe_load(config) == {"data": {"root": "tiny_imagenet"}, "model": {"dim": 64}}
+    assert [json.loads(line)["step"] for line in log.splitlines()] == [0, 20, 31, 40, 49]
+
+
+def test_nothing_is_exported_before_every_run_of_its_kind_is_finished(runs, tmp_path, place):
+    del runs[probes_of("dino-skip_adamw-seed0")]
+    with pytest.raises(DataError, match="dino-skip_adamw-seed0 is missing"):
+        exported("skip", runs, tmp_path, place)
+    assert exported("skipless", runs, tmp_path, place)
+
+
+def test_a_file_that_is_too_large_is_not_left(runs, tmp_path, place, monkeypatch):
+    monkeypatch.setattr(demo, "MOST_BYTES", 1000)
+    with pytest.raises(DataError, match=r"expected below 1,000"):
+        exported("skip", runs, tmp_path, place)
+    assert not list(place.glob("*.safetensors"))
+
+
+def test_models_says_what_it_is(runs, tmp_path, place, capsys):
+    exported("skip", runs, tmp_path, place)
+    assert main(["models", "demo:skip"]) == 0
+    assert "2 blocks, width 64" in capsys.readouterr().out
+
+
+def test_an_installed_package_looks_inside_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "PACKAGE", tmp_path / "package")
+    assert loading.demo_folder() == tmp_path / "results" / "demo"
+    (tmp_path / "package" / "demo").mkdir(parents=True)
+    assert loading.demo_folder() == tmp_path / "package" / "demo"
