@@ -13,8 +13,6 @@ stopped keeps its place.
 import argparse
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.runtime.folder import LOG
+from tests.benchmarks.ledger import Ledger, said_by, ssl_bench
 from tests.benchmarks.provenance import provenance
 
 HELD_OUT = 500
@@ -105,35 +104,15 @@ def choosing_folder(cifar: Path, out: Path) -> Path:
 
 def train(out: Path, row: Row, arm: str, more: Sequence[str]) -> Path:
     """The folder of a finished run."""
-    command = [sys.executable, "-m", "ssl_bench", "pretrain", "--out", str(out), "--resume"]
     # `model=` names the file whose values the others change.
     options = [*row.arms[arm], *BASE, f"model.depth={row.depth}", *more]
-    with (out.parent / f"{out.name}.txt").open("a") as said:
-        subprocess.run(
-            [*command, *options],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=True,
-            stdout=said,
-            stderr=said,
-        )
+    ssl_bench(["pretrain", "--out", str(out), "--resume", *options], said_by(out))
     return out
 
 
-class Ledger:
-    """What finished runs reached, in a file that outlives their folders."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.runs = json.loads(path.read_text()) if path.exists() else {}
-
-    def top1(self, run: Path, train_it: Callable[[], Path]) -> float:
-        """Percent of the monitored images that are right after the last epoch of a run."""
-        if run.name not in self.runs:
-            self.runs[run.name] = finished(train_it())
-            unfinished = self.path.with_suffix(".unfinished")
-            unfinished.write_text(json.dumps(self.runs, indent=1) + "\n")
-            unfinished.rename(self.path)
-        return self.runs[run.name]["top1"][-1]
+def top1(ledger: Ledger, run: Path, train_it: Callable[[], Path]) -> float:
+    """Percent of the monitored images that are right after the last epoch of a run."""
+    return ledger.reached(run.name, lambda: finished(train_it()))["top1"][-1]
 
 
 def finished(run: Path) -> dict[str, Any]:
@@ -163,7 +142,7 @@ def best_rate(ledger: Ledger, out: Path, name: str, arm: str, data: Path) -> flo
         images = [f"data.root={data}", "monitor.val_split=val"]
         run = out / f"{name}-{arm}-rate{rate:g}"
         options = [*_schedule(1), *images, _rate(rate), "train.seed=0"]
-        found[rate] = ledger.top1(run, partial(train, run, ROWS[name], arm, options))
+        found[rate] = top1(ledger, run, partial(train, run, ROWS[name], arm, options))
         print(f"{name} {arm} rate {rate:g}: {found[rate]:.2f} % held-out", flush=True)
     return max(found, key=lambda rate: found[rate])
 
@@ -177,7 +156,7 @@ def run_row(ledger: Ledger, out: Path, name: str, cifar: Path) -> None:
             run = out / f"{name}-{arm}-seed{seed}"
             images = [f"data.root={cifar}", "monitor.val_split=test", "monitor.val_images=10000"]
             options = [*_schedule(row.epochs), *images, _rate(rate), f"train.seed={seed}"]
-            reached = ledger.top1(run, partial(train, run, row, arm, options))
+            reached = top1(ledger, run, partial(train, run, row, arm, options))
             print(f"{name} {arm} seed {seed} rate {rate:g}: {reached:.2f} % test", flush=True)
 
 
