@@ -6,6 +6,7 @@ words say its size and how it is trained. Sizes are such that an arm takes a min
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from string import Template
 
 STEPS, BATCH = 200, 64
@@ -92,10 +93,12 @@ def _copying(name: str, experiment: str) -> Arm:
 
 _ONE_STAGE = ("experiment=convmixer_cifar10", "model=convnext_256_8", "$convnext", *_SUPERVISED)
 SECTIONS: Mapping[str, tuple[Arm, ...]] = {
-    "Always Skip Attention: token graying in Swin, CaiT and PVT v2": (
+    "Always Skip Attention: token graying in Swin": (
         _timm("swin_plain", "swin_s_plain", "$swin"),
         _timm("swin_dct_map", "swin_s_dct", "$swin"),
         _timm("swin_dct_window", "swin_s_dct", "$swin", "model.graying_scope=window"),
+    ),
+    "Always Skip Attention: token graying in CaiT": (
         _timm("cait_plain", "cait_s_plain", "$cait", layers="0,-1"),
         _timm("cait_dct", "cait_s_dct", "$cait", layers="0,-1"),
         _timm(
@@ -105,6 +108,8 @@ SECTIONS: Mapping[str, tuple[Arm, ...]] = {
             "model.graying_class_blocks=true",
             layers="0,-1",
         ),
+    ),
+    "Always Skip Attention: token graying in PVT v2": (
         _timm("pvt_plain", "pvt_v2_b3_plain", "$pvt"),
         _timm("pvt_dct", "pvt_v2_b3_dct", "$pvt"),
     ),
@@ -120,24 +125,32 @@ SECTIONS: Mapping[str, tuple[Arm, ...]] = {
         _of_paper("no_skip_mlp", "one_skip_cifar10_no_mlp", "$vit"),
         _of_paper("no_skip_attention", "one_skip_cifar10_no_attention", "$vit"),
     ),
-    "Mimetic initialization: ConvNeXt": (
+    "Mimetic initialization: ConvNeXt-Atto": (
         _of_paper("atto_uniform", "convnext_cifar10_uniform", "$atto", layers="-2,-1"),
         _of_paper("atto_covariance", "convnext_cifar10_covariance", "$atto", layers="-2,-1"),
+    ),
+    "Mimetic initialization: ConvNeXt of one stage": (
         Arm("convnext_256_8_uniform", (*_ONE_STAGE, "model.init=uniform")),
         Arm("convnext_256_8_covariance", (*_ONE_STAGE, "model.init=covariance")),
     ),
-    "Mimetic initialization: attention, positions, MLP": (
+    "Mimetic initialization: pieces of attention": (
         _of_paper("mimetic_attention", "mimetic_cifar10_192_12_6_mimetic", "$vit"),
         _of_paper("mimetic_qk", "mimetic_cifar10_192_12_6_qk", "$vit"),
         _of_paper("mimetic_vo", "mimetic_cifar10_192_12_6_vo", "$vit"),
+    ),
+    "Mimetic initialization: length of positions": (
         _of_paper("position_scale_1", "mimetic_cifar10_mimetic", "$vit"),
         _of_paper("position_scale_2", "mimetic_cifar10_position_scale_2", "$vit"),
+    ),
+    "Mimetic initialization: MLP": (
         _of_paper("mlp_default", "mimetic_mlp_cifar10_default", "$vit"),
         _of_paper("mlp_mean", "mimetic_mlp_cifar10_mlp", "$vit"),
     ),
-    "Mimetic initialization: Mamba that copies": (
+    "Mimetic initialization: Mamba 2 that copies": (
         _copying("mamba2_default", "mimetic_copying_default"),
         _copying("mamba2_mimetic", "mimetic_copying_mimetic"),
+    ),
+    "Mimetic initialization: Mamba 1 that copies": (
         _copying("mamba1_default", "mimetic_copying_mamba1_default"),
         _copying("mamba1_mimetic", "mimetic_copying_mamba1_mimetic"),
     ),
@@ -149,4 +162,5 @@ SECTIONS: Mapping[str, tuple[Arm, ...]] = {
         ),
     ),
 }
-ARMS = tuple(arm for arms in SECTIONS.values() for arm in arms)
+# The first of every section comes first: a list that is stopped has something of each.
+ARMS = tuple(arm for arms in zip_longest(*SECTIONS.values()) for arm in arms if arm)
