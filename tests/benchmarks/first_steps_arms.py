@@ -1,7 +1,7 @@
 """The arms of `first_steps`, as words behind `ssl-bench pretrain`.
 
 All but a few are an experiment of a paper made small: the experiment says what an arm is, shared
-words say its size and how it is trained. Sizes are such that an arm takes half a minute of a quiet core.
+words say its size and how it is trained. An arm takes about half a minute of a quiet core.
 """
 
 from collections.abc import Mapping
