@@ -1,6 +1,7 @@
 """The page of `first_steps`: what its runs reached, beside the published values."""
 
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from ssl_bench.tables.published import PublishedTable, published_tables
@@ -17,7 +18,8 @@ figure. Each system of the papers was made small and trained for {STEPS} steps o
 CIFAR-10 or MNIST (Mamba: 32 strings), with one thread. That each of them trains, is probed and
 stands beside what is published is all that this page says. It says nothing of which one is better:
 one seed, {STEPS} steps, sizes that no paper has. Published values are those of whole trainings at
-the sizes of the papers, many of them on ImageNet-1k.
+the sizes of the papers, many of them on ImageNet-1k. Made small, arms of two papers can be the same
+run, and then have the same figures.
 
 - `loss`: mean of the first {EDGE} steps and of the last {EDGE}. `falls` is yes where the difference
   exceeds twice its standard error.
@@ -91,16 +93,15 @@ def _knn(arm: Arm, runs: Runs) -> str:
 
 
 def published(run: str, tables: tuple[PublishedTable, ...]) -> str:
-    """What the rows of a run have, each column with where it stands; empty where nothing is."""
-    cells = [
-        f"{table.cell(row, column.name)} {column.name} on {column.dataset} ({table.where})"
-        for table in tables
-        for row, stands_for in table.runs.items()
-        if stands_for == run
-        for column in table.columns
-        if (row, column.name) in table.values
-    ]
-    return "; ".join(cells)
+    """What the rows of a run have, each value with where it stands; empty where nothing is."""
+    places: dict[str, list[str]] = {}
+    for table in tables:
+        rows = [row for row, stands_for in table.runs.items() if stands_for == run]
+        for row, column in product(rows, table.columns):
+            if (row, column.name) in table.values:
+                value = f"{table.cell(row, column.name)} {column.name} on {column.dataset}"
+                places.setdefault(value, []).append(table.where)
+    return "; ".join(f"{value} ({', '.join(where)})" for value, where in places.items())
 
 
 def _commands(arms: list[Arm]) -> str:
