@@ -454,7 +454,7 @@ def test_stages_are_encoders_of_one_grid_and_width_with_the_same_identity():
 
 
 def evaluated(
-    probe: Probe, folder: Path, say: Callable[[str], object] = lambda _: None
+    probe: Probe, folder: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[Record]:
     evaluation = Evaluation(
         encoder=encoder_from_model(build_encoder(SWIN, seed=0), name="swin"),
