@@ -5,6 +5,8 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
 from pretrain.openings import KEYS
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import EncoderConfig
 
 # They change how fast, where and until when a run computes, not what.
 _FREE = (
@@ -49,7 +51,8 @@ def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
     """An older description of a component, with what it could not say yet at its default.
 
     A dataclass's default is what a run did before there was a choice. Fields without one, and all
-    those of another class than the component's, stay as they are.
+    those of another class than the component's, stay as they are. What an encoder's fields were
+    once called has today's names.
     """
     whole = {"_target_": _target(component), **older}
     if whole["_target_"] != _target(component):
@@ -62,7 +65,16 @@ def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
         if is_dataclass(value) and isinstance(inner, Mapping):
             kind = {"_target_": _target(default)} if is_dataclass(default) else {}
             whole[item.name] = in_full({**kind, **inner}, value)
-    return whole
+    return _in_todays_names(whole, component) if isinstance(component, EncoderConfig) else whole
+
+
+def _in_todays_names(whole: dict[str, Any], config: EncoderConfig) -> dict[str, Any]:
+    values = {key: value for key, value in whole.items() if key != "_target_"}
+    try:
+        return describe(type(config).from_dict(values))
+    except ConfigurationError:
+        # A key that is gone stays, and is named as a difference.
+        return whole
 
 
 def _target(component: Any) -> str:

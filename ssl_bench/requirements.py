@@ -45,7 +45,9 @@ def _check_norm(layers: Sequence[int], facets: Sequence[str], encoder: Encoder) 
     last = encoder.width(encoder.depth - 1)
     narrow = [layer for layer in layers if encoder.width(layer) != last]
     if narrow and {"token_normed", "cls_normed"} & set(facets):
+        fit = [str(layer) for layer in range(encoder.depth) if encoder.width(layer) == last]
         raise UnfitEncoder(
             f"layer {narrow[0]} of {encoder.name} has width {encoder.width(narrow[0])}, its final "
-            f"norm {last}; ask for facet=token, or for layers of the last stage"
+            f"norm {last}; ask for layers of the last stage, --layer {','.join(fit)}, or for a "
+            "facet that no norm changes, such as token, attn_out or mlp_out"
         )

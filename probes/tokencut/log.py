@@ -6,7 +6,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class ImageResult:
     Attributes:
         num_boxes: Ground-truth boxes; None where nobody drew any.
         largest_box: Percent of the image that the largest of them covers; 0 without boxes.
-        grid: Rows and columns of patches.
+        grid: Rows and columns of patches, of cells that `grids` does not name.
         cells: By "LAYER/FACET": box, mask (see `unpack_mask`), hit (None without ground truth),
             degenerate; eigenvalue and gap with a spectrum, tied_cutoff without; further_boxes and
             further_masks where several objects were found.
@@ -46,6 +46,11 @@ class ImageResult:
     cells: dict[str, Cell]
     true_boxes: list[list[float]] | None = None
     size: tuple[int, int] | None = None
+    grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def grid_of(self, cell: str) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return self.grids.get(cell, self.grid)
 
 
 def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
@@ -161,6 +166,7 @@ class DiscoveryLog:
         known = self.images.get(line["image"])
         cells = {**known.cells, **line["cells"]} if known else {**line["cells"]}
         rows, cols = line["grid"]
+        grids = {**known.grids} if known else {}
         self.images[line["image"]] = ImageResult(
             num_boxes=line["num_boxes"],
             largest_box=line["largest_box"],
@@ -168,6 +174,7 @@ class DiscoveryLog:
             cells=cells,
             true_boxes=line.get("true_boxes"),
             size=None if line.get("size") is None else tuple(line["size"]),
+            grids=grids | dict.fromkeys(line["cells"], (rows, cols)),
         )
 
     def _append(self, line: str) -> None:

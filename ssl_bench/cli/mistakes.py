@@ -4,6 +4,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from ssl_bench.errors import ConfigurationError
@@ -146,6 +147,8 @@ def near_flag(command: str, flags: Sequence[str], word: str, value: str = "") ->
         if _is_number(value):
             example = re.sub(r"=(\[?)[^\[\]]*(\]?)$", rf"=\g<1>{value}\2", example)
         return f"write it without dashes, as KEY=VALUE: {example}"
+    if "--out" in flags and not word.startswith("-") and Path(word).is_dir():
+        return f"a folder is given as --out {word}"
     meant = [flag for flag in flags if flag == f"--{name}" or name in _FLAGS.get(flag, ())]
     close = meant or difflib.get_close_matches(word, flags, n=2)
     others = [flag for flag in flags if flag != "-h"]

@@ -114,7 +114,7 @@ class Evaluation:
                 artifacts=artifacts,
                 progress=show_progress,
                 overwrite=overwrite,
-                say=say,
+                say=_once(say),
                 known=list(pending.finished.values()),
                 passed=passed.of(self.encoder, self.probe.role, _corrupted(images)),
                 ranks=ranks if shared else ALONE,
@@ -198,6 +198,18 @@ class Evaluation:
             changed=changed_settings(self.probe),
             **provenance(self.device, seconds),
         )
+
+
+def _once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Says a line the first time alone: every stage of an encoder has the same to say."""
+    said: set[str] = set()
+
+    def say_new(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return say_new
 
 
 def _corrupted(images: ImageSet) -> str | None:

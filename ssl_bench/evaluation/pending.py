@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.results import CellKey, Record, ResultStore
+from ssl_bench.results import CellKey, Record, ResultStore, stride_of
 from ssl_bench.system.naming import encoder_folder, file_name
 
 
@@ -71,9 +71,7 @@ def find_pending(
     finished = {key: record for key, record in found.items() if record is not None}
     cells = frozenset(key for key in keys if key not in finished)
     asked, layers = _layers(keys), {key.layer for key in cells}
-    drawn = {}
-    if keys and isinstance(probe, DrawingProbe):
-        drawn = probe.pictures(asked, images, keys[0].seed)
+    drawn = _drawn(probe, keys, images) if keys and isinstance(probe, DrawingProbe) else {}
     for name, shown in drawn.items():
         if not (folder / name).is_file():
             layers.update(shown)
@@ -81,6 +79,20 @@ def find_pending(
         if not layers.isdisjoint(shown):
             layers.update(shown)
     return Pending(cells, tuple(layer for layer in asked if layer in layers), finished)
+
+
+def _drawn(
+    probe: DrawingProbe, keys: Sequence[CellKey], images: ImageSet
+) -> dict[str, tuple[int, ...]]:
+    """Every file and what it shows, drawn stage by stage as `ProbeContext.stages` has them."""
+    stages: dict[int | None, list[CellKey]] = {}
+    for key in keys:
+        stages.setdefault(stride_of(key.architecture, key.layer), []).append(key)
+    drawn: dict[str, tuple[int, ...]] = {}
+    for of_stage in stages.values():
+        for name, shown in probe.pictures(_layers(of_stage), images, keys[0].seed).items():
+            drawn[name] = (*drawn.get(name, ()), *shown)
+    return drawn
 
 
 def _finished(key: CellKey, store: ResultStore, *, keeps_images: bool) -> Record | None:

@@ -14,6 +14,7 @@ from ssl_bench.results.record import (
     Record,
     TrainingImages,
     encoder_id,
+    stride_of,
 )
 from ssl_bench.results.store import ResultStore
 
@@ -31,5 +32,6 @@ __all__ = [
     "ResultStore",
     "TrainingImages",
     "encoder_id",
+    "stride_of",
     "to_pandas",
 ]

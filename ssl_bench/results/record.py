@@ -66,6 +66,15 @@ class RecordedCorruption:
     fingerprint: str
 
 
+def stride_of(architecture: Mapping[str, Any], layer: int) -> int | None:
+    """Pixels along a side of what a token stands for, where that differs between blocks."""
+    strides = architecture.get("strides")
+    if not isinstance(strides, list | tuple) or not 0 <= layer < len(strides):
+        return None
+    is_staged = all(type(one) is int for one in strides) and len(set(strides)) > 1
+    return strides[layer] if is_staged else None
+
+
 @dataclass(frozen=True)
 class CellKey:
     """The fields that change the number; device, workers and batch size are not among them.
@@ -166,12 +175,8 @@ class Record:
 
     @property
     def stride(self) -> int | None:
-        """Pixels along a side of what a token stands for, where that differs between blocks."""
-        strides = self.architecture.get("strides")
-        if not isinstance(strides, list | tuple) or not 0 <= self.layer < len(strides):
-            return None
-        is_staged = all(type(one) is int for one in strides) and len(set(strides)) > 1
-        return strides[self.layer] if is_staged else None
+        """See `stride_of`."""
+        return stride_of(self.architecture, self.layer)
 
     @property
     def named_protocol(self) -> str:

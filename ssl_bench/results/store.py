@@ -17,6 +17,7 @@ from ssl_bench.results.reading import (
     place_of,
 )
 from ssl_bench.results.record import ENCODER, CellKey, PerImage, Record
+from ssl_bench.results.run_folder import said_of_run
 from ssl_bench.system.files import read_within, write_atomically, write_text_atomically
 from ssl_bench.system.memory import pass_on_memory, without_collections
 from ssl_bench.system.naming import file_name
@@ -127,7 +128,7 @@ class ResultStore:
         """Every readable record; the others are in `unreadable`.
 
         Raises:
-            DataError: there is no record at all.
+            DataError: there is no record at all; that of a run folder says what the run measured.
         """
         self.unreadable = {}
         paths = sorted((self.root / "records").glob("*/*/*.json"), key=lambda path: path.parts)
@@ -140,7 +141,8 @@ class ResultStore:
             )
         if not found:
             raise DataError(
-                f"no records in {self.root / 'records'}; run `ssl-bench probe --out {self.root}`"
+                said_of_run(self.root)
+                or f"no records in {self.root / 'records'}; run `ssl-bench probe --out {self.root}`"
             )
         return found
 

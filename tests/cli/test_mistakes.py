@@ -78,6 +78,7 @@ MISTAKES = [
     ("report --format html", "a report is a folder of pages"),
     ("table --format html", "`ssl-bench report`"),
     ("table --format md", "did you mean markdown?"),
+    ("report photos", "unknown argument 'photos'; a folder is given as --out photos"),
 ]
 
 

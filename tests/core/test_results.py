@@ -105,6 +105,31 @@ def test_an_empty_folder_says_what_to_run(tmp_path):
         ResultStore(tmp_path).records()
 
 
+def test_a_run_folder_says_what_it_is_and_how_its_encoder_is_probed(tmp_path):
+    config = {"objective": {"_target_": "a.Dino"}, "model": {"_target_": "a.ViTConfig"}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    rows = [{"step": 1, "loss": 9, "lr": 1}, {"step": 7, "loss": 1.5, "lr": 1, "val_top1": None}]
+    (tmp_path / "log.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    with pytest.raises(DataError) as raised:
+        ResultStore(tmp_path).records()
+
+    assert str(raised.value) == (
+        f"{tmp_path} is a run of Dino and holds no records: step 7, loss 1.5; every step is in "
+        f"{tmp_path / 'log.jsonl'}; `ssl-bench probe --checkpoint {tmp_path} --out results` leaves "
+        "records of its encoder"
+    )
+
+
+@pytest.mark.parametrize("log", ["", "[]\n", "not JSON\n"])
+def test_somebody_elses_folder_is_no_run(tmp_path, log):
+    (tmp_path / "config.yaml").write_text("objective: x\nmodel: y\n")
+    (tmp_path / "log.jsonl").write_text(log)
+
+    with pytest.raises(DataError, match="no records in"):
+        ResultStore(tmp_path).records()
+
+
 def test_a_cell_is_known_by_the_sha256_of_its_fields_as_sorted_json():
     names = [item.name for item in fields(CellKey)]
     text = json.dumps({name: getattr(RECORD, name) for name in names}, sort_keys=True)

@@ -12,12 +12,12 @@ from ssl_bench.errors import DataError, SslBenchError
 from tests.benchmarks.evidence import running
 from tests.benchmarks.evidence.claims import CLAIMS
 from tests.benchmarks.evidence.data import unpack
-from tests.benchmarks.evidence.ledger import Ledger, packed, unpacked
 from tests.benchmarks.evidence.page import LEDGER, draw, page
-from tests.benchmarks.evidence.processes import said_in
 from tests.benchmarks.evidence.rows import ROWS, names_of, probes_of, rate_run, seed_run
 from tests.benchmarks.evidence.running import Place, best_rate, diverged, finished, run_row
 from tests.benchmarks.evidence.verdicts import over_seeds, verdict
+from tests.benchmarks.ledger import Ledger, packed, unpacked
+from tests.benchmarks.processes import said_in
 from tests.benchmarks.provenance import _module
 
 OF = {claim.name: claim for claim in CLAIMS}

@@ -1,6 +1,7 @@
 """Encoders of timm's layers: their sizes, weights, checkpoints, features and graying."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from probes.conditioning.probe import Conditioning
 from probes.pca.probe import PCA
+from probes.tokencut.probe import TokenCut
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.evaluation import Evaluation
@@ -451,7 +453,9 @@ def test_stages_are_encoders_of_one_grid_and_width_with_the_same_identity():
     assert all(one.identity() == encoder.identity() for one, _ in stages)
 
 
-def evaluated(probe: Probe, folder: Path) -> list[Record]:
+def evaluated(
+    probe: Probe, folder: Path, say: Callable[[str], None] = lambda _: None
+) -> list[Record]:
     evaluation = Evaluation(
         encoder=encoder_from_model(build_encoder(SWIN, seed=0), name="swin"),
         dataset=Toy(num_train=2, num_val=2),
@@ -461,13 +465,35 @@ def evaluated(probe: Probe, folder: Path) -> list[Record]:
         device=torch.device("cpu"),
         dtype=torch.float32,
     )
-    return evaluation.run(ResultStore(folder), say=lambda _: None, overwrite=False)
+    return evaluation.run(ResultStore(folder), say=say, overwrite=False)
 
 
 def test_a_probe_looks_at_the_layers_of_every_stage_and_records_say_the_stride(tmp_path):
     found = evaluated(PCA(num_images=2, image_size=32), tmp_path)
 
     assert {record.layer: record.stride for record in found} == {0: 2, 2: 8, 4: 16}
+
+
+def test_what_every_stage_would_say_is_said_once_and_nothing_is_drawn_again(tmp_path):
+    first, second = [], []
+
+    evaluated(PCA(num_images=1, image_size=32), tmp_path, first.append)
+    evaluated(PCA(num_images=1, image_size=32), tmp_path, second.append)
+
+    assert len([line for line in first if "the first 1 of" in line]) == 1
+    assert second == ["pca on toy train, swin: 3 of 3 cells finished before, skipped (--overwrite)"]
+
+
+def test_a_sheet_that_is_gone_is_drawn_again_on_the_grid_of_its_stage(tmp_path):
+    probe = TokenCut(facet="token", panels=1)
+    evaluated(probe, tmp_path)
+    (sheet,) = tmp_path.glob("pictures/tokencut/*/*/reference/block00_token.png")
+    before = sheet.read_bytes()
+    sheet.unlink()
+
+    evaluated(probe, tmp_path)
+
+    assert sheet.read_bytes() == before
 
 
 def test_conditioning_refuses_blocks_of_other_grids_in_one_line(tmp_path):

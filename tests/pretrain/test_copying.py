@@ -29,6 +29,7 @@ from pretrain.plan import Plan
 from pretrain.runtime.batches import sample_generator
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
+from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, Preempted
 from ssl_bench.models import StateSpaceConfig, StateSpaceModel, ViTConfig
 from tests.support.runs import assert_goes_on_to_the_bit, assert_same_run, log_rows
@@ -134,6 +135,20 @@ def test_a_run_logs_how_far_it_copies_and_goes_on_to_the_bit(tmp_path):
     assert {"letters_3", "strings_3", "letters_5", "strings_5"} <= rows[-1].keys()
     assert not any("letters_3" in row for row in rows[:-1])
     assert rows[0]["loss"] == pytest.approx(np.log(6), rel=0.1)
+
+
+@pytest.mark.parametrize("command", ["report", "table"])
+def test_a_run_folder_without_records_says_what_was_copied(tmp_path, capsys, command):
+    folder = tmp_path / "copied"
+    replace(PLAN, train=replace(TRAIN, max_steps=2)).run(folder, device="cpu")
+    letters, strings = (log_rows(folder)[-1][name] for name in ("letters_5", "strings_5"))
+
+    assert main([command, "--out", str(folder)]) == 3
+
+    said = capsys.readouterr().err
+    assert f"{folder} is a run of Copying and holds no records: step 2, loss " in said
+    assert f"letters_5 {letters:.4g}, strings_5 {strings:.4g}; " in said
+    assert said.endswith(f"is in {folder / 'log.jsonl'}; no probe takes its model\n")
 
 
 def test_data_workers_draw_the_same_strings(tmp_path):

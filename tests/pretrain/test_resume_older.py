@@ -61,6 +61,29 @@ def test_a_state_that_lacks_newer_keys_goes_on_to_the_very_bits(pictures, tmp_pa
     assert_same_run(tmp_path / "whole", tmp_path / "older")
 
 
+def test_a_state_of_a_former_name_of_an_option_goes_on_to_the_very_bits(pictures, tmp_path):
+    plan = tiny(pictures, max_steps=3)
+    plan = replace(plan, model=replace(plan.model, mlp_mean=0.5))
+    plan.run(tmp_path / "whole", device="cpu")
+    stopped_after_a_step(plan, tmp_path / "older")
+    former = describe(replace(plan.model, mlp_mean=0.0)) | {"init_options": {"mlp_mean": 0.5}}
+    del former["mlp_mean"]
+    change(tmp_path / "older", model=former)
+
+    plan.run(tmp_path / "older", resume=True, device="cpu")
+
+    assert_same_run(tmp_path / "whole", tmp_path / "older")
+
+
+def test_a_key_of_a_model_that_is_gone_is_named(pictures, tmp_path):
+    plan = tiny(pictures, max_steps=3)
+    stopped_after_a_step(plan, tmp_path)
+    change(tmp_path, model=describe(plan.model) | {"lottery": 7})
+
+    with pytest.raises(ConfigurationError, match=r"\(model.lottery: 7 -> None\)"):
+        plan.run(tmp_path, resume=True, device="cpu")
+
+
 def test_a_newer_key_that_is_not_at_its_default_is_refused(pictures, tmp_path):
     plan = tiny(pictures, max_steps=3)
     stopped_after_a_step(plan, tmp_path)

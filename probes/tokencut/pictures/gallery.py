@@ -61,7 +61,7 @@ class Gallery:
         scale = np.tile(np.divide(thumbnail.image.shape[1::-1], thumbnail.size[::-1]), 2)
         further = np.array(cell.get("further_boxes", []), np.float64).reshape(-1, 4)
         pixels = draw_boxes(
-            highlight(thumbnail.image, self._mask(result, cell, thumbnail)),
+            highlight(thumbnail.image, self._mask(result, name, thumbnail)),
             scale * thumbnail.boxes,
             scale * np.array(cell["box"]),
             scale * further,
@@ -69,11 +69,12 @@ class Gallery:
         return titled(pixels, image_id, _caption(cell))
 
     def _mask(
-        self, result: ImageResult, cell: Cell, thumbnail: Thumbnail
+        self, result: ImageResult, name: str, thumbnail: Thumbnail
     ) -> Bool[np.ndarray, "height width"]:
         """All objects at the size of the thumbnail."""
+        cell, grid = result.cells[name], result.grid_of(name)
         packed = [cell["mask"], *cell.get("further_masks", [])]
-        patches = np.any([unpack_mask(word, result.grid) for word in packed], axis=0)
+        patches = np.any([unpack_mask(word, grid) for word in packed], axis=0)
         mask = at_pixels(patches, thumbnail.size, self.patch_size)
         small, large = thumbnail.image.shape[:2], thumbnail.size
         return mask[np.ix_(*(np.arange(n) * old // n for n, old in zip(small, large, strict=True)))]

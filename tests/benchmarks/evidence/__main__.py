@@ -19,9 +19,9 @@ from pathlib import Path
 
 from ssl_bench.errors import SslBenchError
 from ssl_bench.results.provenance import source_commit
-from tests.benchmarks.evidence.ledger import Ledger
 from tests.benchmarks.evidence.rows import ROWS
 from tests.benchmarks.evidence.running import Place, run_row
+from tests.benchmarks.ledger import Ledger
 
 
 def main() -> None:

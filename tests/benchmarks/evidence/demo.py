@@ -22,11 +22,11 @@ from ssl_bench.models import EncoderModule, load_encoder, save_encoder
 from ssl_bench.models.loading.demo import NAMES, file_name
 from ssl_bench.models.loading.identity import read_metadata
 from ssl_bench.system.files import sha256_of
-from tests.benchmarks.evidence.ledger import Ledger, Run
 from tests.benchmarks.evidence.page import LEDGER, ROOT
 from tests.benchmarks.evidence.probing import RANDOM, TRAINED
 from tests.benchmarks.evidence.rows import ROWS, probes_of, seed_run
 from tests.benchmarks.evidence.verdicts import Runs
+from tests.benchmarks.ledger import Ledger, Run
 
 ROW, SEED = "dino", 0
 MOST_BYTES = 6_000_000

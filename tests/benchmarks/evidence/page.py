@@ -10,7 +10,6 @@ from pathlib import Path
 
 from ssl_bench.intervals import Interval
 from tests.benchmarks.evidence.claims import CLAIMS, Claim
-from tests.benchmarks.evidence.ledger import Ledger
 from tests.benchmarks.evidence.rows import ROWS, names_of, seed_run
 from tests.benchmarks.evidence.verdicts import (
     Found,
@@ -20,6 +19,7 @@ from tests.benchmarks.evidence.verdicts import (
     seeds_done,
     verdict,
 )
+from tests.benchmarks.ledger import Ledger
 
 ROOT = Path(__file__).parents[3]
 LEDGER = ROOT / "results/benchmarks/evidence-cpu.json"

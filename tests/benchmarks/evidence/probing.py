@@ -11,8 +11,8 @@ from ssl_bench.intervals import Share
 from ssl_bench.models import identify_encoder
 from ssl_bench.models.loading.addresses import kept_epoch
 from ssl_bench.results import Record, ResultStore
-from tests.benchmarks.evidence.ledger import Run
-from tests.benchmarks.evidence.processes import said_in
+from tests.benchmarks.ledger import Run
+from tests.benchmarks.processes import said_in
 from tests.benchmarks.provenance import provenance
 
 TRAINED, RANDOM = "trained", "random"

@@ -12,10 +12,10 @@ from typing import Any
 from pretrain.runtime.folder import LOG
 from ssl_bench.errors import SslBenchError
 from ssl_bench.results import SUPERVISED, ResultStore
-from tests.benchmarks.evidence.ledger import Ledger, Run, packed
 from tests.benchmarks.evidence.probing import probed
-from tests.benchmarks.evidence.processes import said_in
 from tests.benchmarks.evidence.rows import RATES, ROWS, Row, probes_of, rate_run, seed_run
+from tests.benchmarks.ledger import Ledger, Run, packed
+from tests.benchmarks.processes import said_in
 from tests.benchmarks.provenance import provenance
 
 SMOKE = "smoke-"

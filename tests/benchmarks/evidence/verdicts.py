@@ -16,7 +16,6 @@ from tests.benchmarks.evidence.claims import (
     Outside,
     SameBest,
 )
-from tests.benchmarks.evidence.ledger import Run, unpacked
 from tests.benchmarks.evidence.rows import (
     RATES,
     ROWS,
@@ -25,6 +24,7 @@ from tests.benchmarks.evidence.rows import (
     rate_run,
     seed_run,
 )
+from tests.benchmarks.ledger import Run, unpacked
 
 Word = Literal["supported", "refuted", "undecided", "not run"]
 Runs = Mapping[str, Run]

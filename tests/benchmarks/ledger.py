@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool
 
 Run = dict[str, Any]
-"""A finished run: what `finished` of `running` or `probed` of `probing` gives, as JSON."""
+"""What is kept of a finished run, as JSON."""
 
 
 class Ledger:

@@ -1,4 +1,4 @@
-"""Commands of the queue: one thread each, and what they say in a file."""
+"""Commands of long benchmarks: one thread each, and what they say in a file."""
 
 import os
 import subprocess
