@@ -112,6 +112,7 @@ WHOLE: Mapping[str, Make] = {
     "results/tables/device_waits.md": _by("device_waits", "device_waits.json", "table"),
     "results/tables/dino_photographs_probes.md": partial(_records, "results/dino_photographs"),
     "results/tables/evidence.md": _evidence,
+    "results/tables/first_steps.md": _by("first_steps_page", "first_steps-cpu.json"),
     "results/tables/geometry.md": _by("geometry", "geometry-cpu.json"),
     "results/tables/initialisation_readings.md": _by(
         "initialisation_readings", "initialisation_readings.json"
