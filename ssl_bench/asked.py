@@ -21,6 +21,8 @@ from ssl_bench.system.files import remove_orphans_below
 from ssl_bench.system.progress import in_words, say
 
 ON_BAD_IMAGE = ("fail", "skip")
+# By width and depth.
+_SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
 _BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 
 
@@ -116,8 +118,18 @@ def announced_encoder(uri: str) -> Encoder:
         f"deviation {_listed(encoder.std)} ({encoder.colours_from})"
     )
     if encoder.colours_from == ASSUMED and encoder.contents.file is not None:
-        say("trained with timm? --checkpoint timm:NAME@FILE takes the mean that timm's NAME has")
+        say(
+            "trained with timm, whose ViTs often have mean 0.5? --checkpoint "
+            f"timm:{_name_in_timm(encoder)}@{encoder.contents.file} takes timm's mean"
+        )
     return encoder
+
+
+def _name_in_timm(encoder: Encoder) -> str:
+    """What timm calls a plain ViT of this shape, else NAME."""
+    size = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth))
+    side = encoder.native_size[0]
+    return f"vit_{size}_patch{encoder.patch_size}_{side}" if size else "NAME"
 
 
 def _listed(colour: Sequence[float]) -> str:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import safetensors.torch
+import timm
 import torch
 import torchvision
 
+from ssl_bench.asked import announced_encoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
 from ssl_bench.models.positions import sinusoidal_positions
@@ -280,3 +282,18 @@ def test_a_tensor_of_any_other_shape_is_refused_in_one_line(tmp_path, shape):
     for name in weights:
         if ".1." not in name:
             message_of(saved(tmp_path / "w.pth", {**weights, name: torch.zeros(shape)}))
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (lambda: timm_model(), "timm:NAME@"),
+        (lambda: timm.create_model("vit_tiny_patch16_224"), "timm:vit_tiny_patch16_224@"),
+    ],
+)
+def test_who_may_have_trained_with_another_mean_is_told_the_address(tmp_path, capsys, model, name):
+    torch.save(model().state_dict(), tmp_path / "mine.pth")
+
+    announced_encoder(str(tmp_path / "mine.pth"))
+
+    assert f"{name}{tmp_path / 'mine.pth'} takes timm's mean" in capsys.readouterr().err
