@@ -360,7 +360,7 @@ def test_a_line_of_provenance_names_the_module_as_it_is_run(file, module):
 @pytest.mark.slow
 def test_a_row_that_is_cut_short_runs_from_end_to_end(tmp_path):
     ledger = Ledger(tmp_path / "smoke.json")
-    run_row(ledger, Place(tmp_path, tmp_path, steps=2), "copying")
+    run_row(ledger, Place(tmp_path, tmp_path, steps=2), "copying", ROWS["copying"].arms)
     names = {f"smoke-{seed_run('copying', arm, 0)}" for arm in ROWS["copying"].arms}
     assert ledger.runs.keys() == names
     assert all(len(run["letters_32"]) == 1 for run in ledger.runs.values())

@@ -9,9 +9,9 @@ Where a row chooses its rates, each arm is trained for one epoch at each rate of
 the last images of every class of train/; the rate that is best on those trains the arm on all of
 train/ with every seed, and only that is measured on test/. Each run has one thread and goes on
 where it was stopped; what is finished stands in FILE and is not run again, also where its folder
-is gone. The queue is in the order of `--rows`; a run that was stopped keeps its place. `--smoke N`
-runs every arm for N steps on few images, to see that it starts: into a file of its own, under names
-that no page takes.
+is gone. The queue is in the order of `--rows`; a run that was stopped keeps its place, and `--arms`
+begins with some of a row. `--smoke N` runs every arm for N steps on few images, to see that it
+starts: into a file of its own, under names that no page takes.
 """
 
 import argparse
@@ -32,7 +32,13 @@ def main() -> None:
     where.add_argument("--json", type=Path, help="what finished runs reached")
     where.add_argument("--smoke", type=int, metavar="STEPS", help="cut every run, to see it start")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
+    parser.add_argument("--arms", nargs="+", help="some of the arms of one row; else all")
     options = parser.parse_args()
+    if options.arms and len(options.rows) > 1:
+        parser.error("--arms NAME ... takes one of --rows")
+    if unknown := set(options.arms or ()) - set(ROWS[options.rows[0]].arms):
+        known = ", ".join(ROWS[options.rows[0]].arms)
+        parser.error(f"--arms must be among {known}, got {', '.join(sorted(unknown))}")
     # Kept from here on: the commit that runs, before the ledger in its tree changes.
     source_commit()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -40,7 +46,7 @@ def main() -> None:
     ledger = Ledger(options.json or options.out / "smoke.json")
     try:
         for name in options.rows:
-            run_row(ledger, place, name)
+            run_row(ledger, place, name, options.arms or ROWS[name].arms)
     except SslBenchError as error:
         raise SystemExit(f"{error}") from error
 

@@ -246,6 +246,16 @@ CLAIMS = (
         ),
     ),
     Claim(
+        "V9b",
+        "osa",
+        "ViT, then orthogonal attention by QR: a constant rate, and a cosine to 0",
+        (),
+        "a constant rate costs accuracy in both",
+        "an interval over seeds that says the cosine is below",
+        Above([minus(f"{name}_cosine", name) for name in ("vit", "qr")]),
+        said="the paper names no schedule",
+    ),
+    Claim(
         "V10",
         "copying",
         "Mamba 2 that copies strings, mimetic and default initialisation",

@@ -189,7 +189,10 @@ ROWS = {
     "osa": Row(
         {
             name: [f"experiment=osa_mnist_{name}"]
-            for name in ("qr", "newton_schulz", "vit", "vit_no_skip", "vit_no_skip_no_norm")
+            for name in (
+                *("qr", "newton_schulz", "vit", "vit_no_skip", "vit_no_skip_no_norm"),
+                *("vit_cosine", "qr_cosine"),
+            )
         },
         _MNIST,
         epochs=10,

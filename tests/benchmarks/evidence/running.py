@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,10 +40,10 @@ class Place:
         return run if self.steps is None else f"{SMOKE}{run}"
 
 
-def run_row(ledger: Ledger, place: Place, name: str) -> None:
-    """All runs of a row: seed by seed, so that an unfinished row has whole pairs."""
+def run_row(ledger: Ledger, place: Place, name: str, arms: Iterable[str]) -> None:
+    """Runs of some arms of a row: seed by seed, so that an unfinished row has whole pairs."""
     row = ROWS[name]
-    rates = {arm: best_rate(ledger, place, name, arm) for arm in row.arms}
+    rates = {arm: best_rate(ledger, place, name, arm) for arm in arms}
     for seed in row.seeds if place.steps is None else row.seeds[:1]:
         for arm, rate in rates.items():
             run = place.named(seed_run(name, arm, seed))
