@@ -42,7 +42,7 @@ def test_the_list_names_every_address_layout_and_published_name(capsys):
     for address in ADDRESSES:
         assert address.form in said
         assert address.example in said
-    for layout in ("DINO", "DINOv2", "MAE", "iBOT", "MoCo-v3", "transformers"):
+    for layout in ("DINO, timm", "DINOv2", "MAE", "iBOT", "MoCo-v3", "transformers"):
         assert f"\n  {layout} " in said
     for names in HUB_WEIGHTS.values():
         assert all(name in said for name in names)
