@@ -118,18 +118,20 @@ def announced_encoder(uri: str) -> Encoder:
         f"deviation {_listed(encoder.std)} ({encoder.colours_from})"
     )
     if encoder.colours_from == ASSUMED and encoder.contents.file is not None:
-        say(
-            "trained with timm, whose ViTs often have mean 0.5? --checkpoint "
-            f"timm:{_name_in_timm(encoder)}@{encoder.contents.file} takes timm's mean"
+        file = encoder.contents.file
+        named = _name_in_timm(encoder)
+        other = (
+            f"timm:{named}@{file} takes timm's" if named else f"mean=0.5,std=0.5:{file} takes it"
         )
+        say(f"trained with timm, whose ViTs often have mean 0.5? --checkpoint {other}")
     return encoder
 
 
-def _name_in_timm(encoder: Encoder) -> str:
-    """What timm calls a plain ViT of this shape, else NAME."""
+def _name_in_timm(encoder: Encoder) -> str | None:
+    """What timm calls a plain ViT of this shape."""
     size = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth))
     side = encoder.native_size[0]
-    return f"vit_{size}_patch{encoder.patch_size}_{side}" if size else "NAME"
+    return f"vit_{size}_patch{encoder.patch_size}_{side}" if size else None
 
 
 def _listed(colour: Sequence[float]) -> str:

@@ -43,6 +43,11 @@ ADDRESSES = (
         "weights of a hub, whose code is not run",
     ),
     Address("demo:NAME", "demo:skip", "skip or skipless: ours, for demonstration"),
+    Address(
+        "mean=0.5,std=0.5:URI",
+        "mean=0.5,std=0.5:my.pth",
+        "a file that does not say what it was trained with",
+    ),
     Address("random:URI", "random:runs/skip", "any of these before it was trained (--baselines)"),
     Address("colours:PATCH", "colours:16", "no encoder: the colours of each patch (--baselines)"),
 )

@@ -18,6 +18,7 @@ from ssl_bench.models.loading.identity import (
     unreplaced,
     verified_sha256,
 )
+from ssl_bench.models.loading.stated_colours import STATED, split_colours, with_colours
 
 _KINDS = (
     "a run folder, RUN@EPOCH, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, "
@@ -35,12 +36,15 @@ def load_encoder(uri: str) -> Encoder:
             layout of DINO, DINOv2, MAE, iBOT or MoCo-v3; `timm:NAME` (random weights),
             `timm:NAME.TAG` (published), `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`;
             `local-dir:FOLDER`; `torchhub:REPOSITORY:NAME`; `demo:skip` and `demo:skipless`, which
-            come with this suite; `random:URI`, that encoder before it
-            was trained; `colours:PATCH`, patches as they are.
+            come with this suite; `mean=0.5,std=0.5:URI`, an encoder whose file does not say what
+            its images are normalised by; `random:URI`, that encoder before it was trained;
+            `colours:PATCH`, patches as they are.
 
     Raises:
         CheckpointError: In one line, what was expected, what came and what to do.
     """
+    if uri.startswith(STATED):
+        return _with_colours(uri)
     scheme, colon, _ = uri.partition(":")
     loaders: Mapping[str, Callable[[str], Encoder]] = {
         "timm": _from_timm,
@@ -103,6 +107,11 @@ def _with_random_weights(uri: str) -> Encoder:
     from ssl_bench.models.loading.baselines import random_encoder
 
     return random_encoder(load_encoder(uri.removeprefix(f"{RANDOM}:")), uri)
+
+
+def _with_colours(uri: str) -> Encoder:
+    colours, inner = split_colours(uri)
+    return with_colours(load_encoder(inner), uri, colours)
 
 
 def _from_colours(uri: str) -> Encoder:
