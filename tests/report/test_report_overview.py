@@ -139,6 +139,16 @@ def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path
     assert "All checkpoints: skips yes, kind vit, patch size 8." in Elements(page).text
 
 
+def test_digests_of_architectures_are_no_columns(tmp_path):
+    named = {"kind": "timm", "name": "vit_tiny_patch16_224", "modules_sha256": "ab" * 32}
+    records = [cell(architecture=named), skipless(architecture={"kind": "vit"})]
+
+    page = written(tmp_path, *records)
+
+    assert "vit_<wbr>tiny_<wbr>patch16_<wbr>224" in page
+    assert "modules sha256" not in page
+
+
 def test_settings_that_differ_are_columns_and_equal_ones_are_said_once(tmp_path):
     settings = [{"size": 128, "epochs": 2}, {"size": 128, "epochs": 20}]
     records = [cell(**SEGMENTATION, settings=given, changed=given) for given in settings]
