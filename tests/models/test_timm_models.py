@@ -311,6 +311,29 @@ class Window(torch.nn.Module):
         self.shift_size = (shift, shift)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        # CaiT's blocks of patches, then those of [CLS].
+        ({}, [True, True, False, False]),
+        ({"graying_class_blocks": True}, [True, True, True, True]),
+        ({"graying_layers": (1,)}, [False, True, False, False]),
+    ],
+)
+def test_all_blocks_of_patches_are_grayed_and_those_of_cls_where_asked(changes, expected):
+    model = build_encoder(replace(CAIT, graying="svd", **changes), seed=0).eval().model
+    blocks = [*model.get_submodule("blocks"), *model.get_submodule("blocks_token_only")]
+    before, after = [], []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda _, x: before.append(torch.cat(x, 1)), prepend=True)
+        block.register_forward_hook(lambda _, x, __: after.append(torch.cat(x, 1)))
+    model(images(height=32, width=32))
+
+    found = [not torch.equal(one, other) for one, other in zip(before, after, strict=True)]
+
+    assert found == expected
+
+
 @pytest.mark.parametrize("shift", [0, 1])
 def test_each_window_is_grayed_by_itself_where_swin_has_moved_it(shift):
     x = torch.randn(2, 6, 6, 4, dtype=torch.float64)
