@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -321,9 +322,11 @@ class Window(torch.nn.Module):
     ],
 )
 def test_all_blocks_of_patches_are_grayed_and_those_of_cls_where_asked(changes, expected):
-    model = build_encoder(replace(CAIT, graying="svd", **changes), seed=0).eval().model
-    blocks = [*model.get_submodule("blocks"), *model.get_submodule("blocks_token_only")]
-    before, after = [], []
+    built: Any = build_encoder(replace(CAIT, graying="svd", **changes), seed=0).eval()
+    model = built.model
+    blocks = [*model.blocks, *model.blocks_token_only]
+    before: list[Tensor] = []
+    after: list[Tensor] = []
     for block in blocks:
         block.register_forward_pre_hook(lambda _, x: before.append(torch.cat(x, 1)), prepend=True)
         block.register_forward_hook(lambda _, x, __: after.append(torch.cat(x, 1)))
