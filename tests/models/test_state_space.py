@@ -227,6 +227,9 @@ def test_without_pieces_it_starts_as_the_architectures_do():
 
     torch.testing.assert_close(one.log_decay.view(128, 3).exp()[5], torch.tensor([1.0, 2.0, 3.0]))
     assert 1 <= two.log_decay.exp().min() < two.log_decay.exp().max() <= 16
+    # Of 512 steps the largest is near the bound, where log(1 + 0.1) is not.
+    many = F.softplus(mixer_of(built("mamba2", dim=256, head_width=1)).step_bias)
+    assert 0.096 < many.max() <= 0.1
     for mixer in (one, two):
         steps = F.softplus(mixer.step_bias)
         assert 0.001 <= steps.min() < 0.003
