@@ -18,8 +18,6 @@ from ssl_bench.tables.series import model_names
 NUM_COLOURS = 8
 _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
 _SKIPS = ("skip", "skip_attention", "skip_mlp")
-# Said in words, or for programs alone.
-_UNSAID = (*_SKIPS, "modules_sha256")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FOLDER = re.compile(r"(.+)-([0-9a-f]{8})", re.DOTALL)
 
@@ -131,7 +129,7 @@ def _recorded(records: Sequence[Record]) -> list[_Known]:
 def _facts(record: Record) -> tuple[tuple[str, str], ...]:
     own = record.architecture
     facts: dict[str, Any] = {"skips": _skips(own), "depth": record.depth}
-    facts |= {name: value for name, value in sorted(own.items()) if name not in _UNSAID}
+    facts |= {name: value for name, value in sorted(own.items()) if name not in _SKIPS}
     epoch = record.details.get("epoch")
     if isinstance(epoch, (int, float)):
         facts["epoch"] = f"{epoch:g}"

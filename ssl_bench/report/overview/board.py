@@ -9,6 +9,8 @@ from ssl_bench.report.overview.differing import Differing, Facts, differing
 from ssl_bench.report.overview.headlines import headline_panels
 
 _IN_HEADS = ("on", "facet", "protocol")
+# For programs; the page of the checkpoint has it.
+_NO_COLUMN = "modules sha256"
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ def board_of(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> Boar
     facts = differing([[f for f in panel.facts if f[0] in _IN_HEADS] for panel in chosen])
     return Board(
         rows=tuple(checkpoints),
-        checkpoints=differing([checkpoint.facts for checkpoint in checkpoints]),
+        checkpoints=differing(
+            [[fact for fact in one.facts if fact[0] != _NO_COLUMN] for one in checkpoints]
+        ),
         columns=tuple(Column(panel, facts.words(number)) for number, panel in enumerate(chosen)),
         shared=facts.shared,
     )
