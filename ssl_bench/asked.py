@@ -21,8 +21,9 @@ from ssl_bench.system.files import remove_orphans_below
 from ssl_bench.system.progress import in_words, say
 
 ON_BAD_IMAGE = ("fail", "skip")
-# By width and depth.
+# By width and depth; timm has all of them for patches and images of these sizes.
 _SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
+_PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
 _BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 
 
@@ -131,7 +132,9 @@ def _name_in_timm(encoder: Encoder) -> str | None:
     """What timm calls a plain ViT of this shape."""
     size = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth))
     side = encoder.native_size[0]
-    return f"vit_{size}_patch{encoder.patch_size}_{side}" if size else None
+    if size is None or encoder.patch_size != _PATCH_IN_TIMM or side not in _SIDES_IN_TIMM:
+        return None
+    return f"vit_{size}_patch{_PATCH_IN_TIMM}_{side}"
 
 
 def _listed(colour: Sequence[float]) -> str:

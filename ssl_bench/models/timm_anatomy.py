@@ -130,6 +130,11 @@ def shape_of_model(model: Any) -> Shape:
 
 
 def create(config: TimmConfig, device: str | None = None) -> Any:
+    """The model as timm draws it; the global RNG is left alone.
+
+    Raises:
+        ConfigurationError: timm knows no such model, cannot build it, or it is of another family.
+    """
     if not timm.is_model(config.name):
         raise ConfigurationError(
             f"model.name must be a model of timm {timm.__version__}, got {config.name!r}; "
@@ -175,6 +180,11 @@ def _arguments(config: TimmConfig) -> dict[str, Any]:
 
 
 def check_sizes(config: TimmConfig, model: Any) -> None:
+    """Refuse images or a stem that the model cannot take as the configuration says.
+
+    Raises:
+        ConfigurationError: another stem than patches, or a side that the last stage cannot divide.
+    """
     if isinstance(model, ConvNeXt) and _stem_stride(model) != config.patch_size:
         raise ConfigurationError(
             f"model.name={config.name} has another stem than patches, expected a ConvNeXt that "

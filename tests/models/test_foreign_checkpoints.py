@@ -13,6 +13,7 @@ import timm
 import torch
 import torchvision
 
+from ssl_bench import asked
 from ssl_bench.asked import announced_encoder
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
@@ -288,6 +289,11 @@ def test_a_tensor_of_any_other_shape_is_refused_in_one_line(tmp_path, shape):
     ("model", "name"),
     [
         (timm_model, "mean=0.5,std=0.5:"),
+        # timm has no tiny one of patches of 8.
+        (
+            lambda: timm.create_model("vit_tiny_patch16_224", patch_size=8, img_size=224),
+            "mean=0.5,std=0.5:",
+        ),
         (lambda: timm.create_model("vit_tiny_patch16_224"), "timm:vit_tiny_patch16_224@"),
     ],
 )
@@ -297,3 +303,9 @@ def test_who_may_have_trained_with_another_mean_is_told_the_address(tmp_path, ca
     announced_encoder(str(tmp_path / "mine.pth"))
 
     assert f"{name}{tmp_path / 'mine.pth'} takes" in capsys.readouterr().err
+
+
+def test_every_name_of_timm_that_is_told_exists():
+    for size in asked._SIZES_IN_TIMM.values():
+        for side in asked._SIDES_IN_TIMM:
+            assert timm.is_model(f"vit_{size}_patch{asked._PATCH_IN_TIMM}_{side}")
