@@ -4,13 +4,14 @@ from dataclasses import replace
 import pytest
 import timm
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
 from ssl_bench.models.architecture import configured
 from ssl_bench.models.positions import resize_positions, sinusoidal_positions
-from ssl_bench.models.vit import Block
+from ssl_bench.models.vit import Attention, Block
 from tests.support.faults import unchecked_types
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=48, depth=3, num_heads=3)
@@ -237,6 +238,44 @@ def test_registers_come_after_cls_and_carry_no_position():
     without = plain.embed(images)
     assert torch.equal(tokens[:, 1:3], model.reg_token)
     assert torch.equal(torch.cat([tokens[:, :1], tokens[:, 3:]], dim=1), without)
+
+
+class PrecisionOfAttention(TorchDispatchMode):
+    """Types of what fused attention is given, forwards and backwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "scaled_dot_product" in func.__name__:
+            self.seen.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_of_a_processor_that_trains_in_bfloat16_is_float32():
+    attention = Attention(32, 2, qkv_bias=False)
+    x = torch.randn(3, 7, 32, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with PrecisionOfAttention() as trained:
+            heads = attention(x)
+            heads.float().sum().backward()
+        with PrecisionOfAttention() as frozen, torch.no_grad():
+            attention(x)
+    assert heads.dtype == torch.bfloat16
+    assert (trained.seen, frozen.seen) == ({torch.float32}, {torch.bfloat16})
+    expected = x.detach().double().requires_grad_(True)
+    plain_attention(attention, expected).sum().backward()
+    error = torch.linalg.vector_norm(x.grad.double() - expected.grad)
+    assert 0 < error / torch.linalg.vector_norm(expected.grad) < 2**-7
+
+
+def plain_attention(attention: Attention, x: torch.Tensor) -> torch.Tensor:
+    qkv = x @ attention.qkv.weight.double().T
+    q, k, v = qkv.unflatten(2, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+    heads = (weights @ v).transpose(1, 2).flatten(2)
+    return heads @ attention.proj.weight.double().T + attention.proj.bias.double()
 
 
 def test_drop_path_drops_whole_samples_in_training_only():

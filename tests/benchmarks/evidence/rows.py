@@ -80,7 +80,8 @@ _MNIST = Kind(
 )
 _COPYING = Kind("", (), 32, "", {"letters_16": "letters_16", "letters_32": "letters_32"}, ("loss",))
 # Heads of 64 as everywhere; a projection cheaper than the encoder, a constant temperature of
-# the teacher and a free last layer, as runs of few epochs need it (results/log.md).
+# the teacher and a free last layer, as runs of few epochs need it (results/log.md). bfloat16 and
+# batches of 64, for twice as many images an hour and twice as many steps an image.
 _DINO = Kind(
     "tiny_imagenet",
     (
@@ -98,10 +99,11 @@ _DINO = Kind(
         "objective.freeze_last_layer_epochs=0.0",
         "objective.crops.num_locals=4",
         "objective.crops.local_size=112",
-        "train.batch_size=128",
+        "train.batch_size=64",
         "train.num_workers=0",
+        "train.precision=bfloat16",
     ),
-    128,
+    64,
     "knn",
     {"knn": "knn_top1"},
     ("loss", "teacher_entropy"),
@@ -165,7 +167,7 @@ ROWS = {
     "dino": Row(
         _with_default({**_skipless("adamw"), **_skipless("soap")}),
         _DINO,
-        epochs=4,
+        epochs=3,
         seeds=(0,),
         options=("model.depth=12",),
         kept=1,
