@@ -15,7 +15,7 @@ from tests.benchmarks.evidence.data import unpack
 from tests.benchmarks.evidence.page import LEDGER, draw, page
 from tests.benchmarks.evidence.rows import ROWS, names_of, probes_of, rate_run, seed_run
 from tests.benchmarks.evidence.running import Place, best_rate, diverged, finished, run_row
-from tests.benchmarks.evidence.verdicts import over_seeds, verdict
+from tests.benchmarks.evidence.verdicts import over_seeds, seeds_done, verdict
 from tests.benchmarks.ledger import Ledger, packed, unpacked
 from tests.benchmarks.processes import said_in
 from tests.benchmarks.provenance import _module
@@ -163,6 +163,26 @@ def test_blocks_from_three_on_have_to_be_above_random_weights(layer, interval, w
         above = [{"layer": n, "difference": sum(ci) / 2, "ci95": ci} for n, ci in blocks.items()]
         runs[probes_of(seed_run("dino", arm, 0))] |= {"above_random": above}
     assert said_of("V6", runs) == word
+
+
+def test_a_claim_waits_for_its_own_arms_alone_and_shows_no_others():
+    scores = {"vit": (96.0, 96.1), "vit_cosine": (97.0, 97.1)}
+    scores |= {"qr": (94.0, 94.1), "qr_cosine": (96.0, 96.1)}
+    runs = {
+        seed_run("osa", arm, seed): run_of(values[seed])
+        for arm, values in scores.items()
+        for seed in (0, 1)
+    }
+    # Differences that are equal in both seeds have no interval.
+    runs[seed_run("osa", "qr", 1)] = run_of(94.15)
+    runs[seed_run("osa", "vit", 1)] = run_of(96.15)
+    found = verdict(OF["V9b"], runs)
+    assert (found.word, found.done, found.asked, found.hours) == ("supported", 8, 8, 4.0)
+    assert verdict(OF["V9"], runs).word == "undecided"
+    shown = {name: set(verdict(OF[name], runs).ours) for name in ("V9", "V9b")}
+    assert shown == {"V9": {"qr", "vit"}, "V9b": set(scores)}
+    assert seeds_done(OF["V9b"], runs) == (2, 2)
+    assert seeds_done(OF["V9"], runs) == (0, 2)
 
 
 def test_the_interval_over_two_seeds_is_students_by_hand():

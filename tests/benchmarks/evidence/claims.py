@@ -88,6 +88,7 @@ class Claim:
         says: What may be claimed.
         refuted: What refutes it.
         limits: What it does not say; empty for nothing.
+        beside: Arms of the row that are shown and not compared.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Claim:
     rule: Rule
     said: str = ""
     limits: str = ""
+    beside: Sequence[str] = ()
 
     def published_text(self) -> str:
         """The values in their order, and where they stand."""
@@ -244,6 +246,7 @@ CLAIMS = (
                 for other in ("vit_no_skip", "vit_no_skip_no_norm")
             ]
         ),
+        beside=("vit",),
     ),
     Claim(
         "V9b",

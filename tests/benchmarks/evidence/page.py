@@ -35,7 +35,7 @@ it was written in `tests/benchmarks/evidence/claims.py` before its runs; a row w
 run says so, and one that is refuted or shows nothing stands like any other. Ours are means over
 seeds of every arm; intervals are 95 %, over seeds (Student's t of differences paired by seed) and
 over images (bootstrap of differences, the same images in all arms). Hours are those of one core
-beside other work, for the whole row of runs with those that chose the rates.
+beside other work, for all runs of the arms that a line names with those that chose the rates.
 
 | | claim, refuted by | published | ours | same direction | difference [interval] | hours | seeds |
 |---|---|---|---|---|---|---:|---:|
@@ -57,7 +57,8 @@ def page(runs: Runs) -> str:
     if drawn:
         text += "\n## Over the epochs\n"
     for row in drawn:
-        arms = ", ".join(ROWS[row].arms)
+        lines = {arm for panel in curves(row, runs).values() for arm, _ in panel}
+        arms = ", ".join(arm for arm in ROWS[row].arms if arm in lines)
         text += f"\n![{row}: {arms} over the epochs](../figures/{figure_name(row)})\n"
     known = {name for row in ROWS for name in names_of(row)}
     made = sorted({run["provenance"] for name, run in runs.items() if name in known})
@@ -122,8 +123,8 @@ def _line(claim: Claim, found: Verdict, runs: Runs) -> str:
     says = f"{claim.asks}: **{claim.says}**; refuted by {claim.refuted}"
     says += f" ({claim.limits})" if claim.limits else ""
     ours = [f"{arm} {value:.2f}" for arm, value in found.ours.items()]
-    ours += [f"{name} diverged" for name in diverged_of(claim.row, runs)]
-    done, asked = seeds_done(claim.row, runs)
+    ours += [f"{name} diverged" for name in diverged_of(claim, runs)]
+    done, asked = seeds_done(claim, runs)
     cells = [
         claim.name,
         says,

@@ -1,6 +1,6 @@
 """The rows of the queue: which runs each takes, and how they differ."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 RATES = (2.5e-4, 1e-3, 4e-3)
@@ -242,11 +242,19 @@ def probes_of(run: str) -> str:
     return f"{run}-probes"
 
 
-def names_of(row: str) -> list[str]:
-    """Every finished thing that a whole row has in the ledger."""
-    asked = ROWS[row]
-    rates = RATES if asked.kind.chosen_by else ()
-    names = [rate_run(row, arm, rate) for arm in asked.arms for rate in rates]
-    reported = [seed_run(row, arm, seed) for arm in asked.arms for seed in asked.seeds]
-    probes = [probes_of(run) for run in reported] if asked.probed else []
-    return [*names, *reported, *probes]
+def names_of(row: str, arms: Collection[str] | None = None) -> list[str]:
+    """Every finished thing that a whole row, or some of its arms, has in the ledger."""
+    reported = reported_of(row, arms)
+    probes = [probes_of(run) for run in reported] if ROWS[row].probed else []
+    rates = RATES if ROWS[row].kind.chosen_by else ()
+    chosen = [rate_run(row, arm, rate) for arm in _of(row, arms) for rate in rates]
+    return [*chosen, *reported, *probes]
+
+
+def reported_of(row: str, arms: Collection[str] | None = None) -> list[str]:
+    """Names of the runs that are reported and chose nothing; none of a row without seeds."""
+    return [seed_run(row, arm, seed) for arm in _of(row, arms) for seed in ROWS[row].seeds]
+
+
+def _of(row: str, arms: Collection[str] | None) -> list[str]:
+    return [arm for arm in ROWS[row].arms if arms is None or arm in arms]

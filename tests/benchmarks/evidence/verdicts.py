@@ -22,6 +22,7 @@ from tests.benchmarks.evidence.rows import (
     names_of,
     probes_of,
     rate_run,
+    reported_of,
     seed_run,
 )
 from tests.benchmarks.ledger import Run, unpacked
@@ -66,12 +67,12 @@ class Verdict:
 
 
 def verdict(claim: Claim, runs: Runs) -> Verdict:
-    """What the finished runs say; undecided until the whole row is there."""
-    names = names_of(claim.row)
+    """What the finished runs say; undecided until all runs of the claim's arms are there."""
+    names = names_of(claim.row, _arms(claim))
     there = [name for name in names if name in runs]
     found, word = _judged(claim, runs)
     if len(there) < len(names):
-        word = "undecided" if _is_begun(claim.row, runs) else "not run"
+        word = "undecided" if _is_begun(claim, runs) else "not run"
     return Verdict(
         word,
         found,
@@ -82,26 +83,26 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
     )
 
 
-def seeds_done(row: str, runs: Runs) -> tuple[int, int]:
+def seeds_done(claim: Claim, runs: Runs) -> tuple[int, int]:
     """Seeds of which every arm is finished, and those asked; of readings, the one of their grid."""
-    asked = ROWS[row]
-    if not asked.seeds:
-        return int(all(name in runs for name in names_of(row))), 1
-    whole = [all(seed_run(row, arm, seed) in runs for arm in asked.arms) for seed in asked.seeds]
+    row, arms = claim.row, _arms(claim)
+    seeds = ROWS[row].seeds
+    if not seeds:
+        return int(all(name in runs for name in names_of(row, arms))), 1
+    whole = [all(seed_run(row, arm, seed) in runs for arm in arms) for seed in seeds]
     return sum(whole), len(whole)
 
 
-def diverged_of(row: str, runs: Runs) -> list[str]:
+def diverged_of(claim: Claim, runs: Runs) -> list[str]:
     """Names of the reported runs that diverged."""
-    names = [seed_run(row, arm, seed) for arm in ROWS[row].arms for seed in ROWS[row].seeds]
+    names = reported_of(claim.row, _arms(claim))
     return [name for name in names if "diverged" in runs.get(name, {})]
 
 
-def _is_begun(row: str, runs: Runs) -> bool:
+def _is_begun(claim: Claim, runs: Runs) -> bool:
     """Whether a run is finished that is reported, and none that only chose a rate."""
-    asked = ROWS[row]
-    reported = [seed_run(row, arm, seed) for arm in asked.arms for seed in asked.seeds]
-    return any(name in runs for name in reported or names_of(row))
+    row, arms = claim.row, _arms(claim)
+    return any(name in runs for name in reported_of(row, arms) or names_of(row, arms))
 
 
 def _judged(claim: Claim, runs: Runs) -> tuple[list[Found], Word]:
@@ -264,13 +265,12 @@ def _ours(claim: Claim, runs: Runs) -> dict[str, float]:
 
 
 def _arms(claim: Claim) -> list[str]:
-    """Those that the claim compares, in the order of the row."""
+    """Those that the claim speaks of, in the order of the row."""
     arms = list(ROWS[claim.row].arms)
     if not isinstance(claim.rule, Above):
         return arms
-    named = {arm for one in claim.rule.contrasts for arm in one.weights}
-    # Rows of several claims show what each speaks of, others all.
-    return [arm for arm in arms if arm in named] if claim.row == "skipless" else arms
+    named = {*claim.beside, *(arm for one in claim.rule.contrasts for arm in one.weights)}
+    return [arm for arm in arms if arm in named]
 
 
 def _metrics(claim: Claim) -> list[str]:
