@@ -139,3 +139,14 @@ def test_an_installed_package_looks_inside_itself(tmp_path, monkeypatch):
     assert loading.demo_folder() == tmp_path / "results" / "demo"
     (tmp_path / "package" / "demo").mkdir(parents=True)
     assert loading.demo_folder() == tmp_path / "package" / "demo"
+
+
+def test_a_finished_kind_is_exported_beside_an_unfinished_one(runs, tmp_path, place, monkeypatch):
+    del runs["dino-skip_soap-seed0"]
+    ledger = tmp_path / "ledger.json"
+    ledger.write_text(json.dumps(runs))
+    words = ["demo", str(tmp_path / "runs"), "--json", str(ledger), "--out", str(place)]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit, match="dino-skip_soap-seed0 is missing"):
+        demo.main()
+    assert [path.name for path in place.glob("*.safetensors")] == ["demo_skipless.safetensors"]

@@ -4,7 +4,8 @@
 
 RUNS is `--out` of the queue, FILE its ledger. Of the arms with skips and of those without the one
 whose training loss is lowest in the last epoch is taken, and no probe is asked; each is written in
-bfloat16 with its sha256, and card, configuration and log beside it.
+bfloat16 with its sha256, and card, configuration and log beside it. One whose arms are finished is
+written, whatever the other lacks.
 """
 
 import argparse
@@ -170,12 +171,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "results/demo")
     options = parser.parse_args()
     runs = Ledger(options.json).runs
-    try:
-        for name in NAMES:
-            for path in export(name, runs, options.runs, options.out):
-                print(path)
-    except DataError as error:
-        raise SystemExit(f"{error}") from error
+    refused: list[str] = []
+    for name in NAMES:
+        try:
+            print(*export(name, runs, options.runs, options.out), sep="\n")
+        except DataError as error:
+            refused.append(str(error))
+    if refused:
+        raise SystemExit("\n".join(refused))
 
 
 if __name__ == "__main__":
