@@ -73,7 +73,13 @@ _SUPERVISED = (
     "monitor.accuracy_epochs=1",
     "monitor.crop_share=1.0",
 )
-_SMALL_VIT = ("model.dim=96", "model.patch_size=4", "model.num_heads=3")
+# bfloat16 gives 1.7 times as many images an hour; ConvNeXt's convolutions have none of that.
+_SMALL_VIT = (
+    "model.dim=96",
+    "model.patch_size=4",
+    "model.num_heads=3",
+    "train.precision=bfloat16",
+)
 _CIFAR = Kind("cifar10", _SUPERVISED, 128, "top1", {"top1": "val_top1"}, tested=True)
 _MNIST = Kind(
     "mnist", ("train.num_workers=0",), 128, "", {"top1": "val_top1"}, ("loss",), tested=True
