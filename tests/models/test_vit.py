@@ -266,6 +266,8 @@ def test_attention_of_a_processor_that_trains_in_bfloat16_is_float32():
     assert (trained.seen, frozen.seen) == ({torch.float32}, {torch.bfloat16})
     expected = x.detach().double().requires_grad_(True)
     plain_attention(attention, expected).sum().backward()
+    assert x.grad is not None
+    assert expected.grad is not None
     error = torch.linalg.vector_norm(x.grad.double() - expected.grad)
     assert 0 < error / torch.linalg.vector_norm(expected.grad) < 2**-7
 
