@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
-from tqdm import tqdm
-
 from ssl_bench.errors import MachineError
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_text_atomically
+from ssl_bench.system.progress import Bar
 
 _SECONDS_BETWEEN_LINES = 20.0
 
@@ -61,7 +60,7 @@ class ProgressBar:
     def __init__(self, *, total: int, done: int, quiet: bool) -> None:
         self._quiet = quiet
         terminal = sys.stderr.isatty() and not quiet
-        self._bar = tqdm(total=total, initial=done, unit="step", disable=not terminal)
+        self._bar = Bar(total=total, initial=done, unit="step", disable=not terminal)
         self._total, self._first = total, done
         self._start = self._last_line = time.monotonic()
 
@@ -79,12 +78,12 @@ class ProgressBar:
             return
         self._last_line = now
         seconds_a_step = (now - self._start) / max(row["step"] - self._first, 1)
-        left = tqdm.format_interval((self._total - row["step"]) * seconds_a_step)
+        left = Bar.format_interval((self._total - row["step"]) * seconds_a_step)
         self.say(f"step {row['step']}/{self._total}  epoch {row['epoch']}  {facts}  {left} left")
 
     def say(self, line: str) -> None:
         if not self._quiet:
-            tqdm.write(printable(line), file=sys.stderr)
+            Bar.write(printable(line), file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()

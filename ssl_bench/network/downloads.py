@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from tqdm import tqdm
-
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network.answers import Answer, NotFetched, Origin, Refused, Unfit, Wish, ask
 from ssl_bench.system.files import lock_when_free, write_text_atomically
+from ssl_bench.system.progress import Bar
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ def _wish(published: Published, origin: Origin | None, known: int) -> Wish:
 
 def _append(answer: Answer, file: BinaryIO, path: Path, *, goes_on: bool) -> None:
     at, size = answer.start, answer.origin.size
-    with tqdm(
+    with Bar(
         desc=path.name, initial=at, total=size, unit="B", unit_scale=True, disable=None, leave=False
     ) as bar:
         for chunk in answer.chunks():

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -12,6 +13,18 @@ from ssl_bench.system.escaping import printable
 
 T = TypeVar("T")
 _FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
+
+
+class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]
+    """A bar of tqdm whose lock no other process can hold.
+
+    tqdm shares its own with processes that are forked: one that is killed while it writes would
+    keep all others from writing for ever.
+    """
+
+
+# One of its own for each process; a thread that holds it at a fork is not there to let it go.
+os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
 
 
 def is_heard() -> bool:
@@ -30,7 +43,7 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
         return items
     if not sys.stderr.isatty():
         return _logged(items, description, total)
-    bar = tqdm(
+    bar = Bar(
         items,
         desc=printable(description),
         total=total,
@@ -70,5 +83,5 @@ def say(line: str) -> None:
     """Tell the user on stderr, beside bars; stdout is for tables. The first process alone does."""
     if not is_heard():
         return
-    with tqdm.external_write_mode(file=sys.stderr):
+    with Bar.external_write_mode(file=sys.stderr):
         print(printable(line), file=sys.stderr, flush=True)

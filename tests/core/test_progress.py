@@ -3,8 +3,10 @@
 import os
 import pty
 import re
+import signal
 import sys
 import termios
+import threading
 import time
 from collections.abc import Callable
 
@@ -13,7 +15,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.system import progress
 from ssl_bench.system.progress import in_words, show_progress
-from tests.support.faults import encoder_file, exit_code, photo_folder, probing
+from tests.support.faults import encoder_file, exit_code, fork, photo_folder, probing
 
 
 def on_a_terminal(work: Callable[[], object]) -> str:
@@ -123,3 +125,47 @@ def test_commands_write_a_bar_to_a_terminal_and_plain_lines_elsewhere(place, cap
     assert all(character.isprintable() or character == "\n" for character in out + err)
     bars = {"probe": r"pca: +0%\|.*\| 0/3 \[", "data": r"reading photos: +0%\|.*\| 0/3 \["}
     assert re.search(bars[command], shown)
+
+
+def says_within(seconds: int) -> int:
+    """How a process ends that says something and has so long for it."""
+
+    def work() -> None:
+        signal.alarm(seconds)
+        progress.say("still here")
+
+    return exit_code(fork(work))
+
+
+def test_a_process_that_is_killed_while_it_writes_keeps_no_other_from_writing():
+    progress.say("before")
+    ready, held = os.pipe()
+
+    def hold_the_lock() -> None:
+        with progress.Bar.external_write_mode(file=sys.stderr):
+            os.write(held, b"1")
+            time.sleep(60)
+
+    child = fork(hold_the_lock)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGKILL)
+    assert exit_code(child) == -signal.SIGKILL
+    assert says_within(5) == 0
+
+
+def test_a_process_forked_while_a_thread_writes_can_write():
+    inside, done = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with progress.Bar.external_write_mode(file=sys.stderr):
+            inside.set()
+            done.wait()
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    assert inside.wait(5)
+    try:
+        assert says_within(5) == 0
+    finally:
+        done.set()
+        thread.join()
