@@ -13,7 +13,7 @@ from pretrain.runtime.folder import LOG
 from ssl_bench.errors import SslBenchError
 from ssl_bench.results import SUPERVISED, ResultStore
 from tests.benchmarks.evidence.probing import probed
-from tests.benchmarks.evidence.rows import RATES, ROWS, Row, probes_of, rate_run, seed_run
+from tests.benchmarks.evidence.rows import ROWS, Row, probes_of, rate_run, seed_run
 from tests.benchmarks.ledger import Ledger, Run, packed
 from tests.benchmarks.processes import said_in
 from tests.benchmarks.provenance import provenance
@@ -65,7 +65,7 @@ def best_rate(ledger: Ledger, place: Place, name: str, arm: str) -> float | None
     row, found = ROWS[name], {}
     if not row.kind.chosen_by:
         return None
-    for rate in RATES if place.steps is None else RATES[:1]:
+    for rate in row.kind.rates if place.steps is None else row.kind.rates[:1]:
         run = place.named(rate_run(name, arm, rate))
         options = [*_schedule(1), *_choosing_images(row, place), *_rate(row, rate), "train.seed=0"]
         options += row.kind.choosing

@@ -17,11 +17,10 @@ from tests.benchmarks.evidence.claims import (
     SameBest,
 )
 from tests.benchmarks.evidence.rows import (
-    RATES,
     ROWS,
     names_of,
     probes_of,
-    rate_run,
+    rate_runs,
     reported_of,
     seed_run,
 )
@@ -215,7 +214,7 @@ def _together(words: Sequence[Word]) -> Word:
 
 def best_of_rates(row: str, arm: str, runs: Runs) -> float | None:
     """The highest held-out score of an arm over the rates; None until all are finished."""
-    names = [rate_run(row, arm, rate) for rate in RATES]
+    names = rate_runs(row, arm)
     if not all(name in runs for name in names):
         return None
     return max(runs[name][ROWS[row].kind.chosen_by][-1] for name in names)
