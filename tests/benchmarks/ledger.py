@@ -27,10 +27,11 @@ class Ledger:
     def of(self, name: str, make: Callable[[], Run]) -> Run:
         """A finished run, made and written down if it is not there."""
         if name not in self.runs:
-            self._add(name, make())
+            self.put(name, make())
         return self.runs[name]
 
-    def _add(self, name: str, run: Run) -> None:
+    def put(self, name: str, run: Run) -> None:
+        """Write a run down, in the place of one of its name."""
         with self.path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             unfinished = self.path.with_suffix(".unfinished")

@@ -13,7 +13,15 @@ from tests.benchmarks.evidence import running
 from tests.benchmarks.evidence.claims import CLAIMS
 from tests.benchmarks.evidence.data import unpack
 from tests.benchmarks.evidence.page import LEDGER, draw, page
-from tests.benchmarks.evidence.rows import ROWS, names_of, probes_of, rate_run, seed_run
+from tests.benchmarks.evidence.rows import (
+    ROWS,
+    demo_of,
+    known_names,
+    names_of,
+    probes_of,
+    rate_run,
+    seed_run,
+)
 from tests.benchmarks.evidence.running import Place, best_rate, diverged, finished, run_row
 from tests.benchmarks.evidence.verdicts import over_seeds, seeds_done, verdict
 from tests.benchmarks.ledger import Ledger, packed, unpacked
@@ -51,9 +59,8 @@ def test_every_arm_composes(row, arm):
 
 
 def test_what_was_finished_before_still_counts():
-    names = {name for row in ROWS for name in names_of(row)}
     assert len(Ledger(LEDGER).runs) >= 4
-    assert names >= Ledger(LEDGER).runs.keys()
+    assert known_names() >= Ledger(LEDGER).runs.keys()
 
 
 @pytest.mark.parametrize(
@@ -163,6 +170,25 @@ def test_blocks_from_three_on_have_to_be_above_random_weights(layer, interval, w
         above = [{"layer": n, "difference": sum(ci) / 2, "ci95": ci} for n, ci in blocks.items()]
         runs[probes_of(seed_run("dino", arm, 0))] |= {"above_random": above}
     assert said_of("V6", runs) == word
+
+
+@pytest.mark.parametrize(
+    ("sizes", "word"),
+    [
+        ({}, "not run"),
+        ({"skip": 4.9}, "undecided"),
+        ({"skip": 4.9, "skipless": 5.0}, "supported"),
+        ({"skip": 4.9, "skipless": 6.0}, "refuted"),
+        ({"skip": 6.1}, "refuted"),
+    ],
+)
+def test_demonstration_encoders_are_there_when_both_are_below_six_megabytes(sizes, word):
+    files = {"hours": 0.0, "provenance": "a machine, a commit"}
+    runs = {demo_of(name): {**files, "bytes": int(size * 1e6)} for name, size in sizes.items()}
+    found = verdict(OF["V12"], runs)
+    assert found.word == word
+    assert found.ours == {f"demo:{name}": size for name, size in sizes.items()}
+    assert found.hours == 0
 
 
 def test_a_claim_waits_for_its_own_arms_alone_and_shows_no_others():

@@ -11,8 +11,11 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.models.loading import demo as loading
+from ssl_bench.models.loading.demo import NAMES
 from tests.benchmarks.evidence import demo
-from tests.benchmarks.evidence.rows import probes_of, seed_run
+from tests.benchmarks.evidence.page import LEDGER
+from tests.benchmarks.evidence.rows import demo_of, probes_of, seed_run
+from tests.benchmarks.ledger import Ledger
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=64, depth=2, num_heads=1)
 LOSSES = {"skip_adamw": 5.0, "skip_soap": 4.0, "skipless_adamw": 4.5, "skipless_soap": 6.0}
@@ -149,4 +152,19 @@ def test_a_finished_kind_is_exported_beside_an_unfinished_one(runs, tmp_path, pl
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit, match="dino-skip_soap-seed0 is missing"):
         demo.main()
-    assert [path.name for path in place.glob("*.safetensors")] == ["demo_skipless.safetensors"]
+    (weights,) = place.glob("*.safetensors")
+    assert weights.name == "demo_skipless.safetensors"
+    said = json.loads(ledger.read_text())
+    assert demo_of("skip") not in said
+    kept = said[demo_of("skipless")]
+    assert (kept["run"], kept["bytes"]) == ("dino-skipless_adamw-seed0", weights.stat().st_size)
+    assert kept["sha256"] == identify_encoder("demo:skipless").sha256
+
+
+def test_those_that_come_with_this_suite_are_those_of_the_ledger():
+    """What lies in results/demo is what the queue wrote last."""
+    known = {name: run for name in NAMES if (run := Ledger(LEDGER).runs.get(demo_of(name)))}
+    files = {path.name for path in loading.demo_folder().glob("*.safetensors")}
+    assert files == {loading.file_name(name) for name in known}
+    for name, run in known.items():
+        assert identify_encoder(f"demo:{name}").sha256 == run["sha256"]

@@ -7,6 +7,8 @@ from typing import Literal
 from ssl_bench.tables.published import published_table
 
 TOP1 = "top1"
+MOST_BYTES = 6_000_000
+"""Of a demonstration encoder."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,18 @@ class AboveRandom:
     first: int
 
 
-Rule = Above | Outside | SameBest | AboveRandom
+@dataclass(frozen=True)
+class Small:
+    """Every demonstration encoder was written, was loaded again and is below a size.
+
+    Attributes:
+        bytes: That none may have.
+    """
+
+    bytes: int
+
+
+Rule = Above | Outside | SameBest | AboveRandom | Small
 
 
 @dataclass(frozen=True)
@@ -206,6 +219,17 @@ CLAIMS = (
         AboveRandom(3),
         said="tables 2 to 4 of Cutting the Skip, on ImageNet-1k",
         limits="one seed: no claim on skip against skipless",
+    ),
+    Claim(
+        "V12",
+        "dino",
+        "demonstration encoders, of V6's arms with skips and of those without the one of the "
+        "lowest loss: megabytes in bfloat16",
+        (),
+        "both load and are below 6 MB",
+        "a larger file, or one that does not load",
+        Small(MOST_BYTES),
+        said="none",
     ),
     Claim(
         "V1",

@@ -23,14 +23,15 @@ from ssl_bench.models import EncoderModule, load_encoder, save_encoder
 from ssl_bench.models.loading.demo import NAMES, file_name
 from ssl_bench.models.loading.identity import read_metadata
 from ssl_bench.system.files import sha256_of
+from tests.benchmarks.evidence.claims import MOST_BYTES
 from tests.benchmarks.evidence.page import LEDGER, ROOT
 from tests.benchmarks.evidence.probing import RANDOM, TRAINED
-from tests.benchmarks.evidence.rows import ROWS, probes_of, seed_run
+from tests.benchmarks.evidence.rows import ROWS, demo_of, probes_of, seed_run
 from tests.benchmarks.evidence.verdicts import Runs
 from tests.benchmarks.ledger import Ledger, Run
+from tests.benchmarks.provenance import provenance
 
 ROW, SEED = "dino", 0
-MOST_BYTES = 6_000_000
 # Of the log one step in so many is kept, and every one that says more than a usual one.
 _EVERY = 20
 
@@ -164,17 +165,26 @@ def _thinned(log: Path) -> list[str]:
     return [json.dumps(row) for row in [*kept, *([rows[-1]] if rows[-1] not in kept else [])]]
 
 
+def _of_file(name: str, runs: Runs, weights: Path) -> Run:
+    """What the ledger keeps of a file that loads."""
+    load_encoder(str(weights))
+    said = {"run": chosen(name, runs), "bytes": weights.stat().st_size, "hours": 0.0}
+    return {**said, "sha256": sha256_of(weights), "provenance": provenance()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path)
     parser.add_argument("--json", type=Path, default=LEDGER)
     parser.add_argument("--out", type=Path, default=ROOT / "results/demo")
     options = parser.parse_args()
-    runs = Ledger(options.json).runs
+    ledger = Ledger(options.json)
     refused: list[str] = []
     for name in NAMES:
         try:
-            print(*export(name, runs, options.runs, options.out), sep="\n")
+            files = export(name, ledger.runs, options.runs, options.out)
+            ledger.put(demo_of(name), _of_file(name, ledger.runs, files[0]))
+            print(*files, sep="\n")
         except DataError as error:
             refused.append(str(error))
     if refused:

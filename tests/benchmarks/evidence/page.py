@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ssl_bench.intervals import Interval
 from tests.benchmarks.evidence.claims import CLAIMS, Claim
-from tests.benchmarks.evidence.rows import ROWS, names_of, seed_run
+from tests.benchmarks.evidence.rows import ROWS, known_names, seed_run
 from tests.benchmarks.evidence.verdicts import (
     Found,
     Runs,
@@ -60,8 +60,7 @@ def page(runs: Runs) -> str:
         lines = {arm for panel in curves(row, runs).values() for arm, _ in panel}
         arms = ", ".join(arm for arm in ROWS[row].arms if arm in lines)
         text += f"\n![{row}: {arms} over the epochs](../figures/{figure_name(row)})\n"
-    known = {name for row in ROWS for name in names_of(row)}
-    made = sorted({run["provenance"] for name, run in runs.items() if name in known})
+    made = sorted({run["provenance"] for name, run in runs.items() if name in known_names()})
     return text + "".join(f"\n{one}\n" for one in (["## Runs", *made] if made else []))
 
 

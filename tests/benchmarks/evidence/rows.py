@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from ssl_bench.models.loading.demo import NAMES
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -255,6 +257,11 @@ def probes_of(run: str) -> str:
     return f"{run}-probes"
 
 
+def demo_of(name: str) -> str:
+    """Name of what is known of the file of `demo:NAME`."""
+    return f"demo-{name}"
+
+
 def names_of(row: str, arms: Collection[str] | None = None) -> list[str]:
     """Every finished thing that a whole row, or some of its arms, has in the ledger."""
     reported = reported_of(row, arms)
@@ -270,3 +277,9 @@ def reported_of(row: str, arms: Collection[str] | None = None) -> list[str]:
 
 def _of(row: str, arms: Collection[str] | None) -> list[str]:
     return [arm for arm in ROWS[row].arms if arms is None or arm in arms]
+
+
+def known_names() -> set[str]:
+    """Of everything that a whole queue leaves in its ledger."""
+    runs = {name for row in ROWS for name in names_of(row)}
+    return runs | {demo_of(name) for name in NAMES}

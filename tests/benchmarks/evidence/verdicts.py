@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ssl_bench.intervals import Interval, bootstrap_estimate, mean_estimate
+from ssl_bench.models.loading.demo import DEMO, NAMES
 from tests.benchmarks.evidence.claims import (
     Above,
     AboveRandom,
@@ -15,9 +16,11 @@ from tests.benchmarks.evidence.claims import (
     Contrast,
     Outside,
     SameBest,
+    Small,
 )
 from tests.benchmarks.evidence.rows import (
     ROWS,
+    demo_of,
     names_of,
     probes_of,
     rate_runs,
@@ -67,6 +70,8 @@ class Verdict:
 
 def verdict(claim: Claim, runs: Runs) -> Verdict:
     """What the finished runs say; undecided until all runs of the claim's arms are there."""
+    if isinstance(claim.rule, Small):
+        return _small(claim.rule, runs)
     names = names_of(claim.row, _arms(claim))
     there = [name for name in names if name in runs]
     found, word = _judged(claim, runs)
@@ -104,9 +109,23 @@ def _is_begun(claim: Claim, runs: Runs) -> bool:
     return any(name in runs for name in reported_of(row, arms) or names_of(row, arms))
 
 
+def _small(rule: Small, runs: Runs) -> Verdict:
+    """Megabytes are ours; no run is counted, as the row's own claim counts them."""
+    there = {name: runs[demo_of(name)]["bytes"] for name in NAMES if demo_of(name) in runs}
+    word: Word = "undecided" if there else "not run"
+    if any(size >= rule.bytes for size in there.values()):
+        word = "refuted"
+    elif len(there) == len(NAMES):
+        word = "supported"
+    ours = {f"{DEMO}:{name}": size / 1e6 for name, size in there.items()}
+    return Verdict(word, [], ours, done=len(there), asked=len(NAMES), hours=0.0)
+
+
 def _judged(claim: Claim, runs: Runs) -> tuple[list[Found], Word]:
     row = claim.row
     match claim.rule:
+        case Small():
+            raise AssertionError("its files are not runs")
         case Above() as rule:
             found = [_contrast(row, one, runs) for one in rule.contrasts]
             intervals = [
