@@ -1,6 +1,6 @@
 """The picture on the first page: a photograph, its PCA maps and TokenCut's boxes over the blocks.
 
-python docs/_front.py CHECKPOINT [--photograph FILE] [--height 160] [--caption TEXT]
+python docs/_front.py [CHECKPOINT] [--photograph FILE] [--height 160] [--blocks N] [--out FILE]
 """
 
 import argparse
@@ -26,6 +26,7 @@ from ssl_bench.models import load_encoder
 PICTURE = Path(__file__).with_name("front.png")
 # CC BY 2.0, vultilion on Flickr; comes with scikit-learn.
 PHOTOGRAPH = str(files("sklearn").joinpath("datasets/images/flower.jpg"))
+CHECKPOINT, BLOCKS = "demo:skip", 6
 
 
 def read(photograph: str, height: int, patch: int) -> UInt8[np.ndarray, "height width 3"]:
@@ -39,30 +40,30 @@ def read(photograph: str, height: int, patch: int) -> UInt8[np.ndarray, "height 
 
 
 def seen(
-    checkpoint: str, photograph: str, height: int
+    checkpoint: str, photograph: str, height: int, blocks: int
 ) -> tuple[UInt8[np.ndarray, "height width 3"], dict[int, Colours], dict[int, Discovery]]:
-    """The photograph, and for each block its map and the object that is found."""
+    """The photograph, and for so many blocks up to the last a map and the object that is found."""
     encoder = load_encoder(checkpoint)
-    layers = range(encoder.depth)
+    layers = sorted({round((n + 1) * encoder.depth / blocks) - 1 for n in range(blocks)} - {-1})
     image = read(photograph, height, encoder.patch_size)
     pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None] / 255
     features = FeatureExtractor(encoder, layers=layers, facets=("token", "key"))(pixels)
     grid = PatchGrid(*image.shape[:2], encoder.patch_size)
     found = {layer: discover(features[layer]["key"][0], grid) for layer in layers}
-    return image, _maps([features[layer]["token"][0] for layer in layers]), found
+    return image, _maps({layer: features[layer]["token"][0] for layer in layers}), found
 
 
-def _maps(tokens: list[Float[Tensor, "rows cols dim"]]) -> dict[int, Colours]:
+def _maps(tokens: dict[int, Float[Tensor, "rows cols dim"]]) -> dict[int, Colours]:
     """Three components of each block, turned towards those of the block before."""
-    whole = torch.ones(tokens[0].shape[:2], dtype=torch.bool)
-    maps = [fit_projection(one.flatten(0, 1)).apply(one) for one in tokens]
+    maps = [fit_projection(one.flatten(0, 1)).apply(one) for one in tokens.values()]
+    whole = torch.ones(maps[0].shape[:2], dtype=torch.bool)
     turned = oriented(maps[:1], [whole])
     for one in maps[1:]:
         turned += aligned([one], turned[-1:])
     # Each block in full contrast of its own.
     return {
         layer: as_colours({layer: [one]}, {layer: [whole]})[layer][0]
-        for layer, one in enumerate(turned)
+        for layer, one in zip(tokens, turned, strict=True)
     }
 
 
@@ -71,6 +72,7 @@ def draw(
     maps: dict[int, Colours],
     found: dict[int, Discovery],
     caption: str,
+    file: Path,
 ) -> None:
     mpl.use("Agg")
     height, width = image.shape[:2]
@@ -89,7 +91,7 @@ def draw(
     axes[0, 0].set_ylabel("TokenCut", fontsize=10)
     axes[1, 0].set_ylabel("PCA", fontsize=10)
     figure.supxlabel(caption, fontsize=9)
-    figure.savefig(PICTURE, dpi=110)
+    figure.savefig(file, dpi=110)
     pyplot.close(figure)
 
 
@@ -105,12 +107,15 @@ def _frame(axis: Any, found: Discovery) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint")
+    parser.add_argument("checkpoint", nargs="?", default=CHECKPOINT)
     parser.add_argument("--photograph", default=PHOTOGRAPH)
     parser.add_argument("--height", type=int, default=160, help="of the photograph in pixels")
-    parser.add_argument("--caption", default="", help="what the encoder is")
+    parser.add_argument("--blocks", type=int, default=BLOCKS, help="so many, evenly spaced")
+    parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
-    draw(*seen(options.checkpoint, options.photograph, options.height), options.caption)
+    caption = f"blocks of {options.checkpoint}"
+    image = seen(options.checkpoint, options.photograph, options.height, options.blocks)
+    draw(*image, caption, options.out)
 
 
 if __name__ == "__main__":

@@ -167,8 +167,8 @@ def newest_checkpoint(folder: Path) -> str:
     found = [path for path in files if kept_epoch(path) is None]
     if not found:
         raise CheckpointError(
-            f"no checkpoint below {folder}/; pass --checkpoint URI or make one with "
-            "`ssl-bench pretrain` or `ssl-bench quickstart`"
+            f"no checkpoint below {folder}/; pass --checkpoint URI, such as demo:skip, or make one "
+            "with `ssl-bench pretrain`"
         )
     newest = max(found, key=lambda path: path.stat().st_mtime)
     say(f"no --checkpoint: the newest below {folder}/ is {newest}, {_age(newest)}")

@@ -1,6 +1,7 @@
 """The gallery is what the committed records say, text and pictures."""
 
 import runpy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,22 @@ def test_its_pictures_are_drawn_from_these_records(gallery, tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {path.name for path in gallery["PICTURES"].iterdir()}
     for name in names:
-        new, there = (
-            np.asarray(Image.open(folder / name).convert("RGB"), dtype=float)
-            for folder in (tmp_path, gallery["PICTURES"])
+        assert _differ_by(tmp_path / name, gallery["PICTURES"] / name) < 2, (
+            "run: python docs/_gallery.py"
         )
-        assert new.shape == there.shape
-        # Fonts are drawn a little otherwise elsewhere.
-        assert np.abs(new - there).mean() < 2, "run: python docs/_gallery.py"
+
+
+@pytest.mark.slow
+def test_the_picture_on_the_first_page_is_of_an_encoder_that_comes_along(tmp_path, monkeypatch):
+    front = runpy.run_path(str(ROOT / "docs/_front.py"))
+    drawn = tmp_path / "front.png"
+    monkeypatch.setattr("sys.argv", ["_front.py", "--out", str(drawn)])
+    front["main"]()
+    assert _differ_by(drawn, front["PICTURE"]) < 2, "run: python docs/_front.py"
+
+
+def _differ_by(*files: Path) -> float:
+    """Of a pixel on average; fonts are drawn a little otherwise elsewhere."""
+    new, there = (np.asarray(Image.open(file).convert("RGB"), dtype=float) for file in files)
+    assert new.shape == there.shape
+    return np.abs(new - there).mean()

@@ -29,7 +29,7 @@ def demo_file(uri: str) -> Path:
     if not path.is_file():
         raise CheckpointError(
             f"{uri} does not come with this version: no {path.name} in {path.parent}; train an "
-            "encoder with `ssl-bench quickstart` or `ssl-bench pretrain`, or give a checkpoint"
+            "encoder with `ssl-bench pretrain`, or give a checkpoint"
         )
     return path
 
