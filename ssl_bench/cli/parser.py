@@ -229,7 +229,9 @@ def _add_data(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _add_quickstart(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    quickstart = _command(commands, "quickstart", "a tiny pretraining, then all probes of it and of ours")
+    quickstart = _command(
+        commands, "quickstart", "a tiny pretraining, then all probes of it and of ours"
+    )
     add = quickstart.add_argument
     add("--out", default="runs/quickstart", metavar="DIR", help="default runs/quickstart")
     add("--overwrite", action="store_true", help="begin anew")
