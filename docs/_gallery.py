@@ -43,9 +43,10 @@ out.
 
 ![TokenCut's box and PCA maps of one photograph over six blocks](front.png)
 
-TokenCut's box and PCA maps of a photograph over the blocks of `demo:skip`: `python docs/_front.py`,
-with `CHECKPOINT` of an encoder of one's own. `ssl-bench report` has such pictures of all photographs that
-were probed ([object discovery](object_discovery.md), [PCA](pca.md)).
+TokenCut's box and PCA maps of a photograph over the blocks of `demo:skip`:
+`python docs/_front.py`, with `CHECKPOINT` of an encoder of one's own. `ssl-bench report` has such
+pictures of all photographs that were probed ([object discovery](object_discovery.md),
+[PCA](pca.md)).
 """
 
 
