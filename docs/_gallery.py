@@ -16,7 +16,7 @@ from ssl_bench.tables.drawing import draw_curves
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/gallery.md"
 PICTURES = ROOT / "docs/gallery"
-STORE = "results/dino_photographs"
+STORE = "results/demo_probes"
 QUESTIONS = {
     "segmentation": ("Can a linear head segment with it?", "segmentation"),
     "tokencut": ("Does its normalised cut find the object?", "object_discovery"),
@@ -33,11 +33,12 @@ _BEGINNING = """\
 # Gallery
 
 What a table over blocks looks like, a picture a task: the headline metric of each dataset in
-[{store}](../results/tables/dino_photographs_probes.md), one line an encoder, bands are 95 %
-intervals. The encoders are ViTs of 6 blocks after minutes of DINO, far from converged, with random
-weights beside them: they show what is measured, and not how good an encoder can be.
-`python docs/_gallery.py` draws this page from the records; sets of less than eight images are left
-out.
+[{store}](../results/tables/demo_probes.md), one line an encoder, bands are 95 % intervals. The
+encoders come along ([card](../results/demo/demo_skip.md)): small ViTs of 12 blocks after an hour or
+two of DINO on one core, with the same ViTs' random weights and what needs no encoder beside them.
+They show what is measured, and not how good an encoder can be. `python docs/_gallery.py` draws this
+page from the records, `python -m tests.benchmarks.evidence.demo_probes` makes these; sets of less
+than eight images are left out.
 
 ## What does it look like?
 

@@ -109,6 +109,7 @@ WHOLE: Mapping[str, Make] = {
         "cost_model", "cost_predictions.json", "prediction_table"
     ),
     "results/tables/decoding.md": _by("decoding", "decoding-cpu.json"),
+    "results/tables/demo_probes.md": partial(_records, "results/demo_probes"),
     "results/tables/device_waits.md": _by("device_waits", "device_waits.json", "table"),
     "results/tables/dino_photographs_probes.md": partial(_records, "results/dino_photographs"),
     "results/tables/evidence.md": _evidence,
