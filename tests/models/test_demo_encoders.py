@@ -118,10 +118,18 @@ def test_card_configuration_and_log_lie_beside_and_name_no_place(runs, tmp_path,
 
 
 def test_nothing_is_exported_before_every_run_of_its_kind_is_finished(runs, tmp_path, place):
-    del runs[probes_of("dino-skip_adamw-seed0")]
+    del runs["dino-skip_adamw-seed0"]
     with pytest.raises(DataError, match="dino-skip_adamw-seed0 is missing"):
         exported("skip", runs, tmp_path, place)
     assert exported("skipless", runs, tmp_path, place)
+
+
+def test_nothing_is_exported_before_the_chosen_one_is_probed(runs, tmp_path, place):
+    del runs[probes_of("dino-skip_adamw-seed0")]
+    assert exported("skip", runs, tmp_path, place)
+    del runs[probes_of("dino-skip_soap-seed0")]
+    with pytest.raises(DataError, match="dino-skip_soap-seed0-probes is missing"):
+        exported("skip", runs, tmp_path, place)
 
 
 def test_a_file_that_is_too_large_is_not_left(runs, tmp_path, place, monkeypatch):

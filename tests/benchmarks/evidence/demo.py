@@ -4,8 +4,8 @@
 
 RUNS is `--out` of the queue, FILE its ledger. Of the arms with skips and of those without the one
 whose training loss is lowest in the last epoch is taken, and no probe is asked; each is written in
-bfloat16 with its sha256, and card, configuration and log beside it. One whose arms are finished is
-written, whatever the other lacks.
+bfloat16 with its sha256, and card, configuration and log beside it. One whose arms and probes are
+finished is written, whatever the other lacks.
 """
 
 import argparse
@@ -40,17 +40,23 @@ def chosen(name: str, runs: Runs) -> str:
     """The run behind `demo:NAME`, by the loss of its last epoch.
 
     Raises:
-        DataError: a run of its kind is not finished.
+        DataError: a run of its kind is not finished, or the probes of the chosen one.
     """
     arms = [arm for arm in ROWS[ROW].arms if arm.partition("_")[0] == name]
     names = [seed_run(ROW, arm, SEED) for arm in arms]
-    missing = [run for run in names if run not in runs or probes_of(run) not in runs]
-    if missing:
+    wanted = ", ".join(names)
+    if missing := [run for run in names if run not in runs]:
         raise DataError(
-            f"demo:{name} is the one of {', '.join(names)} with the lowest loss; expected all of "
-            f"them and their probes in the ledger, {', '.join(missing)} is missing: run the row"
+            f"demo:{name} is the one of {wanted} with the lowest loss; expected all of them in the "
+            f"ledger, {', '.join(missing)} is missing: run the row"
         )
-    return min(names, key=lambda run: runs[run]["loss"][-1])
+    run = min(names, key=lambda run: runs[run]["loss"][-1])
+    if probes_of(run) not in runs:
+        raise DataError(
+            f"demo:{name} is the one of {wanted} with the lowest loss, {run}; expected its probes "
+            f"in the ledger, {probes_of(run)} is missing: run the row"
+        )
+    return run
 
 
 def export(name: str, runs: Runs, folder: Path, out: Path) -> list[Path]:
@@ -121,7 +127,8 @@ def card(name: str, run: str, runs: Runs, weights: Path) -> str:
         f"  `{sha256_of(weights)}`; it is computed with in float32. `{beside[0]}` is its",
         f"  configuration, `{beside[1]}` its log, one step in {_EVERY}.",
         "",
-        "The probes are those of the float32 weights before they were rounded.",
+        "The probes are those of the float32 weights before they were rounded. Others stand beside raw",
+        "colours and answers without a look at the images in `results/tables/demo_probes.md`.",
         "",
         *_table(probes["cells"]),
         "",
