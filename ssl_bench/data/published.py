@@ -3,6 +3,8 @@
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
+from ssl_bench.errors import ConfigurationError
+
 PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
     {
         "voc2012": {"train": 1464, "val": 1449, "discovery": 11540},
@@ -31,3 +33,16 @@ def name_of_images(name: str, found: Mapping[str, Collection[str]]) -> str:
     if all(len(ids) == published.get(role, len(ids)) for role, ids in found.items()):
         return name
     return f"{name}-{len(set().union(*found.values()))}"
+
+
+def require_own_name(name: str) -> None:
+    """Refuse a name that stands for published images, of images that nobody can count.
+
+    Raises:
+        ConfigurationError: the name is one of these.
+    """
+    if name in {*PUBLISHED, "coco20k"}:
+        raise ConfigurationError(
+            f"dataset.name expects a name of your own for your images, got {name!r}, which stands "
+            "for a published set; take another"
+        )

@@ -6,6 +6,8 @@ import pytest
 from PIL import Image
 
 from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages, labelled_by_folder
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.limited import LimitedDataset
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 
@@ -108,3 +110,21 @@ def test_a_useless_root_is_refused_when_it_is_used(tmp_path):
         ClassFolders(tmp_path / "train").train()
     with pytest.raises(DataError, match="class_folders has no boxes"):
         ClassFolders(tmp_path).discovery()
+
+
+def test_images_are_called_as_their_owner_calls_them(tmp_path):
+    for place in ("train/cat/1.png", "val/cat/2.png", "train/dog/3.png", "val/dog/4.png"):
+        put(tmp_path, place)
+    named = ClassFolders(tmp_path, name="pets")
+
+    assert named.name == named.train().name == named.val().name == "pets"
+    assert named.val().fingerprint() == ClassFolders(tmp_path).val().fingerprint()
+    assert LimitedDataset(named, 1).val().name == "pets-limit1"
+    assert ImageFolder(tmp_path, name="pets").images().name == "pets"
+
+
+@pytest.mark.parametrize("layout", [ClassFolders, ImageFolder])
+@pytest.mark.parametrize("name", ["voc2012", "coco20k"])
+def test_they_do_not_pass_for_published_ones(tmp_path, layout, name):
+    with pytest.raises(ConfigurationError, match=f"got '{name}', which stands for a published"):
+        layout(tmp_path, name=name)

@@ -12,6 +12,7 @@ from ssl_bench.data.files.known_by_stat import known_by_stat
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.paired_folders import split_folder
+from ssl_bench.data.published import require_own_name
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.data.splits import Split, read_lines, require_disjoint
@@ -76,21 +77,23 @@ class ClassFolders:
 
     Attributes:
         root: The folder that holds those of the splits.
+        name: By which records and tables call it.
         val_split: Without it `val`, else `test`.
         known_only: Leave out validation images of classes that the training split lacks, where
             they are an error otherwise.
     """
 
-    name = "class_folders"
     supports = frozenset({"classification", "images"})
 
     root: Place = None
+    name: str = "class_folders"
     train_split: str = "train"
     val_split: str | None = None
     known_only: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
+        require_own_name(self.name)
 
     def train(self) -> LabelledImages:
         """The training images; their folders are the classes.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.published import require_own_name
 from ssl_bench.data.roles import lacking
 from ssl_bench.errors import DataError
 from ssl_bench.system.paths import expanded
@@ -19,15 +20,17 @@ class ImageFolder:
 
     Attributes:
         root: The folder. Links to other folders are followed.
+        name: By which records and tables call it.
     """
 
-    name = "folder"
     supports = frozenset({"images", "discovery"})
 
     root: Place = None
+    name: str = "folder"
 
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
+        require_own_name(self.name)
 
     def train(self) -> FileImageSet:
         raise lacking(self.name, "segmentation")

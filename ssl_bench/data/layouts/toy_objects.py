@@ -32,8 +32,9 @@ class ToyObjects(Drawn):
         """The training pictures."""
         return self.train()
 
-    def _folders(self) -> "_Folders":
-        return _Folders(root=str(self.kept("toy_objects", self._write)), known_only=True)
+    def _folders(self) -> ClassFolders:
+        root = str(self.kept("toy_objects", self._write))
+        return ClassFolders(root=root, name=self.name, known_only=True)
 
     def _write(self, folder: Path) -> None:
         for split, count in (("train", self.num_train), ("val", self.num_val)):
@@ -45,7 +46,3 @@ class ToyObjects(Drawn):
                     class_folder = folder / split / CLASS_NAMES[number]
                     class_folder.mkdir(parents=True, exist_ok=True)
                     image.crop(box).save(class_folder / f"{index:05d}.jpg", quality=92)
-
-
-class _Folders(ClassFolders):
-    name = ToyObjects.name

@@ -18,7 +18,7 @@ from tests.benchmarks.evidence.page import ROOT
 STORE = "results/demo_probes"
 PROBES = (
     ("knn,classification", "class_folders", "cifar10",
-     ("dataset.val_split=test", "probe.image_size=64", "--limit", "3000")),
+     ("dataset.name=cifar10", "dataset.val_split=test", "probe.image_size=64", "--limit", "3000")),
     ("segmentation,retrieval", "voc2012", "photos", ("probe.image_size=256",)),
     ("segmentation,retrieval", "toy", None, ("probe.image_size=128", "--limit", "60")),
     ("tokencut,pca", "voc2012", "photos", ("probe.num_images=8",)),
