@@ -77,19 +77,19 @@ class ClassFolders:
 
     Attributes:
         root: The folder that holds those of the splits.
-        name: By which records and tables call it.
         val_split: Without it `val`, else `test`.
         known_only: Leave out validation images of classes that the training split lacks, where
             they are an error otherwise.
+        name: By which records and tables call it.
     """
 
     supports = frozenset({"classification", "images"})
 
     root: Place = None
-    name: str = "class_folders"
     train_split: str = "train"
     val_split: str | None = None
     known_only: bool = False
+    name: str = "class_folders"
 
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
