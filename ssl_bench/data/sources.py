@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES, NUM_IMAGES
+from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES
 from ssl_bench.data.published import PUBLISHED
 from ssl_bench.network.downloads import Published
 
@@ -174,7 +174,7 @@ _COCO20K = Source(
         "annotations/instances_train2014.json",
         LIST_NAMES[0],
     ),
-    counts={"discovery": NUM_IMAGES},
+    counts=PUBLISHED["coco20k"],
     downloads=(
         _known(
             f"{_COCO}/zips/train2014.zip",

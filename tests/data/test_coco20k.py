@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_bench.data import published
 from ssl_bench.data.layouts import coco20k
 from ssl_bench.data.layouts.coco20k import LIST, Coco20k, read_boxes
 from ssl_bench.data.samples import Dataset, Sample
@@ -152,7 +153,7 @@ def test_a_subset_does_not_pass_for_the_benchmark(root, dataset):
 
 def test_a_complete_list_must_be_the_published_one(root, dataset, monkeypatch):
     path = root / "coco_20k_filenames_subset.txt"
-    monkeypatch.setattr(coco20k, "NUM_IMAGES", 3)
+    monkeypatch.setattr(published, "PUBLISHED", {"coco20k": {"discovery": 3}})
 
     with pytest.raises(DataError, match=f"has md5 [0-9a-f]{{32}}, published was {LIST.digest}"):
         dataset.discovery()
@@ -208,7 +209,7 @@ def test_the_published_list_is_the_one_that_is_asked_for(shared_data):
 
     lines = path.read_text().splitlines()
 
-    assert len(set(lines)) == coco20k.NUM_IMAGES
+    assert len(set(lines)) == published.PUBLISHED["coco20k"]["discovery"]
     assert hashlib.md5(path.read_bytes()).hexdigest() == LIST.digest
 
 

@@ -18,6 +18,7 @@ from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.digests import digest_of
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.locations import cache_folder, find_root, first_folder
+from ssl_bench.data.published import name_of_images
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
@@ -25,7 +26,6 @@ from ssl_bench.network.downloads import Published, download
 from ssl_bench.system.files import read_regular, write_atomically
 from ssl_bench.system.paths import expanded
 
-NUM_IMAGES = 19_817
 # The digest is that of the file in commit fcedbec.
 LIST = Published(
     "https://raw.githubusercontent.com/valeoai/LOST/master/datasets/coco_20k_filenames.txt",
@@ -143,12 +143,13 @@ def _number(image_id: str) -> int:
 
 def _require_published(source: Path, listed: Sequence[str]) -> str:
     """The name of the set: a shorter list is another benchmark and must not pass for COCO20k."""
-    if len(listed) != NUM_IMAGES:
-        return f"coco20k-{len(listed)}"
+    name = name_of_images(Coco20k.name, {"discovery": listed})
+    if name != Coco20k.name:
+        return name
     md5 = LIST.hexdigest(source)
     if md5 != LIST.digest:
         raise DataError(f"{source} has md5 {md5}, published was {LIST.digest}; fetch it again")
-    return "coco20k"
+    return name
 
 
 def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
