@@ -21,14 +21,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from pretrain.runtime.folder import LOG
 from pretrain.runtime.state import has_state, load_state
 from ssl_bench.data.layouts.archives import open_labelled_archives
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
+from tests.benchmarks.patches import closeness
 from tests.benchmarks.provenance import provenance
 
 READINGS = ("as_written", "no_logit_scale", "no_gain", "uniform")
@@ -36,7 +35,7 @@ READINGS = ("as_written", "no_logit_scale", "no_gain", "uniform")
 BATCH = 32
 RATES = {"adamw": (2e-4, 5e-4, 1e-3), "soap": (5e-4, 1e-3, 2e-3)}
 ARMS = [(r, o, rate) for o, rates in RATES.items() for r in READINGS for rate in rates]
-LAST, IMAGES, SAME = 50, 200, 0.99
+LAST, IMAGES = 50, 200
 OUT = Path("runs/initialisation_readings")
 
 
@@ -60,14 +59,7 @@ def trained(arm: tuple[str, str, float], data: str, steps: int) -> Path:
 def merged_share(out: Path, images: ImageSet) -> float:
     """Percent of the patches after the last block that point where the mean one does."""
     encoder = load_encoder(str(out))
-    extract, shares = FeatureExtractor(encoder, layers=[encoder.depth - 1]), []
-    for number in range(IMAGES):
-        pixels = images[number * len(images) // IMAGES].image
-        features = extract(torch.from_numpy(pixels)[None].permute(0, 3, 1, 2) / 255)
-        patches = features[encoder.depth - 1]["token"].flatten(0, 2)
-        near = F.cosine_similarity(patches, patches.mean(0, keepdim=True)) > SAME
-        shares.append(100 * float(near.float().mean()))
-    return fmean(shares)
+    return closeness(encoder, images, IMAGES, [encoder.depth - 1])[0].merged
 
 
 def measured(

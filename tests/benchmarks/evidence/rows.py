@@ -1,7 +1,7 @@
 """The rows of the queue: which runs each takes, and how they differ."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ssl_bench.models.loading.demo import NAMES
 
@@ -46,6 +46,8 @@ class Row:
         seeds: None where the runs that choose the rate say it all.
         kept: After so many epochs each an encoder stays.
         probed: Whether the encoders are probed, beside random weights.
+        compared: Whether the patches of the encoders of the first runs are compared.
+        whole: The arms that are trained with the seeds; None for all.
     """
 
     arms: Mapping[str, Sequence[str]]
@@ -55,6 +57,8 @@ class Row:
     options: Sequence[str] = ()
     kept: int = 0
     probed: bool = False
+    compared: bool = False
+    whole: Sequence[str] | None = None
 
 
 _SUPERVISED = (
@@ -129,11 +133,13 @@ def _skipless(optimizer: str) -> dict[str, list[str]]:
     }
 
 
+# The side of 2,048 outputs is not preconditioned: it would cost more than all else.
+_NARROW_SOAP = "optimizer.max_precond_dim=1024"
+
+
 def _with_default(arms: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    # The side of 2,048 outputs is not preconditioned: it would cost more than all else.
-    soap = "optimizer.max_precond_dim=1024"
     return {
-        name: [*options, *([soap] if name.endswith("soap") else [])]
+        name: [*options, *([_NARROW_SOAP] if name.endswith("soap") else [])]
         for name, options in arms.items()
         if "default" not in name
     }
@@ -149,6 +155,21 @@ READINGS = {
     "uniform": [],
 }
 OPTIMIZERS = ("adamw", "soap")
+_UNSCALED, _GAINLESS = (
+    "model.init_options.cancel_logit_scale=true",
+    "model.init_options.suo_gain=false",
+)
+# Each undoes one reason for which patches merge where there are no skips: attention that is far
+# from the identity, or an MLP that gives all tokens the same mean.
+APART = {
+    "published": [],
+    "no_logit_scale": [_UNSCALED],
+    "no_gain": [_GAINLESS],
+    "neither": [_UNSCALED, _GAINLESS],
+    "identity": ["model.init_options.beta=3.0"],
+    "graying": ["model.graying=dct", "model.graying_exponent=0.9"],
+    "orthogonal": ["model.attention=osa_qr", "model.init=osa", "model.qkv_bias=false"],
+}
 _ATTO = ("model=timm", "model.name=convnext_atto", "model.patch_size=2")
 
 ROWS = {
@@ -181,6 +202,18 @@ ROWS = {
         options=("model.depth=12",),
         kept=1,
         probed=True,
+    ),
+    "apart": Row(
+        {name: ["model=vit_tiny_skipless", *more] for name, more in APART.items()},
+        # The rate that the same grid chose for skipless, SOAP.
+        replace(_DINO, rates=(1e-3,)),
+        epochs=3,
+        seeds=(0,),
+        options=("model.depth=12", "optimizer=soap", _NARROW_SOAP),
+        kept=1,
+        probed=True,
+        compared=True,
+        whole=(),
     ),
     "mimetic": Row(
         {
@@ -272,7 +305,9 @@ def names_of(row: str, arms: Collection[str] | None = None) -> list[str]:
 
 def reported_of(row: str, arms: Collection[str] | None = None) -> list[str]:
     """Names of the runs that are reported and chose nothing; none of a row without seeds."""
-    return [seed_run(row, arm, seed) for arm in _of(row, arms) for seed in ROWS[row].seeds]
+    trained = ROWS[row].whole
+    named = [arm for arm in _of(row, arms) if trained is None or arm in trained]
+    return [seed_run(row, arm, seed) for arm in named for seed in ROWS[row].seeds]
 
 
 def _of(row: str, arms: Collection[str] | None) -> list[str]:

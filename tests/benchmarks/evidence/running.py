@@ -10,14 +10,19 @@ from statistics import fmean
 from typing import Any
 
 from pretrain.runtime.folder import LOG
+from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import SslBenchError
+from ssl_bench.models import load_encoder
 from ssl_bench.results import SUPERVISED, ResultStore
 from tests.benchmarks.evidence.probing import probed
 from tests.benchmarks.evidence.rows import ROWS, Row, probes_of, rate_run, seed_run
 from tests.benchmarks.ledger import Ledger, Run, packed
+from tests.benchmarks.patches import closeness
 from tests.benchmarks.processes import said_in
 from tests.benchmarks.provenance import provenance
 
+COMPARED = 200
+"""Held-out images whose patches are compared."""
 SMOKE = "smoke-"
 """Names that begin so were cut short, and no page takes them."""
 
@@ -46,6 +51,8 @@ def run_row(ledger: Ledger, place: Place, name: str, arms: Iterable[str]) -> Non
     rates = {arm: best_rate(ledger, place, name, arm) for arm in arms}
     for seed in row.seeds if place.steps is None else row.seeds[:1]:
         for arm, rate in rates.items():
+            if row.whole is not None and arm not in row.whole and place.steps is None:
+                continue
             run = place.named(seed_run(name, arm, seed))
             options = [*_schedule(row.epochs), *_tested_images(row, place, run), *_rate(row, rate)]
             options += [f"train.seed={seed}", *_kept(row)]
@@ -70,6 +77,8 @@ def best_rate(ledger: Ledger, place: Place, name: str, arm: str) -> float | None
         options = [*_schedule(1), *_choosing_images(row, place), *_rate(row, rate), "train.seed=0"]
         options += row.kind.choosing
         reached = ledger.of(run, partial(_trained, place, row, arm, run, options, 1))
+        if row.compared and "cosine" not in reached:
+            ledger.put(run, reached | _compared(place, row, run))
         found[rate] = reached[row.kind.chosen_by][-1]
         print(f"{run}: {found[rate]:.2f} % held-out", flush=True)
     return max(found, key=lambda rate: found[rate])
@@ -111,6 +120,14 @@ def finished(run: Path, row: Row, epochs: int) -> Run:
     if last < epochs and not run.name.startswith(SMOKE):
         raise SslBenchError(f"{run} has {last} of {epochs} epochs; type the command again")
     return found | _hits(run)
+
+
+def _compared(place: Place, row: Row, run: str) -> Run:
+    """How close the patches of held-out images are to each other, block by block."""
+    encoder = load_encoder(str(place.out / run))
+    images = ImageFolder(place.data / f"{row.kind.data}_choosing" / "val").images()
+    found = closeness(encoder, images, COMPARED, range(encoder.depth))
+    return {"cosine": [one.cosine for one in found], "merged": [one.merged for one in found]}
 
 
 _DIVERGED = ("was not finite for", "stopped at step")

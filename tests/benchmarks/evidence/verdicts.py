@@ -12,6 +12,7 @@ from ssl_bench.models.loading.demo import DEMO, NAMES
 from tests.benchmarks.evidence.claims import (
     Above,
     AboveRandom,
+    Apart,
     Claim,
     Contrast,
     Outside,
@@ -23,6 +24,7 @@ from tests.benchmarks.evidence.rows import (
     demo_of,
     names_of,
     probes_of,
+    rate_run,
     rate_runs,
     reported_of,
     seed_run,
@@ -88,10 +90,10 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
 
 
 def seeds_done(claim: Claim, runs: Runs) -> tuple[int, int]:
-    """Seeds of which every arm is finished, and those asked; of readings, the one of their grid."""
+    """Seeds of which every arm is finished, and those asked; of first runs alone, their one."""
     row, arms = claim.row, _arms(claim)
     seeds = ROWS[row].seeds
-    if not seeds:
+    if not seeds or ROWS[row].compared:
         return int(all(name in runs for name in names_of(row, arms))), 1
     whole = [all(seed_run(row, arm, seed) in runs for arm in arms) for seed in seeds]
     return sum(whole), len(whole)
@@ -106,7 +108,8 @@ def diverged_of(claim: Claim, runs: Runs) -> list[str]:
 def _is_begun(claim: Claim, runs: Runs) -> bool:
     """Whether a run is finished that is reported, and none that only chose a rate."""
     row, arms = claim.row, _arms(claim)
-    return any(name in runs for name in reported_of(row, arms) or names_of(row, arms))
+    reported = () if ROWS[row].compared else reported_of(row, arms)
+    return any(name in runs for name in reported or names_of(row, arms))
 
 
 def _small(rule: Small, runs: Runs) -> Verdict:
@@ -138,6 +141,8 @@ def _judged(claim: Claim, runs: Runs) -> tuple[list[Found], Word]:
             return _same_best(row, rule, runs)
         case AboveRandom() as rule:
             return _above_random(row, rule, runs)
+        case Apart() as rule:
+            return _apart(row, rule, runs)
 
 
 def seeds_of(row: str, arm: str, runs: Runs, metric: str) -> dict[int, float]:
@@ -268,9 +273,45 @@ def _above_random(row: str, rule: AboveRandom, runs: Runs) -> tuple[list[Found],
     return [worst], _signs([one.over_images for one in found], zero_refutes=False)
 
 
+def first_run(row: str, arm: str, runs: Runs) -> Run:
+    """The only run that chooses the rate of an arm; empty where it is not finished."""
+    (rate,) = ROWS[row].kind.rates
+    return runs.get(rate_run(row, arm, rate), {})
+
+
+def most_apart(row: str, plain: str, runs: Runs) -> str | None:
+    """The arm that is trained whole, see `Apart`; None until all first runs are finished."""
+    first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
+    if not all("cosine" in run for run in first.values()):
+        return None
+    able = [arm for arm, run in first.items() if run["loss"][-1] <= first[plain]["loss"][-1]]
+    return min(able, key=lambda arm: fmean(first[arm]["cosine"]))
+
+
+def _apart(row: str, rule: Apart, runs: Runs) -> tuple[list[Found], Word]:
+    best = most_apart(row, rule.plain, runs)
+    if best is None:
+        return [], "undecided"
+    plain, first = (first_run(row, arm, runs) for arm in (rule.plain, best))
+    able = [
+        run
+        for arm in ROWS[row].arms
+        if (run := first_run(row, arm, runs))["loss"][-1] <= plain["loss"][-1]
+    ]
+    found = [
+        Found(f"{best}, one token, % in the worst block", max(first["merged"])),
+        Found(f"{best} - {rule.plain}, loss", first["loss"][-1] - plain["loss"][-1]),
+    ]
+    kept = any(max(run["merged"]) < rule.merged for run in able)
+    return found, "supported" if kept else "refuted"
+
+
 def _ours(claim: Claim, runs: Runs) -> dict[str, float]:
     """Means over the seeds of every arm of the row that the claim speaks of."""
     found: dict[str, float] = {}
+    if isinstance(claim.rule, Apart):
+        first = {arm: first_run(claim.row, arm, runs) for arm in _arms(claim)}
+        return {arm: fmean(run["cosine"]) for arm, run in first.items() if run}
     for arm in _arms(claim):
         for metric in _metrics(claim):
             scores = seeds_of(claim.row, arm, runs, metric)
