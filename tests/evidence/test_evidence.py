@@ -2,10 +2,12 @@
 
 import json
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import DataError, SslBenchError
@@ -23,8 +25,9 @@ from tests.benchmarks.evidence.rows import (
     seed_run,
 )
 from tests.benchmarks.evidence.running import Place, best_rate, diverged, finished, run_row
-from tests.benchmarks.evidence.verdicts import over_seeds, seeds_done, verdict
+from tests.benchmarks.evidence.verdicts import most_apart, over_seeds, seeds_done, verdict
 from tests.benchmarks.ledger import Ledger, packed, unpacked
+from tests.benchmarks.patches import closeness_of
 from tests.benchmarks.processes import said_in
 from tests.benchmarks.provenance import _module
 
@@ -170,6 +173,65 @@ def test_blocks_from_three_on_have_to_be_above_random_weights(layer, interval, w
         above = [{"layer": n, "difference": sum(ci) / 2, "ci95": ci} for n, ci in blocks.items()]
         runs[probes_of(seed_run("dino", arm, 0))] |= {"above_random": above}
     assert said_of("V6", runs) == word
+
+
+def starts(losses, merged):
+    """First runs of the row `apart`; a start's cosine is a hundredth of its merged patches."""
+    return {
+        rate_run("apart", arm, 1e-3): {
+            **run_of(losses.get(arm, 8.0), metric="loss"),
+            "knn": [3.0],
+            "merged": merged.get(arm, (90.0, 90.0)),
+            "cosine": [one / 100 for one in merged.get(arm, (90.0, 90.0))],
+        }
+        for arm in ROWS["apart"].arms
+    }
+
+
+@pytest.mark.parametrize(
+    ("losses", "merged", "arm", "word"),
+    [
+        ({"graying": 6.9}, {"graying": (10.0, 30.0)}, "graying", "supported"),
+        # Apart, but it learned less than the published start.
+        ({"graying": 7.1}, {"graying": (10.0, 30.0)}, "published", "refuted"),
+        # One block in which half are one token.
+        ({"graying": 6.9}, {"graying": (10.0, 50.0)}, "graying", "refuted"),
+        # The one of the lowest mean cosine is trained whole; another keeps them apart everywhere.
+        (
+            {"graying": 6.9, "neither": 6.0},
+            {"graying": (0.0, 60.0), "neither": (40.0, 40.0)},
+            "graying",
+            "supported",
+        ),
+    ],
+)
+def test_the_start_that_is_trained_whole_is_chosen_by_rule(losses, merged, arm, word):
+    runs = starts({"published": 7.0, **losses}, merged)
+    assert most_apart("apart", "published", runs) == arm
+    assert said_of("V13", runs | {name: run_of(0.0) for name in names_of("apart")} | runs) == word
+
+
+def test_starts_are_compared_when_all_are_there_and_stand_in_a_table():
+    runs = starts({"published": 7.0, "no_gain": 6.5}, {"no_gain": (12.0, 34.0)})
+    part = {name: run for name, run in runs.items() if "neither" not in name}
+    assert most_apart("apart", "published", part) is None
+    assert said_of("V13", part) == "undecided"
+    assert said_of("V13", {}) == "not run"
+    assert seeds_done(OF["V13"], part) == (0, 1)
+    lines = page(runs).splitlines()
+    options = "model.init_options.suo_gain=false"
+    assert f"| no_gain | {options} | 6.50 | 3.0 | 0.23 | 12 | 34 |" in lines
+    assert "Starts that were tried" not in page({})
+
+
+def test_patches_are_one_token_where_they_point_where_the_mean_does():
+    two = closeness_of(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+    assert (two.cosine, two.merged) == (pytest.approx(0.5**0.5), 0.0)
+    # Three of four are 4 degrees from the mean (13, 1) / 4, the last is 41.
+    some = closeness_of(torch.tensor([[4.0, 0.0], [4.0, 0.0], [4.0, 0.0], [1.0, 1.0]]))
+    mean = 170**0.5
+    assert some.cosine == pytest.approx((3 * 13 + 14 / 2**0.5) / 4 / mean)
+    assert some.merged == 75.0
 
 
 @pytest.mark.parametrize(
@@ -336,6 +398,26 @@ def test_the_rate_is_the_best_on_held_out_images_and_nothing_is_run_again(tmp_pa
     assert best_rate(ledger, place, "covariance", "uniform") == 1e-3
     assert len(asked) == 3
     assert best_rate(ledger, place, "osa", "qr") is None
+
+
+def test_arms_that_are_not_trained_whole_have_their_first_run_alone(tmp_path, monkeypatch):
+    asked = []
+
+    def trained(place, row, arm, run, options, epochs):
+        asked.append(run)
+        return {**run_of(2.0, metric="loss"), "knn": [3.0]}
+
+    monkeypatch.setattr(running, "_trained", trained)
+    monkeypatch.setattr(running, "_compared", lambda *_: {"cosine": [0.5], "merged": [1.0]})
+    monkeypatch.setattr(running, "probed", lambda *_, **__: {"cells": []})
+    row = replace(ROWS["apart"], whole=("graying",))
+    monkeypatch.setitem(ROWS, "apart", row)
+    ledger = Ledger(tmp_path / "ledger.json")
+    run_row(ledger, Place(Path("/data"), tmp_path), "apart", row.arms)
+    first = [rate_run("apart", arm, 1e-3) for arm in row.arms]
+    assert asked == [*first, "apart-graying-seed0"]
+    assert sorted(ledger.runs) == sorted(names_of("apart"))
+    assert all(ledger.runs[name]["cosine"] == [0.5] for name in first)
 
 
 def test_two_processes_add_to_one_ledger(tmp_path):

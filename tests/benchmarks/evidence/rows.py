@@ -155,9 +155,10 @@ READINGS = {
     "uniform": [],
 }
 OPTIMIZERS = ("adamw", "soap")
-_UNSCALED, _GAINLESS = (
+_UNSCALED, _GAINLESS, _IDENTITY = (
     "model.init_options.cancel_logit_scale=true",
     "model.init_options.suo_gain=false",
+    "model.init_options.beta=3.0",
 )
 # Each undoes one reason for which patches merge where there are no skips: attention that is far
 # from the identity, or an MLP that gives all tokens the same mean.
@@ -166,9 +167,9 @@ APART = {
     "no_logit_scale": [_UNSCALED],
     "no_gain": [_GAINLESS],
     "neither": [_UNSCALED, _GAINLESS],
-    "identity": ["model.init_options.beta=3.0"],
+    "identity": [_IDENTITY],
     "graying": ["model.graying=dct", "model.graying_exponent=0.9"],
-    "orthogonal": ["model.attention=osa_qr", "model.init=osa", "model.qkv_bias=false"],
+    "all_three": [_UNSCALED, _GAINLESS, _IDENTITY],
 }
 _ATTO = ("model=timm", "model.name=convnext_atto", "model.patch_size=2")
 
