@@ -1,6 +1,7 @@
 """Demonstration encoders: how they are made, and `demo:NAME`, which loads them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,19 @@ from ssl_bench.models.loading import demo as loading
 from ssl_bench.models.loading.demo import NAMES
 from tests.benchmarks.evidence import demo
 from tests.benchmarks.evidence.page import LEDGER
-from tests.benchmarks.evidence.rows import demo_of, probes_of, seed_run
+from tests.benchmarks.evidence.rows import ROWS, demo_of, probes_of
 from tests.benchmarks.ledger import Ledger
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=64, depth=2, num_heads=1)
-LOSSES = {"skip_adamw": 5.0, "skip_soap": 4.0, "skipless_adamw": 4.5, "skipless_soap": 6.0}
-ARMS = {"skip": "skip_soap", "skipless": "skipless_adamw"}
-"""Those of the lowest loss."""
+START = "no_gain"
+"""That is trained whole in these tests."""
+LOSSES = {
+    "dino-skip_adamw-seed0": 5.0,
+    "dino-skip_soap-seed0": 4.0,
+    "dino-skipless_soap-seed0": 3.0,
+    f"apart-{START}-seed0": 6.0,
+}
+CHOSEN = {"skip": "dino-skip_soap-seed0", "skipless": f"apart-{START}-seed0"}
 
 
 @pytest.fixture
@@ -31,11 +38,11 @@ def place(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def runs(tmp_path: Path):
+def runs(tmp_path: Path, monkeypatch):
     """Finished runs in tmp_path/runs, and their ledger."""
+    monkeypatch.setitem(ROWS, "apart", replace(ROWS["apart"], whole=(START,)))
     found = {}
-    for number, (arm, loss) in enumerate(LOSSES.items()):
-        name = seed_run("dino", arm, 0)
+    for number, (name, loss) in enumerate(LOSSES.items()):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
         metadata = {"step": "9", "epoch": "2", "mean": "[0.5, 0.5, 0.5]", "std": "[0.2, 0.2, 0.2]"}
@@ -74,10 +81,10 @@ def test_other_names_are_refused_with_those_there_are(place):
 
 
 @pytest.mark.parametrize("name", ["skip", "skipless"])
-def test_what_is_exported_loads_as_the_weights_of_the_lowest_loss(name, runs, tmp_path, place):
+def test_what_is_exported_loads_as_the_weights_of_the_chosen_run(name, runs, tmp_path, place):
     exported(name, runs, tmp_path, place)
     encoder = load_encoder(f"demo:{name}")
-    trained = build_vit(TINY, seed=list(LOSSES).index(ARMS[name])).state_dict()
+    trained = build_vit(TINY, seed=list(LOSSES).index(CHOSEN[name])).state_dict()
     for key, value in encoder.module.state_dict().items():
         assert value.dtype == torch.float32
         assert torch.equal(value, trained[key].bfloat16().float()), key
@@ -103,18 +110,23 @@ def test_a_changed_file_is_refused_by_its_sha256(runs, tmp_path, place):
 
 
 def test_card_configuration_and_log_lie_beside_and_name_no_place(runs, tmp_path, place):
-    files = exported("skipless", runs, tmp_path, place)
+    files = exported("skip", runs, tmp_path, place)
     ends = ("safetensors", "safetensors.sha256", "md", "yaml", "jsonl")
-    assert [path.name for path in files] == [f"demo_skipless.{end}" for end in ends]
+    assert [path.name for path in files] == [f"demo_skip.{end}" for end in ends]
     card, config, log = (path.read_text() for path in files[2:])
-    assert identify_encoder("demo:skipless").sha256 in card
-    assert "dino-skipless_adamw-seed0 4.500; dino-skipless_soap-seed0 6.000" in " ".join(
-        card.split()
-    )
+    assert identify_encoder("demo:skip").sha256 in card
+    assert "dino-skip_adamw-seed0 5.000; dino-skip_soap-seed0 4.000" in " ".join(card.split())
     assert "| knn, top1_k20, cifar10, 7 images | random | 20.0 | 21.0 |" in card
     assert "epoch 1" not in card
     assert yaml.safe_load(config) == {"data": {"root": "tiny_imagenet"}, "model": {"dim": 64}}
     assert [json.loads(line)["step"] for line in log.splitlines()] == [0, 20, 31, 40, 49]
+
+
+def test_without_skips_the_card_names_the_rule_and_the_start(runs, tmp_path, place):
+    card = " ".join(exported("skipless", runs, tmp_path, place)[2].read_text().split())
+    assert f"run `apart-{START}-seed0`, chosen of {len(ROWS['apart'].arms)} starts as" in card
+    assert f"start `{START}`: `model.init_options.suo_gain=false`" in card
+    assert "dino-skipless" not in card
 
 
 def test_nothing_is_exported_before_every_run_of_its_kind_is_finished(runs, tmp_path, place):
@@ -165,7 +177,7 @@ def test_a_finished_kind_is_exported_beside_an_unfinished_one(runs, tmp_path, pl
     said = json.loads(ledger.read_text())
     assert demo_of("skip") not in said
     kept = said[demo_of("skipless")]
-    assert (kept["run"], kept["bytes"]) == ("dino-skipless_adamw-seed0", weights.stat().st_size)
+    assert (kept["run"], kept["bytes"]) == (CHOSEN["skipless"], weights.stat().st_size)
     assert kept["sha256"] == identify_encoder("demo:skipless").sha256
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.evidence.demo RUNS [--json FILE] [--out results/demo]
 
-RUNS is `--out` of the queue, FILE its ledger. Of V6's arms with skips the one whose training loss is
-lowest in the last epoch is taken; without skips the start that V13 had trained whole, the one that
-keeps patches apart. No probe is asked. Each is written in bfloat16 with its sha256, and card,
+RUNS is `--out` of the queue, FILE its ledger. Of V6's arms with skips the one whose training loss
+is lowest in the last epoch is taken; without skips the start that V13 had trained whole, the one
+that keeps patches apart. No probe is asked. Each is written in bfloat16 with its sha256, and card,
 configuration and log beside it. One whose arms and probes are finished is written, whatever the
 other lacks.
 """
@@ -118,6 +118,7 @@ def card(name: str, run: str, runs: Runs, weights: Path) -> str:
         f"pixels for {epochs} epochs, {trained['hours']:.1f} hours of one core; run `{run}`,",
         f"chosen {_reason(name, runs)}, without a look at any probe.",
         "",
+        *_start(run),
         "- **Data**: 60,000 images of 120 of the 200 classes of Tiny-ImageNet, without labels. Its",
         "  pictures are ImageNet's, for non-commercial research and education; so are weights",
         "  learned from them.",
@@ -143,11 +144,20 @@ def _reason(name: str, runs: Runs) -> str:
     if name == "skipless":
         tried = len(ROWS[APART].arms)
         return (
-            f"of {tried} starts as the one whose patches stay furthest apart\nat a loss that is not "
-            "above the published start's (V13 in `results/tables/evidence.md`)"
+            f"of {tried} starts as the one whose patches stay furthest apart, at\na loss not above "
+            "the published one's (V13 in `results/tables/evidence.md`)"
         )
     losses = "; ".join(f"{run} {runs[run]['loss'][-1]:.3f}" for run in sorted(candidates(name)))
     return f"for the lowest training loss of the last epoch ({losses})"
+
+
+def _start(run: str) -> list[str]:
+    """What a start of V13 has different from the published one."""
+    for arm in ROWS[APART].whole or ():
+        if run in reported_of(APART, [arm]):
+            options = ", ".join(f"`{option}`" for option in ROWS[APART].arms[arm][1:])
+            return [f"- **Without skips**: start `{arm}`: {options or 'as published'}."]
+    return []
 
 
 def _table(cells: Sequence[Run]) -> list[str]:
