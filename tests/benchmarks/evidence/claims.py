@@ -252,8 +252,7 @@ CLAIMS = (
     Claim(
         "V12",
         "dino",
-        "demonstration encoders, of V6's arms with skips the one of the lowest loss, without skips "
-        "the start that V13 had trained whole: megabytes in bfloat16",
+        "demonstration encoders with and without skips: megabytes in bfloat16",
         (),
         "both load and are below 6 MB",
         "a larger file, or one that does not load",
