@@ -16,6 +16,7 @@ from pretrain.options import TrainOptions
 from pretrain.runtime.batches import step_seed
 from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Cosine, Timeline
+from ssl_bench.system.autocast import autocast, computed_in
 
 _REFERENCE_BATCH = 256
 
@@ -47,8 +48,10 @@ class Trainer:
         top = recipe.lr * options.batch_size / _REFERENCE_BATCH
         self.lr = options.rate(top, timeline)
         self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
-        dtype = torch.bfloat16 if options.autocasts(ranks.device) else torch.float32
-        self._product_rate, self.flops = product_rate(ranks.device, dtype), 0.0
+        device = ranks.device
+        self._dtype = torch.bfloat16 if options.autocasts(device) else torch.float32
+        rate = product_rate(device, computed_in(device, self._dtype))
+        self._product_rate, self.flops = rate, 0.0
 
     def take_step(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
         """Learn from one batch, given in as many parts as it is accumulated from.
@@ -118,8 +121,7 @@ class Trainer:
         return {name: torch.stack([r[name] for r in reports]).mean() for name in reports[0]}
 
     def _loss(self, step: int, views: Views) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        device = self.ranks.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.options.autocasts(device)):
+        with autocast(self.ranks.device, self._dtype):
             return self.learner.loss(self.network, views, step)
 
     def _averaging(self, *, last: bool) -> Any:

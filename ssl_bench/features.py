@@ -14,6 +14,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.layers import REGISTERS, Facet
 from ssl_bench.models import Encoder
 from ssl_bench.requirements import check_asked
+from ssl_bench.system.autocast import autocast
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
 from ssl_bench.system.transfers import fetched, sent
@@ -145,10 +146,9 @@ class FeatureExtractor:
         strides = {layer: self.encoder.stride(layer) for layer in self.layers}
         grids = {layer: (height // n, width // n) for layer, n in strides.items()}
         found: Features = {layer: {} for layer in self.layers}
-        lower = self.dtype != torch.float32
         with (
             self._listening(found, grids, len(images)),
-            torch.autocast(self.device.type, self.dtype, enabled=lower),
+            autocast(self.device, self.dtype),
             suppress(_DeepestLayerDone),
         ):
             self._module(images)
