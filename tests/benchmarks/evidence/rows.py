@@ -214,7 +214,7 @@ ROWS = {
         kept=1,
         probed=True,
         compared=True,
-        whole=(),
+        whole=("graying",),
     ),
     "mimetic": Row(
         {
