@@ -211,6 +211,11 @@ def test_the_start_that_is_trained_whole_is_chosen_by_rule(losses, merged, arm, 
     assert said_of("V13", runs | {name: run_of(0.0) for name in names_of("apart")} | runs) == word
 
 
+def test_the_start_that_is_trained_whole_is_the_one_of_the_ledger():
+    best = most_apart("apart", "published", Ledger(LEDGER).runs)
+    assert ROWS["apart"].whole == (best,)
+
+
 def test_starts_are_compared_when_all_are_there_and_stand_in_a_table():
     runs = starts({"published": 7.0, "no_gain": 6.5}, {"no_gain": (12.0, 34.0)})
     part = {name: run for name, run in runs.items() if "neither" not in name}
