@@ -320,6 +320,20 @@ def test_every_claim_has_a_line_and_refuted_ones_stand_like_others():
     assert "72.96 / 81.13" in by_claim["V2"]
 
 
+def test_the_page_says_where_the_best_rate_lies_at_an_edge_of_the_grid():
+    runs = whole("covariance", {"uniform": (50.0, 50.2), "covariance": (60.0, 60.3)})
+    for rate, score in ((2.5e-4, 11.0), (1e-3, 13.0), (4e-3, 12.0)):
+        runs[rate_run("covariance", "uniform", rate)] = run_of(score)
+        runs[rate_run("covariance", "covariance", rate)] = run_of(-score * rate)
+    lines = page(runs).splitlines()
+    assert "| covariance | uniform | 0.00025: 11.00 / **0.001: 13.00** / 0.004: 12.00 |  |" in lines
+    (line,) = (one for one in lines if one.startswith("| covariance | covariance |"))
+    assert line.endswith("| lowest |")
+    del runs[rate_run("covariance", "uniform", 1e-3)]
+    assert "| covariance | uniform |" not in page(runs)
+    assert "## Rates" not in page({})
+
+
 def test_no_page_takes_a_run_that_was_cut_short():
     cut = whole("covariance", {"uniform": (50.0, 50.2), "covariance": (60.0, 60.3)})
     place = Place(Path(), Path(), steps=3)

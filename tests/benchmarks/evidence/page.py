@@ -11,7 +11,7 @@ from statistics import fmean
 
 from ssl_bench.intervals import Interval
 from tests.benchmarks.evidence.claims import CLAIMS, Claim
-from tests.benchmarks.evidence.rows import ROWS, known_names, seed_run
+from tests.benchmarks.evidence.rows import ROWS, known_names, rate_runs, seed_run
 from tests.benchmarks.evidence.verdicts import (
     Found,
     Runs,
@@ -63,15 +63,46 @@ def page(runs: Runs) -> str:
         lines = {arm for panel in curves(row, runs).values() for arm, _ in panel}
         arms = ", ".join(arm for arm in ROWS[row].arms if arm in lines)
         text += f"\n![{row}: {arms} over the epochs](../figures/{figure_name(row)})\n"
+    text += _rates(runs)
     made = sorted({run["provenance"] for name, run in runs.items() if name in known_names()})
     return text + "".join(f"\n{one}\n" for one in (["## Runs", *made] if made else []))
+
+
+_RATES = """
+## Rates
+
+What each arm reached on held-out training images after its first run at each rate of the grid, in
+percent; the highest is taken. Where that is the first or the last rate of the grid, a wider one
+could have found a better.
+
+| row | arm | held-out | edge |
+|---|---|---|---|
+"""
+
+
+def _rates(runs: Runs) -> str:
+    """How the rate of each arm was chosen; empty where none was."""
+    lines = []
+    for row, asked in ROWS.items():
+        names = {arm: rate_runs(row, arm) for arm in asked.arms if len(asked.kind.rates) > 1}
+        for arm, first in names.items():
+            if not first or not all(name in runs for name in first):
+                continue
+            scores = [runs[name][asked.kind.chosen_by][-1] for name in first]
+            best = max(range(len(scores)), key=lambda number: scores[number])
+            said = [f"{r:g}: {s:.2f}" for r, s in zip(asked.kind.rates, scores, strict=True)]
+            said[best] = f"**{said[best]}**"
+            edge = {0: "lowest", len(scores) - 1: "highest"}.get(best, "")
+            lines.append(f"| {row} | {arm} | {' / '.join(said)} | {edge} |\n")
+    return _RATES + "".join(lines) if lines else ""
 
 
 _COMPARED = """
 ## Starts that were tried, {row}
 
 Percent of the patches that are one token after each block: their cosine with the mean patch of
-their image is above .99. Loss and k-NN (held-out images, in percent) are those of the same run.
+their image is above .99. Blocks are counted from 0; loss and k-NN (held-out images, in percent) are
+those of the same run.
 
 | start | options | loss | k-NN | cosine | {blocks} |
 |---|---|---:|---:|---:|{lines}|
