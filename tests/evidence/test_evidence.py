@@ -208,7 +208,9 @@ def starts(losses, merged):
 def test_the_start_that_is_trained_whole_is_chosen_by_rule(losses, merged, arm, word):
     runs = starts({"published": 7.0, **losses}, merged)
     assert most_apart("apart", "published", runs) == arm
-    assert said_of("V13", runs | {name: run_of(0.0) for name in names_of("apart")} | runs) == word
+    found = verdict(OF["V13"], runs)
+    assert (found.word, found.done, found.asked) == (word, 7, 7)
+    assert seeds_done(OF["V13"], runs) == (1, 1)
 
 
 def test_the_start_that_is_trained_whole_is_the_one_of_the_ledger():

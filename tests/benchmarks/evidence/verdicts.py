@@ -74,7 +74,7 @@ def verdict(claim: Claim, runs: Runs) -> Verdict:
     """What the finished runs say; undecided until all runs of the claim's arms are there."""
     if isinstance(claim.rule, Small):
         return _small(claim.rule, runs)
-    names = names_of(claim.row, _arms(claim))
+    names = _named(claim)
     there = [name for name in names if name in runs]
     found, word = _judged(claim, runs)
     if len(there) < len(names):
@@ -93,8 +93,8 @@ def seeds_done(claim: Claim, runs: Runs) -> tuple[int, int]:
     """Seeds of which every arm is finished, and those asked; of first runs alone, their one."""
     row, arms = claim.row, _arms(claim)
     seeds = ROWS[row].seeds
-    if not seeds or ROWS[row].compared:
-        return int(all(name in runs for name in names_of(row, arms))), 1
+    if not seeds or isinstance(claim.rule, Apart):
+        return int(all(name in runs for name in _named(claim))), 1
     whole = [all(seed_run(row, arm, seed) in runs for arm in arms) for seed in seeds]
     return sum(whole), len(whole)
 
@@ -105,11 +105,18 @@ def diverged_of(claim: Claim, runs: Runs) -> list[str]:
     return [name for name in names if "diverged" in runs.get(name, {})]
 
 
+def _named(claim: Claim) -> list[str]:
+    """What the ledger has to hold before a claim is judged: of starts, their first runs alone."""
+    arms = _arms(claim)
+    if isinstance(claim.rule, Apart):
+        return [name for arm in arms for name in rate_runs(claim.row, arm)]
+    return names_of(claim.row, arms)
+
+
 def _is_begun(claim: Claim, runs: Runs) -> bool:
     """Whether a run is finished that is reported, and none that only chose a rate."""
-    row, arms = claim.row, _arms(claim)
-    reported = () if ROWS[row].compared else reported_of(row, arms)
-    return any(name in runs for name in reported or names_of(row, arms))
+    asked = () if isinstance(claim.rule, Apart) else reported_of(claim.row, _arms(claim))
+    return any(name in runs for name in asked or _named(claim))
 
 
 def _small(rule: Small, runs: Runs) -> Verdict:
