@@ -1,7 +1,7 @@
 """Matrix products in half precision, on processors that have no instructions for it too."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,20 +21,20 @@ _PRODUCTS = frozenset(
 _WITHOUT = ("DEFAULT", "NO AVX", "AVX2")
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+@contextmanager
+def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Products in a precision below float32, as `torch.autocast` has them; float32 switches it off.
 
     Where a processor has no bfloat16, factors are rounded to it, multiplied in float32, and the
     result is rounded: torch's own way there takes tens of times as long. The two differ in the
     order of sums alone.
     """
-    plain = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
-    if computed_in(device, dtype) == dtype:
-        return plain
-    both = ExitStack()
-    both.enter_context(plain)
-    both.enter_context(RoundedProducts())
-    return both
+    rounded = computed_in(device, dtype) != dtype
+    with (
+        torch.autocast(device.type, dtype, enabled=dtype != torch.float32),
+        RoundedProducts() if rounded else nullcontext(),
+    ):
+        yield
 
 
 def computed_in(device: torch.device, dtype: torch.dtype) -> torch.dtype:
