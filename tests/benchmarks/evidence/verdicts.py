@@ -288,28 +288,29 @@ def first_run(row: str, arm: str, runs: Runs) -> Run:
 
 def most_apart(row: str, plain: str, runs: Runs) -> str | None:
     """The arm that is trained whole, see `Apart`; None until all first runs are finished."""
+    able = _able(row, plain, runs)
+    return min(able, key=lambda arm: fmean(able[arm]["cosine"]), default=None)
+
+
+def _able(row: str, plain: str, runs: Runs) -> dict[str, Run]:
+    """First runs whose loss is not above that of `plain`; none until all are finished."""
     first = {arm: first_run(row, arm, runs) for arm in ROWS[row].arms}
     if not all("cosine" in run for run in first.values()):
-        return None
-    able = [arm for arm, run in first.items() if run["loss"][-1] <= first[plain]["loss"][-1]]
-    return min(able, key=lambda arm: fmean(first[arm]["cosine"]))
+        return {}
+    bound = first[plain]["loss"][-1]
+    return {arm: run for arm, run in first.items() if run["loss"][-1] <= bound}
 
 
 def _apart(row: str, rule: Apart, runs: Runs) -> tuple[list[Found], Word]:
-    best = most_apart(row, rule.plain, runs)
+    able, best = _able(row, rule.plain, runs), most_apart(row, rule.plain, runs)
     if best is None:
         return [], "undecided"
-    plain, first = (first_run(row, arm, runs) for arm in (rule.plain, best))
-    able = [
-        run
-        for arm in ROWS[row].arms
-        if (run := first_run(row, arm, runs))["loss"][-1] <= plain["loss"][-1]
-    ]
+    lost = able[best]["loss"][-1] - able[rule.plain]["loss"][-1]
     found = [
-        Found(f"{best}, one token, % in the worst block", max(first["merged"])),
-        Found(f"{best} - {rule.plain}, loss", first["loss"][-1] - plain["loss"][-1]),
+        Found(f"{best}, one token, % in the worst block", max(able[best]["merged"])),
+        Found(f"{best} - {rule.plain}, loss", lost),
     ]
-    kept = any(max(run["merged"]) < rule.merged for run in able)
+    kept = any(max(run["merged"]) < rule.merged for run in able.values())
     return found, "supported" if kept else "refuted"
 
 
