@@ -161,7 +161,7 @@ def draw(row: str, runs: Runs, file: Path) -> None:
     with mpl.rc_context({"svg.hashsalt": row}):
         figure, axes = pyplot.subplots(
             *(1, len(panels)),
-            figsize=(4.2 * len(panels), 3.4),
+            figsize=(4.2 * len(panels) + 1.6, 3.4),
             layout="constrained",
             squeeze=False,
         )
@@ -174,7 +174,9 @@ def draw(row: str, runs: Runs, file: Path) -> None:
             axis.set(xlabel="epoch", ylabel=_CURVES[metric])
             axis.xaxis.get_major_locator().set_params(integer=True)
             axis.grid(alpha=0.3)
-        axes[0, 0].legend(fontsize=7)
+        # Beside the panels, where it hides no curve.
+        handles = axes[0, 0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside right upper", fontsize=7)
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, metadata={"Date": None, "Creator": "matplotlib"})
         pyplot.close(figure)
