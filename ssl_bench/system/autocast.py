@@ -26,8 +26,8 @@ def autocast(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Products in a precision below float32, as `torch.autocast` has them; float32 switches it off.
 
     Where a processor has no bfloat16, factors are rounded to it, multiplied in float32, and the
-    result is rounded: torch's own way there takes tens of times as long. The two differ in the
-    order of sums alone.
+    result is rounded, which spares torch's slow products there. The two differ in the order of
+    sums alone.
     """
     rounded = computed_in(device, dtype) != dtype
     with (

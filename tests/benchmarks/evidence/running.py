@@ -76,12 +76,16 @@ def best_rate(ledger: Ledger, place: Place, name: str, arm: str) -> float | None
         run = place.named(rate_run(name, arm, rate))
         options = [*_schedule(1), *_choosing_images(row, place), *_rate(row, rate), "train.seed=0"]
         options += row.kind.choosing
-        reached = ledger.of(run, partial(_trained, place, row, arm, run, options, 1))
-        if row.compared and "cosine" not in reached:
-            ledger.put(run, reached | _compared(place, row, run))
+        reached = ledger.of(run, partial(_first, place, row, arm, run, options))
         found[rate] = reached[row.kind.chosen_by][-1]
         print(f"{run}: {found[rate]:.2f} % held-out", flush=True)
     return max(found, key=lambda rate: found[rate])
+
+
+def _first(place: Place, row: Row, arm: str, run: str, options: Sequence[str]) -> Run:
+    """What a run of one epoch reached, and how its patches compare where the row asks for it."""
+    reached = _trained(place, row, arm, run, options, 1)
+    return reached | (_compared(place, row, run) if row.compared else {})
 
 
 def _trained(
