@@ -20,6 +20,7 @@ from tests.benchmarks.evidence.rows import (
     demo_of,
     known_names,
     names_of,
+    patches_of,
     probes_of,
     rate_run,
     seed_run,
@@ -232,6 +233,17 @@ def test_starts_are_compared_when_all_are_there_and_stand_in_a_table():
     assert "Starts that were tried" not in runs_page({})
 
 
+def test_a_start_that_is_trained_whole_has_a_line_of_its_own():
+    run = seed_run("apart", "graying", 0)
+    runs = starts({"graying": 6.5}, {"graying": (12.0, 34.0)})
+    runs[run] = {**run_of(6.0, metric="loss"), "loss": [7.0, 6.5, 6.0]}
+    assert "graying, epoch" not in runs_page(runs)
+    runs[patches_of(run)] = {**run_of(0.0), "cosine": [0.3, 0.5], "merged": [5.0, 6.0]}
+    lines = runs_page(runs).splitlines()
+    there = lines.index("| graying, epoch 3 | - | 6.00 | - | 0.40 | 5 | 6 |")
+    assert lines[there - 1].startswith("| graying | model.graying=dct")
+
+
 def test_patches_are_one_token_where_they_point_where_the_mean_does():
     two = closeness_of(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
     assert (two.cosine, two.merged) == (pytest.approx(0.5**0.5), 0.0)
@@ -441,7 +453,8 @@ def test_arms_that_are_not_trained_whole_have_their_first_run_alone(tmp_path, mo
     first = [rate_run("apart", arm, 1e-3) for arm in row.arms]
     assert asked == [*first, "apart-graying-seed0"]
     assert sorted(ledger.runs) == sorted(names_of("apart"))
-    assert all(ledger.runs[name]["cosine"] == [0.5] for name in first)
+    compared = [*first, patches_of("apart-graying-seed0")]
+    assert all(ledger.runs[name]["cosine"] == [0.5] for name in compared)
 
 
 def test_two_processes_add_to_one_ledger(tmp_path):

@@ -3,8 +3,16 @@
 from pathlib import Path
 from statistics import fmean
 
-from tests.benchmarks.evidence.rows import ROWS, known_names, rate_runs, seed_run
+from tests.benchmarks.evidence.rows import (
+    ROWS,
+    known_names,
+    patches_of,
+    rate_runs,
+    reported_of,
+    seed_run,
+)
 from tests.benchmarks.evidence.verdicts import Runs, first_run
+from tests.benchmarks.ledger import Run
 
 _BEGINNING = """\
 # The runs behind what this suite has shown
@@ -69,8 +77,9 @@ _COMPARED = """
 ## Starts that were tried, {row}
 
 Percent of the patches that are one token after each block: their cosine with the mean patch of
-their image is above .99. Blocks are counted from 0; loss and k-NN (held-out images, in percent) are
-those of the same run.
+their image is above .99. Blocks are counted from 0; loss (of the last epoch) and k-NN (held-out
+images, in percent) are those of the same run. A line with an epoch is of a start that was trained
+whole.
 
 | start | options | loss | k-NN | cosine | {blocks} |
 |---|---|---:|---:|---:|{lines}|
@@ -78,20 +87,28 @@ those of the same run.
 
 
 def _compared(row: str, runs: Runs) -> str:
-    """How far the patches of each arm's first run have become one token; empty without runs."""
+    """How far the patches of each encoder have become one token; empty without runs."""
     first = {arm: run for arm in ROWS[row].arms if (run := first_run(row, arm, runs))}
     if not first:
         return ""
     blocks = range(len(next(iter(first.values()))["merged"]))
     lines = []
     for arm, run in first.items():
-        options = " ".join(ROWS[row].arms[arm][1:]) or "-"
-        figures = [f"{run['loss'][-1]:.2f}", f"{run['knn'][-1]:.1f}", f"{fmean(run['cosine']):.2f}"]
-        cells = [arm, options, *figures, *(f"{one:.0f}" for one in run["merged"])]
-        lines.append(f"| {' | '.join(cells)} |\n")
+        lines.append(_start(arm, " ".join(ROWS[row].arms[arm][1:]), run))
+        for name in reported_of(row, [arm]):
+            if found := runs.get(patches_of(name)):
+                epochs = f"{arm}, epoch {len(runs[name]['loss'])}"
+                lines.append(_start(epochs, "", {**runs[name], **found}))
     heading = " | ".join(str(block) for block in blocks)
     table = _COMPARED.format(row=row, blocks=heading, lines="|".join("---:" for _ in blocks))
     return table + "".join(lines)
+
+
+def _start(name: str, options: str, run: Run) -> str:
+    knn = f"{run['knn'][-1]:.1f}" if "knn" in run else "-"
+    figures = [f"{run['loss'][-1]:.2f}", knn, f"{fmean(run['cosine']):.2f}"]
+    cells = [name, options or "-", *figures, *(f"{one:.0f}" for one in run["merged"])]
+    return f"| {' | '.join(cells)} |\n"
 
 
 def figure_name(row: str) -> str:
