@@ -52,14 +52,8 @@ def _correspondence(root: Path) -> str:
     return table(found["correspondence"], images, found["provenance"])
 
 
-def _evidence(root: Path) -> str:
-    from tests.benchmarks.evidence.page import page
-
-    return page(_json(root, "evidence-cpu.json"))
-
-
 def _evidence_figure(row: str, root: Path) -> bytes:
-    from tests.benchmarks.evidence.page import draw
+    from tests.benchmarks.evidence.runs_page import draw
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "curve.svg"
@@ -112,7 +106,8 @@ WHOLE: Mapping[str, Make] = {
     "results/tables/demo_probes.md": partial(_records, "results/demo_probes"),
     "results/tables/device_waits.md": _by("device_waits", "device_waits.json", "table"),
     "results/tables/dino_photographs_probes.md": partial(_records, "results/dino_photographs"),
-    "results/tables/evidence.md": _evidence,
+    "results/tables/evidence.md": _by("evidence.page", "evidence-cpu.json"),
+    "results/tables/evidence_runs.md": _by("evidence.runs_page", "evidence-cpu.json", "runs_page"),
     "results/tables/first_steps.md": _by("first_steps_page", "first_steps-cpu.json"),
     "results/tables/geometry.md": _by("geometry", "geometry-cpu.json"),
     "results/tables/initialisation_readings.md": _by(
@@ -161,7 +156,7 @@ NOT_MADE = {
 
 def evidence_figures(root: Path) -> dict[str, Make]:
     """Pictures of the queue, of rows that have a finished run."""
-    from tests.benchmarks.evidence.page import figure_name, figures
+    from tests.benchmarks.evidence.runs_page import figure_name, figures
 
     rows = figures(_json(root, "evidence-cpu.json"))
     return {f"results/figures/{figure_name(row)}": partial(_evidence_figure, row) for row in rows}

@@ -14,17 +14,19 @@ from ssl_bench.errors import DataError, SslBenchError
 from tests.benchmarks.evidence import running
 from tests.benchmarks.evidence.claims import CLAIMS
 from tests.benchmarks.evidence.data import unpack
-from tests.benchmarks.evidence.page import LEDGER, draw, page
+from tests.benchmarks.evidence.page import LEDGER, page
 from tests.benchmarks.evidence.rows import (
     ROWS,
     demo_of,
     known_names,
     names_of,
+    patches_of,
     probes_of,
     rate_run,
     seed_run,
 )
 from tests.benchmarks.evidence.running import Place, best_rate, diverged, finished, run_row
+from tests.benchmarks.evidence.runs_page import draw, runs_page
 from tests.benchmarks.evidence.verdicts import most_apart, over_seeds, seeds_done, verdict
 from tests.benchmarks.ledger import Ledger, packed, unpacked
 from tests.benchmarks.patches import closeness_of
@@ -225,10 +227,21 @@ def test_starts_are_compared_when_all_are_there_and_stand_in_a_table():
     assert said_of("V13", part) == "undecided"
     assert said_of("V13", {}) == "not run"
     assert seeds_done(OF["V13"], part) == (0, 1)
-    lines = page(runs).splitlines()
+    lines = runs_page(runs).splitlines()
     options = "model.init_options.suo_gain=false"
     assert f"| no_gain | {options} | 6.50 | 3.0 | 0.23 | 12 | 34 |" in lines
-    assert "Starts that were tried" not in page({})
+    assert "Starts that were tried" not in runs_page({})
+
+
+def test_a_start_that_is_trained_whole_has_a_line_of_its_own():
+    run = seed_run("apart", "graying", 0)
+    runs = starts({"graying": 6.5}, {"graying": (12.0, 34.0)})
+    runs[run] = {**run_of(6.0, metric="loss"), "loss": [7.0, 6.5, 6.0]}
+    assert "graying, epoch" not in runs_page(runs)
+    runs[patches_of(run)] = {**run_of(0.0), "cosine": [0.3, 0.5], "merged": [5.0, 6.0]}
+    lines = runs_page(runs).splitlines()
+    there = lines.index("| graying, epoch 3 | - | 6.00 | - | 0.40 | 5 | 6 |")
+    assert lines[there - 1].startswith("| graying | model.graying=dct")
 
 
 def test_patches_are_one_token_where_they_point_where_the_mean_does():
@@ -322,25 +335,27 @@ def test_every_claim_has_a_line_and_refuted_ones_stand_like_others():
     assert "72.96 / 81.13" in by_claim["V2"]
 
 
-def test_the_page_says_where_the_best_rate_lies_at_an_edge_of_the_grid():
+def test_the_page_of_runs_says_where_the_best_rate_lies_at_an_edge_of_the_grid():
     runs = whole("covariance", {"uniform": (50.0, 50.2), "covariance": (60.0, 60.3)})
     for rate, score in ((2.5e-4, 11.0), (1e-3, 13.0), (4e-3, 12.0)):
         runs[rate_run("covariance", "uniform", rate)] = run_of(score)
         runs[rate_run("covariance", "covariance", rate)] = run_of(-score * rate)
-    lines = page(runs).splitlines()
+    lines = runs_page(runs).splitlines()
     assert "| covariance | uniform | 0.00025: 11.00 / **0.001: 13.00** / 0.004: 12.00 |  |" in lines
     (line,) = (one for one in lines if one.startswith("| covariance | covariance |"))
     assert line.endswith("| lowest |")
     del runs[rate_run("covariance", "uniform", 1e-3)]
-    assert "| covariance | uniform |" not in page(runs)
-    assert "## Rates" not in page({})
+    assert "| covariance | uniform |" not in runs_page(runs)
+    assert "## Rates" not in runs_page({})
 
 
 def test_no_page_takes_a_run_that_was_cut_short():
     cut = whole("covariance", {"uniform": (50.0, 50.2), "covariance": (60.0, 60.3)})
     place = Place(Path(), Path(), steps=3)
-    assert page({place.named(name): run for name, run in cut.items()}) == page({})
-    assert page(cut) != page({})
+    named = {place.named(name): run for name, run in cut.items()}
+    for made in (page, runs_page):
+        assert made(named) == made({})
+        assert made(cut) != made({})
 
 
 def test_a_picture_has_the_same_bytes_again(tmp_path):
@@ -438,7 +453,8 @@ def test_arms_that_are_not_trained_whole_have_their_first_run_alone(tmp_path, mo
     first = [rate_run("apart", arm, 1e-3) for arm in row.arms]
     assert asked == [*first, "apart-graying-seed0"]
     assert sorted(ledger.runs) == sorted(names_of("apart"))
-    assert all(ledger.runs[name]["cosine"] == [0.5] for name in first)
+    compared = [*first, patches_of("apart-graying-seed0")]
+    assert all(ledger.runs[name]["cosine"] == [0.5] for name in compared)
 
 
 def test_two_processes_add_to_one_ledger(tmp_path):

@@ -23,8 +23,9 @@ def test_no_generated_file_is_out_of_date():
     assert list(stale(ROOT)) == [], again
 
 
-def test_the_page_of_evidence_is_of_its_ledger():
-    page = "results/tables/evidence.md"
+@pytest.mark.parametrize("name", ["evidence", "evidence_runs"])
+def test_the_pages_of_evidence_are_of_their_ledger(name):
+    page = f"results/tables/{name}.md"
     assert (ROOT / page).read_text() == WHOLE[page](ROOT), "run tests.benchmarks.evidence.page"
 
 

@@ -1,6 +1,7 @@
 """Demonstration encoders: how they are made, and `demo:NAME`, which loads them."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,6 +143,15 @@ def test_nothing_is_exported_before_the_chosen_one_is_probed(runs, tmp_path, pla
     del runs[probes_of("dino-skip_soap-seed0")]
     with pytest.raises(DataError, match="dino-skip_soap-seed0-probes is missing"):
         exported("skip", runs, tmp_path, place)
+
+
+def test_what_was_written_stays_when_its_run_folder_is_gone(runs, tmp_path, place):
+    (weights, *_) = exported("skip", runs, tmp_path, place)
+    before = weights.read_bytes()
+    shutil.rmtree(tmp_path / "runs" / CHOSEN["skip"])
+    with pytest.raises(DataError, match="expected its folder in"):
+        exported("skip", runs, tmp_path, place)
+    assert weights.read_bytes() == before
 
 
 def test_a_file_that_is_too_large_is_not_left(runs, tmp_path, place, monkeypatch):

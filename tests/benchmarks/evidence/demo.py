@@ -80,6 +80,11 @@ def export(name: str, runs: Runs, folder: Path, out: Path) -> list[Path]:
     """
     run = chosen(name, runs)
     source = folder / run
+    if not source.is_dir():
+        raise DataError(
+            f"demo:{name} is of the run {run}; expected its folder in {folder}, which has none; "
+            "what was written before stays"
+        )
     weights = out / file_name(name)
     out.mkdir(parents=True, exist_ok=True)
     model = load_encoder(str(source)).module

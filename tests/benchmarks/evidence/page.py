@@ -1,23 +1,22 @@
-"""The page of what this suite has shown, and a picture a row, from the ledger alone.
+"""The page of what this suite has shown and that of its runs, from the ledger alone.
 
     python -m tests.benchmarks.evidence.page
 
-writes results/tables/evidence.md and results/figures/evidence_ROW.svg, of rows that have a run.
+writes results/tables/evidence.md, a line a claim and nothing else, and beside it evidence_runs.md
+and results/figures/evidence_ROW.svg, of rows that have a run.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 
 from ssl_bench.intervals import Interval
 from tests.benchmarks.evidence.claims import CLAIMS, Claim
-from tests.benchmarks.evidence.rows import ROWS, known_names, rate_runs, seed_run
+from tests.benchmarks.evidence.runs_page import draw, figure_name, figures, runs_page
 from tests.benchmarks.evidence.verdicts import (
     Found,
     Runs,
     Verdict,
     diverged_of,
-    first_run,
     seeds_done,
     verdict,
 )
@@ -26,160 +25,31 @@ from tests.benchmarks.ledger import Ledger
 ROOT = Path(__file__).parents[3]
 LEDGER = ROOT / "results/benchmarks/evidence-cpu.json"
 PAGE = "results/tables/evidence.md"
+RUNS_PAGE = "results/tables/evidence_runs.md"
 
 _BEGINNING = """\
 # What this suite has shown
 
 Made by `python -m tests.benchmarks.evidence.page` from `results/benchmarks/evidence-cpu.json`
-alone; `docs/evidence.md` says how the queue runs. Two CPU cores can show order and paired
-differences at reduced size, never a published level. What each row may claim and what would refute
-it was written in `tests/benchmarks/evidence/claims.py` before its runs; a row without a finished
-run says so, and one that is refuted or shows nothing stands like any other. Ours are means over
-seeds of every arm; intervals are 95 %, over seeds (Student's t of differences paired by seed) and
-over images (bootstrap of differences, the same images in all arms). Hours are those of one core
-beside other work, for all runs of the arms that a line names with those that chose the rates.
+alone; `docs/evidence.md` says how the queue runs, and [its runs](evidence_runs.md) have curves,
+rates, commits and commands. Two CPU cores can show order and paired differences at reduced size,
+never a published level. What each row may claim and what would refute it was written in
+`tests/benchmarks/evidence/claims.py` before its runs; a row without a finished run says so, and one
+that is refuted or shows nothing stands like any other. Ours are means over seeds of every arm;
+intervals are 95 %, over seeds (Student's t of differences paired by seed) and over images
+(bootstrap of differences, the same images in all arms). Hours are those of one core beside other
+work, for all runs of the arms that a line names with those that chose the rates.
 
 | | claim, refuted by | published | ours | same direction | difference [interval] | hours | seeds |
 |---|---|---|---|---|---|---:|---:|
 """
 _DIRECTION = {"supported": "yes", "refuted": "no"}
-_CURVES = {
-    "top1": "test accuracy (%)",
-    "letters_16": "letters copied at 16 (%)",
-    "letters_32": "letters copied at 32 (%)",
-    "loss": "training loss (nats)",
-}
 
 
 def page(runs: Runs) -> str:
     """Markdown of a ledger's content."""
     lines = [_line(claim, verdict(claim, runs), runs) for claim in CLAIMS]
-    text = _BEGINNING + "\n".join(lines) + "\n"
-    text += "".join(_compared(row, runs) for row in ROWS if ROWS[row].compared)
-    drawn = [row for row in ROWS if curves(row, runs)]
-    if drawn:
-        text += "\n## Over the epochs\n"
-    for row in drawn:
-        lines = {arm for panel in curves(row, runs).values() for arm, _ in panel}
-        arms = ", ".join(arm for arm in ROWS[row].arms if arm in lines)
-        text += f"\n![{row}: {arms} over the epochs](../figures/{figure_name(row)})\n"
-    text += _rates(runs)
-    made = sorted({run["provenance"] for name, run in runs.items() if name in known_names()})
-    return text + "".join(f"\n{one}\n" for one in (["## Runs", *made] if made else []))
-
-
-_RATES = """
-## Rates
-
-What each arm reached on held-out training images after its first run at each rate of the grid, in
-percent; the highest is taken. Where that is the first or the last rate of the grid, a wider one
-could have found a better.
-
-| row | arm | held-out | edge |
-|---|---|---|---|
-"""
-
-
-def _rates(runs: Runs) -> str:
-    """How the rate of each arm was chosen; empty where none was."""
-    lines = []
-    for row, asked in ROWS.items():
-        names = {arm: rate_runs(row, arm) for arm in asked.arms if len(asked.kind.rates) > 1}
-        for arm, first in names.items():
-            if not first or not all(name in runs for name in first):
-                continue
-            scores = [runs[name][asked.kind.chosen_by][-1] for name in first]
-            best = max(range(len(scores)), key=lambda number: scores[number])
-            said = [f"{r:g}: {s:.2f}" for r, s in zip(asked.kind.rates, scores, strict=True)]
-            said[best] = f"**{said[best]}**"
-            edge = {0: "lowest", len(scores) - 1: "highest"}.get(best, "")
-            lines.append(f"| {row} | {arm} | {' / '.join(said)} | {edge} |\n")
-    return _RATES + "".join(lines) if lines else ""
-
-
-_COMPARED = """
-## Starts that were tried, {row}
-
-Percent of the patches that are one token after each block: their cosine with the mean patch of
-their image is above .99. Blocks are counted from 0; loss and k-NN (held-out images, in percent) are
-those of the same run.
-
-| start | options | loss | k-NN | cosine | {blocks} |
-|---|---|---:|---:|---:|{lines}|
-"""
-
-
-def _compared(row: str, runs: Runs) -> str:
-    """How far the patches of each arm's first run have become one token; empty without runs."""
-    first = {arm: run for arm in ROWS[row].arms if (run := first_run(row, arm, runs))}
-    if not first:
-        return ""
-    blocks = range(len(next(iter(first.values()))["merged"]))
-    lines = []
-    for arm, run in first.items():
-        options = " ".join(ROWS[row].arms[arm][1:]) or "-"
-        figures = [f"{run['loss'][-1]:.2f}", f"{run['knn'][-1]:.1f}", f"{fmean(run['cosine']):.2f}"]
-        cells = [arm, options, *figures, *(f"{one:.0f}" for one in run["merged"])]
-        lines.append(f"| {' | '.join(cells)} |\n")
-    heading = " | ".join(str(block) for block in blocks)
-    table = _COMPARED.format(row=row, blocks=heading, lines="|".join("---:" for _ in blocks))
-    return table + "".join(lines)
-
-
-def figure_name(row: str) -> str:
-    return f"evidence_{row}.svg"
-
-
-def figures(runs: Runs) -> list[str]:
-    """Rows that have something to draw."""
-    return [row for row in ROWS if curves(row, runs)]
-
-
-def curves(row: str, runs: Runs) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """What is drawn of a row: by what is measured, arm and seed, a number an epoch."""
-    found: dict[str, dict[tuple[str, int], list[float]]] = {}
-    for metric in _CURVES:
-        lines = {
-            (arm, seed): runs[name][metric]
-            for arm in ROWS[row].arms
-            for seed in ROWS[row].seeds
-            if runs.get(name := seed_run(row, arm, seed), {}).get(metric)
-        }
-        if lines:
-            found[metric] = lines
-    return found
-
-
-def draw(row: str, runs: Runs, file: Path) -> None:
-    """A panel a measure, a colour an arm, a line a seed; equal runs give equal bytes."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
-    panels = curves(row, runs)
-    with mpl.rc_context({"svg.hashsalt": row}):
-        figure, axes = pyplot.subplots(
-            *(1, len(panels)),
-            figsize=(4.2 * len(panels) + 1.6, 3.4),
-            layout="constrained",
-            squeeze=False,
-        )
-        for axis, (metric, lines) in zip(axes[0], panels.items(), strict=True):
-            arms = list(ROWS[row].arms)
-            for (arm, seed), values in lines.items():
-                label = arm if seed == min(s for a, s in lines if a == arm) else f"_{arm}"
-                epochs = range(1, len(values) + 1)
-                axis.plot(epochs, values, f"C{arms.index(arm)}.-", label=label)
-            axis.set(xlabel="epoch", ylabel=_CURVES[metric])
-            axis.xaxis.get_major_locator().set_params(integer=True)
-            axis.grid(alpha=0.3)
-        # Beside the panels, where it hides no curve.
-        handles = axes[0, 0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside right upper", fontsize=7)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, metadata={"Date": None, "Creator": "matplotlib"})
-        pyplot.close(figure)
+    return _BEGINNING + "\n".join(lines) + "\n"
 
 
 def _line(claim: Claim, found: Verdict, runs: Runs) -> str:
@@ -212,14 +82,15 @@ def _interval(interval: Interval | None, over: str) -> str:
 
 
 def written(root: Path, runs: Runs) -> Sequence[Path]:
-    """Write page and pictures below a folder; gives back what was written."""
-    text = root / PAGE
-    text.parent.mkdir(parents=True, exist_ok=True)
-    text.write_text(page(runs), encoding="utf-8")
+    """Write both pages and the pictures below a folder; gives back what was written."""
+    texts = {root / PAGE: page(runs), root / RUNS_PAGE: runs_page(runs)}
+    for file, text in texts.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     pictures = {row: root / "results/figures" / figure_name(row) for row in figures(runs)}
     for row, file in pictures.items():
         draw(row, runs, file)
-    return [text, *pictures.values()]
+    return [*texts, *pictures.values()]
 
 
 def main() -> None:

@@ -46,7 +46,8 @@ class Row:
         seeds: None where the runs that choose the rate say it all.
         kept: After so many epochs each an encoder stays.
         probed: Whether the encoders are probed, beside random weights.
-        compared: Whether the patches of the encoders of the first runs are compared.
+        compared: Whether the patches of the encoders are compared, of the first runs and of those
+            with seeds.
         whole: The arms that are trained with the seeds; None for all.
     """
 
@@ -291,6 +292,11 @@ def probes_of(run: str) -> str:
     return f"{run}-probes"
 
 
+def patches_of(run: str) -> str:
+    """Name of how close to each other the patches of a reported run's encoder are."""
+    return f"{run}-patches"
+
+
 def demo_of(name: str) -> str:
     """Name of what is known of the file of `demo:NAME`."""
     return f"demo-{name}"
@@ -300,8 +306,9 @@ def names_of(row: str, arms: Collection[str] | None = None) -> list[str]:
     """Every finished thing that a whole row, or some of its arms, has in the ledger."""
     reported = reported_of(row, arms)
     probes = [probes_of(run) for run in reported] if ROWS[row].probed else []
+    patches = [patches_of(run) for run in reported] if ROWS[row].compared else []
     chosen = [run for arm in _of(row, arms) for run in rate_runs(row, arm)]
-    return [*chosen, *reported, *probes]
+    return [*chosen, *reported, *probes, *patches]
 
 
 def reported_of(row: str, arms: Collection[str] | None = None) -> list[str]:

@@ -15,7 +15,14 @@ from ssl_bench.errors import SslBenchError
 from ssl_bench.models import load_encoder
 from ssl_bench.results import SUPERVISED, ResultStore
 from tests.benchmarks.evidence.probing import probed
-from tests.benchmarks.evidence.rows import ROWS, Row, probes_of, rate_run, seed_run
+from tests.benchmarks.evidence.rows import (
+    ROWS,
+    Row,
+    patches_of,
+    probes_of,
+    rate_run,
+    seed_run,
+)
 from tests.benchmarks.ledger import Ledger, Run, packed
 from tests.benchmarks.patches import closeness
 from tests.benchmarks.processes import said_in
@@ -62,6 +69,8 @@ def run_row(ledger: Ledger, place: Place, name: str, arms: Iterable[str]) -> Non
                 probing = partial(probed, place.data, place.out, run, cut=place.steps is not None)
                 found = ledger.of(probes_of(run), probing)
                 print(probes_of(run), f"{len(found['cells'])} cells", flush=True)
+            if row.compared:
+                ledger.of(patches_of(run), partial(_patches, place, row, run))
 
 
 def best_rate(ledger: Ledger, place: Place, name: str, arm: str) -> float | None:
@@ -132,6 +141,10 @@ def _compared(place: Place, row: Row, run: str) -> Run:
     images = ImageFolder(place.data / f"{row.kind.data}_choosing" / "val").images()
     found = closeness(encoder, images, COMPARED, range(encoder.depth))
     return {"cosine": [one.cosine for one in found], "merged": [one.merged for one in found]}
+
+
+def _patches(place: Place, row: Row, run: str) -> Run:
+    return _compared(place, row, run) | {"hours": 0.0, "provenance": provenance()}
 
 
 _DIVERGED = ("was not finite for", "stopped at step")
