@@ -333,6 +333,8 @@ def test_every_claim_has_a_line_and_refuted_ones_stand_like_others():
     assert by_claim["V2"].endswith("| 5.0 | 2 of 2 |")
     assert all("| not run |" in line for name, line in by_claim.items() if name != "V2")
     assert "72.96 / 81.13" in by_claim["V2"]
+    # A line a claim, and nothing behind them.
+    assert list(by_claim.values()) == lines[-len(CLAIMS) :]
 
 
 def test_the_page_of_runs_says_where_the_best_rate_lies_at_an_edge_of_the_grid():
