@@ -2,8 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
+import numpy as np
 from jaxtyping import Float
+from PIL import Image
 from torch import Tensor
 
 from probes.tokencut.files import cell_name
@@ -21,7 +24,7 @@ BatchFeatures = dict[str, Float[Tensor, "batch rows cols dim"]]
 def extracted(
     extractor: FeatureExtractor, samples: Sequence[Sample], grid: PatchGrid
 ) -> Iterator[BatchFeatures]:
-    """Features by cell of images whose patches fill the same grid, each at its native size.
+    """Features by cell of images whose patches fill the same grid, each at the size it has.
 
     Padding is right and below, zero after normalisation.
 
@@ -51,3 +54,15 @@ def extracted(
 def grid_of(sample: Sample, patch_size: int) -> PatchGrid:
     height, width = sample.image.shape[:2]
     return PatchGrid(height, width, patch_size)
+
+
+def resized(sample: Sample, longer_side: int) -> Sample:
+    """An image at another size, bicubic, the shorter side rounded; its boxes, not rounded, with it.
+
+    A box in the same part of the image overlaps its true ones as much as before.
+    """
+    shape = np.array(sample.image.shape[1::-1])
+    size = np.maximum(1, (shape * longer_side / shape.max()).round().astype(int))
+    image = Image.fromarray(sample.image).resize((*size.tolist(),), Image.Resampling.BICUBIC)
+    boxes = None if sample.boxes is None else sample.boxes * np.tile(size / shape, 2)
+    return replace(sample, image=np.asarray(image), boxes=boxes, mask=None)

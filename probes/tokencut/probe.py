@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from probes.tokencut.files import DiscoveryFiles, cell_name
 from probes.tokencut.options import Cut
-from ssl_bench.composition.fields import Count, CountOrZero, check_fields
+from ssl_bench.composition.fields import Count, CountOrZero, Pixels, check_fields
 from ssl_bench.composition.presets import changed_settings
-from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
@@ -32,6 +32,7 @@ class TokenCut(Cut):
         max_objects: Rounds of maskcut in an image, each of which gives a mask at most.
         panels: How many images get a picture of their own, from the first one on, and how many of
             each kind (hits, misses, degenerate) are on the contact sheet of a block.
+        longer_side: In pixels, of every image that the encoder sees; without it the image's own.
     """
 
     protocol: Literal["reference"] = "reference"
@@ -39,6 +40,7 @@ class TokenCut(Cut):
     method: Literal["tokencut", "lost", "maskcut"] = "tokencut"
     max_objects: Count = 3
     panels: CountOrZero = 8
+    longer_side: Pixels | None = None
 
     task = "tokencut"
     is_shared = True
@@ -57,8 +59,13 @@ class TokenCut(Cut):
     @property
     def folder(self) -> str:
         """Where pictures and masks are, below those of an encoder: protocol and what differs."""
-        changed = [f"{name}={value}" for name, value in changed_settings(self).items()]
-        return "_".join([self.protocol, *changed])
+        return "_".join(self.variant)
+
+    @property
+    def variant(self) -> list[str]:
+        """The protocol and each option that differs from it."""
+        changed = changed_settings(self).items()
+        return [self.protocol, *(f"{name}={value}" for name, value in changed)]
 
     @property
     def facets(self) -> tuple[Facet, ...]:
@@ -77,10 +84,19 @@ class TokenCut(Cut):
     def training_images(self, dataset: Dataset) -> None:
         """Nothing is fitted to other images than those that are scored."""
 
+    def seen(self, sample: Sample) -> Sample:
+        """An image as the encoder sees it, with its boxes."""
+        from probes.tokencut.extraction import resized
+
+        return sample if self.longer_side is None else resized(sample, self.longer_side)
+
     def settings(self) -> dict[str, Any]:
         left_out = {"protocol", "facet", "panels"}
         if self.method != "maskcut":
             left_out.add("max_objects")
+        # Records of before this option had none.
+        if self.longer_side is None:
+            left_out.add("longer_side")
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def pictures(

@@ -127,7 +127,7 @@ class DiscoveryRun:
         def size(sample: Sample) -> int:
             return max(1, TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
 
-        samples = read_ahead(images, pending, lambda sample: sample, workers=_DECODERS)
+        samples = read_ahead(images, pending, self.probe.seen, workers=_DECODERS)
         with GraphPool(torch.get_num_threads()) as pool:
             for batch in same_shape(samples, shape, size):
                 grids = [grid_of(sample, extractor.patch_size) for sample in batch]
@@ -160,12 +160,13 @@ class DiscoveryRun:
     ) -> None:
         if not self.probe.panels or not results:
             return
-        gallery = Gallery(images, results, self.context.encoder.patch_size, self.probe.panels)
+        patch, panels = self.context.encoder.patch_size, self.probe.panels
+        gallery = Gallery(images, results, patch, panels, self.probe.seen)
         blocks = self._blocks()
         for layer, facet in self.context.progress(blocks, "contact sheets", len(blocks)):
             name = cell_name(layer, facet)
             where = f"{images.name} {images.split}, {self.context.encoder.name}"
-            title = f"{where}, block {layer}, {facet}, protocol {self.probe.protocol}"
+            title = f"{where}, block {layer}, {facet}, protocol {', '.join(self.probe.variant)}"
             gallery.draw(name, title, DiscoveryFiles(folder).sheet(name))
 
     def _is_scored(self, images: ImageSet, results: Sequence[ImageResult], log: Path) -> bool:

@@ -166,6 +166,31 @@ def test_what_is_kept_of_an_image_is_what_discover_says(tmp_path):
     assert (kept["hit"], kept["degenerate"]) == (False, expected.degenerate)
 
 
+def test_images_are_searched_at_the_asked_size_and_their_boxes_go_with_them(tmp_path):
+    pictures = Pictures({"a": [[8.0, 8.0, 24.0, 24.0]], "b": [FAR_AWAY]})
+    smaller = Image.fromarray(picture("a")).resize((28, 20), Image.Resampling.BICUBIC)
+    features = FeatureExtractor(tiny_encoder(), layers=[2], facets=["key"], pad=True)
+    seen = torch.from_numpy(np.array(smaller)).permute(2, 0, 1)[None] / 255
+    expected = discover(features(seen)[2]["key"][0], PatchGrid(20, 28, 8), REFERENCE)
+
+    list(TokenCut(longer_side=28).run(context(tmp_path, pictures, [2])))
+
+    (path,) = tmp_path.glob("reference_longer_side=28/images_*.jsonl")
+    lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
+    of = {line["image"]: line for line in lines}
+    assert of["a"]["cells"]["2/key"]["box"] == expected.box.tolist()
+    assert of["a"]["true_boxes"] == [[4.0, 4.0, 12.0, 12.0]]
+    # 33 x 47 pixels: 19.66 are 20, and a box is stretched by as much as its side.
+    assert [of["a"]["size"], of["b"]["size"]] == [[20, 28], [20, 28]]
+    assert of["b"]["true_boxes"] == [pytest.approx([0, 0, 28 / 47, 20 / 33])]
+    assert of["a"]["largest_box"] == pytest.approx(100 * 16 * 16 / (40 * 56))
+
+
+def test_images_at_their_own_size_have_the_settings_that_records_always_had():
+    assert "longer_side" not in TokenCut().settings()
+    assert changed_settings(TokenCut(longer_side=144)) == {"longer_side": 144}
+
+
 def test_a_second_run_reads_only_what_the_first_did_not_finish(tmp_path):
     boxes = {"a": [FAR_AWAY], "b": [FAR_AWAY], "c": [FAR_AWAY]}
     first = list(TokenCut(panels=0).run(context(tmp_path, Pictures(boxes))))
@@ -342,6 +367,7 @@ def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
         ({"panels": -1}, "panels expects"),
         ({"max_objects": 0}, "max_objects expects"),
         ({"protocol": "mine"}, "probe.protocol expects reference"),
+        ({"longer_side": 0}, "probe.longer_side"),
         ({"method": "mine"}, "probe.method expects tokencut or lost or maskcut"),
     ],
 )

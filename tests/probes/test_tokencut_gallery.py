@@ -1,5 +1,6 @@
 """Pictures of what discovery found: panels of an image, contact sheets of a block."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +39,22 @@ def test_a_contact_sheet_is_drawn_from_the_log_alone(tmp_path):
 
     assert path.read_bytes() == first
     assert calls == []
+
+
+def test_a_contact_sheet_has_the_boxes_where_they_are_in_photographs_of_another_size(tmp_path):
+    list(
+        TokenCut(longer_side=448, panels=1).run(context(tmp_path, Pictures({"a": [FAR_AWAY]}), [2]))
+    )
+
+    folder = tmp_path / "reference_longer_side=448"
+    with Image.open(folder / "block02_key.png") as file:
+        _, cols = np.nonzero((np.array(file) == FOUND).all(-1))
+    (log,) = folder.glob("images_*.jsonl")
+    x0, _, x1, _ = json.loads(log.read_text().splitlines()[1])["cells"]["2/key"]["box"]
+    # The legend has no such colour; a margin of 4 is left of the photograph.
+    scale = TILE_HEIGHT / 320
+    assert cols.min() == pytest.approx(4 + scale * x0, abs=1)
+    assert cols.max() + 1 == pytest.approx(4 + scale * x1, abs=1)
 
 
 def cell(box, mask, *, hit, degenerate=False, **more):
@@ -82,7 +99,8 @@ def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
     )
     results = {name: ImageResult(1, 1.0, (5, 7), {"0/key": shown}) for name in "ac"}
 
-    Gallery(pictures, results, patch_size=8, per_kind=1).draw("0/key", "title", tmp_path / "x.png")
+    gallery = Gallery(pictures, results, patch_size=8, per_kind=1, seen=TokenCut().seen)
+    gallery.draw("0/key", "title", tmp_path / "x.png")
 
     assert pictures.read == ["a"], "only what is shown is read"
     with Image.open(tmp_path / "x.png") as file:

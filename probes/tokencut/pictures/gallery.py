@@ -1,6 +1,6 @@
 """Contact sheets of a dataset: hits, misses and degenerate images of a block and facet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from PIL import Image
 from probes.pictures import heading, sheet, tile_size, titled
 from probes.tokencut.log import Cell, ImageResult, unpack_mask
 from probes.tokencut.pictures.panels import LEGEND, at_pixels, draw_boxes, highlight
-from ssl_bench.data.samples import ImageSet
+from ssl_bench.data.samples import ImageSet, Sample
 
 _TILES_PER_ROW = 8
 
@@ -37,12 +37,14 @@ class Gallery:
     Attributes:
         results: By image id.
         per_kind: How many images of each kind are shown, from the first one on.
+        seen: An image as it was searched, with its boxes.
     """
 
     images: ImageSet
     results: Mapping[str, ImageResult]
     patch_size: int
     per_kind: int
+    seen: Callable[[Sample], Sample]
     _thumbnails: dict[str, Thumbnail] = field(default_factory=dict, repr=False)
 
     def draw(self, name: str, title: str, path: Path) -> None:
@@ -82,7 +84,7 @@ class Gallery:
 
     def _thumbnail(self, image_id: str) -> Thumbnail:
         if image_id not in self._thumbnails:
-            sample = self.images[self.images.ids.index(image_id)]
+            sample = self.seen(self.images[self.images.ids.index(image_id)])
             small = Image.fromarray(sample.image).resize(tile_size(sample.image))
             boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
             size = (sample.image.shape[0], sample.image.shape[1])
