@@ -134,6 +134,11 @@ class Panel:
         return f"{self.metric}, {self.facet}, protocol {self.protocol}{self.difference}"
 
     @property
+    def num_changed(self) -> int:
+        """How many options differ from those of the protocol."""
+        return len(self.lines[0].points[0].entry.records[0].changed)
+
+    @property
     def is_ranked(self) -> bool:
         return any(line.best for line in self.lines)
 

@@ -110,6 +110,15 @@ def test_a_look_at_one_block_does_not_take_the_place_of_all_of_them():
         assert panel.layers == (0, 1, 2)
 
 
+def test_a_changed_option_does_not_take_the_place_of_the_protocol_as_it_is():
+    changed = cell(value=90.0, settings={"tau": 0.1}, changed={"tau": 0.1})
+
+    for order in ([changed, cell()], [cell(), changed]):
+        (panel,) = headline_panels(panels(*order))
+
+        assert panel.title == "corloc, key, protocol reference [tau=0.2]"
+
+
 def test_a_score_that_an_answer_without_a_look_reaches_says_so(tmp_path):
     told = Baseline("centre box", 55.0).as_details()
     low = [replace(cell(layer=n, value=v), details=told) for n, v in enumerate((40.0, 55.0))]

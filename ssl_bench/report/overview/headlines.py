@@ -42,11 +42,12 @@ def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
 def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     """One a task and split of a dataset: of its metric, with the most checkpoints and blocks.
 
-    So a look at one block does not take the place of a run over all of them.
+    So a look at one block does not take the place of a run over all of them; nor, of two such
+    runs, one with a changed option that of the protocol as it is.
     """
 
-    def weight(panel: Panel) -> tuple[int, int]:
-        return len(panel.lines), len(panel.layers)
+    def weight(panel: Panel) -> tuple[int, int, int]:
+        return len(panel.lines), len(panel.layers), -panel.num_changed
 
     chosen = []
     for those in by_task(panels).values():
