@@ -11,7 +11,7 @@ from ssl_bench.data.files.readable import RemainingImages
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Pair, Sample
 
 # Count up when the same corruption gives other pixels.
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from ssl_bench.data.corruptions.lens import disk, magnified, smeared
+from ssl_bench.data.corruptions.lens import disk, magnified, smeared, softened
 from ssl_bench.data.corruptions.levels import as_levels
 from ssl_bench.data.corruptions.noise import Pixels
 
@@ -60,9 +60,7 @@ def zoom_blur(image: Pixels, severity: int, seed: int) -> Pixels:
 def _blurred(
     shares: Float64[np.ndarray, "height width 3"], deviation: float
 ) -> Float64[np.ndarray, "height width 3"]:
-    from scipy.ndimage import gaussian_filter
-
-    return gaussian_filter(shares, [deviation, deviation, 0], mode="nearest", truncate=4.0)
+    return softened(shares, (deviation, deviation), mode="nearest", truncate=4)
 
 
 def _origins(

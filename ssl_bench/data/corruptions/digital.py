@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Float32
 from PIL import Image
 
+from ssl_bench.data.corruptions.lens import softened
 from ssl_bench.data.corruptions.levels import as_levels
 from ssl_bench.data.corruptions.noise import Pixels
 
@@ -60,9 +61,7 @@ def _moves(
     height: int, width: int, strength: float, draws: np.random.RandomState
 ) -> Float32[np.ndarray, "height width"]:
     """Smooth ones along one axis, in pixels."""
-    from scipy.ndimage import gaussian_filter
-
     most = height * 0.005
     rough = draws.uniform(-most, most, size=(height, width))
-    smooth = gaussian_filter(rough, (height * 0.01, width * 0.01), mode="reflect", truncate=3)
+    smooth = softened(rough, (height * 0.01, width * 0.01), mode="reflect", truncate=3)
     return (smooth * strength).astype(np.float32)

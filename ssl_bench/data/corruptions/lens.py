@@ -1,9 +1,14 @@
-"""What moves and magnifies: parts of corruptions."""
+"""What moves, softens and magnifies: parts of corruptions.
+
+Exponentials, sines and cosines are the C library's. NumPy's have a last bit that depends on the
+processor (AVX-512), and what is cut to whole levels is then a level apart.
+"""
 
 import math
+from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Float32, Shaped
+from jaxtyping import Float, Float32, Float64, Shaped
 
 
 def disk(radius: int, deviation: float) -> Float32[np.ndarray, "side side"]:
@@ -17,6 +22,31 @@ def disk(radius: int, deviation: float) -> Float32[np.ndarray, "side side"]:
     weights /= np.sum(weights)
     side = 3 if radius <= 8 else 5
     return cv2.GaussianBlur(weights, ksize=(side, side), sigmaX=deviation)
+
+
+def softened(
+    values: Float64[np.ndarray, "height width *channels"],
+    deviations: tuple[float, float],
+    *,
+    mode: Literal["nearest", "reflect"],
+    truncate: int,
+) -> Float64[np.ndarray, "height width *channels"]:
+    """Normal means along rows and columns, as `scipy.ndimage.gaussian_filter` takes them.
+
+    Args:
+        values: Of each pixel.
+        deviations: Of the weights down and to the right, in pixels.
+        mode: What is outside, as SciPy names it.
+        truncate: Of how many deviations the weights are.
+    """
+    from scipy.ndimage import correlate1d
+
+    for axis, deviation in enumerate(deviations):
+        reach = int(truncate * deviation + 0.5)
+        scale = -0.5 / (deviation * deviation)
+        weights = np.array([math.exp(scale * step**2) for step in range(-reach, reach + 1)])
+        values = correlate1d(values, weights / weights.sum(), axis, mode=mode)
+    return values
 
 
 def magnified(
@@ -48,8 +78,8 @@ def smeared(
         angle: Of the way against the x axis, in degrees.
     """
     length = 2 * radius + 1
-    steps = np.arange(length)
-    weights = np.exp(-(steps**2) / (2 * deviation**2)) / (np.sqrt(2 * np.pi) * deviation)
+    falling = [math.exp(-(step**2) / (2 * deviation**2)) for step in range(length)]
+    weights = np.array(falling) / (math.sqrt(2 * math.pi) * deviation)
     weights = weights / np.sum(weights)
     height, width = image.shape[:2]
     padding = [(length, length), (length, length), *[(0, 0)] * (image.ndim - 2)]
@@ -65,7 +95,8 @@ def smeared(
 
 def _way(length: int, angle: float) -> list[tuple[int, int]]:
     """Whole pixels down and to the right, step by step."""
-    down, right = length * np.sin(np.deg2rad(angle)), length * np.cos(np.deg2rad(angle))
+    turn = math.radians(angle)
+    down, right = length * math.sin(turn), length * math.cos(turn)
     whole = math.hypot(down, right)
     return [
         (-math.ceil(step * down / whole - 0.5), -math.ceil(step * right / whole - 0.5))
