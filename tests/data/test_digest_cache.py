@@ -185,6 +185,29 @@ def test_fault_54_an_interrupt_keeps_what_was_read(
     assert 60 <= kept < 90
 
 
+def test_fault_54_what_threads_are_reading_when_nobody_asks_any_more_is_kept(
+    tmp_path, cache, monkeypatch, files_read
+):
+    root = photo_folder(tmp_path / "many", 40)
+    settle()
+    whole = digests._read
+
+    def slow(part: digests.Part) -> bytes:
+        digest = whole(part)
+        time.sleep(0.1)
+        return digest
+
+    monkeypatch.setattr(digests, "_read", slow)
+    parts = [digests.Part(path) for path in sorted(root.iterdir())]
+    found = digests.identities(parts, digests.Reading("many", root, len(parts)), "content")
+    next(found)
+
+    found.close()
+
+    (path,) = cache.iterdir()
+    assert 2 <= len(digest_cache._read(path)) == len(files_read) < 40
+
+
 def test_a_sweep_reads_each_file_once_whatever_is_planned(place, files_read, capsys):
     (place / "cache").write_text("in the way")
     encoder_file(place / "other.safetensors", seed=1)

@@ -4,6 +4,7 @@ import hashlib
 import stat
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,11 +113,12 @@ def _digests(parts: Iterable[Part], reading: Reading) -> Generator[str, None, No
     def digest(part: Part) -> str:
         return _digest(part, cache).hex()
 
-    found = (one for _, one in in_threads(digest, parts, together=reading.together))
     try:
-        title = f"sha256 of {reading.title}"
-        shown = show_progress(found, title, reading.total)
-        yield from _kept(shown, cache, reading)
+        # Closed before the cache is saved, which then has what its threads were reading.
+        with closing(in_threads(digest, parts, together=reading.together)) as pairs:
+            found = (one for _, one in pairs)
+            shown = show_progress(found, f"sha256 of {reading.title}", reading.total)
+            yield from _kept(shown, cache, reading)
     finally:
         cache.save()
 

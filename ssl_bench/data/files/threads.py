@@ -1,6 +1,6 @@
 """Work on many files at once."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from threading import Event
@@ -15,8 +15,10 @@ _AHEAD = 1024
 
 def in_threads(
     work: Callable[[Item], Result], items: Iterable[Item], *, together: int = 1
-) -> Iterator[tuple[Item, Result]]:
+) -> Generator[tuple[Item, Result], None, None]:
     """Each item with what `work` makes of it, in order; items are taken as they are needed.
+
+    Closing it waits for what is in work and begins nothing more.
 
     A thread takes some `together` in one go, for work that is shorter than handing it over.
     """
