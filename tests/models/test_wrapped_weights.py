@@ -298,7 +298,7 @@ def nested(content: dict[str, Any], levels: int) -> dict[str, Any]:
         ({"net": behind("module.", RESNET), "x": {"y": [torch.ones(2)]}}, "holds a ResNet"),
         ({**behind("module.", RESNET), "n_averaged": torch.tensor(3)}, "holds a ResNet"),
         ({"net": WHOLE, "ema": TORN}, "29/30 keys fit; norm.bias missing"),
-        ({"optimizer": ADAM}, "no tensor that is named as a weight, but optimizer/"),
+        ({"optimizer": ADAM}, "none of its tensors is named as a weight, but optimizer/"),
         ({"best_acc1": torch.tensor(0.5)}, "named as a weight, but best_acc1"),
         ({"a": WHOLE, "b": TORN}, "holds 2 encoders (a, b), and no name says"),
         (WHOLE | behind("module.", WHOLE), "holds 2 encoders (what has no prefix, module)"),

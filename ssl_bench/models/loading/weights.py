@@ -162,8 +162,8 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
         return Backbone({}, 0, {})
     if not (roots := encoders or _largest(candidates)):
         raise CheckpointError(
-            f"{path} holds no tensor that is named as a weight, but {_first(list(tensors))}; "
-            "save model.state_dict() instead"
+            f"{path} is no Vision Transformer: none of its tensors is named as a weight, but "
+            f"{_first(list(tensors))}; save model.state_dict() instead"
         )
     root = _chosen(roots, unaveraged, path)
     others = [other for other in roots if other != root]
