@@ -213,6 +213,12 @@ TWO: dict[str, tuple[Callable[[Weights, Weights], dict[str, Any]], str]] = {
     "in one dictionary": (lambda w, o: behind("net.", o) | behind("ema.module.", w), "ema.module"),
     "within the other": (lambda w, o: o | behind("ema.", w), "ema"),
     "a student's own": (lambda w, o: {"student": o, "student_ema": w}, "student_ema"),
+    "BYOL": (
+        lambda w, o: behind("online.net.", o) | behind("target.net.", w) | {
+            "online_predictor.0.weight": torch.ones(2, 2),
+        },
+        "target.net",
+    ),
     "I-JEPA": (lambda w, o: {"encoder": o, "target_encoder": w, "opt": ADAM}, "target_encoder"),
     "AveragedModel": (lambda w, o: {"model": o, "swa_model": averaged(w, 3)}, "swa_model/module"),
     "AveragedModel, not yet": (lambda w, o: {"model": w, "swa_model": averaged(o, 0)}, "model"),

@@ -41,7 +41,7 @@ _BESIDE = {
     r"teacher": "a teacher that is no such encoder",
     r"momentum_encoder": "momentum encoder of MoCo-v3, scored on its base encoder",
     r"momentum_backbone": "a moving average of the encoder",
-    r"(?:momentum_)?(?:predictor|projector|prototypes)": "a head of pretraining",
+    r"(?:\w+_)?(?:predictor|projector|prototypes)": "a head of pretraining",
     r"(?:\w+_)?head\w*|classifier|fc|pooler": "a head, after the encoder",
     r"\w*(?:loss|criterion)\w*|(?:\w+_)?center\w*|queue": "state of a loss",
     r"decoder": "decoder of MAE, after the encoder",
