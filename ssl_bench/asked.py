@@ -118,6 +118,8 @@ def announced_encoder(uri: str) -> Encoder:
         f"{loaded if encoder.total_keys else 'no file'}, mean {_listed(encoder.mean)}, "
         f"deviation {_listed(encoder.std)} ({encoder.colours_from})"
     )
+    if encoder.contents.note:
+        say(encoder.contents.note)
     if encoder.colours_from == ASSUMED and encoder.contents.file is not None:
         file = encoder.contents.file
         named = _name_in_timm(encoder)

@@ -22,7 +22,7 @@ from ssl_bench.models.loading.identity import (
     unreplaced,
     verified_sha256,
 )
-from ssl_bench.models.loading.weights import load_weights, read_weights
+from ssl_bench.models.loading.weights import load_weights, read_weights, usable
 from ssl_bench.models.timm_config import TimmConfig
 from ssl_bench.system.files import read_digests, write_atomically, write_text_atomically
 
@@ -79,7 +79,7 @@ def _load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
             "install a newer ssl-bench"
         )
     model = empty_encoder(stated_config(path, metadata))
-    load_weights(model, read_weights(path), path)
+    load_weights(model, usable(read_weights(path), path), path)
     return model, digest
 
 

@@ -24,9 +24,9 @@ from ssl_bench.models.loading.layouts import (
 from ssl_bench.models.loading.weights import (
     Backbone,
     backbone_weights,
-    left_out,
     load_weights,
     read_weights,
+    reasons,
 )
 from ssl_bench.models.vit import VisionTransformer
 
@@ -82,8 +82,8 @@ def load_foreign(path: Path, described: Description | None = None) -> Foreign:
             f"type timm:{architecture}@{path}"
         )
     refuse_strangers(names, path)
-    dropped = [name for name in names if any(re.fullmatch(p, name) for p in layout.ignored)]
-    ignored = {**backbone.ignored, **left_out(dropped, layout.ignored, path)}
+    dropped = reasons(names, layout.ignored)
+    ignored = {**backbone.ignored, **dropped}
     kept = {name: value for name, value in backbone.weights.items() if name not in dropped}
     return _assembled(path, layout, renamed(layout, kept, path), backbone, ignored, described)
 
@@ -97,7 +97,7 @@ def _assembled(
     described: Description | None,
 ) -> Foreign:
     used = len(weights)
-    note = _fuse_queries_keys_values(weights, path)
+    note = backbone.note + _fuse_queries_keys_values(weights, path)
     config = _inferred_config(weights, layout, described, path)
     note += _fold_layer_scales(weights, config)
     model = VisionTransformer(config)
@@ -131,7 +131,7 @@ def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
         CheckpointError: two tensors would get the same name, or thirds of a layer do not fit.
     """
     layout = DINOV3_TRANSFORMERS
-    dropped = [n for n in backbone.weights if any(re.fullmatch(p, n) for p in layout.ignored)]
+    dropped = reasons(backbone.weights, layout.ignored)
     kept = {name: value for name, value in backbone.weights.items() if name not in dropped}
     weights = renamed(layout, kept, path)
     gated = any(".mlp.w1." in name for name in weights)
@@ -146,8 +146,7 @@ def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
         zeros = torch.zeros_like(weights[name])
         weights.setdefault(name.replace("query", "key"), zeros)
     _fuse_queries_keys_values(weights, path)
-    ignored = {**backbone.ignored, **left_out(dropped, layout.ignored, path)}
-    return replace(backbone, weights=weights, ignored=ignored)
+    return replace(backbone, weights=weights, ignored={**backbone.ignored, **dropped})
 
 
 def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:

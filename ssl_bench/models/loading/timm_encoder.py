@@ -160,7 +160,8 @@ def _of_backbone(
     with torch.random.fork_rng(devices=[]):
         model = _create(name, (path, backbone), config or {})
     keys = (len(model.state_dict()), backbone.total)
-    contents = Contents("timm", f"timm {timm.__version__}, {name}", backbone.ignored, file=path)
+    source, note = f"timm {timm.__version__}, {name}", backbone.note.strip(" ;")
+    contents = Contents("timm", source, backbone.ignored, note, path)
     encoder = timm_encoder(model, uri=uri, name=label, sha256=digest, keys=keys, contents=contents)
     pretrained = (config or {}).get("pretrained_cfg") or {}
     return (

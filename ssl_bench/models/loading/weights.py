@@ -1,10 +1,11 @@
 """Weights files of any origin, read without running anything they hold."""
 
 import argparse
+import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,36 +18,42 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.loading.identity import check_readable
+from ssl_bench.models.loading.layouts import refuse_strangers
 from ssl_bench.system.memory import pass_on_memory
 
 _SMALL_FILE = 2**20
-# Where training scripts keep the model; averaged weights are the better encoder, so they lead.
-_CONTAINERS = (
-    *("teacher", "state_dict_ema", "model_ema"),
-    *("student", "state_dict", "model", "backbone"),
+# The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
+# stands between names of dictionaries, a number or whatever else is no text in brackets.
+_KERNEL = re.compile(
+    r"((?:.*[./])?)((?:patch_embed1?\.(?:module\.)*proj|embeddings\.patch_embeddings"
+    r"(?:\.projection)?|conv_proj|stem\.0|downsample_layers\.0\.0)\.)weight"
 )
-# Left out at each step is what the table beside them allows, and nothing else.
-_PREFIXES = (
-    *("module.", "_orig_mod.", "teacher.", "student.", "base_encoder.", "backbone."),
-    *("vit.", "dinov2_with_registers.", "dinov2."),
-)
-_BESIDE_CONTAINERS = {
-    "|".join(_CONTAINERS): "another copy of the model; averaged weights lead",
-    r"\w*optim\w*|\w*sched\w*|\w*scaler\w*": "state of training",
-    r"\w*loss\w*|queue|center": "state of a loss",
-    r"\w*rng\w*|args|config|hyper_parameters|callbacks|loops": "state of training",
-}
-_BESIDE_PREFIXES = {
-    r"student\..*": "the student; the teacher leads",
-    r"momentum_encoder\..*": "momentum encoder of MoCo-v3, scored on its base encoder",
-    r"momentum_backbone\..*": "a moving average of the encoder",
-    r"(?:momentum_)?(?:predictor|projector|prototypes)\..*": "a head of pretraining",
-    r"(?:\w+_)?(?:head|loss|center)\w*(?:\..*)?": "a head or its loss, after the encoder",
-    r"(?:classifier|fc|pooler)\..*": "a head, after the encoder",
-    r"decoder\..*": "decoder of MAE, after the encoder",
+_BLOCK = re.compile(r"(?:blocks?\d?|layers?|stages)\.\w*\d+\.")
+_PART = re.compile(r"[./]")
+_DEEPEST = 40
+# Words in a name that say which of several encoders it is; MoCo-v3 and solo-learn score the one
+# that is trained.
+_AVERAGED = {"averaged", "average", "averaging", "avg", "ema", "swa", "teacher", "target"}
+_TRAINED = {"current", "momentum", "online", "student"}
+# By the first part of a name, seen from where the encoder is.
+_BESIDE = {
+    r"student": "the student; the teacher leads",
+    r"teacher": "a teacher that is no such encoder",
+    r"momentum_encoder": "momentum encoder of MoCo-v3, scored on its base encoder",
+    r"momentum_backbone": "a moving average of the encoder",
+    r"(?:\w+_)?(?:predictor|projector|prototypes)": "a head of pretraining",
+    r"(?:\w+_)?head\w*|classifier|fc|pooler": "a head, after the encoder",
+    r"\w*(?:loss|criterion)\w*|(?:\w+_)?center\w*|queue": "state of a loss",
+    r"decoder": "decoder of MAE, after the encoder",
+    r"text\w*|transformer|token_embedding|positional_embedding|ln_final|logit_\w+": "text of CLIP",
+    r"\w*optim\w*|\w*sched\w*|\w*scaler\w*|\w*rng\w*": "state of training",
+    r"args|config|hyper_parameters|callbacks\w*|loops": "state of training",
 }
 # timm's ConvNeXt keeps its final norm among its head.
 _HEADS = {r"(?:head(?!\.norm\.)|head_dist|fc|classifier|pooler)\..*": "a head, after the encoder"}
+# Not those of 8 bits: the factors that they are stored with stand elsewhere.
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = re.compile(r"(?:.*\.)?(?:num_batches_tracked|relative_position_index|position_ids)")
 _NUMPY_SCALAR = np.float64(0).__reduce__()[0]
 # Plain data that official DINO checkpoints hold beside the weights. None of them runs code.
 _HARMLESS: list[Any] = [
@@ -92,98 +99,267 @@ def read_weights(path: Path) -> dict[str, Any]:
     return dict(content)
 
 
+def usable(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """The gate for weights of all sources: dense floating numbers, on the CPU.
+
+    Raises:
+        CheckpointError: Names the first tensor that is anything else.
+    """
+    for name, value in weights.items():
+        is_index = value.dtype == torch.int64 and _INTEGERS.fullmatch(name)
+        is_number = value.dtype in _FLOATS or is_index
+        if not is_number or value.layout != torch.strided or value.device.type != "cpu":
+            kind = f"{value.dtype}, {value.layout}, on {value.device}".replace("torch.", "")
+            raise CheckpointError(
+                f"{path}: {name} is {kind}; expected dense floating numbers of 16, 32 or 64 bits "
+                "on the CPU: save the weights as they were trained"
+            )
+    return dict(weights)
+
+
 @dataclass(frozen=True)
 class Backbone:
     """The tensors of an encoder in somebody's file.
 
     Attributes:
         weights: Under names without the prefixes of wrappers.
-        total: Tensors in the container that held them.
+        total: Tensors in the dictionary that held them.
         ignored: Every other tensor of the file, or what held several, and why it is left out.
         prefixes: What was taken off the names.
+        note: Which of several encoders this is.
     """
 
     weights: Mapping[str, Tensor]
     total: int
     ignored: Mapping[str, str]
     prefixes: tuple[str, ...] = ()
+    note: str = ""
 
 
 def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
-    """The encoder's weights under plain names; the teacher comes before the student.
+    """The encoder's weights under plain names, whatever was written around them.
+
+    Of several encoders the one is taken whose name says that it is an average.
 
     Raises:
-        CheckpointError: A tensor is neither the encoder's nor one that is known to be left out.
+        CheckpointError: A tensor is neither the encoder's nor one that is known to be left out,
+            or is not usable; or no name says which of several encoders is the average.
     """
+    leaves = list(_leaves(content, path))
+    tensors = _once(((name, one) for name, one in leaves if isinstance(one, Tensor)), path)
+    training = tuple(
+        {name.partition("param_groups/")[0] for name, _ in leaves if "/param_groups/" in name}
+    )
+    # Before its first update an average holds what the model was initialised with.
+    unaveraged = tuple(
+        name.removesuffix("n_averaged")
+        for name, value in leaves
+        if name.endswith(("/n_averaged", ".n_averaged")) and str(value) in ("0", "tensor(0)")
+    )
+    candidates = {name: one for name, one in tensors.items() if not name.startswith(training)}
+    encoders = _encoders(candidates)
+    if not tensors:
+        return Backbone({}, 0, {})
+    if not (roots := encoders or _largest(candidates)):
+        raise CheckpointError(
+            f"{path} is no Vision Transformer: none of its tensors is named as a weight, but "
+            f"{_first(list(tensors))}; save model.state_dict() instead"
+        )
+    root = _chosen(roots, unaveraged, path)
+    others = [other for other in roots if other != root]
+    container = root[: root.rfind("/") + 1]
+    if odd := [name for name in tensors if name.startswith(f"{container}[")]:
+        raise CheckpointError(
+            f"{path}: {odd[0].removeprefix(container)} is a name that is no text; "
+            "save model.state_dict() instead"
+        )
+    own: dict[str, Tensor] = {}
     ignored: dict[str, str] = {}
-    while container := _container(content):
-        beside = [name for name, value in content.items() if name != container and _tensors(value)]
-        ignored |= left_out(beside, _BESIDE_CONTAINERS, path)
-        content = content[container]
-    weights = {name: value for name, value in content.items() if isinstance(value, Tensor)}
-    nested = [name for name, value in content.items() if name not in weights and _tensors(value)]
-    ignored |= left_out(nested, _BESIDE_CONTAINERS, path)
-    total, prefixes = len(weights), []
-    while prefix := _prefix(list(weights)):
-        beside = [name for name in weights if not name.startswith(prefix)]
-        ignored |= left_out(beside, _BESIDE_PREFIXES, path)
-        weights = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
-        prefixes.append(prefix)
-    heads = [name for name in weights if any(re.fullmatch(head, name) for head in _HEADS)]
-    ignored |= left_out(heads, _HEADS, path)
+    unknown: list[str] = []
+    inner = tuple(other for other in others if other.startswith(root))
+    for name, value in tensors.items():
+        is_inside = name.startswith(root) and not name.startswith(inner)
+        if is_inside and not _is_number(name.removeprefix(root), value):
+            own[name] = value
+            continue
+        above = _ancestor((root, name))
+        # What lies in a dictionary of its own goes by the name of that.
+        key = name.removeprefix(above).partition("/")[0]
+        if name.startswith(training):
+            ignored[key] = "state of training"
+        elif why := _reason_beside(name, value, above, root, others):
+            ignored[key] = why
+        else:
+            unknown.append(key)
+    inside = ((_without("module", name.removeprefix(root)), own[name]) for name in own)
+    weights = _once(inside, path)
+    if unknown:
+        if not encoders:
+            refuse_strangers(list(weights), path)
+        raise CheckpointError(
+            f"{path} holds {_first(list(dict.fromkeys(unknown)))}, which is neither an encoder's "
+            "nor known to be left out; save the encoder's state_dict alone"
+        )
+    heads = reasons(weights, _HEADS)
     plain = {name: value for name, value in weights.items() if name not in heads}
-    return Backbone(plain, total, ignored, tuple(prefixes))
+    total = sum(
+        name.startswith(container) and "/" not in name[len(container) :] for name in tensors
+    )
+    note = f"{_shown(root)} is taken, not {_first([_shown(one) for one in others])}; "
+    parts = tuple(f"{part}." for part in _PART.split(root) if part)
+    return Backbone(usable(plain, path), total, {**ignored, **heads}, parts, note if others else "")
 
 
-def _container(content: Mapping[str, Any]) -> str | None:
-    """The dictionary with the model: of a known name, or the only thing that holds tensors."""
-    known = next((c for c in _CONTAINERS if isinstance(content.get(c), Mapping)), None)
-    holding = [name for name, value in content.items() if _tensors(value)]
-    if known is None and len(holding) == 1 and isinstance(content[holding[0]], Mapping):
-        return holding[0]
-    return known
+def _leaves(value: object, path: Path, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """What containers of any depth hold, under names of the way to it."""
+    if depth > _DEEPEST:
+        raise CheckpointError(f"{path} has more than {_DEEPEST} levels; save model.state_dict()")
+    items: Iterable[tuple[str, object]]
+    if isinstance(value, Mapping):
+        items = (
+            (_without(r"_\w+", k) if isinstance(k, str) else f"[{k!r}]", v)
+            for k, v in value.items()
+        )
+    elif isinstance(value, list | tuple):
+        items = ((f"[{index}]", item) for index, item in enumerate(value))
+    else:
+        yield name, value
+        return
+    for key, item in items:
+        yield from _leaves(item, path, f"{name}/{key}" if name else key, depth + 1)
 
 
-def _prefix(names: Sequence[str]) -> str | None:
-    """What wrappers put before names: a known word, or whatever all of several names begin with."""
-    known = next((p for p in _PREFIXES if any(name.startswith(p) for name in names)), None)
-    first = {name.partition(".")[0] for name in names}
-    if known is None and len(first) == 1 and len(names) > 1 and all("." in n for n in names):
-        return f"{first.pop()}."
-    return known
+def _without(wrapper: str, name: str) -> str:
+    """A name of a tensor without the parts that wrappers of modules put anywhere into it."""
+    return re.sub(rf"(?:^|(?<=\.)){wrapper}\.", "", name)
 
 
-def left_out(names: Iterable[str], known: Mapping[str, str], path: Path) -> dict[str, str]:
-    """Why each tensor is not used.
+def _once(pairs: Iterable[tuple[str, Tensor]], path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, value in pairs:
+        if name in found:
+            raise CheckpointError(
+                f"{path} holds {name} twice, with and without a wrapper around it; save the "
+                "encoder's state_dict alone"
+            )
+        found[name] = value
+    return found
+
+
+def _encoders(names: Collection[str]) -> list[str]:
+    """What stands before the names of each encoder: a patch kernel, its bias, and blocks."""
+    kernels = dict.fromkeys(found.groups() for name in names if (found := _KERNEL.fullmatch(name)))
+    return [
+        root
+        for root, kernel in kernels
+        if any(name.startswith(root) and _BLOCK.search(name, len(root)) for name in names)
+        and (
+            f"{root}{kernel}bias" in names
+            or not any(name.endswith(f"{kernel}bias") for name in names)
+        )
+    ]
+
+
+def _largest(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The same where no encoder is known: for the dictionaries that hold the most tensors."""
+    inside: dict[str, list[str]] = {}
+    for name, value in tensors.items():
+        container, _, key = name.rpartition("/")
+        if not key.startswith("[") and not _is_number(key, value):
+            inside.setdefault(f"{container}/" if container else "", []).append(name)
+    most = max(map(len, inside.values()), default=0)
+    return [
+        _ancestor(names) if most > 1 else container
+        for container, names in inside.items()
+        if len(names) == most
+    ]
+
+
+def _chosen(roots: list[str], unaveraged: tuple[str, ...], path: Path) -> str:
+    """Of encoders the one that is an average; where they part for the first time that is asked."""
+    if len(roots) == 1:
+        return roots[0]
+    above = _ancestor(roots)
+    branches: dict[str, list[str]] = {}
+    for root in roots:
+        branches.setdefault(_PART.split(root.removeprefix(above))[0], []).append(root)
+    ranks = {
+        branch: max(_rank(root, above, unaveraged) for root in inside)
+        for branch, inside in branches.items()
+    }
+    best = [branch for branch in branches if ranks[branch] == max(ranks.values())]
+    if len(best) > 1:
+        shown = _first([_shown(branches[branch][0]) for branch in best])
+        raise CheckpointError(
+            f"{path} holds {len(best)} encoders ({shown}), and no name says which of them "
+            "is the average; save the state_dict of one"
+        )
+    return _chosen(branches[best[0]], unaveraged, path)
+
+
+def _rank(root: str, above: str, unaveraged: tuple[str, ...]) -> int:
+    below = root.removeprefix(above)
+    if any(len(place) > len(above) and root.startswith(place) for place in unaveraged):
+        return 0
+    for part in _PART.split(below):
+        words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", part)}
+        if words & _AVERAGED:
+            return 2
+        if "current" in words and f"{above}averaging_state/" in unaveraged:
+            return 3
+        if words & _TRAINED:
+            return 0
+    return 1
+
+
+def _reason_beside(
+    name: str, value: Tensor, above: str, root: str, others: Sequence[str]
+) -> str | None:
+    """Why a tensor that is not the encoder's is left out; None if nobody knows.
 
     Args:
-        names: Of tensors that nobody takes.
-        known: Pattern of whole names to the reason.
-        path: The file to name in an error.
-
-    Raises:
-        CheckpointError: No pattern fits a name.
+        name: Of the tensor.
+        value: The tensor.
+        above: What its name and `root` begin with.
+        root: What the names of the encoder begin with.
+        others: The same of other encoders.
     """
-    reasons = {
-        name: next((why for pattern, why in known.items() if re.fullmatch(pattern, name)), None)
-        for name in names
-    }
-    unknown = [name for name, why in reasons.items() if why is None]
-    if unknown:
-        raise CheckpointError(
-            f"{path} holds {_first(unknown)}, which is neither an encoder's nor known to be left "
-            "out; save the encoder's state_dict alone"
-        )
-    return {name: why for name, why in reasons.items() if why is not None}
+    beside = name.removeprefix(above)
+    part = _PART.split(beside)[0]
+    branch = name[: len(above) + len(part) + 1]
+    if why := reasons([part], _BESIDE).get(part):
+        return why
+    if any(
+        one.startswith(branch) or (root.startswith(one) and name.startswith(one)) for one in others
+    ):
+        return "another encoder, see the note"
+    if _is_number(beside.rpartition("/")[2], value):
+        return "a number beside the weights"
+    is_outside = "/" in root[len(above) :] and not set("./") & set(beside)
+    return "a tensor beside the state_dict of the model" if is_outside else None
 
 
-def _tensors(value: object) -> int:
-    """How many tensors there are in containers of any depth."""
-    if isinstance(value, Tensor):
-        return 1
-    if isinstance(value, Mapping):
-        return sum(_tensors(item) for item in value.values())
-    return sum(_tensors(item) for item in value) if isinstance(value, list | tuple) else 0
+def _is_number(key: str, value: Tensor) -> bool:
+    """Whether this is no parameter of a module, nor the token or position of a damaged file."""
+    return value.numel() == 1 and not re.search(r"\.|token|embed", key)
+
+
+def _ancestor(names: Sequence[str]) -> str:
+    """What names begin with, in whole parts."""
+    common = os.path.commonprefix(names)  # noqa: RUF071 - cut at a whole part in the next line
+    return common[: max(common.rfind("."), common.rfind("/")) + 1]
+
+
+def _shown(root: str) -> str:
+    return root.rstrip("./") or "what has no prefix"
+
+
+def reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Why tensors are not used, by patterns of whole names; without those that none fits."""
+    found = (
+        (name, next((w for p, w in known.items() if re.fullmatch(p, name)), None)) for name in names
+    )
+    return {name: why for name, why in found if why is not None}
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:

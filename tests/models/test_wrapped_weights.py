@@ -1,0 +1,318 @@
+"""Rows 77 and 78 of the catalogue of faults: which tensors are weights, and what is around them.
+
+How training tools write a checkpoint is restated from their sources: Lightning's ModelCheckpoint,
+WeightAveraging and StochasticWeightAveraging, torch.optim.swa_utils, timm's train.py, Composer,
+VISSL, I-JEPA, torchvision's and torch's reference scripts.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor
+
+from ssl_bench.asked import announced_encoder
+from ssl_bench.cli.__main__ import main
+from ssl_bench.models import ViTConfig, build_vit, load_encoder, save_encoder
+from ssl_bench.system.files import sha256_of
+from tests.models.test_hugging_face import hugging_face_folder
+from tests.support.faults import DINO_LIKE
+from tests.support.foreign_weights import Weights, message_of, saved, timm_model
+
+QKV = "blocks.0.attn.qkv.weight"
+
+
+def quantised(value: Tensor) -> Tensor:
+    return torch.quantize_per_tensor(value, 0.1, 0, torch.qint8)
+
+
+SPOILT: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "int8": (lambda v: (127 * v).to(torch.int8), "int8"),
+    "int64": (lambda v: (127 * v).long(), "int64"),
+    "bool": (lambda v: v > 0, "bool"),
+    "complex": (lambda v: v * (1 + 1j), "complex64"),
+    "float8": (lambda v: v.to(torch.float8_e4m3fn), "float8_e4m3fn"),
+    "quantised": (quantised, "qint8"),
+    "sparse": (lambda v: v.to_sparse(), "sparse_coo"),
+    "compressed": (lambda v: v.to_sparse_csr(), "sparse_csr"),
+    "meta": (lambda v: v.to("meta"), "on meta"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "said"), SPOILT.values(), ids=SPOILT)
+@pytest.mark.filterwarnings("ignore")
+def test_fault_77_a_tensor_that_is_no_dense_float_is_named(tmp_path, capsys, spoil, said):
+    weights = build_vit(DINO_LIKE, seed=0).state_dict()
+    path = saved(tmp_path / "w.pth", {"model": weights | {QKV: spoil(weights[QKV])}})
+
+    assert main(["models", str(path)]) == 4
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{path}: {QKV} is " in line
+    assert said in line
+    assert "expected dense floating numbers" in line
+
+
+def in_bytes(weights: Mapping[str, Tensor]) -> Weights:
+    return {n: (100 * v).to(torch.int8) if n.endswith("weight") else v for n, v in weights.items()}
+
+
+def of_ours(root: Path) -> str:
+    path = root / "last.safetensors"
+    save_encoder(path, build_vit(DINO_LIKE, seed=0), {})
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    (root / "last.safetensors.sha256").unlink()
+    safetensors.torch.save_file(in_bytes(safetensors.torch.load_file(path)), path, metadata)
+    (root / "last.safetensors.sha256").write_text(f"{sha256_of(path)}  last.safetensors\n")
+    return str(path)
+
+
+def of_others(root: Path) -> str:
+    path = root / "w.safetensors"
+    safetensors.torch.save_file(in_bytes(build_vit(DINO_LIKE, seed=0).state_dict()), path)
+    return str(path)
+
+
+def of_timm(root: Path) -> str:
+    model = build_vit(ViTConfig(dim=192, num_heads=3, depth=12), seed=0)
+    return f"timm:vit_tiny_patch16_224@{saved(root / 'w.pth', in_bytes(model.state_dict()))}"
+
+
+def of_a_folder_of_timm(root: Path) -> str:
+    saved(root / "pytorch_model.bin", in_bytes(timm.create_model("convnext_atto").state_dict()))
+    (root / "config.json").write_text(json.dumps({"architecture": "convnext_atto"}))
+    return f"local-dir:{root}"
+
+
+def of_a_folder_of_transformers(root: Path) -> str:
+    weights = in_bytes(timm_model().state_dict())
+    return f"local-dir:{hugging_face_folder(root / 'hf', 'vit', weights)}"
+
+
+def of_the_hub(root: Path) -> str:
+    (root / "checkpoints").mkdir()
+    weights = build_vit(DINO_LIKE, seed=0).state_dict()
+    saved(root / "checkpoints/dino_deitsmall16_pretrain.pth", in_bytes(weights))
+    return "torchhub:facebookresearch/dino:dino_vits16"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [of_ours, of_others, of_timm, of_a_folder_of_timm, of_a_folder_of_transformers, of_the_hub],
+)
+def test_fault_77_weights_of_every_source_pass_one_gate(tmp_path, monkeypatch, source):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+
+    said = message_of(source(tmp_path))
+
+    assert ".weight is int8, strided, on cpu; expected dense floating numbers" in said
+
+
+def test_fault_77_floats_of_any_width_and_counts_are_taken(tmp_path):
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        weights = {name: value.to(dtype) for name, value in timm_model().state_dict().items()}
+        encoder = load_encoder(str(saved(tmp_path / "w.pth", weights)))
+        assert torch.equal(encoder.module.state_dict()[QKV], weights[QKV].float())
+    swin = timm.create_model("swin_tiny_patch4_window7_224").state_dict()
+    index = {"layers.0.blocks.0.attn.relative_position_index": torch.zeros(49, 49).long()}
+    path = saved(tmp_path / "swin.pth", {"model": swin | index})
+    load_encoder(f"timm:swin_tiny_patch4_window7_224@{path}")
+
+
+@pytest.mark.parametrize("name", [5, None, b"norm.bias", ("a", 1)], ids=str)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_fault_77_a_name_that_is_no_text_is_refused(tmp_path, name, wrapped):
+    weights: dict[Any, Tensor] = {**timm_model().state_dict(), name: torch.zeros(3)}
+    said = message_of(saved(tmp_path / "w.pth", {"model": weights} if wrapped else weights))
+    assert f"{tmp_path / 'w.pth'}: [{name!r}] is a name that is no text" in said
+
+
+ADAM = {
+    "state": {i: {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3, 2)} for i in range(99)},
+    "param_groups": [{"lr": 0.1, "params": list(range(99))}],
+}
+CALLBACKS = {
+    "ModelCheckpoint{'monitor': None}": {"best_k_models": {"/a/b.ckpt": torch.tensor(0.1)}},
+    "EarlyStopping": {"best_score": torch.tensor(1.0), "wait_count": 0},
+}
+
+
+def behind(prefix: str, weights: Weights) -> Weights:
+    return {prefix + name: value for name, value in weights.items()}
+
+
+def inside(wrapper: str, weights: Weights) -> Weights:
+    """As a wrapper around a block and around the patches has it."""
+    return {
+        n.replace("blocks.1.", f"blocks.1.{wrapper}.").replace("embed.p", f"embed.{wrapper}.p"): v
+        for n, v in weights.items()
+    }
+
+
+def averaged(weights: Weights, times: int) -> Weights:
+    return {**behind("module.", weights), "n_averaged": torch.tensor(times)}
+
+
+# What a file holds of an encoder (`w`) that nothing else of the file can be.
+ALONE: dict[str, Callable[[Weights], dict[str, Any]]] = {
+    "torch's example": lambda w: {
+        "epoch": 3, "arch": "vit", "state_dict": behind("module.", w), "scheduler": {},
+        "best_acc1": torch.tensor([71.2]), "optimizer": ADAM,
+    },
+    "torch's tutorial": lambda w: {
+        "model_state_dict": w, "optimizer_state_dict": ADAM, "loss": torch.tensor(0.3),
+    },
+    "Lightning": lambda w: {
+        "state_dict": behind("model._orig_mod.", w), "callbacks": CALLBACKS, "loops": {},
+        "optimizer_states": [ADAM], "lr_schedulers": [{}], "hyper_parameters": {"lr": 1},
+    },
+    "Composer": lambda w: {
+        "state": {"model": behind("model.", w), "optimizers": {"AdamW": ADAM}},
+        "rng": [{"torch": torch.get_rng_state()}],
+    },
+    "VISSL": lambda w: {"classy": {"base_model": {"model": {"trunk": w, "heads": {"w.w": ADAM}}}}},
+    "AveragedModel": lambda w: averaged(w, 3),
+    "AveragedModel, compiled": lambda w: behind("_orig_mod.", averaged(w, 3)),
+    "AveragedModel of a compiled one": lambda w: averaged(behind("_orig_mod.", w), 3),
+    "DeepSpeed": lambda w: {"module": w, "buffer_names": [], "ds_version": "1"},
+    "a list": lambda w: {"models": [w]},
+    "numbers beside": lambda w: {**w, "epoch": torch.tensor(3), "best_acc": torch.tensor(0.7)},
+    "tensors beside": lambda w: {"network": {"net": w}, "class_weights": torch.ones(10)},
+    "FSDP": lambda w: inside("_fsdp_wrapped_module", w),
+    "checkpointing": lambda w: behind("vit.", inside("_checkpoint_wrapped_module", w)),
+    "both": lambda w: inside("_fsdp_wrapped_module._checkpoint_wrapped_module", w),
+    "compiled blocks": lambda w: inside("_orig_mod", w),
+    "data-parallel blocks": lambda w: behind("module.", inside("module", w)),
+    "a teacher that is none": lambda w: {"student": w, "teacher": {"conv1.weight": ADAM}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrap", ALONE.values(), ids=ALONE)
+def test_fault_78_whatever_is_written_around_a_model_is_taken_off(tmp_path, wrap):
+    weights = timm_model().state_dict()
+
+    encoder = load_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights))))
+
+    assert encoder.loaded_keys == len(weights)
+    assert encoder.contents.note == ""
+    assert all(torch.equal(encoder.module.state_dict()[n], v) for n, v in weights.items())
+
+
+# With two encoders: the one to take, another, and what is said to be taken.
+TWO: dict[str, tuple[Callable[[Weights, Weights], dict[str, Any]], str]] = {
+    "timm": (lambda w, o: {"state_dict": o, "state_dict_ema": w, "optimizer": ADAM}, "e_dict_ema"),
+    "model_ema": (lambda w, o: {"model": o, "model_ema": w}, "model_ema"),
+    "ema": (lambda w, o: {"net": o, "ema": behind("module.", w)}, "ema/module"),
+    "in capitals": (lambda w, o: {"net": o, "modelEMA": w}, "modelEMA"),
+    "in one dictionary": (lambda w, o: behind("net.", o) | behind("ema.module.", w), "ema.module"),
+    "within the other": (lambda w, o: o | behind("ema.", w), "ema"),
+    "a student's own": (lambda w, o: {"student": o, "student_ema": w}, "student_ema"),
+    "BYOL": (
+        lambda w, o: behind("online.net.", o) | behind("target.net.", w) | {
+            "online_predictor.0.weight": torch.ones(2, 2),
+        },
+        "target.net",
+    ),
+    "I-JEPA": (lambda w, o: {"encoder": o, "target_encoder": w, "opt": ADAM}, "target_encoder"),
+    "AveragedModel": (lambda w, o: {"model": o, "swa_model": averaged(w, 3)}, "swa_model/module"),
+    "AveragedModel, not yet": (lambda w, o: {"model": w, "swa_model": averaged(o, 0)}, "model"),
+    "as an attribute": (
+        lambda w, o: {"state_dict": behind("net.", o) | behind("ema.", averaged(w, 3))},
+        "state_dict/ema.module",
+    ),
+    "Lightning": (
+        lambda w, o: {
+            "state_dict": behind("m.", w), "current_model_state": behind("m.", o),
+            "averaging_state": {"n_averaged": torch.tensor(3)},
+        },
+        "state_dict/m",
+    ),
+    "Lightning, not yet": (
+        lambda w, o: {
+            "state_dict": behind("m.", o), "current_model_state": behind("m.", w),
+            "averaging_state": {"n_averaged": torch.tensor(0)},
+        },
+        "current_model_state/m",
+    ),
+    "Lightning, of a teacher": (
+        lambda w, o: {
+            "state_dict": behind("teacher.", w) | behind("student.", o),
+            "current_model_state": behind("teacher.", o) | behind("student.", o),
+        },
+        "state_dict/teacher",
+    ),
+    "Lightning's SWA": (
+        lambda w, o: {
+            "state_dict": behind("m.", o),
+            "callbacks": {"SWA{'lrs': 0.1}": {"n_averaged": 3, "average_model_state": w}},
+        },
+        "average_model_state",
+    ),
+    "Lightning's SWA, not yet": (
+        lambda w, o: {
+            "state_dict": behind("m.", w),
+            "callbacks": {"SWA": {"n_averaged": 0, "average_model_state": o}},
+        },
+        "state_dict/m",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrap", "said"), TWO.values(), ids=TWO)
+def test_fault_78_of_two_encoders_the_averaged_one_is_announced(tmp_path, capsys, wrap, said):
+    weights = timm_model().state_dict()
+    other = {name: value + 1 for name, value in weights.items()}
+
+    encoder = announced_encoder(str(saved(tmp_path / "w.ckpt", wrap(weights, other))))
+
+    assert all(torch.equal(encoder.module.state_dict()[n], v) for n, v in weights.items())
+    assert f"{said} is taken, not " in capsys.readouterr().err
+    assert encoder.contents.ignored
+
+
+def test_fault_78_the_averaged_one_is_taken_through_timm_too(tmp_path):
+    weights = timm.create_model("convnext_atto").state_dict()
+    other = {name: value + 1 for name, value in weights.items()}
+    path = saved(tmp_path / "w.ckpt", {"state_dict": other, "state_dict_ema": weights})
+
+    encoder = load_encoder(f"timm:convnext_atto@{path}")
+
+    assert encoder.contents.note == "state_dict_ema is taken, not state_dict"
+    found = encoder.module.state_dict()["model.stem.0.weight"]
+    assert torch.equal(found, weights["stem.0.weight"])
+
+
+RESNET = {"conv1.weight": torch.zeros(4, 3, 7, 7), "layer1.0.conv1.weight": torch.zeros(4, 4, 3, 3)}
+WHOLE = dict(timm_model().state_dict())
+TORN = {name: value for name, value in WHOLE.items() if name != "norm.bias"}
+
+
+def nested(content: dict[str, Any], levels: int) -> dict[str, Any]:
+    return nested({"a": content}, levels - 1) if levels else content
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"net": RESNET, "best_acc1": torch.tensor(0.5)}, "holds a ResNet"),
+        ({"net": behind("module.", RESNET), "x": {"y": [torch.ones(2)]}}, "holds a ResNet"),
+        ({**behind("module.", RESNET), "n_averaged": torch.tensor(3)}, "holds a ResNet"),
+        ({"net": WHOLE, "ema": TORN}, "29/30 keys fit; norm.bias missing"),
+        ({"optimizer": ADAM}, "none of its tensors is named as a weight, but optimizer/"),
+        ({"best_acc1": torch.tensor(0.5)}, "named as a weight, but best_acc1"),
+        ({"a": WHOLE, "b": TORN}, "holds 2 encoders (a, b), and no name says"),
+        (WHOLE | behind("module.", WHOLE), "holds 2 encoders (what has no prefix, module)"),
+        (behind("net.", WHOLE) | {"a.b": torch.ones(1)}, "holds a.b, which is neither"),
+        ({"model": WHOLE, "ema": [torch.ones(3)]}, "holds ema, which is neither"),
+        (WHOLE | {"norm._orig_mod.bias": torch.ones(3)}, "holds norm.bias twice"),
+        (nested(WHOLE, 50), "more than 40 levels"),
+    ],
+)
+def test_fault_78_a_refusal_says_the_true_reason(tmp_path, content, said):
+    assert said in message_of(saved(tmp_path / "w.pth", content))
