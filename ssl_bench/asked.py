@@ -113,10 +113,11 @@ def announced_encoder(uri: str) -> Encoder:
     """Load an encoder and say what it is."""
     encoder = load_encoder(uri)
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
+    note = f"; {encoder.contents.note}" if encoder.contents.note else ""
     say(
         f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}, "
         f"{loaded if encoder.total_keys else 'no file'}, mean {_listed(encoder.mean)}, "
-        f"deviation {_listed(encoder.std)} ({encoder.colours_from})"
+        f"deviation {_listed(encoder.std)} ({encoder.colours_from}){note}"
     )
     if encoder.colours_from == ASSUMED and encoder.contents.file is not None:
         file = encoder.contents.file

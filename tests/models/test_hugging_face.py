@@ -104,7 +104,9 @@ def test_a_vit_of_transformers_has_the_norms_and_heads_of_its_configuration(tmp_
 def test_dinov2_of_transformers(tmp_path, registers):
     model, weights = dinov2_weights(registers)
     kind = "dinov2_with_registers" if registers else "dinov2"
-    folder = hugging_face_folder(tmp_path / "hf", kind, weights, prefix=f"{kind}.", patch_size=14)
+    folder = hugging_face_folder(
+        tmp_path / "hf", kind, weights, prefix=f"{kind}.", patch_size=14, image_size=56
+    )
     encoder = same_features(f"local-dir:{folder}", model, extra=("cls_normed",))
     assert encoder.num_registers == registers
     assert encoder.contents.ignored.keys() == {"embeddings.mask_token"}
@@ -133,10 +135,10 @@ def test_colours_come_from_the_folder_and_are_never_guessed_where_they_differ(tm
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_act": "quick_gelu"}, "an MLP with quick_gelu, the ViT of this suite GELU"),
-        ({"use_swiglu_ffn": True}, "an MLP with SwiGLU"),
-        ({"hidden_size": 192}, "has the width 128, config.json says 192"),
-        ({"num_attention_heads": None}, "says nothing of num_attention_heads"),
+        ({"hidden_act": "quick_gelu"}, "config.json says hidden_act='quick_gelu', the encoder"),
+        ({"use_swiglu_ffn": True}, "says use_swiglu_ffn=True"),
+        ({"hidden_size": 192}, "says hidden_size=192, the encoder of model.safetensors has 128"),
+        ({"num_attention_heads": None}, "has num_attention_heads=None, expected a number above 0"),
         ({"num_attention_heads": 3}, "model.dim must be a multiple of model.num_heads"),
         (
             {"model_type": "swin"},
