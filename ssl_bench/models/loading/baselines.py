@@ -46,6 +46,9 @@ def random_encoder(trained: Encoder, uri: str) -> Encoder:
             if isinstance(trained.module, VisionTransformer)
             else build_encoder(trained.module.config, seed=_SEED)
         )
+        for drawn, original in zip(model.modules(), trained.module.modules(), strict=True):
+            if isinstance(drawn, nn.LayerNorm) and isinstance(original, nn.LayerNorm):
+                drawn.eps = original.eps
         return encoder_from_model(
             model,
             name=f"{trained.name} (random)",

@@ -194,7 +194,7 @@ def _inferred_config(
     registers = weights.get("reg_token")
     assumed, grid_size = "", _stated_grid(described, positions, patch_size, path)
     if grid_size is None:
-        grid_size = assumed_grid(positions.shape[1] - 1, path)
+        grid_size = _assumed_grid(positions.shape[1] - 1, path)
         assumed = f"{ASSUMED_GRID.format(*grid_size)}; "
     if described is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
@@ -233,14 +233,14 @@ def _stated_grid(
     return rows, cols
 
 
-def assumed_grid(num_patches: int, path: Path) -> tuple[int, int]:
+def _assumed_grid(num_patches: int, path: Path) -> tuple[int, int]:
     """Rows and columns of positions of which nobody says them.
 
     Raises:
         CheckpointError: They are no square.
     """
-    side = math.isqrt(max(num_patches, 0))
-    if not side or side**2 != num_patches:
+    side = math.isqrt(num_patches)
+    if side**2 != num_patches:
         raise CheckpointError(
             f"{path} has pos_embed for {num_patches} patches, which are no square, and says "
             "nothing of rows and columns; put it beside a config.json that does (image_size="

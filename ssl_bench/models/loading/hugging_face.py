@@ -25,6 +25,7 @@ _DINOV3 = "dinov3_vit"
 _DINOV3_ROTATION = 100.0
 # Published with ImageNet's mean and deviation, all of them; `vit` with several.
 _ON_IMAGENET_COLOURS = ("vit_mae", "dinov2", "dinov2_with_registers")
+_EXPECTED = {"layer_norm_eps": "a number above 0", "image_size": "pixels or [HEIGHT, WIDTH]"}
 # Steps of a preprocessor that leave colours alone, or are a mean and a deviation.
 _STEPS = (
     *("do_resize", "do_center_crop", "do_pad", "do_convert_rgb", "do_rescale", "do_normalize"),
@@ -196,8 +197,9 @@ def _described(config: Mapping[str, Any], path: Path) -> Description:
     for key, is_wrong in wrong.items():
         if is_wrong:
             raise CheckpointError(
-                f"{path} has {key}={config.get(key)!r}, expected a number above 0 (or HEIGHT and "
-                "WIDTH); save it with config.to_json_file(..., use_diff=False)"
+                f"{path} has {key}={config.get(key)!r}, expected "
+                f"{_EXPECTED.get(key, 'a whole number above 0')}; save it with "
+                "config.to_json_file(..., use_diff=False)"
             )
     return Description(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
 

@@ -197,11 +197,7 @@ def _with_weights(
     """The model with the very tensors of the file, and what was assumed of their shapes."""
     pretrained = _mapping(config, "pretrained_cfg", path)
     arguments = dict(_mapping(config, "model_args", path))
-    overlay: dict[str, Any] = {
-        key: colour_of(pretrained, key, path.with_name("config.json"))
-        for key in ("mean", "std")
-        if key in pretrained
-    }
+    overlay: dict[str, Any] = {}
     if "input_size" in pretrained:
         overlay["input_size"] = _input_size(pretrained["input_size"], path)
     weights, note = without_register_positions(backbone.weights), ""
@@ -211,15 +207,17 @@ def _with_weights(
         note = f"patches of {patch['patch_size']} pixels as in the file"
         plan = _create(name, path, arguments, overlay, device="meta")
     if "img_size" not in arguments and "input_size" not in overlay:
-        size, assumed = images_of_file(plan, weights, path)
+        size, assumed = images_of_file(plan, weights)
         if size:
             arguments |= size
             note = "; ".join(filter(None, [note, assumed]))
             plan = _create(name, path, arguments, overlay, device="meta")
-    if isinstance(plan, PlainViT):
+    for key in ("mean", "std"):
+        if key in pretrained:
+            overlay[key] = colour_of(pretrained, key, path.with_name("config.json"))
+    if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
         # Else timm would take positions of equally many patches for those of another grid.
-        patch_embed: Any = plan.patch_embed
-        overlay["input_size"] = (3, *patch_embed.img_size)
+        overlay["input_size"] = (3, *size)
     # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
     # missing keys without a word.
     overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}

@@ -4,6 +4,7 @@ timm renames the tensors of many libraries, and resizes positions, patches and t
 positions that do not fit, without a word.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.loading.foreign import ASSUMED_GRID, assumed_grid
+from ssl_bench.models.loading.foreign import ASSUMED_GRID
 
 _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 Weights = Mapping[str, Tensor]
@@ -42,21 +43,20 @@ def patch_of_file(model: Any, weights: Weights) -> dict[str, Any]:
     return {"patch_size": rows} if rows == cols != own.shape[3] and rows else {}
 
 
-def images_of_file(model: Any, weights: Weights, path: Path) -> tuple[dict[str, Any], str]:
-    """What timm is told where positions of the file are not as many as the model's, and a note.
+def images_of_file(model: Any, weights: Weights) -> tuple[dict[str, Any], str]:
+    """What timm is told where the file has another square of positions than the model, and a note.
 
-    Raises:
-        CheckpointError: The file has other positions than the model, and they are no square.
+    Any other number of them is refused by `require_weights`.
     """
     positions, own = weights.get(_POSITIONS), getattr(model, _POSITIONS, None)
     if positions is None or own is None or positions.ndim != 3:
         return {}, ""
     num_patches = positions.shape[1] - own.shape[1] + model.patch_embed.num_patches
-    if num_patches == model.patch_embed.num_patches:
+    side = math.isqrt(max(num_patches, 0))
+    if num_patches in (0, model.patch_embed.num_patches) or side**2 != num_patches:
         return {}, ""
-    rows, cols = assumed_grid(num_patches, path)
-    side = rows * model.patch_embed.feat_ratio()
-    return {"img_size": side}, ASSUMED_GRID.format(rows, cols)
+    images = {"img_size": side * model.patch_embed.feat_ratio()}
+    return images, ASSUMED_GRID.format(side, side)
 
 
 def require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
@@ -65,27 +65,30 @@ def require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -
     Raises:
         CheckpointError: Names tensors that timm made of others.
     """
+    own = model.state_dict()
     changed = {
         ours: _bits(value)
-        for ours, value in model.state_dict().items()
+        for ours, value in own.items()
         if ours not in weights or not _is_same(weights[ours], value)
     }
-    renamed: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-    for value in weights.values() if changed else ():
-        renamed[_key(_bits(value))].append(value)
+    renamed: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for theirs, value in weights.items() if changed else ():
+        renamed[_key(_bits(value))].append(theirs)
     left = {
         ours: bits
         for ours, bits in changed.items()
-        if not any(torch.equal(_bits(value), bits) for value in renamed[_key(bits)])
+        if not any(
+            theirs != ours and torch.equal(_bits(weights[theirs]), bits)
+            for theirs in renamed[_key(bits)]
+        )
     }
-    if not left:
-        return
-    # Layers that are joined or cut, and biases that are 0 elsewhere.
-    numbers = torch.cat([torch.zeros(1, dtype=torch.int32), *map(_bits, weights.values())])
-    made = [ours for ours, bits in left.items() if not torch.isin(bits, numbers).all()]
+    made = {ours: own[ours] for ours in left if ours in weights}
+    if len(made) < len(left):
+        # Layers that are joined or cut under other names, and biases that are 0 here.
+        numbers = torch.cat([torch.zeros(1, dtype=torch.int32), *map(_bits, weights.values())])
+        made |= {o: own[o] for o, bits in left.items() if not torch.isin(bits, numbers).all()}
     if made:
-        own = model.state_dict()
-        raise CheckpointError(_mismatch(path, name, weights, {ours: own[ours] for ours in made}))
+        raise CheckpointError(_mismatch(path, name, weights, made))
 
 
 def wrong_shapes(model: nn.Module, weights: Weights, path: Path, name: str) -> str | None:
@@ -105,9 +108,13 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
         for ours, value in list(wrong.items())[:3]
     )
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    rows = (
+        ", or say img_size=[HEIGHT, WIDTH] among model_args of a config.json beside it and type "
+        "local-dir:FOLDER"
+    )
     return (
         f"timm:{name} does not fit {path}: {shown}{more}, and nothing is resized; take timm's "
-        "name of the file's architecture"
+        f"name of the file's architecture{rows if _POSITIONS in wrong else ''}"
     )
 
 
