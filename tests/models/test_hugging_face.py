@@ -164,7 +164,9 @@ def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
     """What `timm.models.save_for_hf` writes, https://github.com/huggingface/pytorch-image-models."""
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
-    model: Any = timm.create_model("vit_tiny_patch16_224", num_classes=5, **arguments)
+    model: Any = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=5, dynamic_img_size=True, **arguments
+    )
     folder.mkdir(parents=True)
     config = {
         "architecture": "vit_tiny_patch16_224", "num_classes": 5, "model_args": arguments,

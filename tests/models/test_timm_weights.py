@@ -41,11 +41,12 @@ def folder_of(folder: Path, weights: dict[str, Tensor], name: str = NAME, **conf
         (NAME, {"img_size": (288, 512)}, (384, 384), "square grid assumed, 24 x 24 patches"),
         (NAME, {"patch_size": 8}, (224, 224), "patches of 8 pixels as in the file"),
         (NAME, {"patch_size": 32, "img_size": 64}, (64, 64), "square grid assumed, 2 x 2"),
-        ("deit3_small_patch16_224", {"img_size": 32}, (32, 32), "square grid assumed, 2 x 2"),
         ("deit_tiny_distilled_patch16_224", {"img_size": 32}, (32, 32), "assumed, 2 x 2"),
-        ("vit_small_patch14_reg4_dinov2", {"img_size": 28}, (28, 28), "assumed, 2 x 2"),
         ("eva02_tiny_patch14_224", {"img_size": 28}, (28, 28), "square grid assumed, 2 x 2"),
-        ("cait_xxs24_224", {"img_size": 32}, (32, 32), "square grid assumed, 2 x 2"),
+        pytest.param(
+            *("cait_xxs24_224", {"img_size": 32}, (32, 32), "square grid assumed, 2 x 2"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_fault_79_sizes_are_taken_from_the_file_and_said(tmp_path, name, changes, size, said):
@@ -71,10 +72,11 @@ def test_fault_79_sizes_are_taken_from_the_file_and_said(tmp_path, name, changes
         (NAME, {"mlp_ratio": 2}, "mlp.fc1.weight is 384 x 192, expected 768 x 192"),
         (NAME, {"in_chans": 4}, "patch_embed.proj.weight is 192 x 4 x 16 x 16, expected 192 x 3"),
         ("convnext_atto", {"in_chans": 1}, "stem.0.weight is 40 x 1 x 4 x 4, expected 40 x 3"),
-        (
+        pytest.param(
             "swin_tiny_patch4_window7_224",
             {"window_size": 8, "img_size": 256},
             "relative_position_bias_table is 225 x 3, expected 169 x 3",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -159,6 +161,26 @@ def test_fault_79_images_of_other_channels_are_refused(tmp_path, capsys, channel
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("deit3_small_patch16_224", 0),
+        ("vit_small_patch14_reg4_dinov2", 0),
+        ("vit_base_patch16_siglip_224", 0),
+        ("vit_base_patch16_reg4_gap_256", 0),
+        ("eva02_base_patch14_224", 1),
+    ],
+)
+def test_fault_79_positions_are_counted_without_the_tokens_of_a_family(tmp_path, name, prefix):
+    small = {"depth": 1, "embed_dim": 64, "num_heads": 2}
+    patch = 14 if "patch14" in name else 16
+    weights = weights_of(name, img_size=3 * patch, **small)
+    encoder = load_encoder(folder_of(tmp_path / "f", weights, name, model_args=small))
+    assert weights["pos_embed"].shape[1] == 9 + prefix
+    assert encoder.native_size == (3 * patch, 3 * patch)
+    assert encoder.contents.note == "square grid assumed, 3 x 3 patches"
+
+
 def test_fault_79_heads_and_grid_of_a_bare_file_are_announced_as_assumed(tmp_path, capsys):
     # MoCo-v3's linear evaluation saves its ViT-S, of 12 heads, under the names of DINO.
     weights = {f"module.{n}": w for n, w in timm_model(dim=384, heads=12).state_dict().items()}
@@ -171,26 +193,25 @@ def test_fault_79_heads_and_grid_of_a_bare_file_are_announced_as_assumed(tmp_pat
 
 
 def test_registers_of_dinov2_under_its_own_names_are_timms(tmp_path):
-    name = "vit_small_patch14_reg4_dinov2"
-    weights = weights_of(name, img_size=28)
-    positions = torch.randn(1, 1, 384)
+    name, small = "vit_small_patch14_reg4_dinov2", {"depth": 2, "embed_dim": 64, "num_heads": 2}
+    weights = weights_of(name, img_size=28, **small)
+    positions = torch.randn(1, 1, 64)
     own = {
         **weights,
         "cls_token": weights["cls_token"] - positions,
         "pos_embed": torch.cat([positions, weights["pos_embed"]], 1),
         "register_tokens": weights["reg_token"],
-        "mask_token": torch.zeros(1, 384),
+        "mask_token": torch.zeros(1, 64),
     }
     del own["reg_token"]
 
     one, other = (
-        load_encoder(f"timm:{name}@{saved(tmp_path / file, content)}")
-        for file, content in (("own.pth", own), ("timm.pth", weights))
+        load_encoder(folder_of(tmp_path / place, content, name, model_args=small))
+        for place, content in (("own", own), ("timm", weights))
     )
 
     images = torch.rand(1, 3, 28, 42)
     found, expected = (
-        FeatureExtractor(e, layers=[11], facets=["token"])(images)[11]["token"]
-        for e in (one, other)
+        FeatureExtractor(e, layers=[1], facets=["token"])(images)[1]["token"] for e in (one, other)
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)

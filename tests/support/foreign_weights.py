@@ -30,8 +30,8 @@ def timm_model(
     """A Vision Transformer of timm with two blocks and random values everywhere."""
     torch.manual_seed(0)
     model: Any = timm.models.VisionTransformer(
-        img_size=(grid[0] * patch, grid[1] * patch), patch_size=patch, embed_dim=dim, depth=2, num_heads=heads,
-        num_classes=0, dynamic_img_size=True, **kwargs,
+        img_size=(grid[0] * patch, grid[1] * patch), patch_size=patch, embed_dim=dim, depth=2,
+        num_heads=heads, num_classes=0, dynamic_img_size=True, **kwargs,
     )  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():

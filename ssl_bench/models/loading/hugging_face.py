@@ -248,7 +248,7 @@ def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:
         raise CheckpointError(
             f"{path} has rescale_factor={factor!r}, expected a number above 0; fetch it again"
         )
-    if math.isclose(brightest := 255 * factor, 1):
+    if math.isclose(brightest := 255.0 * factor, 1):
         return mean, std
     return _divided(mean, brightest), _divided(std, brightest)
 

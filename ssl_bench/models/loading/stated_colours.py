@@ -1,6 +1,5 @@
 """Mean and deviation in the address of an encoder whose file does not say them."""
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from ssl_bench.models.encoder import ASSUMED, Colours, Encoder
 STATED = "mean="
 """How such an address begins: `mean=0.5,std=0.5:URI`, one number or three with / between."""
 _FORM = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
+_LARGEST = 1e9
 _EXAMPLE = "mean=0.5,std=0.5:my_vit.pth or mean=0.48/0.46/0.41,std=0.27/0.26/0.28:my_vit.pth"
 
 
@@ -65,13 +65,13 @@ def colour_of(described: Mapping[str, Any], key: str, path: Path) -> tuple[float
             f"{path}: expected {key} of red, green and blue, three numbers and no deviation of 0, "
             f"came {value!r}; fetch it again"
         )
-    red, green, blue = numbers
+    red, green, blue = map(float, numbers)
     return red, green, blue
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a finite number."""
-    return type(value) in (int, float) and math.isfinite(value)
+    """Whether a value of JSON is a number as images and norms have them."""
+    return type(value) in (int, float) and abs(value) < _LARGEST
 
 
 def _three(words: str) -> tuple[float, float, float] | None:
