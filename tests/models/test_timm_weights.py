@@ -146,7 +146,7 @@ def test_fault_79_images_of_other_channels_are_refused(tmp_path, capsys, channel
     path = saved(tmp_path / "w.pth", weights)
     if address == "model_args":
         colours = {"mean": [0.5] * channels, "std": [0.5] * channels}
-        said = {"model_args": {"in_chans": channels}, "pretrained_cfg": colours}
+        said: dict[str, Any] = {"model_args": {"in_chans": channels}, "pretrained_cfg": colours}
         uri = folder_of(tmp_path / "f", weights, **said)
     elif address == "input_size":
         said = {"pretrained_cfg": {"input_size": [channels, 224, 224]}}
