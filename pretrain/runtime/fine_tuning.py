@@ -138,5 +138,4 @@ def _positions(
 ) -> Float[Tensor, "1 tokens dim"]:
     if encoder.config.position_embedding == "sinusoidal":
         return encoder.pos_embed.detach()
-    old, new = module.config.grid_size, encoder.config.grid_size
-    return resize_positions(module.pos_embed, old_size=(old, old), new_size=(new, new))
+    return resize_positions(module.pos_embed, old_size=module.grid_size, new_size=encoder.grid_size)

@@ -22,13 +22,15 @@ _TOKEN_STD = 0.02
 _CUT = 2 * _TOKEN_STD
 
 
-def build_vit(config: ViTConfig, *, seed: int) -> VisionTransformer:
+def build_vit(
+    config: ViTConfig, *, seed: int, grid_size: tuple[int, int] | None = None
+) -> VisionTransformer:
     """An encoder whose weights depend on `config` and `seed` alone; the global RNG is left alone.
 
     The skipless initialisation decomposes a dim x dim matrix a head: seconds for ViT-S.
     """
     with torch.random.fork_rng(devices=[]):
-        model = VisionTransformer(config)
+        model = VisionTransformer(config, grid_size)
     generator = torch.Generator().manual_seed(seed)
     _initialise_tokens(model, generator, truncated=config.truncated_tokens)
     initialiser = initialiser_of(config.init, config.init_options)

@@ -67,6 +67,10 @@ def encoder_from_model(
     config = model.config
     require_images(config, uri)
     shape = config.shape if isinstance(config, TimmConfig) else None
+    native_size = (config.image_size, config.image_size)
+    if isinstance(model, VisionTransformer):
+        rows, cols = model.grid_size
+        native_size = (rows * config.patch_size, cols * config.patch_size)
     return Encoder(
         module=model.eval().requires_grad_(False),
         name=name,
@@ -78,7 +82,7 @@ def encoder_from_model(
         dim=config.dim,
         num_heads=config.num_heads,
         num_prefix_tokens=config.num_prefix_tokens,
-        native_size=(config.image_size, config.image_size),
+        native_size=native_size,
         loaded_keys=keys[0],
         mean=colours[0],
         std=colours[1],
@@ -98,7 +102,10 @@ def _architecture(model: EncoderModule) -> dict[str, Any]:
         return staged(model.config, model.config.shape.strides)
     found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     (eps,) = found or {NORM_EPS}
-    return configured(model.config, norm_eps=eps)
+    described = configured(model.config, norm_eps=eps)
+    if isinstance(model, VisionTransformer) and len(set(model.grid_size)) > 1:
+        described["grid_size"] = list(model.grid_size)
+    return described
 
 
 def state_dict_sha256(module: nn.Module) -> str:

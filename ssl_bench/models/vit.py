@@ -1,5 +1,6 @@
 """The Vision Transformer, with and without skip connections; parameters named as in DINO."""
 
+import math
 from dataclasses import replace
 
 import torch
@@ -125,21 +126,27 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """The encoder of the suite; `build_vit` makes one with initialised weights."""
+    """The encoder of the suite; `build_vit` makes one with initialised weights.
 
-    def __init__(self, config: ViTConfig) -> None:
+    Args:
+        grid_size: Rows and columns of the stored positions, which only files of others have in
+            another shape than the square of `config`.
+    """
+
+    def __init__(self, config: ViTConfig, grid_size: tuple[int, int] | None = None) -> None:
         super().__init__()
         self.config = config
+        self.grid_size = grid_size or (config.grid_size, config.grid_size)
         self.patch_embed = PatchEmbed(config.patch_size, config.dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.dim))
         if config.num_registers:
             self.reg_token = nn.Parameter(torch.zeros(1, config.num_registers, config.dim))
         self.pos_embed = nn.Parameter(
-            torch.zeros(1, 1 + config.grid_size**2, config.dim),
+            torch.zeros(1, 1 + math.prod(self.grid_size), config.dim),
             requires_grad=config.position_embedding == "learned",
         )
         if config.position_embedding == "sinusoidal":
-            waves = sinusoidal_positions(config.grid_size, config.grid_size, config.dim)
+            waves = sinusoidal_positions(*self.grid_size, config.dim)
             self.pos_embed.data[0, 1:] = config.position_scale * waves
         step = config.drop_path / max(1, config.depth - 1)
         self.blocks = nn.ModuleList(
@@ -164,8 +171,7 @@ class VisionTransformer(nn.Module):
         rows, cols = patches.shape[-2:]
         cls_token = self.cls_token.expand(len(images), -1, -1)
         x = torch.cat([cls_token, patches.flatten(2).transpose(1, 2)], dim=1)
-        old_size = (self.config.grid_size, self.config.grid_size)
-        x = x + resize_positions(self.pos_embed, old_size=old_size, new_size=(rows, cols))
+        x = x + resize_positions(self.pos_embed, old_size=self.grid_size, new_size=(rows, cols))
         if self.config.num_registers:
             registers = self.reg_token.expand(len(images), -1, -1)
             x = torch.cat([x[:, :1], registers, x[:, 1:]], dim=1)

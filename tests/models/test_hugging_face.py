@@ -15,6 +15,8 @@ import safetensors.torch
 import timm
 import torch
 
+from ssl_bench.asked import announced_encoder
+from ssl_bench.cli.__main__ import main
 from ssl_bench.models import load_encoder
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD
 from ssl_bench.models.loading import hub
@@ -104,7 +106,9 @@ def test_a_vit_of_transformers_has_the_norms_and_heads_of_its_configuration(tmp_
 def test_dinov2_of_transformers(tmp_path, registers):
     model, weights = dinov2_weights(registers)
     kind = "dinov2_with_registers" if registers else "dinov2"
-    folder = hugging_face_folder(tmp_path / "hf", kind, weights, prefix=f"{kind}.", patch_size=14)
+    folder = hugging_face_folder(
+        tmp_path / "hf", kind, weights, prefix=f"{kind}.", patch_size=14, image_size=56
+    )
     encoder = same_features(f"local-dir:{folder}", model, extra=("cls_normed",))
     assert encoder.num_registers == registers
     assert encoder.contents.ignored.keys() == {"embeddings.mask_token"}
@@ -133,10 +137,10 @@ def test_colours_come_from_the_folder_and_are_never_guessed_where_they_differ(tm
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_act": "quick_gelu"}, "an MLP with quick_gelu, the ViT of this suite GELU"),
-        ({"use_swiglu_ffn": True}, "an MLP with SwiGLU"),
-        ({"hidden_size": 192}, "has the width 128, config.json says 192"),
-        ({"num_attention_heads": None}, "says nothing of num_attention_heads"),
+        ({"hidden_act": "quick_gelu"}, "config.json says hidden_act='quick_gelu', the encoder"),
+        ({"use_swiglu_ffn": True}, "says use_swiglu_ffn=True"),
+        ({"hidden_size": 192}, "says hidden_size=192, the encoder of model.safetensors has 128"),
+        ({"num_attention_heads": None}, "has num_attention_heads=None, expected a whole number"),
         ({"num_attention_heads": 3}, "model.dim must be a multiple of model.num_heads"),
         (
             {"model_type": "swin"},
@@ -160,7 +164,9 @@ def timm_folder(folder: Path, **config: Any) -> tuple[Path, Any]:
     """What `timm.models.save_for_hf` writes, https://github.com/huggingface/pytorch-image-models."""
     torch.manual_seed(1)
     arguments: dict[str, Any] = {"depth": 2, "img_size": 32, "patch_size": 8}
-    model: Any = timm.create_model("vit_tiny_patch16_224", num_classes=5, **arguments)
+    model: Any = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=5, dynamic_img_size=True, **arguments
+    )
     folder.mkdir(parents=True)
     config = {
         "architecture": "vit_tiny_patch16_224", "num_classes": 5, "model_args": arguments,
@@ -267,3 +273,98 @@ def test_a_tensor_of_any_other_shape_is_refused_in_one_line(tmp_path, shape):
         if ".layer.1." not in name:
             safetensors.torch.save_file({**weights, name: torch.zeros(shape)}, path)
             message_of(f"local-dir:{folder}")
+
+
+@pytest.mark.parametrize("kind", ["vit", "vit_mae", "dinov2"])
+@pytest.mark.parametrize("grid", [(2, 8), (3, 5), (8, 2)])
+def test_fault_79_rows_and_columns_of_positions_are_those_of_the_configuration(
+    tmp_path, kind, grid
+):
+    model = timm_model(grid=grid)
+    size = [8 * side for side in grid]
+    folder = hugging_face_folder(
+        tmp_path / "hf", kind, model.state_dict(), image_size=size, patch_size=[8, 8]
+    )
+    encoder = same_features(f"local-dir:{folder}", model)
+    assert "assumed" not in encoder.contents.note
+    assert encoder.architecture["grid_size"] == list(grid)
+    drawn = load_encoder(f"random:local-dir:{folder}")
+    assert drawn.architecture == encoder.architecture
+
+
+def test_fault_79_a_grid_that_nobody_states_is_announced_as_assumed(tmp_path, capsys):
+    folder = hugging_face_folder(
+        tmp_path / "hf", "vit", dict(timm_model().state_dict()), image_size=None
+    )
+    announced_encoder(f"local-dir:{folder}")
+    assert "square grid assumed, 4 x 4 patches" in capsys.readouterr().err
+    weights = dict(timm_model(grid=(3, 5)).state_dict())
+    folder = hugging_face_folder(tmp_path / "3x5", "vit", weights, image_size=None)
+    assert "pos_embed for 15 patches, which are no square" in message_of(f"local-dir:{folder}")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"image_size": 64}, "pos_embed for 16 patches; config.json says images of 64 x 64"),
+        ({"image_size": [32]}, "has image_size=[32], expected pixels or [HEIGHT, WIDTH]"),
+        ({"image_size": True}, "has image_size=True"),
+        ({"image_size": "32"}, "has image_size='32'"),
+        ({"patch_size": 16}, "says patch_size=16, the encoder of model.safetensors has 8"),
+        ({"patch_size": [8, 4]}, "says patch_size=[8, 4]"),
+        ({"num_hidden_layers": 3}, "says num_hidden_layers=3"),
+        ({"num_channels": 1}, "says num_channels=1"),
+        ({"intermediate_size": 128}, "says intermediate_size=128"),
+        ({"qkv_bias": False}, "says qkv_bias=False"),
+        ({"hidden_act": "gelu_new"}, "says hidden_act='gelu_new'"),
+        ({"num_attention_heads": "2"}, "has num_attention_heads='2', expected a whole number"),
+        ({"layer_norm_eps": float("nan")}, "has layer_norm_eps=nan, expected a number above 0"),
+        ({"layer_norm_eps": True}, "has layer_norm_eps=True"),
+    ],
+)
+def test_fault_79_a_configuration_is_followed_or_refused(tmp_path, capsys, change, said):
+    weights = dict(timm_model().state_dict())
+    folder = hugging_face_folder(tmp_path / "hf", "vit", weights, **change)
+    assert main(["models", f"local-dir:{folder}"]) == 4
+    assert said in capsys.readouterr().err
+
+
+def with_preprocessor(tmp_path: Path, **changes: Any) -> str:
+    folder = hugging_face_folder(tmp_path / "hf", "vit", dict(timm_model().state_dict()))
+    described = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4], **changes}
+    (folder / "preprocessor_config.json").write_text(json.dumps(described))
+    return f"local-dir:{folder}"
+
+
+@pytest.mark.parametrize("normalized", [{}, {"do_normalize": True}, {"do_normalize": False}])
+@pytest.mark.parametrize(
+    "rescaled",
+    [{}, {"do_rescale": False, "rescale_factor": 7.0}, {"rescale_factor": 1 / 127.5}],
+)
+def test_fault_79_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, rescaled):
+    encoder = load_encoder(with_preprocessor(tmp_path, **normalized, **rescaled))
+    red = 200.0 * (
+        rescaled.get("rescale_factor", 1 / 255) if rescaled.get("do_rescale", True) else 1
+    )
+    if normalized.get("do_normalize", True):
+        red = (red - 0.5) / 0.2
+    assert (200 / 255 - encoder.mean[0]) / encoder.std[0] == pytest.approx(red)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"do_normalize": "false"}, "has do_normalize='false', expected true or false"),
+        ({"do_rescale": None}, "has do_rescale=None"),
+        ({"rescale_factor": 0}, "has rescale_factor=0, expected a number above 0"),
+        ({"rescale_factor": "1/255"}, "has rescale_factor='1/255'"),
+        ({"image_mean": [0.5, float("nan"), 0.5]}, "expected image_mean of red, green and blue"),
+        ({"image_mean": [0.5]}, "came [0.5]"),
+        ({"image_std": [0.2, 0.3, 0]}, "no deviation of 0"),
+        ({"do_flip_channel_order": True}, "has do_flip_channel_order=True"),
+        ({"rescale_offset": True}, "has rescale_offset=True"),
+    ],
+)
+def test_fault_79_what_a_preprocessor_cannot_mean_is_refused(tmp_path, capsys, change, said):
+    assert main(["models", with_preprocessor(tmp_path, **change)]) == 4
+    assert said in capsys.readouterr().err

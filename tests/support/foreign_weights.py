@@ -19,12 +19,19 @@ from ssl_bench.models.loading.timm_encoder import timm_encoder
 Weights = dict[str, Tensor]
 
 
-def timm_model(*, patch: int = 8, dim: int = 128, heads: int = 2, **kwargs: Any) -> Any:
+def timm_model(
+    *,
+    patch: int = 8,
+    dim: int = 128,
+    heads: int = 2,
+    grid: tuple[int, int] = (4, 4),
+    **kwargs: Any,
+) -> Any:
     """A Vision Transformer of timm with two blocks and random values everywhere."""
     torch.manual_seed(0)
     model: Any = timm.models.VisionTransformer(
-        img_size=4 * patch, patch_size=patch, embed_dim=dim, depth=2, num_heads=heads,
-        num_classes=0, dynamic_img_size=True, **kwargs,
+        img_size=(grid[0] * patch, grid[1] * patch), patch_size=patch, embed_dim=dim, depth=2,
+        num_heads=heads, num_classes=0, dynamic_img_size=True, **kwargs,
     )  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():
@@ -38,15 +45,19 @@ def same_features(path: str | Path, model: Any, *, extra: Sequence[Facet] = ()) 
     expected = timm_encoder(model, uri="memory", name="original", sha256="")
     encoder = load_encoder(str(path))
     assert encoder.mean == expected.mean
-    images = torch.rand(2, 3, *expected.native_size)
+    assert encoder.native_size == expected.native_size
     facets: list[Facet] = ["token", "cls", "key", "query", "value", *extra]
-    one = FeatureExtractor(encoder, layers=[0, 1], facets=facets)(images)
-    other = FeatureExtractor(expected, layers=[0, 1], facets=facets)(images)
-    for layer in one:
-        for facet in facets:
-            torch.testing.assert_close(
-                one[layer][facet], other[layer][facet], rtol=0, atol=1e-5, msg=f"{layer} {facet}"
-            )
+    # Of the size of its positions, and of one to which they are resized.
+    for size in (expected.native_size, (3 * expected.patch_size, 5 * expected.patch_size)):
+        images = torch.rand(2, 3, *size)
+        one = FeatureExtractor(encoder, layers=[0, 1], facets=facets)(images)
+        other = FeatureExtractor(expected, layers=[0, 1], facets=facets)(images)
+        for layer in one:
+            for facet in facets:
+                torch.testing.assert_close(
+                    one[layer][facet], other[layer][facet], rtol=0, atol=1e-5,
+                    msg=f"{layer} {facet} {size}",
+                )  # fmt: skip
     return encoder
 
 

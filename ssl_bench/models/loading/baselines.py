@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.models.build import build_vit
 from ssl_bench.models.encoder import Contents, Encoder
 from ssl_bench.models.kinds import (
     EncoderModule,
@@ -18,6 +19,7 @@ from ssl_bench.models.kinds import (
 )
 from ssl_bench.models.loading.timm_encoder import TimmViT, load_timm
 from ssl_bench.models.timm_model import TimmBackbone
+from ssl_bench.models.vit import VisionTransformer
 
 _SEED = 0
 _NATIVE_SIZE = 224
@@ -39,7 +41,14 @@ def random_encoder(trained: Encoder, uri: str) -> Encoder:
     """
     colours = (trained.mean, trained.std)
     if isinstance(trained.module, EncoderModule):
-        model = build_encoder(trained.module.config, seed=_SEED)
+        model = (
+            build_vit(trained.module.config, seed=_SEED, grid_size=trained.module.grid_size)
+            if isinstance(trained.module, VisionTransformer)
+            else build_encoder(trained.module.config, seed=_SEED)
+        )
+        for drawn, original in zip(model.modules(), trained.module.modules(), strict=True):
+            if isinstance(drawn, nn.LayerNorm) and isinstance(original, nn.LayerNorm):
+                drawn.eps = original.eps
         return encoder_from_model(
             model,
             name=f"{trained.name} (random)",

@@ -30,6 +30,7 @@ from ssl_bench.models.loading.weights import (
 )
 from ssl_bench.models.vit import VisionTransformer
 
+ASSUMED_GRID = "square grid assumed, {} x {} patches"
 # The usual width of a head, which no tensor shape tells.
 _HEAD_DIM = 64
 _NEEDED = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc1.weight")
@@ -51,10 +52,15 @@ class Foreign:
 
 @dataclass(frozen=True)
 class Description:
-    """What a configuration says of an encoder and no tensor shape does."""
+    """What a configuration says of an encoder and no tensor shape does.
+
+    Attributes:
+        image_size: Height and width in pixels of its positions; None where it says nothing.
+    """
 
     num_heads: int
     norm_eps: float
+    image_size: tuple[int, int] | None
 
 
 def load_foreign(path: Path, described: Description | None = None) -> Foreign:
@@ -98,9 +104,9 @@ def _assembled(
 ) -> Foreign:
     used = len(weights)
     note = backbone.note + _fuse_queries_keys_values(weights, path)
-    config = _inferred_config(weights, layout, described, path)
-    note += _fold_layer_scales(weights, config)
-    model = VisionTransformer(config)
+    config, grid_size, assumed = _inferred_config(weights, layout, described, path)
+    note += assumed + _fold_layer_scales(weights, config)
+    model = VisionTransformer(config, grid_size)
     load_weights(model, weights, path)
     if described is not None:
         _set_norm_eps(model, described.norm_eps)
@@ -178,16 +184,25 @@ def _set_norm_eps(model: nn.Module, eps: float) -> None:
 
 def _inferred_config(
     weights: Mapping[str, Tensor], layout: Layout, described: Description | None, path: Path
-) -> ViTConfig:
+) -> tuple[ViTConfig, tuple[int, int], str]:
+    """Configuration, rows and columns of the positions, and what of both is assumed."""
     _require_needed(weights, layout, path, head_dim=_HEAD_DIM if described is None else 1)
     kernel, positions = weights["patch_embed.proj.weight"], weights["pos_embed"]
     dim, patch_size = len(kernel), kernel.shape[-1]
     blocks = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
     registers = weights.get("reg_token")
-    heads = layout.heads.get(dim, dim // _HEAD_DIM) if described is None else described.num_heads
+    assumed, grid_size = "", _stated_grid(described, positions, patch_size, path)
+    if grid_size is None:
+        grid_size = _assumed_grid(positions.shape[1] - 1, path)
+        assumed = f"{ASSUMED_GRID.format(*grid_size)}; "
+    if described is None:
+        heads = layout.heads.get(dim, dim // _HEAD_DIM)
+        assumed += f"{heads} heads of {dim // heads} channels assumed; "
+    else:
+        heads = described.num_heads
     try:
-        return ViTConfig(
-            image_size=math.isqrt(positions.shape[1] - 1) * patch_size,
+        config = ViTConfig(
+            image_size=grid_size[0] * patch_size,
             patch_size=patch_size,
             dim=dim,
             depth=1 + max(int(block[1]) for block in blocks if block),
@@ -198,6 +213,40 @@ def _inferred_config(
         )
     except ConfigurationError as error:
         raise CheckpointError(f"{path} does not fit the ViT of this suite: {error}") from error
+    return config, grid_size, assumed
+
+
+def _stated_grid(
+    described: Description | None, positions: Tensor, patch_size: int, path: Path
+) -> tuple[int, int] | None:
+    if described is None or described.image_size is None:
+        return None
+    height, width = described.image_size
+    rows, cols = height // patch_size, width // patch_size
+    if rows * cols != positions.shape[1] - 1:
+        raise CheckpointError(
+            f"{path} has pos_embed for {positions.shape[1] - 1} patches; config.json says images "
+            f"of {height} x {width} pixels, which are {rows} x {cols} patches of {patch_size}; "
+            "fetch both again"
+        )
+    return rows, cols
+
+
+def _assumed_grid(num_patches: int, path: Path) -> tuple[int, int]:
+    """Rows and columns of positions of which nobody says them.
+
+    Raises:
+        CheckpointError: They are no square.
+    """
+    side = math.isqrt(num_patches)
+    if side**2 != num_patches:
+        raise CheckpointError(
+            f"{path} has pos_embed for {num_patches} patches, which are no square, and says "
+            "nothing of rows and columns; put it beside a config.json that does (image_size="
+            "[HEIGHT, WIDTH] of transformers; architecture=NAME, model_args={img_size: [HEIGHT, "
+            "WIDTH]} of timm) and type local-dir:FOLDER"
+        )
+    return side, side
 
 
 def _require_needed(
@@ -211,6 +260,12 @@ def _require_needed(
             f"{', '.join(missing)}, came {came}; rename its keys, or use timm:NAME@{path.name}"
         )
     _, positions, kernel, linear = (weights[name] for name in _NEEDED)
+    if kernel.ndim == 4 and (kernel.shape[1] != 3 or kernel.shape[2] != kernel.shape[3]):
+        raise CheckpointError(
+            f"{path} has patches of {kernel.shape[2]} x {kernel.shape[3]} pixels in "
+            f"{kernel.shape[1]} channels ({_NEEDED[2]}), expected squares of RGB; take another "
+            "encoder"
+        )
     sound = kernel.ndim == 4 and positions.ndim == 3 and positions.shape[1] > 1 and linear.ndim == 2
     if not sound or len(kernel) % head_dim:
         came = (f"{name} {tuple(weights[name].shape)}" for name in _NEEDED)

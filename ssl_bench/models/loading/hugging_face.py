@@ -1,6 +1,8 @@
 """Folders of Hugging Face: config.json says what the weights beside it are."""
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from ssl_bench.models.kinds import encoder_from_model
 from ssl_bench.models.loading.foreign import Description, load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.identity import unreplaced, verified_sha256
+from ssl_bench.models.loading.stated_colours import colour_of, is_number
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real
 
@@ -22,6 +25,13 @@ _DINOV3 = "dinov3_vit"
 _DINOV3_ROTATION = 100.0
 # Published with ImageNet's mean and deviation, all of them; `vit` with several.
 _ON_IMAGENET_COLOURS = ("vit_mae", "dinov2", "dinov2_with_registers")
+_EXPECTED = {"layer_norm_eps": "a number above 0", "image_size": "pixels or [HEIGHT, WIDTH]"}
+# Steps of a preprocessor that leave colours alone, or are a mean and a deviation.
+_STEPS = (
+    *("do_resize", "do_center_crop", "do_pad", "do_convert_rgb", "do_rescale", "do_normalize"),
+    "do_reduce_labels",
+)
+_DONE_TO_COLOURS = re.compile("bgr|channel_order|offset|gr[ae]y")
 
 
 def load_hugging_face(uri: str) -> Encoder:
@@ -43,9 +53,9 @@ def load_hugging_face(uri: str) -> Encoder:
 
         return load_timm_folder(config, folder.file(*WEIGHTS_FILES), uri=uri, label=folder.name)
     if config.get("model_type") == _DINOV3:
-        return _from_dinov3(config, folder, uri)
+        return _from_dinov3(config, folder, path, uri)
     if config.get("model_type") in _TRANSFORMERS:
-        return _from_transformers(config, folder, uri)
+        return _from_transformers(config, folder, path, uri)
     raise CheckpointError(
         f"{path} is neither timm's (architecture=...) nor of model_type "
         f"{', '.join((*_TRANSFORMERS, _DINOV3))}, but {config.get('model_type', 'unnamed')!r}; "
@@ -90,21 +100,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_transformers(
-    config: Mapping[str, Any], folder: _LocalFolder | _Repository, uri: str
+    config: Mapping[str, Any], folder: _LocalFolder | _Repository, path: Path, uri: str
 ) -> Encoder:
     weights = folder.file(*WEIGHTS_FILES)
-    _require_plain(config, weights)
-    described = Description(config["num_attention_heads"], float(config["layer_norm_eps"]))
+    described = _described(config, path)
     with unreplaced(weights):
         digest = verified_sha256(weights)
         found = load_foreign(weights, described)
     colours, colours_from = _colours(config["model_type"], folder)
-    if config["hidden_size"] != found.model.config.dim:
-        raise CheckpointError(
-            f"{weights} has the width {found.model.config.dim}, config.json says "
-            f"{config['hidden_size']}; fetch both again"
-        )
-    return encoder_from_model(
+    model = found.model.config
+    encoder = encoder_from_model(
         found.model,
         name=folder.name,
         uri=uri,
@@ -114,43 +119,89 @@ def _from_transformers(
         colours=colours,
         colours_from=colours_from,
     )
+    is_dinov2 = config["model_type"].startswith("dinov2")
+    wide = {"mlp_ratio": model.mlp_ratio} if is_dinov2 else {"intermediate_size": model.hidden_dim}
+    built = {**wide, "qkv_bias": model.qkv_bias, "hidden_act": "gelu", "use_swiglu_ffn": False}
+    _require_agreement(config, {**_sizes(encoder), **built}, path, weights)
+    return encoder
 
 
 def _from_dinov3(
-    config: Mapping[str, Any], folder: "_LocalFolder | _Repository", uri: str
+    config: Mapping[str, Any], folder: _LocalFolder | _Repository, path: Path, uri: str
 ) -> Encoder:
     weights = folder.file(*WEIGHTS_FILES)
-    said = config.get("rope_parameters") or config
-    if float(said.get("rope_theta", _DINOV3_ROTATION)) != _DINOV3_ROTATION:
-        raise CheckpointError(
-            f"{weights.with_name(_CONFIG)} has rope_theta={said['rope_theta']}, the published "
-            f"DINOv3 have {_DINOV3_ROTATION:g}, and no other is supported"
-        )
     colours, colours_from = _colours(_DINOV3, folder)
     # timm takes seconds to import.
     from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
 
     encoder = load_dinov3_folder(weights, uri=uri, label=folder.name, colours=colours)
+    is_gated = any(".mlp.fc1_g." in name for name in encoder.module.state_dict())
+    built = {
+        "layer_norm_eps": encoder.module.get_submodule("norm").eps,
+        "use_gated_mlp": is_gated,
+        "hidden_act": "silu" if is_gated else "gelu",
+        "rope_theta": _DINOV3_ROTATION,
+    }
+    rotation = config.get("rope_parameters")
+    said = {**config, **rotation} if isinstance(rotation, Mapping) else config
+    _require_agreement(said, {**_sizes(encoder), **built}, path, weights)
     return replace(encoder, colours_from=colours_from)
 
 
-def _require_plain(config: Mapping[str, Any], weights: Path) -> None:
-    """Refuse what no tensor shape would tell."""
-    missing = [
-        key
-        for key in ("num_attention_heads", "layer_norm_eps", "hidden_size")
-        if not isinstance(config.get(key), int | float)
-    ]
-    if missing:
-        raise CheckpointError(
-            f"{weights.with_name(_CONFIG)} says nothing of {', '.join(missing)}; save it with "
-            "config.to_json_file(..., use_diff=False)"
-        )
-    if config.get("hidden_act", "gelu") != "gelu" or config.get("use_swiglu_ffn"):
-        what = "SwiGLU" if config.get("use_swiglu_ffn") else config["hidden_act"]
-        raise CheckpointError(
-            f"{weights} has an MLP with {what}, the ViT of this suite GELU; use timm:NAME@FILE"
-        )
+def _sizes(encoder: Encoder) -> dict[str, Any]:
+    """What transformers calls the sizes of an encoder."""
+    return {
+        "hidden_size": encoder.dim,
+        "num_hidden_layers": encoder.depth,
+        "num_attention_heads": encoder.num_heads,
+        "num_register_tokens": encoder.num_registers,
+        "num_channels": 3,
+        "patch_size": encoder.patch_size,
+    }
+
+
+def _require_agreement(
+    config: Mapping[str, Any], built: Mapping[str, Any], path: Path, weights: Path
+) -> None:
+    """Refuse a configuration that says something else than what was built.
+
+    Raises:
+        CheckpointError: Names the first key, its value, and what there is.
+    """
+    for key, ours in built.items():
+        theirs = config.get(key, ours)
+        if theirs != ours and theirs != [ours, ours]:
+            raise CheckpointError(
+                f"{path} says {key}={theirs!r}, the encoder of {weights.name} has {ours!r}; fetch "
+                "both again, or use timm:NAME@FILE if there is a NAME of this architecture"
+            )
+
+
+def _described(config: Mapping[str, Any], path: Path) -> Description:
+    """What no tensor shape would tell.
+
+    Raises:
+        CheckpointError: It is missing, or no value that can be meant.
+    """
+    heads: Any = config.get("num_attention_heads")
+    eps: Any = config.get("layer_norm_eps")
+    size: Any = config.get("image_size")
+    sides = size if isinstance(size, list) else [size, size]
+    wrong = {
+        "num_attention_heads": type(heads) is not int or heads < 1,
+        "layer_norm_eps": not is_number(eps) or eps <= 0,
+        "hidden_size": type(config.get("hidden_size")) is not int,
+        "image_size": size is not None
+        and (len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides)),
+    }
+    for key, is_wrong in wrong.items():
+        if is_wrong:
+            raise CheckpointError(
+                f"{path} has {key}={config.get(key)!r}, expected "
+                f"{_EXPECTED.get(key, 'a whole number above 0')}; save it with "
+                "config.to_json_file(..., use_diff=False)"
+            )
+    return Description(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
 
 
 def _colours(model_type: str, folder: _LocalFolder | _Repository) -> tuple[Colours, str]:
@@ -162,8 +213,45 @@ def _colours(model_type: str, folder: _LocalFolder | _Repository) -> tuple[Colou
         if model_type in _ON_IMAGENET_COLOURS:
             return IMAGENET_COLOURS, ASSUMED
         raise
-    described = _read(path)
-    mean, std = described.get("image_mean"), described.get("image_std")
-    if isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3:
-        return ((mean[0], mean[1], mean[2]), (std[0], std[1], std[2])), path.name
-    raise CheckpointError(f"{path} says nothing of image_mean and image_std; fetch it again")
+    return _preprocessed(_read(path), path), path.name
+
+
+def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:
+    """Mean and deviation of images from 0 to 1 that do what a preprocessor does to bytes.
+
+    Raises:
+        CheckpointError: A value that is none, or a step that is more than a mean and a deviation.
+    """
+    strange = [
+        key
+        for key, value in described.items()
+        if value and (_DONE_TO_COLOURS.search(key) or key.startswith("do_")) and key not in _STEPS
+    ]
+    if strange:
+        raise CheckpointError(
+            f"{path} has {strange[0]}={described[strange[0]]!r}, which no mean and deviation of "
+            "RGB can do; take another encoder"
+        )
+    for key in ("do_normalize", "do_rescale"):
+        if type(described.get(key, True)) is not bool:
+            raise CheckpointError(
+                f"{path} has {key}={described[key]!r}, expected true or false; fetch it again"
+            )
+    mean, std = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
+    if described.get("do_normalize", True):
+        mean = colour_of(described, "image_mean", path)
+        std = colour_of(described, "image_std", path)
+    factor: Any = (
+        described.get("rescale_factor", 1 / 255) if described.get("do_rescale", True) else 1
+    )
+    if not is_number(factor) or factor <= 0:
+        raise CheckpointError(
+            f"{path} has rescale_factor={factor!r}, expected a number above 0; fetch it again"
+        )
+    if math.isclose(brightest := 255.0 * factor, 1):
+        return mean, std
+    return _divided(mean, brightest), _divided(std, brightest)
+
+
+def _divided(colour: tuple[float, float, float], by: float) -> tuple[float, float, float]:
+    return colour[0] / by, colour[1] / by, colour[2] / by

@@ -1,7 +1,10 @@
 """Mean and deviation in the address of an encoder whose file does not say them."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.encoder import ASSUMED, Colours, Encoder
@@ -9,6 +12,7 @@ from ssl_bench.models.encoder import ASSUMED, Colours, Encoder
 STATED = "mean="
 """How such an address begins: `mean=0.5,std=0.5:URI`, one number or three with / between."""
 _FORM = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
+_LARGEST = 1e9
 _EXAMPLE = "mean=0.5,std=0.5:my_vit.pth or mean=0.48/0.46/0.41,std=0.27/0.26/0.28:my_vit.pth"
 
 
@@ -40,6 +44,34 @@ def with_colours(encoder: Encoder, uri: str, colours: Colours) -> Encoder:
             f"{uri!r}; leave them out of the address"
         )
     return replace(encoder, uri=uri, mean=colours[0], std=colours[1], colours_from="the address")
+
+
+def colour_of(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
+    """The mean or deviation of red, green and blue that a configuration gives.
+
+    Args:
+        described: The configuration.
+        key: Such as mean or image_std; a deviation ends with std.
+        path: The file to name in an error.
+
+    Raises:
+        CheckpointError: Not three numbers, or a deviation of 0.
+    """
+    value: Any = described.get(key)
+    numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * 3
+    sound = len(numbers) == 3 and all(is_number(one) for one in numbers)
+    if not sound or (key.endswith("std") and min(numbers) <= 0):
+        raise CheckpointError(
+            f"{path}: expected {key} of red, green and blue, three numbers and no deviation of 0, "
+            f"came {value!r}; fetch it again"
+        )
+    red, green, blue = map(float, numbers)
+    return red, green, blue
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number as images and norms have them."""
+    return type(value) in (int, float) and abs(value) < _LARGEST
 
 
 def _three(words: str) -> tuple[float, float, float] | None:

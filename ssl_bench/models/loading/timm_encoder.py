@@ -5,7 +5,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import timm
@@ -27,8 +26,16 @@ from ssl_bench.models.loading.foreign import dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
 from ssl_bench.models.loading.identity import unreplaced, verified_sha256
 from ssl_bench.models.loading.layouts import dinov3_architecture
+from ssl_bench.models.loading.stated_colours import colour_of
 from ssl_bench.models.loading.timm_attention import give_queries_keys_values
 from ssl_bench.models.loading.timm_stages import Staged, staged_encoder, with_file
+from ssl_bench.models.loading.timm_weights import (
+    images_of_file,
+    patch_of_file,
+    require_weights,
+    without_register_positions,
+    wrong_shapes,
+)
 from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights
 from ssl_bench.models.timm_anatomy import resized_positions
 from ssl_bench.models.timm_families import family_of
@@ -90,7 +97,7 @@ def load_timm(uri: str) -> Encoder:
         return _from_file(uri, name, _published_file(name), label=name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_RANDOM_SEED)
-        model = _create(name, None)
+        model = _create(name, None, {}, {})
     return timm_encoder(model, uri=uri, name=f"{name} (random)", sha256=state_dict_sha256(model))
 
 
@@ -108,7 +115,7 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
     """
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
-    arguments = config.get("model_args") or {}
+    arguments = _mapping(config, "model_args", path)
     # Such as checkpoint_path, which would put other weights in place of these.
     strange = [name for name in signature(timm.create_model).parameters if name in arguments]
     if strange:
@@ -157,18 +164,16 @@ def _of_backbone(
     if not backbone.weights:
         # timm would take "no weights" for "none given" and ask the network.
         raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
-    with torch.random.fork_rng(devices=[]):
-        model = _create(name, (path, backbone), config or {})
+    config = config or {}
+    model, note = _with_weights(name, path, backbone, config)
     keys = (len(model.state_dict()), backbone.total)
-    source, note = f"timm {timm.__version__}, {name}", backbone.note.strip(" ;")
+    source = f"timm {timm.__version__}, {name}"
+    note = (backbone.note + note).strip(" ;")
     contents = Contents("timm", source, backbone.ignored, note, path)
     encoder = timm_encoder(model, uri=uri, name=label, sha256=digest, keys=keys, contents=contents)
-    pretrained = (config or {}).get("pretrained_cfg") or {}
-    return (
-        encoder
-        if "mean" in pretrained
-        else replace(encoder, colours_from=f"{ASSUMED}: timm's {name}")
-    )
+    if {"mean", "std"} <= _mapping(config, "pretrained_cfg", path).keys():
+        return encoder
+    return replace(encoder, colours_from=f"{ASSUMED}: timm's {name}")
 
 
 def _check_name(name: str) -> None:
@@ -187,33 +192,88 @@ def _check_name(name: str) -> None:
         )
 
 
-def _create(
-    name: str,
-    weights: tuple[Path, Backbone] | None,
-    config: Mapping[str, Any] = MappingProxyType({}),
-) -> Supported:
+def _with_weights(
+    name: str, path: Path, backbone: Backbone, config: Mapping[str, Any]
+) -> tuple[Supported, str]:
+    """The model with the very tensors of the file, and what was assumed of their shapes."""
+    pretrained = _mapping(config, "pretrained_cfg", path)
+    arguments = dict(_mapping(config, "model_args", path))
+    overlay: dict[str, Any] = {}
+    if "input_size" in pretrained:
+        overlay["input_size"] = _input_size(pretrained["input_size"], path)
+    weights, note = without_register_positions(backbone.weights), ""
+    plan = _create(name, path, arguments, overlay, device="meta")
+    if "patch_size" not in arguments and (patch := patch_of_file(plan, weights)):
+        arguments |= patch
+        note = f"patches of {patch['patch_size']} pixels as in the file"
+        plan = _create(name, path, arguments, overlay, device="meta")
+    if "img_size" not in arguments and "input_size" not in overlay:
+        size, assumed = images_of_file(plan, weights)
+        if size:
+            arguments |= size
+            note = "; ".join(filter(None, [note, assumed]))
+            plan = _create(name, path, arguments, overlay, device="meta")
+    for key in ("mean", "std"):
+        if key in pretrained:
+            overlay[key] = colour_of(pretrained, key, path.with_name("config.json"))
+    if size := getattr(getattr(plan, "patch_embed", None), "img_size", None):
+        # Else timm would take positions of equally many patches for those of another grid.
+        overlay["input_size"] = (3, *size)
     # With its heads dropped and 0 classes on both sides timm loads strictly; else it would skip
     # missing keys without a word.
-    loaded = {"num_classes": 0, "label_offset": 0}
-    pretrained = config.get("pretrained_cfg") or {}
-    overlay = {key: pretrained[key] for key in ("mean", "std", "input_size") if key in pretrained}
-    if weights:
-        overlay |= {"state_dict": dict(weights[1].weights), **loaded}
+    overlay |= {"state_dict": dict(weights), "num_classes": 0, "label_offset": 0}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = _create(name, path, arguments, overlay, pretrained=True)
+    except CheckpointError as error:
+        raise CheckpointError(wrong_shapes(plan, weights, path, name) or str(error)) from error
+    require_weights(model, weights, path, name)
+    return model, note
+
+
+def _mapping(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+    found = config.get(key) or {}
+    if not isinstance(found, Mapping):
+        raise CheckpointError(
+            f"config.json beside {path} has {key}={found!r}, expected an object; fetch it again"
+        )
+    return found
+
+
+def _input_size(value: Any, path: Path) -> tuple[int, ...]:
+    sizes = value if isinstance(value, list | tuple) else ()
+    if len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes):
+        raise CheckpointError(
+            f"config.json beside {path} has input_size={value!r}, expected [3, HEIGHT, WIDTH]; "
+            "fetch it again"
+        )
+    return tuple(sizes)
+
+
+def _create(
+    name: str,
+    path: Path | None,
+    arguments: Mapping[str, Any],
+    overlay: Mapping[str, Any],
+    *,
+    pretrained: bool = False,
+    device: str | None = None,
+) -> Supported:
     try:
         model = timm.create_model(
             name,
-            pretrained=weights is not None,
-            pretrained_cfg_overlay=overlay or None,
-            **{**(config.get("model_args") or {}), "num_classes": 0, **_any_size(name)},
+            pretrained=pretrained,
+            pretrained_cfg_overlay=dict(overlay) or None,
+            **{**arguments, "num_classes": 0, "device": device, **_any_size(name)},
         )
     except TypeError as error:
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
     except Exception as error:  # timm converts the keys of many libraries, and fails in any way.
         pass_on_memory(error)
-        reason = " ".join(str(error).split())[:300]
-        file = weights[0] if weights else "its random weights"
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        file = path or "its random weights"
         raise CheckpointError(f"timm:{name} does not fit {file}: {reason}") from error
-    return _check_supported(model, name)
+    return _check_supported(model, name, path)
 
 
 def _any_size(name: str) -> dict[str, bool]:
@@ -223,7 +283,14 @@ def _any_size(name: str) -> dict[str, bool]:
     return {"dynamic_img_size": True} if knows_it else {}
 
 
-def _check_supported(model: nn.Module, name: str) -> Supported:
+def _check_supported(model: nn.Module, name: str, path: Path | None) -> Supported:
+    convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+    channels = next((convolution.in_channels for convolution in convolutions), 3)
+    if channels != 3:
+        raise CheckpointError(
+            f"{path or f'timm:{name}'} is a {name} for images of {channels} channels, expected 3 "
+            "(RGB); take another encoder"
+        )
     if isinstance(model, Staged):
         return model
     if not isinstance(model, PlainViT):
