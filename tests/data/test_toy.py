@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ssl_bench.data.layouts import toy_scenes
 from ssl_bench.data.labels import voc_colours
+from ssl_bench.data.layouts import toy_scenes
 from ssl_bench.data.layouts.toy import Toy, write_scene
 from ssl_bench.data.layouts.toy_objects import ToyObjects
 from ssl_bench.data.layouts.toy_scenes import CLASS_NAMES, SIZES, Painter, Scene, _place
