@@ -12,6 +12,7 @@ from ssl_bench.models import EncoderConfig
 _FREE = (
     "init_from",  # what was there, its sha256 says
     "data.root",
+    "data.bits",  # what is seen of the images, their fingerprint says
     "data.in_memory",
     "data.keep_encoded",
     "train.max_minutes",

@@ -9,6 +9,7 @@ import torch
 from pretrain.openings import WARMUP
 from pretrain.schedules import Cosine, Schedule, Timeline, Triangle
 from ssl_bench.composition.fields import (
+    Bits,
     Count,
     FilePath,
     Items,
@@ -24,7 +25,7 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.data.files.fingerprints import FingerprintKind
-from ssl_bench.data.files.known_by_stat import known_by_stat
+from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.layouts.archives import is_archive, open_archives, open_labelled_archives
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -55,6 +56,7 @@ class DataOptions:
         labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then.
         fingerprint: How the images are known again when the run is resumed: "content" reads every
             file once, "stat" trusts sizes and times.
+        bits: Those that pictures of 16 bits use, where a file does not say it.
         limit: Learn from so many images at most, spread evenly over all of them.
         mean: Subtracted from the images, RGB in [0, 1]; `std` divides them then. With zeros and
             ones they stay in [0, 1]. What RandAugment fills with is ImageNet's mean always.
@@ -66,6 +68,7 @@ class DataOptions:
     keep_encoded: bool = False
     labels: bool = False
     fingerprint: FingerprintKind = "content"
+    bits: Bits = None
     limit: Count | None = None
     mean: Annotated[Sequence[Share], Items(3, 3)] = IMAGENET_MEAN
     std: Annotated[Sequence[PositiveShare], Items(3, 3)] = IMAGENET_STD
@@ -96,8 +99,7 @@ class DataOptions:
             DataError: there are none.
             ConfigurationError: they cannot be kept or labelled as asked.
         """
-        images = self._open()
-        images = known_by_stat(images) if self.fingerprint == "stat" else images
+        images = read_as(self._open(), ReadOptions(self.fingerprint, self.bits))
         return limited(images, self.limit) if self.limit else images
 
     def _open(self) -> ImageSet:

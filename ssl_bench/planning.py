@@ -18,7 +18,7 @@ from ssl_bench.composition.compose import (
     value_of,
     with_root,
 )
-from ssl_bench.composition.fields import Count, Place, Seed, require, shown
+from ssl_bench.composition.fields import Bits, Count, Place, Seed, require, shown
 from ssl_bench.composition.presets import protocols
 from ssl_bench.data.corruptions.named import KEY as CORRUPT
 from ssl_bench.data.corruptions.named import asked_corruptions
@@ -40,6 +40,7 @@ Limit = Count | None
 SHARED: Mapping[str, Any] = {
     "data.root": Place,
     "data.fingerprint": FingerprintKind,
+    "data.bits": Bits,
     "data.limit": Limit,
     CORRUPT: str | None,
     "seed": Seed,
@@ -223,7 +224,8 @@ def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) 
     values = {key: value_of(config, key) for key in SHARED}
     for key, kind in SHARED.items():
         require(key, kind, values[key])
-    views = {key.removeprefix("data."): values[key] for key in ("data.fingerprint", "data.limit")}
+    asked = ("data.fingerprint", "data.bits", "data.limit")
+    views = {key.removeprefix("data."): values[key] for key in asked}
     return PlannedProbe(
         probe=build(config.probe),
         dataset=as_asked(build(config.dataset), **views, corrupt=values[CORRUPT]),

@@ -8,10 +8,10 @@ from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from probes.pictures import sheet, titled
-from ssl_bench.data.layouts.toy import voc_palette
+from ssl_bench.data.labels import voc_colours
 from ssl_bench.scores import IGNORED
 
-_COLOURS = np.array(voc_palette(), np.uint8).reshape(256, 3)
+_COLOURS = voc_colours()
 _TILES_PER_ROW = 5
 _LEGEND_LINES = 24
 _LINE_HEIGHT = 16

@@ -12,6 +12,7 @@ from ssl_bench.composition.choices import require_choice
 from ssl_bench.data.files.archive_index import list_members
 from ssl_bench.data.files.checking import SplitState, check_dataset
 from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
+from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions
 from ssl_bench.data.files.unpacking import UNPACKED, require_space, unpack
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
@@ -115,11 +116,20 @@ def _bytes(size: int) -> str:
 
 def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> Any:
     """The dataset of a configuration, not opened."""
+    return _built_to_read(name, root, overrides)[0]
+
+
+def _built_to_read(
+    name: str, root: str | None, overrides: Sequence[str]
+) -> tuple[Any, ReadOptions]:
+    """The dataset of a configuration, not opened, and how it asks for the files to be read."""
     # Here, because Hydra takes longer than all that `data list` says.
     from ssl_bench.composition.compose import build, compose_config, with_root
+    from ssl_bench.composition.fields import Bits, require
 
-    chosen = with_root([f"dataset={name}", *overrides], root)
-    return build(compose_config("data", chosen).dataset)
+    config = compose_config("data", with_root([f"dataset={name}", *overrides], root))
+    require("data.bits", Bits, config.data.bits)
+    return build(config.dataset), ReadOptions(bits=config.data.bits)
 
 
 def _download(options: argparse.Namespace) -> int:
@@ -207,7 +217,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Open, count and sample every split of a dataset; exit code 3 if anything is wrong."""
     source = _source(options.target)
     root = _root_to_check(options, source)
-    dataset = _built(source.name, root, overrides)
+    dataset = DatasetReadAs(*_built_to_read(source.name, root, overrides))
     counts = {} if options.subset else source.counts
     states = list(check_dataset(dataset, counts, sample=_SAMPLE, shown=show_progress))
     if options.json:

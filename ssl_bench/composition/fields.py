@@ -73,6 +73,7 @@ Count = Annotated[int, Within(1, _MANY)]
 CountOrZero = Annotated[int, Within(0, _MANY)]
 Threads = Annotated[int, Within(1, 1024)]
 Pixels = Annotated[int, Within(1, 8192)]
+Bits = Annotated[int, Within(8, 16)] | None
 Width = Annotated[int, Within(1, 2**20)]
 Depth = Annotated[int, Within(1, 1000)]
 Workers = Annotated[int, Within(0, 1024)]

@@ -58,3 +58,15 @@ def _as_ranges(numbers: Collection[int]) -> str:
     ordered = enumerate(sorted(numbers))
     runs = [[n for _, n in run] for _, run in groupby(ordered, key=lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def voc_colours() -> UInt8[np.ndarray, "256 3"]:
+    """VOC's colours of classes 0 to 255: three bits a channel, the high ones first."""
+    numbers = np.arange(256)
+    colours = np.zeros((256, 3), np.uint8)
+    for bit in range(8):
+        for channel in range(3):
+            colours[:, channel] |= (((numbers >> (3 * bit + channel)) & 1) << (7 - bit)).astype(
+                np.uint8
+            )
+    return colours

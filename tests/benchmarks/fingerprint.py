@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ssl_bench.data.files.known_by_stat import known_by_stat
+from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.layouts.folder import ImageFolder
 from tests.benchmarks.provenance import provenance
 
@@ -43,7 +43,7 @@ def write_files(folder: Path, count: int, size: int) -> None:
 def measure(folder: Path, kind: str) -> dict[str, float | str]:
     """Seconds of this process for one fingerprint, the listing of the folder aside."""
     images = ImageFolder(folder).images()
-    images = known_by_stat(images) if kind == "stat" else images
+    images = read_as(images, ReadOptions(kind)) if kind == "stat" else images
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
     fingerprint = images.fingerprint()
     seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 # What imports torch is imported where it is used: other figures should be free of its memory.
-from ssl_bench.data.files.known_by_stat import known_by_stat
+from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.samples import Dataset, ImageSet
 from tests.benchmarks.apart import rounded, usage_of
 from tests.benchmarks.full_size_layouts import LAYOUTS, build, photographs
@@ -91,7 +91,7 @@ def measure(name: str, folder: Path, kind: str, most: int) -> dict[str, float]:
     elif kind == "content":
         _fingerprint(dataset, clock, lambda images: images)
     elif kind == "stat":
-        _fingerprint(dataset, clock, known_by_stat)
+        _fingerprint(dataset, clock, lambda images: read_as(images, ReadOptions("stat")))
     else:
         _decode(dataset, clock, int(kind.removeprefix("decode")), most)
     return {"seconds": clock.seconds, "cpu_seconds": clock.cpu_seconds}

@@ -67,7 +67,7 @@ def test_sixteen_bits_are_scaled_and_not_clipped(tmp_path):
 def test_floating_point_pixels_are_refused(tmp_path):
     image = Image.fromarray(np.full((2, 2), 0.5, np.float32))
 
-    with pytest.raises(DataError, match=r"one\.tif has the colour mode F"):
+    with pytest.raises(DataError, match=r"one\.tif is a TIFF of floating-point numbers"):
         read_image(saved(tmp_path, image, ".tif"))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.known_by_stat import DatasetByStat, known_by_stat
+from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions, read_as
 from ssl_bench.data.files.readable import RemainingImages
 from ssl_bench.data.layouts.archives import open_archives
 from ssl_bench.data.layouts.class_folders import ClassFolders
@@ -23,28 +23,29 @@ from tests.support.faults import (
 )
 from tests.support.repainting import repaint, tarred
 
+BY_STAT = ReadOptions("stat")
 pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_sizes_and_times_are_trusted_where_that_is_asked_for(tmp_path, files_read):
     root = photo_folder(tmp_path / "photos")
-    images = known_by_stat(ImageFolder(root).images())
+    images = read_as(ImageFolder(root).images(), BY_STAT)
     first = images.fingerprint()
 
     repaint(root / "1.jpg")
-    assert known_by_stat(ImageFolder(root).images()).fingerprint() == first
+    assert read_as(ImageFolder(root).images(), BY_STAT).fingerprint() == first
     os.utime(root / "1.jpg")
 
-    assert known_by_stat(ImageFolder(root).images()).fingerprint() != first
+    assert read_as(ImageFolder(root).images(), BY_STAT).fingerprint() != first
     assert not files_read
 
 
 def test_every_kind_of_image_set_says_that_it_trusts_times(tmp_path):
     archive = tarred(tmp_path / "packed") / "a.tar"
     sets: list[Any] = [
-        known_by_stat(open_archives(str(archive))),
-        DatasetByStat(Voc(voc(tmp_path).parents[1])).discovery(),
-        DatasetByStat(ClassFolders(class_folders(tmp_path / "classes"))).val(),
+        read_as(open_archives(str(archive)), BY_STAT),
+        DatasetReadAs(Voc(voc(tmp_path).parents[1]), BY_STAT).discovery(),
+        DatasetReadAs(ClassFolders(class_folders(tmp_path / "classes")), BY_STAT).val(),
     ]
     sets += [RemainingImages(images, (1, 2)) for images in sets]
 

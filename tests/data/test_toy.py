@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from ssl_bench.data.labels import voc_colours
 from ssl_bench.data.layouts import toy_scenes
-from ssl_bench.data.layouts.toy import Toy, voc_palette, write_scene
+from ssl_bench.data.layouts.toy import Toy, write_scene
 from ssl_bench.data.layouts.toy_objects import ToyObjects
 from ssl_bench.data.layouts.toy_scenes import CLASS_NAMES, SIZES, Painter, Scene, _place
 from ssl_bench.data.layouts.voc import VocFolder
@@ -159,7 +160,7 @@ def test_a_scene_comes_back_from_disk_as_it_was(tmp_path):
 
 
 def test_the_palette_is_that_of_voc():
-    colours = np.array(voc_palette()).reshape(-1, 3)
+    colours = voc_colours()
 
     # As published: aeroplane, tvmonitor, and the rim.
     assert colours[[1, 20, 255]].tolist() == [[128, 0, 0], [0, 64, 128], [224, 224, 192]]

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float64, UInt8
 
 from ssl_bench.data.files.digests import Part, Reading, identities
-from ssl_bench.data.files.fingerprints import FingerprintKind, fingerprint_of
 from ssl_bench.data.files.images import read_image, read_indices
+from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
@@ -74,14 +74,19 @@ def _files_in(folder: Path) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Masks:
-    """Mask files and what their numbers mean."""
+    """Mask files and what their numbers mean.
+
+    Attributes:
+        of_voc: Colours of their palettes are VOC's.
+    """
 
     files: Files
     labels: LabelMap
+    of_voc: bool = False
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
         path = self.files.path(image_id)
-        return self.labels.apply(read_indices(path), path)
+        return self.labels.apply(read_indices(path, of_voc=self.of_voc), path)
 
     def meaning(self) -> str:
         """Changes when the same file would give other classes."""
@@ -114,8 +119,7 @@ class FileImageSet:
 
     Attributes:
         source: Where the ids come from, for messages.
-        fingerprint_kind: Whether the fingerprint is of what the files hold, which has to be read
-            once, or trusts their sizes and times.
+        options: How the files are read.
     """
 
     name: str
@@ -126,7 +130,7 @@ class FileImageSet:
     class_names: tuple[str, ...] = ()
     masks: Masks | None = None
     boxes: Boxes | None = None
-    fingerprint_kind: FingerprintKind = "content"
+    options: ReadOptions = field(default_factory=ReadOptions)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -138,7 +142,7 @@ class FileImageSet:
             DataError: a file is unreadable, or the mask has another size than the image.
         """
         image_id = self.ids[index]
-        image = read_image(self.images.path(image_id))
+        image = read_image(self.images.path(image_id), self.options.bits)
         mask = self.masks.read(image_id) if self.masks else None
         if self.masks and mask is not None and mask.shape != image.shape[:2]:
             raise DataError(
@@ -168,10 +172,10 @@ class FileImageSet:
         parts = (Part(kind.path(image_id)) for image_id in self.ids for kind in files)
         title, total = f"{self.name} {self.split}", len(files) * len(self)
         reading = Reading(title, self.images.folder, total)
-        with closing(identities(parts, reading, self.fingerprint_kind)) as found:
+        with closing(identities(parts, reading, self.options.fingerprint)) as found:
             # As many in a row as there are files of an image.
             rows = zip(self.ids, *[found] * len(files), self._meanings(), strict=True)
-            return fingerprint_of([self._meaning(), *rows], self.fingerprint_kind)
+            return self.options.fingerprint_of([self._meaning(), *rows])
 
     def _meaning(self) -> list[object]:
         """What the numbers in masks stand for; nothing for pictures alone."""
@@ -180,9 +184,9 @@ class FileImageSet:
     def _meanings(self) -> Iterator[str]:
         return (self.boxes.meaning(image_id) if self.boxes else "" for image_id in self.ids)
 
-    def by_stat(self) -> "FileImageSet":
-        """The same images, their files known by size and time."""
-        return replace(self, fingerprint_kind="stat")
+    def read_as(self, options: ReadOptions) -> "FileImageSet":
+        """The same images, their files read in another way."""
+        return replace(self, options=options)
 
     def some(self, name: str, kept: Sequence[int]) -> "FileImageSet":
         """The images of these indices, under another name."""

@@ -1,14 +1,18 @@
 """Files of pixels: photographs as RGB, masks as the numbers they store."""
 
 import io
+import re
 from pathlib import Path
 
 import cv2
 import numpy as np
-from jaxtyping import Integer, UInt8
+from jaxtyping import Integer, UInt8, UInt16
 from PIL import Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 
+from ssl_bench.data.files import tiff
 from ssl_bench.data.files.jpeg import open_ended, parse_jpeg, with_noise
+from ssl_bench.data.labels import voc_colours
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.memory import pass_on_memory
@@ -18,58 +22,80 @@ MAX_PIXELS = 89_478_485
 
 _EIGHT_BIT = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr"})
 _SIXTEEN_BIT = frozenset({"I;16", "I;16L", "I;16B", "I;16N", "I"})
+_COLOUR = frozenset({"RGB", "RGBA", "RGBX"})
+_FULL = 65535
 # Pillow opens forty more, among them some that start other programs.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
 # What it calls a JPEG, and one with further pictures behind it.
 _JPEG = frozenset({"JPEG", "MPO"})
 _INDEXED = frozenset({"1", "L", "P"}) | _SIXTEEN_BIT
+_LOSSY_IN_TIFF = frozenset({"jpeg", "tiff_jpeg", "webp"})
+_VOC = voc_colours()
+_VOC_CLASSES = (*range(21), 255)
 
 
-def read_image(path: Path) -> UInt8[np.ndarray, "height width 3"]:
+def read_image(path: Path, bits: int | None = None) -> UInt8[np.ndarray, "height width 3"]:
     """Read a photograph as 8-bit RGB, whatever its colour space.
 
     Transparency is dropped. The rotation that a camera notes in EXIF is not applied: the masks
     and boxes of VOC, ADE20K and COCO are drawn on the pixels as they are stored.
 
+    Args:
+        path: The file.
+        bits: How many of its 16 a picture uses, 12 for values up to 4095, where it does not say so.
+
     Raises:
-        DataError: the file is missing, empty, cut short, no image, or too large.
+        DataError: the file is missing, empty, cut short, no image, several, or too large, or its
+            values leave open what is white.
     """
-    return decode_image(_bytes_of(path), path)
+    return decode_image(_bytes_of(path), path, bits)
 
 
-def decode_image(data: bytes, name: str | Path) -> UInt8[np.ndarray, "height width 3"]:
+def decode_image(
+    data: bytes, name: str | Path, bits: int | None = None
+) -> UInt8[np.ndarray, "height width 3"]:
     """Decode a photograph as `read_image` does; `name` is what messages call it.
 
     Raises:
-        DataError: it is empty, cut short, no image, or too large.
+        DataError: as `read_image`.
     """
     pixels = _decode_usual_jpeg(data)
     if pixels is not None:
         return pixels
-    image = _decode(data, name)
-    if image.mode in _SIXTEEN_BIT:
-        image = _squeezed_to_eight_bits(image, name)
-    if image.mode not in _EIGHT_BIT:
-        raise DataError(f"{name} has the colour mode {image.mode}; save it as RGB")
-    if image.mode == "P":
-        image = image.convert("RGBA")  # straight to RGB warns where the palette is transparent
-    return np.array(image.convert("RGB"))
+    return _as_rgb(_decode(data, name), data, name, bits)
 
 
-def read_indices(path: Path) -> Integer[np.ndarray, "height width"]:
-    """Read the numbers that a mask stores; a palette is never turned into colours.
+def read_mask_colours(path: Path) -> UInt8[np.ndarray, "height width 3"]:
+    """Read a mask that has a colour for each class.
 
     Raises:
-        DataError: as `read_image`, and for a mask that holds colours instead of class numbers.
+        DataError: as `read_image`, and for one that was not saved without loss.
     """
-    image = _decode(_bytes_of(path), path)
+    image, data = _decode_mask(path)
+    return _as_rgb(image, data, path, None)
+
+
+def read_indices(path: Path, *, of_voc: bool = False) -> Integer[np.ndarray, "height width"]:
+    """Read the numbers that a mask stores; a palette is never turned into colours.
+
+    Args:
+        path: The file.
+        of_voc: A colour of VOC in its palette means VOC's class. Elsewhere it does so only beside
+            the colour of VOC's rims, which nobody else has.
+
+    Raises:
+        DataError: as `read_image`, for a mask that was not saved without loss, one that holds
+            colours instead of class numbers, and a palette in another order than VOC's.
+    """
+    image, data = _decode_mask(path)
     if image.mode not in _INDEXED:
         raise DataError(
             f"{path} holds colours ({image.mode}) instead of one class number a pixel; "
             "take the masks as they were published"
         )
-    indices = np.array(image)
-    return indices.astype(np.uint8) if indices.dtype == np.bool_ else indices
+    if image.mode == "P":
+        _require_order_of_voc(image, path, of_voc=of_voc)
+    return _stored(image, data, path)
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -81,10 +107,39 @@ def _bytes_of(path: Path) -> bytes:
         raise DataError(f"{path} cannot be read ({error.strerror}); fetch it again") from error
 
 
+def _decode_mask(path: Path) -> tuple[Image.Image, bytes]:
+    """The one way in of all masks."""
+    data = _bytes_of(path)
+    image = _decode(data, path)
+    kind = str(image.format)
+    is_lossy = kind in _JPEG or (kind == "WEBP" and not _is_lossless_webp(data))
+    if is_lossy or image.info.get("compression") in _LOSSY_IN_TIFF:
+        kind = {"MPO": "JPEG", "WEBP": "lossy WebP", "TIFF": "TIFF of lossy parts"}.get(kind, kind)
+        raise DataError(
+            f"{path} is a {kind}, which changes numbers and colours at every edge; take the masks "
+            "as they were published, or save them without loss, as PNG"
+        )
+    return image, data
+
+
+def _is_lossless_webp(data: bytes) -> bool:
+    place = 12
+    while (kind := data[place : place + 4]) not in (b"VP8 ", b"VP8L", b"ANMF", b""):
+        size = int.from_bytes(data[place + 4 : place + 8], "little")
+        place += 8 + size + size % 2
+    return kind == b"VP8L"
+
+
 def _decode(data: bytes, name: str | Path) -> Image.Image:
     try:
+        if tiff.is_tiff(data) and (other := tiff.what_else(data)):
+            raise _not_one_picture(name, other)
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
             _refuse_large(image, name)
+            # Of a TIFF they were pages; a JPEG of a telephone has a small copy or a depth behind.
+            frames = getattr(image, "n_frames", 1)
+            if frames > 1 and image.format not in _JPEG | {"TIFF"}:
+                raise _not_one_picture(name, f"a {image.format} of {frames} frames")
             image.load()
             if image.format in _JPEG:
                 _require_all_pixels(image, data)
@@ -92,6 +147,8 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
     except DataError:
         raise
     except UnidentifiedImageError as error:
+        if tiff.is_tiff(data) and (kind := tiff.unknown(data)):
+            raise _not_one_picture(name, kind) from error
         raise UnreadableImage(f"{name} {_what_else(data)}; fetch it again") from error
     # Damaged files make the decoders raise OSError, SyntaxError, struct.error, IndexError ...
     except Exception as error:
@@ -140,6 +197,13 @@ def _refuse_large(image: Image.Image, name: str | Path) -> None:
         )
 
 
+def _not_one_picture(name: str | Path, what: str) -> UnreadableImage:
+    return UnreadableImage(
+        f"{name} is {what}, expected one picture, grey or RGB, of 8 or 16 bits; save what is to be "
+        "seen of it so, as PNG"
+    )
+
+
 def _what_else(data: bytes) -> str:
     start = data[:64].lstrip()
     if not start:
@@ -149,9 +213,111 @@ def _what_else(data: bytes) -> str:
     return "is not an image"
 
 
-def _squeezed_to_eight_bits(image: Image.Image, name: str | Path) -> Image.Image:
-    # PIL would clip at 255 instead, which turns nearly every 16-bit picture white.
-    values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
+def _as_rgb(
+    image: Image.Image, data: bytes, name: str | Path, bits: int | None
+) -> UInt8[np.ndarray, "height width 3"]:
+    if image.mode in _SIXTEEN_BIT or (image.mode in _COLOUR and _full_scale(image, data) > 255):
+        image = _squeezed_to_eight_bits(image, data, name, bits)
+    if image.mode not in _EIGHT_BIT:
+        raise DataError(f"{name} has the colour mode {image.mode}; save it as RGB")
+    if image.mode == "P":
+        image = image.convert("RGBA")  # straight to RGB warns where the palette is transparent
+    return np.array(image.convert("RGB"))
+
+
+def _squeezed_to_eight_bits(
+    image: Image.Image, data: bytes, name: str | Path, bits: int | None
+) -> Image.Image:
+    """White is where the file says it is, else where `bits` does.
+
+    PNG's sBIT says nothing of it: values of fewer bits are shifted up to the whole range there.
+
+    Raises:
+        DataError: nobody says it, and the values may use less than 16 bits; or they use more.
+    """
+    full = _full_scale(image, data)
+    says_itself = full < _FULL
+    if image.format == "PPM" and full < _FULL:
+        # PIL has spread its values already.
+        return image if image.mode in _COLOUR else _divided(np.asarray(image), _FULL)
+    values = _deep_colours(data, name) if image.mode in _COLOUR else np.asarray(image)
+    lowest, most = int(values.min()), int(values.max())
+    if lowest < 0 or most > _FULL:
         raise DataError(f"{name} holds values outside 0..65535; save it with 8 or 16 bits")
-    return Image.fromarray((values // 257).astype(np.uint8))
+    if not says_itself and bits is not None:
+        full = 2**bits - 1
+    elif not says_itself and 0 < most <= _FULL // 2:
+        raise DataError(
+            f"{name} has 16 bits and values up to {most} alone: is it dark, or does it use fewer? "
+            f"data.bits={max(8, most.bit_length())}, or as many as its camera has, makes the "
+            "largest of these white; data.bits=16 reads it as it is"
+        )
+    if most > full:
+        raise DataError(
+            f"{name} holds values up to {most}, more than the {full} that its header gives as the "
+            "largest; save it with 8 bits"
+            if says_itself
+            else f"{name} holds values up to {most}, more than data.bits={bits} has; "
+            f"data.bits={most.bit_length()} takes them"
+        )
+    if tiff.is_inverted(image):
+        values = full - values.astype(np.int64)
+    # PIL drops the lower eight bits of colours.
+    is_whole = image.mode in _COLOUR and full == _FULL
+    return image if is_whole else _divided(values, full)
+
+
+def _divided(values: Integer[np.ndarray, "..."], full: int) -> Image.Image:
+    return Image.fromarray((values.astype(np.int64) * 255 // full).astype(np.uint8))
+
+
+def _deep_colours(data: bytes, name: str | Path) -> UInt16[np.ndarray, "height width 3"]:
+    """Red, green and blue as they are stored; PIL has the upper eight bits alone."""
+    values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    if values is None or values.dtype != np.uint16 or values.ndim < 3:
+        raise DataError(f"{name} has colours of 16 bits in a rare form; save it as PNG")
+    return values[..., 2::-1]
+
+
+def _full_scale(image: Image.Image, data: bytes) -> int:
+    """The largest number that a sample of the file can be, as its header says."""
+    if image.format == "PNG":
+        return 2 ** data[24] - 1
+    if isinstance(image, TiffImageFile):
+        return min(_FULL, tiff.largest_of(image))
+    if image.format == "PPM" and image.mode != "1":
+        return int(re.sub(rb"#[^\r\n]*", b"", data[:1000]).split(None, 4)[3])
+    return 255
+
+
+def _stored(image: Image.Image, data: bytes, path: Path) -> Integer[np.ndarray, "height width"]:
+    """The numbers of a mask as the file has them, which PIL spreads where they use few bits."""
+    if image.mode not in ("1", "P") and tiff.is_inverted(image):
+        raise DataError(f"{path} is a TIFF with zero for white; save the mask as PNG")
+    values = np.array(image)
+    if image.mode in ("1", "P"):
+        return values.astype(np.uint8)
+    full, spread = _full_scale(image, data), 255 if image.mode == "L" else _FULL
+    if image.format == "PPM" or full < 255:
+        return (values.astype(np.int64) * full + spread // 2) // spread
+    return values
+
+
+def _require_order_of_voc(image: Image.Image, path: Path, *, of_voc: bool) -> None:
+    used = np.unique(np.asarray(image))
+    palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
+    colours = {int(number): palette[number] for number in used if number < len(palette)}
+    meant = {
+        number: named
+        for number, colour in colours.items()
+        for named in _VOC_CLASSES
+        if (colour == _VOC[named]).all()
+    }
+    wrong = [number for number, named in meant.items() if number != named]
+    if wrong and (of_voc or 255 in meant.values()):
+        number = wrong[0]
+        raise DataError(
+            f"{path} stores {number} where its palette has VOC's colour of {meant[number]}, "
+            f"{colours[number].tolist()}: somebody put the palette in another order; take the "
+            "masks as they were published"
+        )

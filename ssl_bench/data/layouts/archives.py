@@ -13,8 +13,8 @@ from jaxtyping import Int64
 
 from ssl_bench.data.files.archive_index import PACKED_TAR, SUFFIXES, Archive, Member
 from ssl_bench.data.files.digests import Part, Reading, identities
-from ssl_bench.data.files.fingerprints import FingerprintKind, fingerprint_of
 from ssl_bench.data.files.images import decode_image
+from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.layouts.class_folders import LabelledImages, labelled_by_folder
 from ssl_bench.data.layouts.folder import SUFFIXES as PICTURES
 from ssl_bench.data.samples import Sample
@@ -39,7 +39,7 @@ class ArchiveImages:
     archives: tuple[Archive, ...]
     ids: tuple[str, ...]
     places: Int64[np.ndarray, "images 5"] = field(repr=False)
-    fingerprint_kind: FingerprintKind = "content"
+    options: ReadOptions = field(default_factory=ReadOptions)
 
     name = "archive"
     split = "all"
@@ -56,7 +56,8 @@ class ArchiveImages:
         """
         image_id, (archive, member) = self.ids[index], self._member(index)
         content = archive.read(member)
-        return Sample(image_id, decode_image(content, f"{archive.path}/{image_id}"))
+        name = f"{archive.path}/{image_id}"
+        return Sample(image_id, decode_image(content, name, self.options.bits))
 
     def _member(self, index: int) -> tuple[Archive, Member]:
         number, offset, packed, size, is_deflated = self.places[index].tolist()
@@ -80,10 +81,10 @@ class ArchiveImages:
         first = self.archives[0].path
         reading = Reading(first.name, first.parent, len(self))
         parts = (self._part(index) for index in order)
-        with closing(identities(parts, reading, self.fingerprint_kind)) as identity:
+        with closing(identities(parts, reading, self.options.fingerprint)) as identity:
             found = dict(zip(order, identity, strict=True))
         rows = ((image_id, found[index], "") for index, image_id in enumerate(self.ids))
-        return fingerprint_of([[], *rows], self.fingerprint_kind)
+        return self.options.fingerprint_of([[], *rows])
 
     def _part(self, index: int) -> Part:
         archive, member = self._member(index)
@@ -91,9 +92,9 @@ class ArchiveImages:
         place, read = repr(member[1:]), partial(archive.read, member)
         return Part(archive.path, place, read, in_memory=archive.content is not None)
 
-    def by_stat(self) -> "ArchiveImages":
-        """The same images, their archives known by size and time."""
-        return replace(self, fingerprint_kind="stat")
+    def read_as(self, options: ReadOptions) -> "ArchiveImages":
+        """The same images, their files read in another way."""
+        return replace(self, options=options)
 
 
 def is_archive(root: str) -> bool:

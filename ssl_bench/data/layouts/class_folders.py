@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.files.fingerprints import extended
-from ssl_bench.data.files.known_by_stat import known_by_stat
+from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.paired_folders import split_folder
@@ -61,9 +61,9 @@ class LabelledImages:
     def _fingerprint(self) -> str:
         return extended(self.images.fingerprint(), self.class_names, self.labels)
 
-    def by_stat(self) -> "LabelledImages":
-        """The same images, their files known by size and time."""
-        return replace(self, images=known_by_stat(self.images))
+    def read_as(self, options: ReadOptions) -> "LabelledImages":
+        """The same images, their files read in another way."""
+        return replace(self, images=read_as(self.images, options))
 
     def some(self, name: str, kept: Sequence[int]) -> "LabelledImages":
         """The images of these indices, under another name."""

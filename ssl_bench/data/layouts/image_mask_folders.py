@@ -10,7 +10,7 @@ from jaxtyping import Int64, UInt8
 
 from ssl_bench.composition.fields import MaskValue, Place, Rgb, check_fields, shown
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
-from ssl_bench.data.files.images import read_image
+from ssl_bench.data.files.images import read_mask_colours
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.layouts.paired_folders import (
     PairedFolders,
@@ -43,10 +43,30 @@ class NestedFiles(Files):
 
 
 @dataclass(frozen=True)
+class TwoClassMasks(Masks):
+    """Masks of two classes where nobody said whether 255 is the second or does not count."""
+
+    def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
+        """Classes of one mask.
+
+        Raises:
+            DataError: as that of `Masks`, and for a mask of 0 and 255 alone.
+        """
+        classes = super().read(image_id)
+        if set(np.unique(classes)) == {0, IGNORED}:
+            raise DataError(
+                f"{self.files.path(image_id)} holds 0 and 255 but no 1, the number of the second "
+                "class: dataset.numbers=[0,255] dataset.ignored=[] if 255 is that class, "
+                "dataset.ignored=[255] if such pixels do not count"
+            )
+        return classes
+
+
+@dataclass(frozen=True)
 class ColourMasks(Masks):
     """Masks that are pictures, with a colour for each number of `labels`."""
 
-    colours: Sequence[Colour]
+    colours: Sequence[Colour] = ()
 
     def read(self, image_id: str) -> UInt8[np.ndarray, "height width"]:
         """Classes of one mask.
@@ -55,7 +75,7 @@ class ColourMasks(Masks):
             DataError: a colour that has no class.
         """
         path = self.files.path(image_id)
-        packed = _packed(read_image(path))
+        packed = _packed(read_mask_colours(path))
         known = _packed(np.array([self.colours], np.uint8))[0]
         order = known.argsort()
         place = np.searchsorted(known, packed, sorter=order).clip(max=len(known) - 1)
@@ -93,7 +113,7 @@ class ImageMaskFolders(PairedFolders):
         class_names: Without them those in classes.txt, one a line.
         numbers: What the masks store for each class; 0, 1, 2 ... if None.
         reduce_zero: The classes begin at one and zero is ignored.
-        ignored: Numbers that do not count; any other is an error.
+        ignored: Numbers that do not count; any other is an error. 255 if None.
         colours: Red, green and blue of each class, where masks are pictures.
         ignored_colours: Colours that do not count.
     """
@@ -112,7 +132,7 @@ class ImageMaskFolders(PairedFolders):
     class_names: Sequence[str] = ()
     numbers: Sequence[MaskValue] | None = None
     reduce_zero: bool = False
-    ignored: Sequence[MaskValue] = (IGNORED,)
+    ignored: Sequence[MaskValue] | None = None
     colours: Sequence[Rgb] | None = None
     ignored_colours: Sequence[Rgb] = ()
 
@@ -213,7 +233,8 @@ class ImageMaskFolders(PairedFolders):
             return self._colour_masks(files, count)
         first = int(self.reduce_zero)
         numbers = range(first, first + count) if self.numbers is None else self.numbers
-        ignored = {*self.ignored, *([0] if self.reduce_zero else [])}
+        ignored = {IGNORED} if self.ignored is None else set(self.ignored)
+        ignored |= {0} if self.reduce_zero else set()
         if len(set(numbers)) != count or not set(numbers).isdisjoint(ignored):
             raise ConfigurationError(
                 f"dataset.numbers must be {count} different numbers, one a class and none of "
@@ -222,8 +243,13 @@ class ImageMaskFolders(PairedFolders):
         if not {*numbers, *ignored} <= set(range(256)):
             raise ConfigurationError("dataset.numbers and dataset.ignored must lie in 0..255")
         classes = {number: index for index, number in enumerate(numbers)}
-        hint = "name those that do not count in dataset.ignored; is dataset.class_names complete?"
-        return Masks(files, LabelMap({**classes, **dict.fromkeys(ignored, IGNORED)}, hint))
+        hint = (
+            "name those that do not count in dataset.ignored and those of the classes in "
+            "dataset.numbers; is dataset.class_names complete?"
+        )
+        labels = LabelMap({**classes, **dict.fromkeys(ignored, IGNORED)}, hint)
+        is_unsaid = self.ignored is None and list(numbers) == [0, 1]
+        return (TwoClassMasks if is_unsaid else Masks)(files, labels)
 
     def _colour_masks(self, files: Files, count: int) -> ColourMasks:
         assert self.colours is not None
@@ -234,7 +260,7 @@ class ImageMaskFolders(PairedFolders):
                 f"dataset.ignored_colours, got {len(self.colours)}"
             )
         classes = {number: number if number < count else IGNORED for number in range(len(colours))}
-        return ColourMasks(files, LabelMap(classes, hint="-"), colours)
+        return ColourMasks(files, LabelMap(classes, hint="-"), colours=colours)
 
     def _root(self) -> Path:
         names = {Split.parse(split).name for split in (self.train_split, self.val_split)}

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from jaxtyping import Float64
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.digests import Part, Reading, identities
 from ssl_bench.data.files.file_sets import FileImageSet, Files
-from ssl_bench.data.files.fingerprints import FingerprintKind, fingerprint_of
 from ssl_bench.data.files.images import read_image
+from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.locations import find_root
 from ssl_bench.data.published import name_of_images
 from ssl_bench.data.roles import lacking
@@ -75,7 +75,7 @@ class SpairPairs:
     images: Files
     annotations: Files
     class_names: tuple[str, ...] = CATEGORIES
-    fingerprint_kind: FingerprintKind = "content"
+    options: ReadOptions = field(default_factory=ReadOptions)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -88,7 +88,8 @@ class SpairPairs:
         """
         pair_id = self.ids[index]
         line = Line.parse(pair_id, self.source)
-        images = [read_image(self.images.path(one)) for one in (line.source, line.target)]
+        both = [self.images.path(one) for one in (line.source, line.target)]
+        images = [read_image(path, self.options.bits) for path in both]
         file = self.annotations.path(pair_id)
         told = _annotation(file, line.category)
         source = _points(told, "src_kps", images[0].shape[1::-1], file)
@@ -118,18 +119,18 @@ class SpairPairs:
         paths = [self.annotations.path(pair_id) for pair_id in self.ids]
         paths += [self.images.path(image_id) for image_id in self._image_ids]
         reading = Reading(f"{self.name} {self.split}", self.images.folder, len(paths))
-        with closing(identities(map(Part, paths), reading, self.fingerprint_kind)) as found:
+        with closing(identities(map(Part, paths), reading, self.options.fingerprint)) as found:
             rows = zip((*self.ids, *self._image_ids), found, strict=True)
-            return fingerprint_of(rows, self.fingerprint_kind)
+            return self.options.fingerprint_of(rows)
 
     @property
     def _image_ids(self) -> tuple[str, ...]:
         lines = [Line.parse(pair_id, self.source) for pair_id in self.ids]
         return tuple(sorted({image_id for one in lines for image_id in (one.source, one.target)}))
 
-    def by_stat(self) -> "SpairPairs":
-        """The same pairs, their files known by size and time."""
-        return replace(self, fingerprint_kind="stat")
+    def read_as(self, options: ReadOptions) -> "SpairPairs":
+        """The same pairs, their files read in another way."""
+        return replace(self, options=options)
 
     def some(self, name: str, kept: Sequence[int]) -> "SpairPairs":
         """The pairs of these indices, under another name."""

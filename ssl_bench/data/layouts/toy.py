@@ -4,16 +4,16 @@ import hashlib
 import shutil
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 from PIL import Image
 
 from ssl_bench.composition.fields import Place, Seed, Within, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet
+from ssl_bench.data.labels import voc_colours
 from ssl_bench.data.layouts.toy_scenes import CLASS_NAMES, VERSION, Painter, Scene
 from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.locations import cache_folder
@@ -120,7 +120,7 @@ def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
     image = Image.fromarray(scene.image)
     image.save(folder / "JPEGImages" / f"{image_id}.jpg", quality=92)
     mask = Image.fromarray(scene.mask)
-    mask.putpalette(voc_palette())
+    mask.putpalette(voc_colours().ravel().tolist())
     mask.save(folder / "SegmentationClass" / f"{image_id}.png")
     root = ElementTree.Element("annotation")
     _append(root, filename=f"{image_id}.jpg")
@@ -134,16 +134,6 @@ def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
         _append(box, xmin=x0 + 1, ymin=y0 + 1, xmax=x1, ymax=y1)
     ElementTree.indent(root)
     ElementTree.ElementTree(root).write(folder / "Annotations" / f"{image_id}.xml")
-
-
-def voc_palette() -> Sequence[int]:
-    """VOC's colours of classes 0 to 255: three bits a channel, the high ones first."""
-    numbers = np.arange(256)
-    colours = np.zeros((256, 3), np.int64)
-    for bit in range(8):
-        for channel in range(3):
-            colours[:, channel] |= ((numbers >> (3 * bit + channel)) & 1) << (7 - bit)
-    return colours.ravel().tolist()
 
 
 def _append(parent: ElementTree.Element, **texts: object) -> None:

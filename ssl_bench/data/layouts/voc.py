@@ -98,7 +98,7 @@ class VocFolder:
             {**{number: number for number in numbers}, 255: IGNORED},
             hint="take the masks as published: class numbers with a palette, 255 at the rims",
         )
-        masks = Masks(Files(self.path / folder, ".png"), labels)
+        masks = Masks(Files(self.path / folder, ".png"), labels, of_voc=True)
         return self._set("Segmentation", split, masks=masks).checked()
 
     def discovery(self, split: str, *, exclude_difficult: bool) -> FileImageSet:
