@@ -92,7 +92,11 @@ class Masks:
 class Boxes(Protocol):
     """Ground-truth boxes by image id."""
 
-    def read(self, image_id: str) -> Float64[np.ndarray, "boxes 4"]: ...
+    def read(
+        self, image_id: str, size: tuple[int, int] | None = None
+    ) -> Float64[np.ndarray, "boxes 4"]:
+        """Those of an image of this height and width, as `checked_boxes` lets them pass."""
+        ...
 
     def missing(self, ids: Sequence[str]) -> list[str]:
         """What is not there, by name."""
@@ -135,7 +139,8 @@ class FileImageSet:
         """Decode one image with its mask and boxes.
 
         Raises:
-            DataError: a file is unreadable, or the mask has another size than the image.
+            DataError: a file is unreadable, the mask has another size than the image, or a box is
+                none in it.
         """
         image_id = self.ids[index]
         image = read_image(self.images.path(image_id))
@@ -145,7 +150,7 @@ class FileImageSet:
                 f"{self.masks.files.path(image_id)} is {_size(mask)} but its image "
                 f"{self.images.path(image_id)} is {_size(image)}; fetch both again"
             )
-        boxes = self.boxes.read(image_id) if self.boxes else None
+        boxes = self.boxes.read(image_id, image.shape[:2]) if self.boxes else None
         return Sample(image_id, image, mask, boxes)
 
     def fingerprint(self) -> str:
