@@ -14,6 +14,7 @@ _FREE = (
     "data.root",
     "data.in_memory",
     "data.keep_encoded",
+    "data.allow_overlap",
     "train.max_minutes",
     "train.num_workers",
     "train.shared_memory_gib",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float64, UInt8
+from jaxtyping import Float64, Int64, UInt8
 
 from ssl_bench.data.files.digests import Part, Reading, identities
 from ssl_bench.data.files.fingerprints import FingerprintKind, fingerprint_of
@@ -161,10 +161,19 @@ class FileImageSet:
         Raises:
             DataError: a file cannot be read.
         """
-        return self._fingerprint
+        return self._read[0]
+
+    @property
+    def identities(self) -> Int64[np.ndarray, " images"]:
+        """Equal, within a process, for images whose files are; costs what the fingerprint does."""
+        return self._read[1]
+
+    def path(self, index: int) -> Path:
+        """The file of an image."""
+        return self.images.path(self.ids[index])
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def _read(self) -> tuple[str, Int64[np.ndarray, " images"]]:
         files = [self.images]
         if self.masks:
             files.append(self.masks.files)
@@ -173,10 +182,20 @@ class FileImageSet:
         parts = (Part(kind.path(image_id)) for image_id in self.ids for kind in files)
         title, total = f"{self.name} {self.split}", len(files) * len(self)
         reading = Reading(title, self.images.folder, total)
+        of_images = np.zeros(len(self), np.int64)
         with closing(identities(parts, reading, self.fingerprint_kind)) as found:
-            # As many in a row as there are files of an image.
-            rows = zip(self.ids, *[found] * len(files), self._meanings(), strict=True)
-            return fingerprint_of([self._meaning(), *rows], self.fingerprint_kind)
+
+            def rows() -> Iterator[tuple[str, ...]]:
+                for number, (image_id, meaning) in enumerate(
+                    zip(self.ids, self._meanings(), strict=True)
+                ):
+                    own = [next(found) for _ in files]
+                    # A million digests as text are 100 MB.
+                    of_images[number] = hash(own[0])
+                    yield (image_id, *own, meaning)
+
+            whole = fingerprint_of([self._meaning(), *rows()], self.fingerprint_kind)
+        return whole, of_images
 
     def _meaning(self) -> list[object]:
         """What the numbers in masks stand for; nothing for pictures alone."""
