@@ -29,8 +29,8 @@ def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     first = None
     count = 0
     for index in np.flatnonzero(np.isin(val, train)):
-        path = scored_set.path(scored_places[index])
-        same = fitted_set.path(fitted_places[np.flatnonzero(train == val[index])[0]])
+        path = scored_set.path(int(scored_places[index]))
+        same = fitted_set.path(int(fitted_places[np.flatnonzero(train == val[index])[0]]))
         # Of names and times nothing is sure; of contents that were read it is.
         if fitted_set.fingerprint_kind == "stat" and digest_of(path) != digest_of(same):
             continue
