@@ -77,7 +77,8 @@ def _record(
 ) -> Record:
     description = trained.description
     assert isinstance(observer.learner, nn.Module)
-    encoder = identify_encoder(str(weights))
+    encoder, count = identify_encoder(str(weights)), observer.fitted_and_scored
+    shared = {"fitted_and_scored": count} if count else {}
     key = CellKey(
         task=SUPERVISED,
         dataset=re.sub(r"\W+", "_", real(observer.root).name).lower() or "images",
@@ -93,6 +94,7 @@ def _record(
             "image_size": observer.learner.encoder.config.image_size,
             "crop_share": observer.options.crop_share,
             TRAINED_ON: asdict(trained.images),
+            **shared,
         },
     )
     return key.record(

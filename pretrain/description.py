@@ -15,6 +15,7 @@ _FREE = (
     "data.bits",  # what is seen of the images, their fingerprint says
     "data.in_memory",
     "data.keep_encoded",
+    "data.allow_overlap",
     "train.max_minutes",
     "train.num_workers",
     "train.shared_memory_gib",

@@ -18,9 +18,11 @@ from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, FilePath, PositiveShare, Temperature, check_fields
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.files.fingerprints import extended
+from ssl_bench.data.files.overlap import shared_files
+from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 from ssl_bench.system.device import in_float64
@@ -38,7 +40,9 @@ class Monitor:
     """What is measured, how often and on which images. Nothing by default.
 
     Attributes:
-        root: Folder of `train/CLASS/PICTURE` and `val/CLASS/PICTURE`; `data.root` without it.
+        root: Folder of `train/CLASS/PICTURE` and `val/CLASS/PICTURE`, or of `CLASS/PICTURE`;
+            `data.root` without it.
+        train_split: Without it `train`.
         val_split: Without it `val`, else `test`.
         known_only: Leave out validation images of classes that the training split lacks, where
             they are an error otherwise.
@@ -57,7 +61,7 @@ class Monitor:
     """
 
     root: FilePath | None = None
-    train_split: str = "train"
+    train_split: str | None = None
     val_split: str | None = None
     known_only: bool = False
     knn_epochs: Count | None = None
@@ -83,6 +87,8 @@ class Monitor:
         data_root: str | None,
         class_names: Sequence[str],
         colours: Colours = IMAGENET_COLOURS,
+        fitted: ImageSet | None = None,
+        allow_overlap: bool = False,
     ) -> "Observer | None":
         """Find the images; none is decoded, and nothing happens where nothing is measured.
 
@@ -92,11 +98,13 @@ class Monitor:
             data_root: Where the images are unless `root` says so.
             class_names: Those that the learner was built for.
             colours: Mean and deviation of the images of the run.
+            fitted: Images whose classes the learner is told.
+            allow_overlap: Images that are scored may be among them, or among those that vote.
 
         Raises:
             ConfigurationError: there is no folder of images, the learner has no head to validate,
                 its classes are others, or more neighbours are asked for than there are images.
-            DataError: the images are not there.
+            DataError: the images are not there, or are files that something is fitted to.
         """
         if self.knn_epochs is None and self.accuracy_epochs is None:
             return None
@@ -104,7 +112,12 @@ class Monitor:
         if root is None:
             raise ConfigurationError("monitor.root=DIR is needed, with train/CLASS/PICTURE in it")
         folders = ClassFolders(root, self.train_split, self.val_split, self.known_only)
-        observer = Observer(self, folders, learner, timeline, colours)
+        try:
+            observer = Observer(self, folders, learner, timeline, colours)
+        except DataError as error:
+            # Its keys are the dataset's, under another name.
+            raise DataError(str(error).replace("dataset.", "monitor.")) from error
+        observer.require_apart(fitted, allowed=allow_overlap)
         if self.accuracy_epochs is not None:
             observer.require_head(class_names)
         return observer
@@ -132,11 +145,25 @@ class Observer:
         self.root = expanded(folders.root or Path()).absolute()
         self.val = Drawn.of(folders.val(), options.val_images)
         self.train = Drawn.of(folders.train(), options.train_images)
+        self.fitted_and_scored = 0
         if options.knn_epochs is not None and options.neighbours > len(self.train.indices):
             raise ConfigurationError(
                 f"monitor.neighbours must be at most the {len(self.train.indices)} training "
                 f"images, got {options.neighbours}"
             )
+
+    def require_apart(self, fitted: ImageSet | None, *, allowed: bool) -> None:
+        """Make sure that no image that is scored is a file that something is fitted to.
+
+        Raises:
+            DataError: there are such images, and they are not `allowed`.
+        """
+        scored = self.val.chosen()
+        voting = self.train.chosen() if self.options.knn_epochs is not None else None
+        for images in (fitted, voting):
+            if images is not None:
+                count = shared_files(images, scored, allowed=allowed)
+                self.fitted_and_scored = max(self.fitted_and_scored, count)
 
     def require_head(self, class_names: Sequence[str]) -> None:
         """Make sure that the learner names the classes of the images, those of `class_names`.
@@ -248,6 +275,10 @@ class Drawn:
     def of(cls, images: ImageSet, at_most: int) -> "Drawn":
         order = np.random.default_rng(0).permutation(len(images))
         return cls(images, tuple(sorted(order[:at_most].tolist())))
+
+    def chosen(self) -> ImageSet:
+        """These images alone."""
+        return some_of(self.images, self.images.name, self.indices)
 
     @property
     def ids(self) -> tuple[str, ...]:

@@ -53,10 +53,12 @@ class DataOptions:
             it that of the model.
         in_memory: Decode all images once and keep them, for sets that fit.
         keep_encoded: Keep them encoded instead, for archives that fit only so.
-        labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then.
+        labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then, or
+            `CLASS/PICTURE`.
         fingerprint: How the images are known again when the run is resumed: "content" reads every
             file once, "stat" trusts sizes and times.
         bits: Those that pictures of 16 bits use, where a file does not say it.
+        allow_overlap: The monitor may score images that it, or a supervised run, is fitted to.
         limit: Learn from so many images at most, spread evenly over all of them.
         mean: Subtracted from the images, RGB in [0, 1]; `std` divides them then. With zeros and
             ones they stay in [0, 1]. What RandAugment fills with is ImageNet's mean always.
@@ -69,6 +71,7 @@ class DataOptions:
     labels: bool = False
     fingerprint: FingerprintKind = "content"
     bits: Bits = None
+    allow_overlap: bool = False
     limit: Count | None = None
     mean: Annotated[Sequence[Share], Items(3, 3)] = IMAGENET_MEAN
     std: Annotated[Sequence[PositiveShare], Items(3, 3)] = IMAGENET_STD
@@ -114,7 +117,7 @@ class DataOptions:
         if self.labels and self.root is None:
             raise ConfigurationError("data.labels=true needs images with classes: data.root=DIR")
         if self.labels:
-            return ClassFolders(self.root).train()
+            return ClassFolders(self.root).to_learn_from()
         return (Toy() if self.root is None else ImageFolder(self.root)).images()
 
 

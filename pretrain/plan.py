@@ -1,6 +1,5 @@
 """What a pretraining run is made of."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pretrain.monitor import Monitor
@@ -65,16 +64,16 @@ class Plan:
             return self.objective.images()
         return self.data.open()
 
-    def observer(
-        self, learner: Learner, timeline: Timeline, class_names: Sequence[str]
-    ) -> Measuring | None:
-        """What looks at the learner now and then, if anything; errors as `Monitor.open`."""
+    def observer(self, learner: Learner, timeline: Timeline, images: ImageSet) -> Measuring | None:
+        """What looks at the learner of `images` now and then; errors as `Monitor.open`."""
         if isinstance(self.objective, Generating):
             return self.objective.observer(learner, timeline)
         return self.monitor.open(
             learner,
             timeline,
             data_root=self.data.root,
-            class_names=class_names,
+            class_names=images.class_names,
             colours=self.data.colours,
+            fitted=images if self.data.labels else None,
+            allow_overlap=self.data.allow_overlap,
         )

@@ -79,7 +79,7 @@ class Run:
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
         )
-        self.observer = plan.observer(learner, self.timeline, images.class_names)
+        self.observer = plan.observer(learner, self.timeline, images)
         self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
         self.step = 0
         self.extensions: list[dict[str, int]] = []

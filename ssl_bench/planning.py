@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from ssl_bench.composition.choices import choices, files, nearest
 from ssl_bench.composition.components import TARGET, component_class
 from ssl_bench.composition.compose import (
+    as_yaml,
     build,
     choice_group,
     compose_config,
@@ -23,6 +24,8 @@ from ssl_bench.composition.presets import protocols
 from ssl_bench.data.corruptions.named import KEY as CORRUPT
 from ssl_bench.data.corruptions.named import asked_corruptions
 from ssl_bench.data.files.fingerprints import FingerprintKind
+from ssl_bench.data.files.overlap import shared_files
+from ssl_bench.data.opened import ListedOnce
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
 from ssl_bench.data.views import as_asked
@@ -42,6 +45,7 @@ SHARED: Mapping[str, Any] = {
     "data.fingerprint": FingerprintKind,
     "data.bits": Bits,
     "data.limit": Limit,
+    "data.allow_overlap": bool,
     CORRUPT: str | None,
     "seed": Seed,
     "dtype": DType,
@@ -66,15 +70,18 @@ class PlannedProbe:
     choice: tuple[str, str]
     overrides: tuple[str, ...]
     root: str | None
+    allow_overlap: bool
 
     def require_images(self) -> None:
         """Make sure, before a model is loaded, that all files the probe needs are there.
 
         Raises:
-            DataError: some are not, or a split is empty.
+            DataError: some are not, a split is empty, or an image that is scored is a file that
+                something is fitted to.
         """
-        self.probe.split(self.dataset)
-        self.probe.training_images(self.dataset)
+        scored, fitted = self.probe.split(self.dataset), self.probe.training_images(self.dataset)
+        if fitted is not None:
+            shared_files(fitted, scored, allowed=self.allow_overlap)
 
     def evaluation(
         self, encoder: Encoder, layers: tuple[int, ...], device: "torch.device"
@@ -90,6 +97,7 @@ class PlannedProbe:
             seed=self.seed,
             device=device,
             dtype=getattr(torch, self.dtype),
+            allow_overlap=self.allow_overlap,
         )
 
 
@@ -137,8 +145,9 @@ def plan_probes(
         [o for o in overrides if _takes(o, pair[0], default)]
         for pair, default in zip(pairs, defaults, strict=True)
     ]
+    listed: dict[str, Dataset] = {}
     plan = [
-        _build(pair, [*own, *one], (roots or {}).get(pair[1]))
+        _build(pair, [*own, *one], (roots or {}).get(pair[1]), listed)
         for one in corruptions
         for pair, own in zip(pairs, taken, strict=True)
     ]
@@ -216,7 +225,12 @@ def probing_config(
     return compose_config("probing", [*_base(task, dataset), *with_root(overrides, root)])
 
 
-def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) -> PlannedProbe:
+def _build(
+    choice: tuple[str, str],
+    overrides: Sequence[str],
+    root: str | None,
+    listed: dict[str, Dataset],
+) -> PlannedProbe:
     config = probing_config(*choice, overrides, root)
     if protocol := _protocol_of_data(config, overrides):
         overrides = [*overrides, f"{PROTOCOL}={protocol}"]
@@ -226,14 +240,18 @@ def _build(choice: tuple[str, str], overrides: Sequence[str], root: str | None) 
         require(key, kind, values[key])
     asked = ("data.fingerprint", "data.bits", "data.limit")
     views = {key.removeprefix("data."): values[key] for key in asked}
+    # Whatever is asked of it, alike in all tasks and before and after a corruption.
+    dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(build(config.dataset)))
+    whole = f"{as_yaml(config.dataset)} {views} {values[CORRUPT]}"
     return PlannedProbe(
         probe=build(config.probe),
-        dataset=as_asked(build(config.dataset), **views, corrupt=values[CORRUPT]),
+        dataset=listed.setdefault(whole, as_asked(dataset, **views, corrupt=values[CORRUPT])),
         seed=values["seed"],
         dtype=values["dtype"],
         choice=choice,
         overrides=tuple(overrides),
         root=root,
+        allow_overlap=values["data.allow_overlap"],
     )
 
 

@@ -1,6 +1,7 @@
 """A dataset whose sets are opened once, however many ask for them."""
 
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 
 from ssl_bench.data.samples import Dataset, ImageSet
 
@@ -39,3 +40,21 @@ class OpenedOnce:
         if role not in self._opened:
             self._opened[role] = opened()
         return self._opened[role]
+
+
+class ListedOnce(OpenedOnce):
+    """A dataset that is listed once: tasks and passes of a command get the same images.
+
+    What its files hold is asked anew by each of them.
+    """
+
+    def _once(self, role: str, opened: Callable[[], ImageSet]) -> ImageSet:
+        return _unread(super()._once(role, opened))
+
+
+def _unread(images: ImageSet) -> ImageSet:
+    """The same images, nothing of their files remembered; those of other packages as they are."""
+    if not is_dataclass(images) or isinstance(images, type):
+        return images
+    parts = {one.name: getattr(images, one.name) for one in fields(images)}
+    return replace(images, **{k: _unread(v) for k, v in parts.items() if isinstance(v, ImageSet)})

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 from ssl_bench.data.corrupted import as_settings
+from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import ReadableDataset, summary
 from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -28,6 +29,11 @@ class Question(Protocol):
     @property
     def dtype(self) -> object:
         """Of torch, or its name there."""
+        ...
+
+    @property
+    def allow_overlap(self) -> bool:
+        """Whether scored images may be files that something is fitted to."""
         ...
 
 
@@ -66,15 +72,21 @@ def cell_settings(question: Question) -> dict[str, Any]:
     """What changes the number and has no field of its own in a key.
 
     Cost: reads the training images for their fingerprint, so ask once.
+
+    Raises:
+        DataError: an image that is scored is a file that something is fitted to.
     """
     gone = left_out(question.dataset)
     fitted = question.probe.training_images(question.dataset)
-    corrupted = as_settings(question.probe.split(question.dataset))
+    scored = question.probe.split(question.dataset)
+    corrupted = as_settings(scored)
+    shared = shared_files(fitted, scored, allowed=question.allow_overlap) if fitted else 0
     return {
         **question.probe.settings(),
         "dtype": str(question.dtype).removeprefix("torch."),
         **({TRAINED_ON: asdict(trained_on(fitted))} if fitted else {}),
         **({CORRUPTED: corrupted} if corrupted else {}),
+        **({"fitted_and_scored": shared} if shared else {}),
         # Among the settings, so that no table shows it beside numbers of all images.
         **({"left_out": summary(gone)} if gone else {}),
     }

@@ -15,12 +15,13 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.evaluation.cells import cell_keys, cell_settings, left_out
 from ssl_bench.evaluation.passed import PassedImages
-from ssl_bench.evaluation.pending import Pending, find_pending, pictures_folder
+from ssl_bench.evaluation.pending import DrawingProbe, Pending, find_pending, pictures_folder
 from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, SharedProbe
 from ssl_bench.models import Encoder
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
 from ssl_bench.system.progress import show_progress
 from ssl_bench.system.ranks import ALONE, Ranks
+from ssl_bench.system.written import mark_as_written
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,7 @@ class Evaluation:
     seed: int
     device: "torch.device"
     dtype: "torch.dtype"
+    allow_overlap: bool = False
 
     def run(
         self,
@@ -103,6 +105,8 @@ class Evaluation:
         )
         records = dict(pending.finished)
         shared = isinstance(self.probe, SharedProbe)
+        if pending.layers and isinstance(self.probe, DrawingProbe) and ranks.is_first:
+            mark_as_written(artifacts)
         if pending.layers and (shared or ranks.is_first):
             context = ProbeContext(
                 encoder=self.encoder,

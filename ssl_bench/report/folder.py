@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.system.paths import real
-
-MARKER = ".ssl-bench-report"
+from ssl_bench.system.written import REPORT
 
 
 def require_replaceable(folder: Path) -> None:
@@ -21,7 +20,7 @@ def require_replaceable(folder: Path) -> None:
     """
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise ConfigurationError(f"--into {folder} is no folder; name another one")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / MARKER).is_file():
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT).is_file():
         raise ConfigurationError(
             f"--into {folder} holds files and is no report of ssl-bench; name a new or empty folder"
         )
@@ -43,7 +42,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     try:
         new.mkdir(parents=True)
         yield new
-        (new / MARKER).write_text(json.dumps({"report": 1}) + "\n")
+        (new / REPORT).write_text(json.dumps({"report": 1}) + "\n")
         # Again, because somebody may have put files there in the meantime.
         require_replaceable(folder)
         if folder.exists():

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import TypeVar
 
 from tqdm import tqdm
@@ -85,3 +86,9 @@ def say(line: str) -> None:
         return
     with Bar.external_write_mode(file=sys.stderr):
         print(printable(line), file=sys.stderr, flush=True)
+
+
+@cache
+def say_once(line: str) -> None:
+    """As `say`, the first time in a process alone."""
+    say(line)

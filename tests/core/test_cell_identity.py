@@ -316,6 +316,7 @@ def test_the_identity_of_a_cell_needs_no_encoder(place):
         dataset = build(config.dataset)
         seed = 0
         dtype = torch.float32
+        allow_overlap = False
 
     images: ImageSet = Asked.dataset.val()
     settings = cell_settings(Asked())

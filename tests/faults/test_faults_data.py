@@ -344,6 +344,10 @@ def test_fault_14_images_of_any_size_are_probed_and_boxes_lie_inside(place, task
     for name in ("v0", "t0"):
         picture(5, height, width).save(base / f"JPEGImages/{name}.jpg")
         save_mask(base / f"SegmentationClass/{name}.png", np.full(size, 8, np.uint8))
+        annotation = base / f"Annotations/{name}.xml"
+        whole = annotation.read_text().replace("min>9<", "min>1<")
+        whole = whole.replace("xmax>24<", f"xmax>{width}<").replace("ymax>24<", f"ymax>{height}<")
+        annotation.write_text(whole)
 
     assert main(probing(task, "voc2012", place)) == 0
 

@@ -3,7 +3,6 @@
 import hashlib
 import os
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.errors import MachineError
 from ssl_bench.system.files import remove_orphans, write_atomically
-from ssl_bench.system.progress import say
+from ssl_bench.system.progress import say_once
 
 # Count up when keys or states mean something else.
 _HEADER = b"ssl-bench sha256 of files 1\n"
@@ -141,6 +140,7 @@ def _hashed(text: str, size: int) -> bytes:
     return hashlib.sha256(os.fsencode(text)).digest()[:size]
 
 
-@cache
 def _complain(reason: str) -> None:
-    say(f"the sha256 of files is not kept for the next time: {reason}; XDG_CACHE_HOME=DIR moves it")
+    say_once(
+        f"the sha256 of files is not kept for the next time: {reason}; XDG_CACHE_HOME=DIR moves it"
+    )

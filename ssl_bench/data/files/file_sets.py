@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float64, UInt8
+from jaxtyping import Float64, Int64, UInt8
 
 from ssl_bench.data.files.digests import Part, Reading, identities
 from ssl_bench.data.files.images import read_image, read_indices
@@ -97,7 +97,11 @@ class Masks:
 class Boxes(Protocol):
     """Ground-truth boxes by image id."""
 
-    def read(self, image_id: str) -> Float64[np.ndarray, "boxes 4"]: ...
+    def read(
+        self, image_id: str, size: tuple[int, int] | None = None
+    ) -> Float64[np.ndarray, "boxes 4"]:
+        """Those of an image of this height and width, as `checked_boxes` lets them pass."""
+        ...
 
     def missing(self, ids: Sequence[str]) -> list[str]:
         """What is not there, by name."""
@@ -139,7 +143,8 @@ class FileImageSet:
         """Decode one image with its mask and boxes.
 
         Raises:
-            DataError: a file is unreadable, or the mask has another size than the image.
+            DataError: a file is unreadable, the mask has another size than the image, or a box is
+                none in it.
         """
         image_id = self.ids[index]
         image = read_image(self.images.path(image_id), self.options.bits)
@@ -149,7 +154,7 @@ class FileImageSet:
                 f"{self.masks.files.path(image_id)} is {_size(mask)} but its image "
                 f"{self.images.path(image_id)} is {_size(image)}; fetch both again"
             )
-        boxes = self.boxes.read(image_id) if self.boxes else None
+        boxes = self.boxes.read(image_id, image.shape[:2]) if self.boxes else None
         return Sample(image_id, image, mask, boxes)
 
     def fingerprint(self) -> str:
@@ -160,10 +165,19 @@ class FileImageSet:
         Raises:
             DataError: a file cannot be read.
         """
-        return self._fingerprint
+        return self._read[0]
+
+    @property
+    def identities(self) -> Int64[np.ndarray, " images"]:
+        """Equal, within a process, for images whose files are; costs what the fingerprint does."""
+        return self._read[1]
+
+    def path(self, index: int) -> Path:
+        """The file of an image."""
+        return self.images.path(self.ids[index])
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def _read(self) -> tuple[str, Int64[np.ndarray, " images"]]:
         files = [self.images]
         if self.masks:
             files.append(self.masks.files)
@@ -172,10 +186,20 @@ class FileImageSet:
         parts = (Part(kind.path(image_id)) for image_id in self.ids for kind in files)
         title, total = f"{self.name} {self.split}", len(files) * len(self)
         reading = Reading(title, self.images.folder, total)
+        of_images = np.zeros(len(self), np.int64)
         with closing(identities(parts, reading, self.options.fingerprint)) as found:
-            # As many in a row as there are files of an image.
-            rows = zip(self.ids, *[found] * len(files), self._meanings(), strict=True)
-            return self.options.fingerprint_of([self._meaning(), *rows])
+
+            def rows() -> Iterator[tuple[str, ...]]:
+                for number, (image_id, meaning) in enumerate(
+                    zip(self.ids, self._meanings(), strict=True)
+                ):
+                    own = [next(found) for _ in files]
+                    # A million digests as text are 100 MB.
+                    of_images[number] = hash(own[0])
+                    yield (image_id, *own, meaning)
+
+            whole = self.options.fingerprint_of([self._meaning(), *rows()])
+        return whole, of_images
 
     def _meaning(self) -> list[object]:
         """What the numbers in masks stand for; nothing for pictures alone."""

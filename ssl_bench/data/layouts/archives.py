@@ -20,6 +20,7 @@ from ssl_bench.data.layouts.folder import SUFFIXES as PICTURES
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.system.paths import expanded
+from ssl_bench.system.written import files_below
 
 _CLASS, _LONGEST_CLASS = ".cls", 32
 # The first archive in a path, and the folder inside it.
@@ -102,10 +103,12 @@ def is_archive(root: str) -> bool:
     folder = expanded(root)
     if not folder.is_dir():
         return all(_PATH.fullmatch(name) for name in _alternatives(root))
-    children = [path for path in folder.iterdir() if path.name[0] != "."]
-    if any(path.is_dir() or path.name.lower().endswith(PICTURES) for path in children):
-        return False
-    return any(path.name.lower().endswith(SUFFIXES) for path in children)
+    found = False
+    for name in map(str.lower, files_below(folder)):
+        if name.endswith(PICTURES) or (name.endswith(SUFFIXES) and "/" in name):
+            return False
+        found |= name.endswith(SUFFIXES)
+    return found
 
 
 def open_archives(root: str, *, in_memory: bool = False) -> ArchiveImages:

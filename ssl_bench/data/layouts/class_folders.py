@@ -10,7 +10,7 @@ from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.files.fingerprints import extended
 from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.files.readable import some_of
-from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
 from ssl_bench.data.layouts.paired_folders import split_folder
 from ssl_bench.data.published import require_own_name
 from ssl_bench.data.roles import lacking
@@ -18,9 +18,14 @@ from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.data.splits import Split, read_lines, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.paths import expanded
+from ssl_bench.system.progress import say_once
+from ssl_bench.system.written import is_written
 
 _ANNOTATIONS = "val_annotations.txt"
 _VALIDATION_NAMES = ("val", "test")
+_TRAIN = "train"
+# Of classes directly below the root: the split of all, and what is taken where nobody says it.
+_ALL, _ALL_TRAIN, _ALL_VAL = "all", "all:0-80%", "all:80-100%"
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,12 @@ class LabelledImages:
 class ClassFolders:
     """ROOT/SPLIT/CLASS/.../PICTURE; a class is the first folder below that of the split.
 
+    Or ROOT/CLASS/PICTURE, as torchvision's ImageFolder has it: the split of all is called `all`
+    then, and without a choice the first 80 % of each class, in the order of names, are `train`.
+
     Attributes:
         root: The folder that holds those of the splits.
+        train_split: Without it `train`.
         val_split: Without it `val`, else `test`.
         known_only: Leave out validation images of classes that the training split lacks, where
             they are an error otherwise.
@@ -86,7 +95,7 @@ class ClassFolders:
     supports = frozenset({"classification", "images"})
 
     root: Place = None
-    train_split: str = "train"
+    train_split: str | None = None
     val_split: str | None = None
     known_only: bool = False
     name: str = "class_folders"
@@ -101,7 +110,15 @@ class ClassFolders:
         Raises:
             DataError: there is no such folder, no picture, or one outside the class folders.
         """
-        return self._labelled(self.train_split, {i: _first_folder(i) for i in self._train_ids})
+        images = self._labelled(self._splits[0], {i: _first_folder(i) for i in self._train_ids})
+        known = set(images.labels)
+        for number, name in enumerate(images.class_names):
+            if number not in known:
+                raise DataError(
+                    f"{self._root} has too few images of the class {name} for one in "
+                    f"{images.split}; take a larger share, or the class out"
+                )
+        return images
 
     def val(self) -> LabelledImages:
         """The validation images, in the training split's numbering of the classes.
@@ -110,9 +127,9 @@ class ClassFolders:
             DataError: as `train`, and for a class that the training split does not have.
             ConfigurationError: the two splits have images in common.
         """
-        split = self._val_split
-        require_disjoint(self.train_split, split)
-        folder = split_folder(self._root, split)
+        train, split = self._splits
+        require_disjoint(train, split)
+        folder = self._folder(split)
         classes = _listed_classes(folder, _picture_ids(folder))
         if self.known_only:
             known = set(self._class_names)
@@ -126,6 +143,24 @@ class ClassFolders:
         """The training images."""
         return self.train()
 
+    def to_learn_from(self) -> LabelledImages:
+        """What supervised training takes: `train`, or all where classes lie below the root.
+
+        Raises:
+            DataError: as `train`.
+        """
+        if self._is_flat:
+            return self._labelled(_ALL, {i: _first_folder(i) for i in self._train_ids})
+        if not (self._root / _TRAIN).is_dir():
+            names = sorted(one.name for one in self._root.iterdir() if one.is_dir())
+            first = next((name for name in names if name.lower().startswith(_TRAIN)), names[0])
+            raise DataError(
+                f"{self._root} holds neither {_TRAIN}/CLASS/PICTURE nor CLASS/PICTURE, but "
+                f"{', '.join(names[:5])}; name the folder above the classes, such as "
+                f"data.root={self._root / first}"
+            )
+        return self.train()
+
     @property
     def _root(self) -> Path:
         if self.root is None:
@@ -134,20 +169,53 @@ class ClassFolders:
         if next(root.glob("*/*"), None) is None:
             raise DataError(
                 f"{root} holds no class folders: expected train/CLASS/PICTURE and "
-                "val/CLASS/PICTURE; see docs/data.md"
+                "val/CLASS/PICTURE, or CLASS/PICTURE; see docs/data.md"
             )
         return root
 
-    @property
-    def _val_split(self) -> str:
-        if self.val_split is not None:
-            return self.val_split
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether pictures lie directly in the folders below the root, which are classes then."""
+        firsts = {
+            folder.name: next(pictures_below(folder), None)
+            for folder in self._root.iterdir()
+            if folder.is_dir() and folder.name[0] != "." and not is_written(folder)
+        }
+        # A class may be called train; one alone is a split.
+        if firsts.keys() == {_TRAIN} or not firsts.keys().isdisjoint(_VALIDATION_NAMES):
+            return False
+        # Those of a folder come before those of the folders in it.
+        found = [picture for picture in firsts.values() if picture is not None]
+        return bool(found) and not any("/" in picture for picture in found)
+
+    @cached_property
+    def _splits(self) -> tuple[str, str]:
+        """Names or shares of the training and the validation split."""
+        train, val = self.train_split, self.val_split
+        if train is None and val is None and self._is_flat:
+            say_once(
+                f"{self._root} has no folder {_TRAIN}: the folders in it are the classes, "
+                f"{_ALL_TRAIN} of each to train on and {_ALL_VAL} to score"
+            )
+            return _ALL_TRAIN, _ALL_VAL
         present = (name for name in _VALIDATION_NAMES if (self._root / name).is_dir())
-        return next(present, _VALIDATION_NAMES[0])
+        return train or _TRAIN, val or next(present, _VALIDATION_NAMES[0])
+
+    def _folder(self, split: str) -> Path:
+        """The folder of a split."""
+        name = Split.parse(split).name
+        if self._is_flat:
+            if name != _ALL:
+                raise DataError(
+                    f"{self._root} has no split {name}: its folders are classes, and {_ALL} is the "
+                    f"split of them; dataset.train_split={_ALL_TRAIN} dataset.val_split={_ALL_VAL}"
+                )
+            return self._root
+        return split_folder(self._root, split)
 
     @cached_property
     def _train_ids(self) -> tuple[str, ...]:
-        return _picture_ids(split_folder(self._root, self.train_split))
+        return _picture_ids(self._folder(self._splits[0]))
 
     @cached_property
     def _class_names(self) -> tuple[str, ...]:
@@ -156,9 +224,9 @@ class ClassFolders:
     def _labelled(self, split: str, classes: dict[str, str]) -> LabelledImages:
         """The share of a split, with `classes` naming the class of every image of the whole."""
         _require_several(self._class_names, self._root)
-        _require_known(classes, self._class_names, self._root / Split.parse(split).name)
+        folder = self._folder(split)
+        _require_known(classes, self._class_names, folder)
         ids = _share_of_each_class(split, classes)
-        folder = split_folder(self._root, split)
         files = FileImageSet(
             name=self.name, split=split, source=folder, ids=ids, images=Files(folder, "")
         ).checked()
@@ -184,7 +252,7 @@ def labelled_by_folder(ids: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, 
 def _first_folder(image_id: str) -> str:
     parts = PurePosixPath(image_id).parts
     if len(parts) < 2:
-        raise DataError(f"{image_id} lies in no class folder; expected SPLIT/CLASS/{image_id}")
+        raise DataError(f"{image_id} lies in no class folder; move it into one, or elsewhere")
     return parts[0]
 
 

@@ -2,19 +2,18 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
 import numpy as np
 from jaxtyping import Float64, Int64
-from pycocotools.coco import COCO
 
 from ssl_bench.composition.fields import Place, check_fields
+from ssl_bench.data.files.boxes import checked_boxes, numbers, whole
 from ssl_bench.data.files.digests import digest_of
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.locations import cache_folder, find_root, first_folder
@@ -33,6 +32,7 @@ LIST = Published(
     "md5",
     size=832_314,
 )
+_STORED = ("known", "sizes", "owners", "objects", "corners")
 LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 
 
@@ -40,22 +40,45 @@ LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 class CocoBoxes:
     """Boxes of COCO's instances, one row a box, with the image of each row beside it.
 
+    Those without height or width stay, as in LOST: COCO has some, and rounding makes more.
+
     Attributes:
+        file: That they are from.
         known: Sorted ids of all annotated images, also of those without a box.
+        sizes: Height and width of these; zeros where the file does not say it.
         owners: Sorted, the image of each box.
+        objects: Id of the annotation of each box.
         corners: (x0, y0, x1, y1).
     """
 
+    file: Path
     known: Int64[np.ndarray, " images"]
+    sizes: Int64[np.ndarray, "images 2"]
     owners: Int64[np.ndarray, " boxes"]
+    objects: Int64[np.ndarray, " boxes"]
     corners: Int64[np.ndarray, "boxes 4"]
 
     files = None
 
-    def read(self, image_id: str) -> Float64[np.ndarray, "some_boxes 4"]:
-        number = _number(image_id)
-        first, last = np.searchsorted(self.owners, [number, number + 1])
-        return self.corners[first:last].astype(np.float64)
+    def read(
+        self, image_id: str, size: tuple[int, int] | None = None
+    ) -> Float64[np.ndarray, "some_boxes 4"]:
+        """Boxes of one image.
+
+        Raises:
+            DataError: one is none, or the image has another size than the file says.
+        """
+        owner = _number(image_id)
+        own = slice(*np.searchsorted(self.owners, [owner, owner + 1]))
+        ((rows, columns),) = self.sizes[self.known == owner].tolist() or [(0, 0)]
+        return checked_boxes(
+            self.corners[own],
+            self.file,
+            [f"{n} of {image_id}" for n in self.objects[own]],
+            size,
+            stated=(rows, columns) if rows and columns else None,
+            may_be_flat=True,
+        )
 
     def missing(self, ids: Sequence[str]) -> list[str]:
         known = set(self.known.tolist())
@@ -138,7 +161,10 @@ class Coco20k:
 
 
 def _number(image_id: str) -> int:
-    return int(image_id.rpartition("_")[2])
+    digits = image_id.rpartition("_")[2]
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 19):
+        raise DataError(f"{image_id} is no image of COCO; expected COCO_train2014_000000000009")
+    return int(digits)
 
 
 def _require_published(source: Path, listed: Sequence[str]) -> str:
@@ -161,11 +187,11 @@ def read_boxes(annotations: Path, cache: Path) -> CocoBoxes:
     if not annotations.is_file():
         raise DataError(f"{annotations} does not exist; docs/data.md says where to get it")
     digest = digest_of(annotations)
-    index = cache / f"coco-boxes-1-{digest[:16]}.npz"
+    index = cache / f"coco-boxes-2-{digest[:16]}.npz"
     # A damaged index is made again; where none can be written the JSON is parsed each time.
     damage = (OSError, ValueError, KeyError, EOFError, BadZipFile)
     with suppress(*damage), np.load(index, allow_pickle=False) as stored:
-        return CocoBoxes(stored["known"], stored["owners"], stored["corners"])
+        return CocoBoxes(annotations, *(stored[name] for name in _STORED))
     boxes = parse_boxes(annotations)
     if digest_of(annotations) != digest:
         raise DataError(f"{annotations} changes while it is read; wait until it is complete")
@@ -180,31 +206,49 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
     Source: https://github.com/valeoai/LOST/blob/c0ff67ba/datasets.py
 
     Raises:
-        DataError: the file is not COCO's JSON.
+        DataError: the file is not COCO's JSON, or a box of it is none.
     """
     try:
-        coco = _indexed(json.loads(read_regular(annotations)))
-        known = np.array(sorted(coco.getImgIds()), np.int64)
-        single = coco.loadAnns(coco.getAnnIds(iscrowd=False))
-        owners = np.array([one["image_id"] for one in single], np.int64)
-        boxes = np.array([one["bbox"] for one in single], np.float64).reshape(-1, 4)
+        content = json.loads(read_regular(annotations))
+        images = {
+            whole(one["id"], "the id of an image"): _stated_size(one) for one in content["images"]
+        }
+        single = [one for one in content["annotations"] if not _is_crowd(one)]
+        owners = [whole(one["image_id"], "image_id") for one in single]
+        objects = [whole(one["id"], "the id of an annotation") for one in content["annotations"]]
+        if len(set(objects)) < len(objects) or len(images) < len(content["images"]):
+            raise ValueError("two annotations have the same id, or two images")
+        boxes = [numbers(one["bbox"], 4) for one in single]
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
-    corners = np.rint(np.hstack([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]])).astype(np.int64)
+    names = [one["id"] for one in single]
+    corners = [[x, y, x + width, y + height] for x, y, width, height in boxes]
+    # Before they are rounded: nothing turns into a box by it.
+    exact = checked_boxes(corners, annotations, names, may_be_flat=True)
     order = np.argsort(owners, kind="stable")
-    return CocoBoxes(known, owners[order], corners[order])
+    known = sorted(images)
+    return CocoBoxes(
+        annotations,
+        np.array(known, np.int64),
+        np.array([images[one] for one in known], np.int64).reshape(-1, 2),
+        np.array(owners, np.int64)[order],
+        np.array(names, np.int64)[order],
+        np.rint(exact).astype(np.int64)[order],
+    )
 
 
-def _indexed(content: dict[str, Any]) -> Any:
-    """COCO's own reader of its instances, without what it prints."""
-    coco: Any = COCO()
-    coco.dataset = content
-    with redirect_stdout(StringIO()):
-        coco.createIndex()
-    if len(coco.anns) != len(content["annotations"]):
-        raise ValueError("two annotations have the same id")
-    return coco
+def _is_crowd(annotation: dict[str, Any]) -> bool:
+    told = annotation["iscrowd"]
+    if type(told) is not int or told not in (0, 1):
+        raise ValueError(f"expected 0 or 1 as iscrowd, got {told!r}")
+    # Of no use here, but who counts it otherwise writes all of the file so.
+    whole(annotation.get("category_id", 0), "category_id")
+    return told == 1
+
+
+def _stated_size(image: dict[str, Any]) -> list[int]:
+    return [whole(image.get(side, 0), side) for side in ("height", "width")]
 
 
 def _write(boxes: CocoBoxes, file: BinaryIO) -> None:
-    np.savez(file, known=boxes.known, owners=boxes.owners, corners=boxes.corners)
+    np.savez(file, **{name: getattr(boxes, name) for name in _STORED})

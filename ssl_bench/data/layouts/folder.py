@@ -1,6 +1,6 @@
 """A folder of pictures, with whatever folders inside it."""
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,14 @@ from ssl_bench.data.published import require_own_name
 from ssl_bench.data.roles import lacking
 from ssl_bench.errors import DataError
 from ssl_bench.system.paths import expanded
+from ssl_bench.system.written import files_below
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
 class ImageFolder:
-    """Every picture below a folder, in the order of its path; hidden files are passed over.
+    """Every picture below a folder, in the order of its path, as `files_below` finds them.
 
     Attributes:
         root: The folder. Links to other folders are followed.
@@ -53,7 +54,7 @@ class ImageFolder:
         root = expanded(self.root)
         if not root.is_dir():
             raise DataError(f"{root} is not a folder; expected one with pictures in it")
-        ids = tuple(sorted(_pictures(root)))
+        ids = tuple(sorted(pictures_below(root)))
         if not ids:
             raise DataError(f"{root} holds no picture; known are {', '.join(SUFFIXES)}")
         return FileImageSet(
@@ -61,19 +62,6 @@ class ImageFolder:
         )
 
 
-def _pictures(root: Path) -> list[str]:
-    found: list[str] = []
-    seen: set[str] = set()
-    for folder, children, names in os.walk(root, followlinks=True):
-        real = os.path.realpath(folder)
-        # A link to a folder further up would never end.
-        children[:] = [] if real in seen else sorted(c for c in children if c[0] != ".")
-        if real not in seen:
-            below = Path(folder).relative_to(root)
-            found += [
-                (below / name).as_posix()
-                for name in names
-                if name.lower().endswith(SUFFIXES) and name[0] != "."
-            ]
-        seen.add(real)
-    return found
+def pictures_below(root: Path) -> Iterator[str]:
+    """Paths of the pictures below a folder, without those that this program wrote."""
+    return (name for name in files_below(root) if name.lower().endswith(SUFFIXES))

@@ -23,6 +23,7 @@ from ssl_bench.data.published import PUBLISHED, name_of_images
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.system.written import files_below
 
 CLASSES_FILE = "classes.txt"
 _SPLIT = "{split}"
@@ -34,11 +35,11 @@ class NestedFiles(Files):
     """Files at any depth; the folders below the first are part of the ids."""
 
     def ids(self) -> list[str]:
-        """What lies below the folder, sorted, without hidden files."""
+        """What `files_below` finds, sorted."""
         return sorted(
-            path.relative_to(self.folder).as_posix().removesuffix(self.suffix)
-            for path in self.folder.rglob(f"*{self.suffix}")
-            if self._is_one(path.name)
+            name.removesuffix(self.suffix)
+            for name in files_below(self.folder)
+            if self._is_one(name.rpartition("/")[2])
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from ssl_bench.composition.fields import Place, check_fields
+from ssl_bench.data.files.boxes import checked_boxes, numbers
 from ssl_bench.data.files.digests import Part, Reading, identities
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.files.images import read_image
@@ -101,7 +102,7 @@ class SpairPairs:
             image=images[1],
             source=source,
             target=target,
-            extent=_extent(told, file),
+            extent=_extent(told, images[1].shape[:2], file),
             category=line.category,
         )
         return Sample(pair_id, images[0], pair=pair)
@@ -244,27 +245,24 @@ def _points(
     told: dict[str, Any], key: str, sides: Sequence[int], file: Path
 ) -> Float64[np.ndarray, "points 2"]:
     """Points inside of an image, moved to the middles of the pixels that are named."""
+    points = told.get(key)
     try:
-        points = np.array(told[key], np.float64)
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(file, f"{key} is not a list of points") from error
-    if points.ndim != 2 or points.shape[1] != 2 or not len(points):
-        raise _damaged(file, f"{key} is not a list of points")
+        if not isinstance(points, list) or not points:
+            raise ValueError(f"got {points!r}")
+        found = np.array([numbers(point, 2) for point in points])
+    except ValueError as error:
+        raise _damaged(file, f"{key} is not a list of points: {error}") from error
     # Some lie on the far edge, one beyond the last pixel.
-    if not ((points >= 0) & (points <= np.array(sides))).all():
+    if not ((found >= 0) & (found <= np.array(sides))).all():
         raise _damaged(file, f"{key} has points outside of the image of {sides[0]} x {sides[1]}")
-    return points + 0.5
+    return found + 0.5
 
 
-def _extent(told: dict[str, Any], file: Path) -> float:
-    try:
-        left, top, right, bottom = map(float, told["trg_bndbox"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(file, "trg_bndbox is not a box") from error
-    extent = max(right - left, bottom - top)
-    if not 0 < extent < np.inf:
-        raise _damaged(file, f"trg_bndbox has no size: {told['trg_bndbox']}")
-    return extent
+def _extent(told: dict[str, Any], size: tuple[int, int], file: Path) -> float:
+    ((left, top, right, bottom),) = checked_boxes(
+        [told.get("trg_bndbox")], file, ["trg_bndbox"], size
+    )
+    return max(right - left, bottom - top)
 
 
 def _damaged(file: Path, why: str) -> DataError:

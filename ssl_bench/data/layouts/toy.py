@@ -18,6 +18,7 @@ from ssl_bench.data.layouts.toy_scenes import CLASS_NAMES, VERSION, Painter, Sce
 from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.errors import MachineError
+from ssl_bench.system.written import mark_as_written
 
 _NumScenes = Annotated[int, Within(1, 100_000)]
 
@@ -63,6 +64,7 @@ class Drawn:
             ) from error
         try:
             write(unfinished)
+            mark_as_written(unfinished)
             unfinished.rename(path)
         except OSError as error:
             # Another process may have been quicker; its scenes are the same.

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from ssl_bench.composition.fields import Place, Within, check_fields
+from ssl_bench.data.files.boxes import checked_boxes, number
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.locations import find_root
@@ -45,21 +46,26 @@ class VocBoxes:
     files: Files
     exclude_difficult: bool = False
 
-    def read(self, image_id: str) -> Float64[np.ndarray, "boxes 4"]:
+    def read(
+        self, image_id: str, size: tuple[int, int] | None = None
+    ) -> Float64[np.ndarray, "boxes 4"]:
         """Boxes of one image, shifted from VOC's 1-based inclusive corners.
 
         Raises:
-            DataError: the file is not VOC's XML.
+            DataError: the file is not VOC's XML, or an object of it has no box in the image.
         """
         path = self.files.path(image_id)
         try:
-            objects = ElementTree.fromstring(read_regular(path)).findall("object")
-            corners = [
-                _corners(one) for one in objects if not (self.exclude_difficult and _is_hard(one))
+            root = ElementTree.fromstring(read_regular(path))
+            objects = root.findall("object")
+            numbers = [
+                n for n, o in enumerate(objects, 1) if not (self.exclude_difficult and _is_hard(o))
             ]
+            corners = [_corners(objects[n - 1], n) for n in numbers]
+            stated = _stated_size(root)
         except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
-        return np.array(corners, np.float64).reshape(-1, 4) - (1, 1, 0, 0)
+        return checked_boxes(corners, path, numbers, size, stated=stated)
 
     def missing(self, ids: Sequence[str]) -> list[str]:
         return self.files.missing(ids)
@@ -69,16 +75,30 @@ class VocBoxes:
         return f"exclude_difficult={self.exclude_difficult}"
 
 
-def _corners(one: ElementTree.Element) -> list[float]:
+def _corners(one: ElementTree.Element, count: int) -> list[float]:
     # `find`, not `iter`: a person's head, hands and feet have boxes of their own below `part`.
     box = one.find("bndbox")
     if box is None:
-        raise ValueError("an object without bndbox")
-    return [float(box.findtext(key, "")) for key in ("xmin", "ymin", "xmax", "ymax")]
+        raise ValueError(f"object {count} has no bndbox")
+    try:
+        x0, y0, x1, y1 = (number(box.findtext(key, "")) for key in ("xmin", "ymin", "xmax", "ymax"))
+    except ValueError as error:
+        raise ValueError(f"object {count}: {error}") from error
+    return [x0 - 1, y0 - 1, x1, y1]
 
 
 def _is_hard(one: ElementTree.Element) -> bool:
-    return "1" in (one.findtext("difficult"), one.findtext("truncated"))
+    told = [one.findtext(key, "0").strip() for key in ("difficult", "truncated")]
+    if not set(told) <= {"0", "1"}:
+        raise ValueError(f"difficult and truncated expect 0 or 1, got {' and '.join(told)}")
+    return "1" in told
+
+
+def _stated_size(root: ElementTree.Element) -> tuple[int, int] | None:
+    """Height and width of the image; None where a file does not say it, or says 0."""
+    told = [root.findtext(f"size/{key}") for key in ("height", "width")]
+    height, width = (0 if text is None else int(number(text)) for text in told)
+    return (height, width) if height and width else None
 
 
 @dataclass(frozen=True)

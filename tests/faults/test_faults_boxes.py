@@ -1,0 +1,233 @@
+"""Row 82 of the catalogue of faults: boxes that are none, whatever file says them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.data.layouts.coco20k import Coco20k
+from ssl_bench.data.layouts.voc import Voc
+from tests.support.faults import encoder_file, fails, picture, probing, records, voc
+from tests.support.spair import PAIRS, spair
+
+STEM = "COCO_train2014_000000000001"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    encoder_file(tmp_path / "encoder.safetensors")
+    return tmp_path
+
+
+def boxed(place: Path, *corners: object, more: str = "") -> Path:
+    """VOC with one object in the first image, which is 40 x 32; gives its annotation."""
+    path = voc(place) / "Annotations/t0.xml"
+    keys = ("xmin", "ymin", "xmax", "ymax")
+    box = "".join(f"<{key}>{one}</{key}>" for key, one in zip(keys, corners, strict=True))
+    path.write_text(
+        f"<annotation>{more}<object><name>cat</name><bndbox>{box}</bndbox></object></annotation>"
+    )
+    return path
+
+
+def coco(root: Path, text: str = "", **changed: object) -> Path:
+    """One picture of 40 x 32 with one object, of which `text` is replaced in the JSON."""
+    folder = root / "images/train2014"
+    folder.mkdir(parents=True)
+    picture(0).save(folder / f"{STEM}.jpg")
+    one = {"id": 7, "image_id": 1, "category_id": 1, "iscrowd": 0, "bbox": [8, 8, 16, 16]}
+    image = {"id": 1, "width": changed.pop("width", 40), "height": 32}
+    (root / "annotations").mkdir()
+    told = json.dumps({"images": [image], "annotations": [one | changed]})
+    path = root / "annotations/instances_train2014.json"
+    path.write_text(told.replace('"BOX"', text))
+    (root / "coco_20k_filenames.txt").write_text(f"train2014/{STEM}.jpg\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    "corners",
+    [
+        ("nan", 9, 24, 24),
+        (9, 9, "inf", 24),
+        ("-Infinity", 9, 24, 24),
+        (9, 9, "2_4", 24),
+        (9, 9, "٢٤", 24),
+        (9, "True", 24, 24),
+        (9, "0x9", 24, 24),
+        ("", 9, 24, 24),
+        (24, 9, 9, 24),
+        (9, 24, 24, 9),
+        (9, 9, 8, 24),
+        (41, 9, 60, 24),
+        (9, 33, 24, 60),
+        (-30, 9, 0, 24),
+        (9, 9, 1e308, 1e308),
+        (9, 9, 400, 24),
+        (-1e9, 9, 24, 24),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("task", ["tokencut", "discovery"])
+def test_fault_82_a_box_of_voc_that_is_none_is_named(place, capsys, task, corners):
+    boxed(place, *corners)
+
+    said = fails(capsys, probing(task, "voc2012", place), 3)
+
+    assert "Annotations/t0.xml" in said
+    assert "object 1" in said
+
+
+def test_fault_82_the_second_object_of_a_file_is_named(place, capsys):
+    path = boxed(place, 9, 9, 24, 24)
+    one = path.read_text().split("<annotation>")[1].split("</annotation>")[0]
+    other = one.replace("<xmax>24", "<xmax>4")
+    path.write_text(f"<annotation>{one}{other}</annotation>")
+
+    assert "object 2: the box" in fails(capsys, probing("tokencut", "voc2012", place), 3)
+
+
+@pytest.mark.parametrize(
+    ("corners", "box"),
+    [
+        ((" 9 ", "\n9", "24.5", "24"), [8, 8, 24.5, 24]),
+        ((9, 9, 9, 9), [8, 8, 9, 9]),
+        (("1e1", 0, 41, 33), [9, -1, 41, 33]),
+    ],
+)
+def test_fault_82_boxes_of_voc_that_are_some_stay(place, corners, box):
+    boxed(place, *corners)
+
+    found = Voc(place).discovery()[0].boxes
+
+    assert found is not None
+    assert found.tolist() == [box]
+
+
+@pytest.mark.parametrize(("width", "code"), [(40, 0), (0, 0), (80, 3)])
+def test_fault_82_boxes_are_of_the_size_of_their_image(place, capsys, width, code):
+    size = f"<size><width>{width}</width><height>{32 if width else 0}</height></size>"
+    boxed(place, 9, 9, 24, 24, more=size)
+
+    assert main(probing("tokencut", "voc2012", place)) == code
+
+    if code:
+        assert "is about an image of 80 x 32, which is 40 x 32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["yes", "2", "true", ""])
+def test_fault_82_difficult_is_said_by_zero_or_one(place, capsys, value):
+    path = boxed(place, 9, 9, 24, 24)
+    text = path.read_text()
+    path.write_text(text.replace("<bndbox>", f"<difficult>{value}</difficult><bndbox>"))
+    easy = probing("tokencut", "voc2012", place, "dataset.exclude_difficult=true")
+
+    assert "t0.xml" in fails(capsys, easy, 3)
+
+    path.write_text(text.replace("<bndbox>", "<difficult> 1 </difficult><bndbox>"))
+    assert "t0" not in Voc(place, exclude_difficult=True).discovery().ids
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("[NaN, 8, 16, 16]", {"bbox": "BOX"}),
+        ("[8, 8, Infinity, 16]", {"bbox": "BOX"}),
+        ("[8, 8, 1e999, 16]", {"bbox": "BOX"}),
+        ("[8, 8, 1e300, 16]", {"bbox": "BOX"}),
+        ("", {"bbox": ["8", "8", "16", "16"]}),
+        ("", {"bbox": [8, 8, True, 16]}),
+        ("", {"bbox": [8, 8, None, 16]}),
+        ("", {"bbox": [8, 8, 16]}),
+        ("", {"bbox": [8, 8, 16, 16, 16]}),
+        ("", {"bbox": {"x": 8, "y": 8, "w": 16, "h": 16}}),
+        ("", {"bbox": [8, 8, -4, 16]}),
+        ("", {"bbox": [8, 8, 16, -4]}),
+        ("", {"bbox": [41, 8, 16, 16]}),
+        ("", {"bbox": [8, -40, 16, 16]}),
+        ("", {"bbox": [8, 8, 400, 16]}),
+        ("", {"iscrowd": "0"}),
+        ("", {"iscrowd": False}),
+        ("", {"iscrowd": 2}),
+        ("", {"iscrowd": None}),
+        ("", {"image_id": 1.6}),
+        ("", {"image_id": "1"}),
+        ("", {"image_id": True}),
+        ("", {"id": True}),
+        ("", {"category_id": "1"}),
+        ("", {"width": 80}),
+        ("", {"width": "40"}),
+    ],
+    ids=str,
+)
+def test_fault_82_instances_of_coco_that_are_none_are_named(place, capsys, text, changed):
+    coco(place / "COCO", text, **changed)
+
+    said = fails(capsys, probing("tokencut", "coco20k", place / "COCO"), 3)
+
+    assert "instances_train2014.json" in said
+
+
+def test_fault_82_objects_of_coco_are_named_by_their_annotation(place, capsys):
+    coco(place / "COCO", bbox=[41, 8, 16, 16])
+
+    said = fails(capsys, probing("tokencut", "coco20k", place / "COCO"), 3)
+
+    assert f"object 7 of {STEM}: the box [41.0, 8.0, 57.0, 24.0] is not in its image" in said
+
+
+@pytest.mark.parametrize("bbox", [[8, 8, 16, 0], [8, 8, 0.3, 16], [40, 8, 0, 0], [39.6, 8, 0.4, 9]])
+def test_fault_82_flat_boxes_of_coco_stay_as_in_lost(place, bbox):
+    coco(place / "COCO", bbox=bbox)
+
+    assert main(probing("tokencut", "coco20k", place / "COCO")) == 0
+
+    (record,) = records()
+    assert (record.num_images, record.value) == (1, 0.0)
+    boxes = Coco20k(place / "COCO").discovery()[0].boxes
+    assert boxes is not None
+    assert np.ptp(boxes.reshape(2, 2), axis=0).min() == 0
+
+
+def test_fault_82_a_list_of_other_names_is_no_list_of_coco(place, capsys):
+    coco(place / "COCO")
+    (place / "COCO/images/train2014" / f"{STEM}.jpg").rename(
+        place / "COCO/images/train2014/cat.jpg"
+    )
+    (place / "COCO/coco_20k_filenames.txt").write_text("train2014/cat.jpg\n")
+
+    assert "cat is no image of COCO" in fails(
+        capsys, probing("tokencut", "coco20k", place / "COCO"), 3
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"trg_bndbox": [5, 8, "30", 58]},
+        {"trg_bndbox": [5, 8, True, 58]},
+        {"trg_bndbox": [30, 8, 5, 58]},
+        {"trg_bndbox": [5, 8, 30, 8]},
+        {"trg_bndbox": [400, 8, 430, 58]},
+        {"trg_bndbox": [5, 8, 1e300, 58]},
+        {"trg_bndbox": None},
+        {"src_kps": [["12", 8], [24, 16], [36, 24]]},
+        {"trg_kps": [[True, 8], [24, 16], [36, 24]]},
+    ],
+    ids=str,
+)
+def test_fault_82_boxes_and_points_of_pairs_pass_the_same_gate(place, capsys, changed):
+    base = spair(place)
+    path = next(base.rglob("PairAnnotation/test/000001*.json"))
+    path.write_text(json.dumps(PAIRS[0].annotation(**changed)))
+
+    words = ["probe", "--task", "correspondence", "--dataset", "spair71k"]
+    encoder = ["--checkpoint", "encoder.safetensors", "--layer", "1", "probe.protocol=spair"]
+
+    said = fails(capsys, [*words, "--data-root", str(place), *encoder], 3)
+
+    assert path.name in said
+    assert next(iter(changed)) in said

@@ -1,0 +1,321 @@
+"""Rows 83 to 85 of the catalogue of faults: what is taken for data, and what is scored on it."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from pretrain.options import DataOptions
+from ssl_bench.cli.__main__ import main
+from ssl_bench.data.layouts.archives import is_archive
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
+from ssl_bench.data.layouts.toy import Toy
+from ssl_bench.errors import DataError
+from tests.support.faults import (
+    PRETRAIN,
+    class_folders,
+    encoder_file,
+    fails,
+    mask,
+    photo_folder,
+    picture,
+    pretraining,
+    probing,
+    records,
+    save_mask,
+    voc,
+)
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    encoder_file(tmp_path / "encoder.safetensors")
+    return tmp_path
+
+
+def flat(root: Path, count: int = 5) -> Path:
+    """Classes directly below the root, one of them called train."""
+    for kind, seed in (("cat", 0), ("train", 50)):
+        (root / kind).mkdir(parents=True)
+        for number in range(count):
+            picture(seed + number).save(root / kind / f"{number}.png")
+    return root
+
+
+@pytest.mark.parametrize("out", ["photos/results", "photos/a/b", "photos"])
+def test_fault_83_pictures_of_one_task_are_no_photographs_of_the_next(place, capsys, out):
+    photos = photo_folder(place / "photos")
+    words = probing("pca", "folder", photos, "--out", out, "--task", "pca,conditioning")
+
+    assert main([word for word in words if not word.startswith("probe.")]) == 0
+    assert main(probing("geometry", "folder", photos, "--out", "elsewhere")) == 0
+
+    assert list((place / out).rglob("*.png"))
+    assert {record.num_images for record in records(out)} == {4}
+    assert len(ImageFolder(photos).images()) == 4
+    assert "left out, because ssl-bench wrote it: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("moved", ["old", "old/kept/deep"])
+def test_fault_83_results_are_known_when_they_were_moved_or_are_old(place, moved):
+    photos = photo_folder(place / "photos")
+    assert main(probing("pca", "folder", photos)) == 0
+    shutil.copytree("results/pictures/pca", photos / moved / "as_one_likes")
+    shutil.copytree("results", photos / "before", ignore=shutil.ignore_patterns(".ssl-bench-*"))
+    (photos / "link").symlink_to(place / "results")
+
+    assert len(ImageFolder(photos).images()) == 4
+
+
+def test_fault_83_a_report_below_the_data_is_no_data(place):
+    photos = photo_folder(place / "photos")
+    assert main(probing("pca", "folder", photos)) == 0
+    assert main(["report", "--out", "results", "--into", "photos/page"]) == 0
+
+    assert list((photos / "page").rglob("*.png"))
+    assert len(ImageFolder(photos).images()) == 4
+
+
+def test_fault_83_folders_are_no_results_by_their_name(place):
+    photos = photo_folder(place / "photos")
+    for name in ("results/pictures", "records", "pictures", "runs/images"):
+        (photos / name).mkdir(parents=True)
+        picture(9).save(photos / name / "own.png")
+
+    assert len(ImageFolder(photos).images()) == 8
+
+
+def test_fault_83_generated_scenes_within_the_data_are_no_data(place):
+    photos = photo_folder(place / "photos")
+    Toy(1, 1, cache=photos / "cache").images()
+
+    assert len(ImageFolder(photos).images()) == 4
+
+
+def test_fault_83_every_layout_passes_over_what_was_written(place):
+    classes, parts = class_folders(place / "classes"), place / "parts"
+    for kind in ("images", "masks"):
+        (parts / kind / "train/city").mkdir(parents=True)
+    picture(0).save(parts / "images/train/city/a.jpg")
+    save_mask(parts / "masks/train/city/a.png", mask())
+    photos = photo_folder(place / "photos")
+    assert main(probing("pca", "folder", photos)) == 0
+    for folder in (classes / "train/cat", parts / "masks/train", parts / "images/train/city"):
+        shutil.copytree("results", folder / "results")
+
+    named = ImageMaskFolders(parts, class_names=[str(n) for n in range(9)])
+
+    assert len(ClassFolders(classes).train()) == 6
+    assert named.train().ids == ("city/a",)
+    assert len(DataOptions(str(classes)).open()) == 12
+
+
+def test_fault_83_archives_are_archives_with_a_run_beside_them(place):
+    (place / "shards").mkdir()
+    shutil.make_archive(str(place / "shards/a"), "zip", photo_folder(place / "photos"))
+
+    assert main(pretraining(place / "shards", "shards/run", "train.max_steps=1")) == 0
+    assert is_archive(str(place / "shards"))
+
+
+def test_fault_83_tasks_of_a_command_see_one_list(place, monkeypatch):
+    photos = photo_folder(place / "photos")
+    once = ImageFolder.images
+    listed = []
+
+    def images(self):
+        listed.append(self.root)
+        picture(40 + len(listed)).save(photos / f"new{len(listed)}.jpg")
+        return once(self)
+
+    monkeypatch.setattr(ImageFolder, "images", images)
+    words = probing("pca", "folder", photos, "--task", "pca,conditioning")
+
+    assert main([word for word in words if not word.startswith("probe.")]) == 0
+
+    assert len(listed) == 1
+    assert {record.num_images for record in records()} == {5}
+
+
+TASKS = ("knn", "classification", "clustering", "segmentation", "retrieval")
+
+
+def fitted_to(place: Path, task: str, how: str) -> tuple[str, Path, Path]:
+    """A dataset one of whose scored images is a training image; its root, and both images."""
+    if task in ("segmentation", "retrieval", "clustering"):
+        base = voc(place / "data")
+        train, val = base / "JPEGImages/t1.jpg", base / "JPEGImages/v2.jpg"
+        name = "voc2012"
+    else:
+        base = class_folders(place / "data")
+        train, val = base / "train/cat/1.jpg", base / "val/dog/0.jpg"
+        name = "class_folders"
+    val.unlink()
+    if how == "copy":
+        shutil.copy(train, val)
+    elif how == "link":
+        val.symlink_to(train)
+    else:
+        os.link(train, val)
+    return name, train, val
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_fault_84_an_image_is_not_scored_that_was_fitted_to(place, capsys, task):
+    dataset, train, val = fitted_to(place, task, "copy")
+    more = ["probe.protocol=patches"] if task == "clustering" else []
+    words = probing(task, dataset, place / "data", *more)
+
+    said = fails(capsys, words, 3)
+
+    assert f"{train}, to which something is fitted, is the same file as {val}" in said
+    assert "1 of " in said
+    assert not list(Path("results/records").rglob("*.json"))
+    assert main([*words, "data.allow_overlap=true"]) == 0
+    assert {record.settings["fitted_and_scored"] for record in records()} == {1}
+
+
+@pytest.mark.parametrize("how", ["link", "hard link"])
+@pytest.mark.parametrize("kind", ["content", "stat"])
+def test_fault_84_links_are_seen_whatever_files_are_known_by(place, capsys, how, kind):
+    dataset, _, _ = fitted_to(place, "knn", how)
+
+    said = fails(capsys, probing("knn", dataset, place / "data", f"data.fingerprint={kind}"), 3)
+
+    assert "data.allow_overlap=true" in said
+
+
+@pytest.mark.parametrize("view", [["--on-bad-image", "skip"], ["--limit", "6"], ["corrupt=snow:1"]])
+def test_fault_84_views_of_a_dataset_hide_nothing(place, capsys, view):
+    data = class_folders(place / "data")
+    shutil.rmtree(data / "val")
+    (data / "val").symlink_to("train")
+
+    said = fails(capsys, probing("knn", "class_folders", data, *view), 3)
+
+    assert "6 of 6 scored images" in said
+
+
+def test_fault_84_lists_that_name_an_image_in_both_are_refused(place, capsys):
+    lists = voc(place / "data") / "ImageSets/Segmentation"
+    shutil.copy(lists / "train.txt", lists / "val.txt")
+
+    said = fails(capsys, probing("segmentation", "voc2012", place / "data"), 3)
+
+    assert "4 of 4 scored images" in said
+
+
+def test_fault_84_without_shared_files_permission_changes_no_cell(place, capsys):
+    words = probing("knn", "class_folders", class_folders(place / "data"))
+    assert main(words) == 0
+    before = records()
+
+    assert main([*words, "data.allow_overlap=true"]) == 0
+
+    assert records() == before
+    assert "finished before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seen", ["val is train", "head"])
+def test_fault_84_the_monitor_scores_nothing_that_was_fitted_to(place, capsys, seen):
+    data = class_folders(place / "data")
+    if seen == "head":
+        # The same pictures elsewhere, of which others are apart.
+        shutil.copytree(data, place / "monitored")
+        shutil.rmtree(place / "monitored/val")
+        (place / "monitored/train").rename(place / "monitored/val")
+        shutil.copytree(data / "val", place / "monitored/train")
+        more = ["objective=supervised", "data.labels=true", "monitor.root=monitored"]
+        more += ["monitor.accuracy_epochs=1"]
+    else:
+        shutil.rmtree(data / "val")
+        shutil.copytree(data / "train", data / "val")
+        more = ["monitor.knn_epochs=1", "monitor.neighbours=1"]
+    words = ["pretrain", "--data-root", str(data), "--out", "run", *more]
+    words += [w for w in PRETRAIN if seen != "head" or not w.startswith("objective.")]
+
+    said = fails(capsys, words, 3)
+
+    assert "6 of 6 scored images" in said
+    assert main([*words, "data.allow_overlap=true", "--overwrite"]) == 0
+
+
+def test_fault_85_classes_below_the_root_are_taken_apart(place, capsys):
+    root = flat(place / "set")
+
+    assert main(probing("knn", "class_folders", root)) == 0
+
+    (record,) = {(r.split, r.settings["trained_on"]["split"], r.num_images) for r in records()}
+    assert record == ("all:80-100%", "all:0-80%", 2)
+    assert "has no folder train: the folders in it are the classes" in capsys.readouterr().err
+    halves = ["dataset.train_split=all:0-50%", "dataset.val_split=all:50-100%", "--out", "half"]
+    assert main(probing("knn", "class_folders", root, *halves)) == 0
+    assert {r.num_images for r in records("half")} == {6}
+
+
+def test_fault_85_supervised_runs_learn_from_all_classes_below_the_root(place, capsys):
+    root = flat(place / "set")
+    words = ["pretrain", "--data-root", str(root), "--out", "run", "objective=supervised"]
+    words += ["data.labels=true", *(w for w in PRETRAIN if not w.startswith("objective."))]
+
+    assert main(words) == 0
+
+    assert len(DataOptions(str(root), labels=True).open()) == 10
+    # Those that its monitor would score.
+    scored = [*words, "--overwrite", "monitor.accuracy_epochs=1"]
+    assert "2 of 2 scored images" in fails(capsys, scored, 3)
+
+
+def test_fault_85_the_monitor_takes_classes_below_its_root(place):
+    root = flat(place / "set")
+    more = ["monitor.knn_epochs=1", f"monitor.root={root}", "monitor.neighbours=1"]
+
+    assert main(pretraining(photo_folder(place / "photos"), "run", *more)) == 0
+
+    rows = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()]
+    assert "knn_top1" in rows[-1]
+
+
+def test_fault_85_results_and_splits_are_no_classes(place):
+    root = flat(place / "set")
+    assert main(probing("pca", "folder", root, "--out", "set/results")) == 0
+    assert ClassFolders(root).train().class_names == ("cat", "train")
+    for split in ("val", "test"):
+        Image.new("RGB", (8, 8)).save(root / "sheet.png")
+        (root / "sheet.png").rename(root / f"{split}.png")
+        (root / split).mkdir()
+        (root / f"{split}.png").rename(root / split / "1.png")
+        with pytest.raises(DataError, match="lies in no class folder"):
+            ClassFolders(root).train()
+        shutil.rmtree(root / split)
+
+
+def test_fault_85_hints_name_keys_that_a_command_has(place, capsys):
+    data = class_folders(place / "data")
+    (data / "train").rename(data / "training")
+    words = [w for w in PRETRAIN if not w.startswith("objective.")]
+    run = ["pretrain", "objective=supervised", "data.labels=true", "--out", "run", *words]
+
+    said = fails(capsys, [*run, "--data-root", str(data)], 3)
+
+    assert f"data.root={data / 'training'}" in said
+    assert "dataset." not in said
+    assert main([*run, f"data.root={data / 'training'}"]) == 0
+    watched = ["monitor.knn_epochs=1", f"monitor.root={data}"]
+    said = fails(capsys, pretraining(data / "training", "other", *watched), 3)
+    assert "monitor.train_split=training:0-75%" in said
+    assert "dataset." not in said
+
+
+def test_fault_85_a_class_too_small_for_two_splits_is_named(place, capsys):
+    root = flat(place / "set", count=1)
+
+    said = fails(capsys, probing("knn", "class_folders", root), 3)
+
+    assert "too few images of the class cat" in said
