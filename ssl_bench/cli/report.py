@@ -29,7 +29,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     store = ResultStore(Path(options.out))
     folder = expanded(options.into) if options.into else store.root / "report"
     require_replaceable(folder)
-    unscored = _asked_pictures(options, PictureFiles(store.root))
+    pictures = PictureFiles(store.root)
+    unscored = _asked_pictures(options, pictures)
     records = _asked_records(options, store, required=not unscored)
     pairs = [
         (
@@ -46,9 +47,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     what = _counted(len(records), "record") if records else "pictures without scores"
     say(f"{what} of {_counted(len(report.checkpoints), 'checkpoint')}: {folder / 'index.html'}")
     say_ignored(store)
-    if report.pictures.refused:
-        count = len(report.pictures.refused)
-        say(f"{count} pictures cannot be shown: {first_few(report.pictures.refused)}")
+    if refused := pictures.refused | report.pictures.refused:
+        say(f"{_counted(len(refused), 'picture')} cannot be shown: {first_few(refused)}")
     return 0
 
 

@@ -173,10 +173,10 @@ class Evaluation:
             say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")
 
     def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
-        """Folder for the pictures and per-image results of this encoder."""
+        """Folder for the pictures and per-image results of this encoder and these images."""
         encoder = self.encoder
         known_as = encoder_id(encoder.identity())
-        return pictures_folder(store, self.probe.task, images.name, encoder.name, known_as)
+        return pictures_folder(store, self.probe.task, images, encoder.name, known_as)
 
     def _record(self, key: CellKey, score: Score, seconds: float) -> Record:
         # It asks torch for its version, and a plan is made of questions without answers.

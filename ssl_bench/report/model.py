@@ -134,9 +134,20 @@ class Panel:
         return f"{self.metric}, {self.facet}, protocol {self.protocol}{self.difference}"
 
     @property
+    def record(self) -> Record:
+        """One of those behind the values, which share images, settings and what was asked."""
+        return self.lines[0].points[0].entry.records[0]
+
+    @property
     def num_changed(self) -> int:
         """How many options differ from those of the protocol."""
-        return len(self.lines[0].points[0].entry.records[0].changed)
+        return len(self.record.changed)
+
+    @property
+    def newest(self) -> str:
+        """When the last of its records was made."""
+        points = (point for line in self.lines for point in line.points)
+        return max(record.created for point in points for record in point.entry.records)
 
     @property
     def is_ranked(self) -> bool:
@@ -145,7 +156,7 @@ class Panel:
     @property
     def is_corrupted(self) -> bool:
         """Whether the scored images are not as they are."""
-        return self.lines[0].points[0].entry.records[0].corrupted is not None
+        return self.record.corrupted is not None
 
     @property
     def drawn(self) -> tuple[Line, ...]:

@@ -40,8 +40,8 @@ def known_as(letter: str) -> str:
 
 
 def folder_of(record: Record) -> str:
-    """Where the pictures of its encoder are."""
-    return f"{record.model}-{record.encoder_id[:8]}"
+    """Where the pictures of its encoder and images are."""
+    return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
 
 def curve(*values, low=None, high=None):
