@@ -71,6 +71,8 @@ def plan_sweep(
         for planned, question in zip(plan, _sharing_datasets(plan), strict=True)
     ]
     times = RecordedTimes(_records_of(store, asked), device)
+    if store.unreadable:
+        say(store.said_unreadable())
     jobs = []
     for encoder in encoders:
         known_as = encoder_id(encoder.identity())

@@ -203,7 +203,7 @@ def test_fault_68_values_of_images_that_unpack_to_more_than_memory_are_not_unpac
         member.write(header.getvalue())
         for _ in range(65):
             member.write(bytes(2**20))
-    monkeypatch.setattr("ssl_bench.results.store._MOST_OF_IMAGES", 2**26)
+    monkeypatch.setattr("ssl_bench.results.contributions.MOST_NPZ", 2**26)
 
     with peak_memory_mib() as grown:
         said = printed_by(capsys, ["report", "--out", str(tmp_path)])
