@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from probes.conditioning import scores
+from probes.tokencut.log import DiscoveryLog
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
@@ -275,3 +276,21 @@ def test_fault_87_no_two_images_share_a_panel(place, task):
     assert len(drawn) == len(set(drawn)) == len(NAMES)
     page = next(Path("results/report").glob("checkpoint-*.html")).read_text()
     assert all(f">{name.replace('/', '_')[:7]}" in page for name in NAMES)
+
+
+@pytest.mark.parametrize("size", [(32, 40), (64, 96), (16, 16)])
+def test_fault_87_a_photograph_replaced_during_a_run_is_one_line(place, capsys, monkeypatch, size):
+    add = DiscoveryLog.add
+
+    def add_and_replace(log, image_id, result):
+        add(log, image_id, result)
+        if image_id == "0.jpg":
+            picture(99, *size).save("photos/0.jpg", quality=95)
+
+    words = [*asking("tokencut", place), "--dataset", "folder", "--data-root", "photos"]
+    with monkeypatch.context() as patched:
+        patched.setattr(DiscoveryLog, "add", add_and_replace)
+        said = fails(capsys, words, 3)
+
+    assert "0.jpg of folder was replaced after its objects were searched" in said
+    assert main(words) == 0
