@@ -12,7 +12,6 @@ from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont
 
 from ssl_bench.system.files import write_atomically, write_text_atomically
-from ssl_bench.system.naming import file_name
 
 TILE_HEIGHT = 144
 LONGEST_TILE = 3 * TILE_HEIGHT
@@ -158,11 +157,6 @@ def blocks_name(layers: Sequence[int]) -> str:
             runs.append([layer])
     ends = (sorted({run[0], run[-1]}) for run in runs)
     return "blocks-" + "_".join("-".join(map(str, end)) for end in ends)
-
-
-def image_name(image_id: str, *, before: str = "") -> str:
-    """File name of the picture of an image, whose id may hold folders and be of any length."""
-    return f"{before}{file_name(image_id, added=len(before) + len('.png'))}.png"
 
 
 def save_png(picture: Image.Image, path: Path) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from probes.pictures import image_name
 from ssl_bench.composition.fields import (
     Count,
     CountOrZero,
@@ -23,6 +22,7 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.system.naming import image_name
 
 # From a third on, four corners that move inwards may enclose nothing convex.
 Strength = Annotated[float, Within(0, 0.33)]

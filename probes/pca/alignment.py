@@ -83,12 +83,12 @@ def load_reference(folder: Path) -> MapReference:
         ) from error
 
 
-def reference_folder(align_to: str, pictures: Path, kind: str) -> Path:
+def reference_folder(align_to: str, own: Path, kind: str) -> Path:
     """Where the maps to align with are.
 
     Args:
         align_to: A folder, or the beginning of NAME-SHA256 of a checkpoint that was probed before.
-        pictures: Folder with a folder for each checkpoint.
+        own: Folder of the pictures of these images, beside those of other checkpoints.
         kind: Name of the folder in it, which tells protocol and facet.
 
     Raises:
@@ -97,14 +97,17 @@ def reference_folder(align_to: str, pictures: Path, kind: str) -> Path:
     given = expanded(align_to)
     if (given / FILE).is_file():
         return given
-    known = sorted(path.parent.parent for path in pictures.glob(f"*/{escape(kind)}/{FILE}"))
+    # Maps of other images, or from before one was replaced, have no colours to give.
+    _, dash, images = own.name.rpartition("-")
+    pattern = f"*{dash}{images}/{escape(kind)}/{FILE}"
+    known = sorted(path.parent.parent for path in own.parent.glob(pattern))
     name = given.parent.name if given.name == "last.safetensors" else given.name
-    found = [folder for folder in known if folder.name.rpartition("-")[0] == encoder_name(name)]
+    found = [folder for folder in known if folder.name.rsplit("-", 2)[0] == encoder_name(name)]
     found = found or [folder for folder in known if folder.name.startswith(name)]
     if len(found) != 1:
         have = ", ".join(folder.name for folder in known) or "none"
         raise ConfigurationError(
             f"expected probe.align_to to be a folder with {FILE} or one checkpoint with maps of "
-            f"{kind!r} in {pictures}, got {align_to!r}; there are: {have}"
+            f"{kind!r} of the same images in {own.parent}, got {align_to!r}; there are: {have}"
         )
     return found[0] / kind

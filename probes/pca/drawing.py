@@ -8,12 +8,12 @@ from probes.pictures import (
     Picture,
     blocks_name,
     heading,
-    image_name,
     sheet,
     svg_sheet,
     titled,
 )
 from ssl_bench.data.samples import Sample
+from ssl_bench.system.naming import image_name
 
 SMALL_SPREAD = 10.0
 """Percent of the mean square; a variance below it is said beside a map."""

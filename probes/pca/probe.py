@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from probes.pictures import blocks_name, image_name
+from probes.pictures import blocks_name
 from ssl_bench.composition.fields import Count, FilePath, Pixels, check_fields
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.system.naming import image_name
 
 FILE = "reference.npz"
 """Maps that others are aligned with, beside the pictures."""

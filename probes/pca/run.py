@@ -155,9 +155,7 @@ class PCARun:
     def _given_reference(self, images: Sequence[str]) -> MapReference | None:
         """Maps of another checkpoint if asked for, else those of an earlier run of this one."""
         if self.probe.align_to is not None:
-            folder = reference_folder(
-                self.probe.align_to, self.context.artifacts.parent, self.probe.kind
-            )
+            folder = reference_folder(self.probe.align_to, self.context.artifacts, self.probe.kind)
             given = load_reference(folder)
             self.context.say(f"pca: colours aligned with {given.source}")
             return given

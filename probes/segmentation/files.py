@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from probes.pictures import image_name
+from ssl_bench.system.naming import image_name
 
 
 @dataclass(frozen=True)

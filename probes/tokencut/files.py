@@ -4,7 +4,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from probes.pictures import image_name
+from ssl_bench.system.naming import image_name
 
 
 @dataclass(frozen=True)

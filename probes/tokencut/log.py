@@ -38,6 +38,7 @@ class ImageResult:
         true_boxes: Ground truth in pixels; None where nobody drew any, and of lines that are
             older than this field.
         size: Height and width in pixels; None of lines that are older than this field.
+        pixels: CRC-32 of what was searched; None of lines that are older than this field.
     """
 
     num_boxes: int | None
@@ -47,6 +48,13 @@ class ImageResult:
     true_boxes: list[list[float]] | None = None
     size: tuple[int, int] | None = None
     grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    pixels: int | None = None
+
+    def is_of(self, sample: Sample) -> bool:
+        """Whether this is what was found in these pixels, as far as it says which they were."""
+        if self.size not in (None, sample.image.shape[:2]):
+            return False
+        return self.pixels in (None, zlib.crc32(sample.image.tobytes()))
 
     def grid_of(self, cell: str) -> tuple[int, int]:
         """Rows and columns of patches."""
@@ -75,6 +83,7 @@ def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchG
         cells={name: _cell(objects, sample.boxes) for name, objects in found.items()},
         true_boxes=None if sample.boxes is None else sample.boxes.tolist(),
         size=(grid.height, grid.width),
+        pixels=zlib.crc32(sample.image.tobytes()),
     )
 
 
@@ -154,6 +163,7 @@ class DiscoveryLog:
             "cells": result.cells,
             "true_boxes": result.true_boxes,
             "size": result.size,
+            "pixels": result.pixels,
         }
         try:
             self._begin()
@@ -175,6 +185,7 @@ class DiscoveryLog:
             true_boxes=line.get("true_boxes"),
             size=None if line.get("size") is None else tuple(line["size"]),
             grids=grids | dict.fromkeys(line["cells"], (rows, cols)),
+            pixels=line.get("pixels"),
         )
 
     def _append(self, line: str) -> None:

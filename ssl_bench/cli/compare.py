@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from ssl_bench.cli.records import (
     asked_format,
@@ -11,7 +10,7 @@ from ssl_bench.cli.records import (
     of_tasks,
     print_tables,
     recorded_checkpoint,
-    say_ignored,
+    shown,
 )
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.results import Record, ResultStore
@@ -28,16 +27,15 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     style = asked_format(options.format)
     if len(options.checkpoints) > 2:
         raise ConfigurationError(f"expected one or two checkpoints, got {len(options.checkpoints)}")
-    store = ResultStore(Path(options.out))
-    records = of_tasks(options.task, store.records())
-    if not records:
-        raise none_of(options.task, store)
-    if options.over_epochs:
-        tables: Sequence[Printable] = _over_epochs(options, records, store)
-    else:
-        tables = _compared(options, records, store)
-    print_tables(tables, style)
-    say_ignored(store)
+    with shown(options.out) as store:
+        records = of_tasks(options.task, store.records())
+        if not records:
+            raise none_of(options.task, store)
+        if options.over_epochs:
+            tables: Sequence[Printable] = _over_epochs(options, records, store)
+        else:
+            tables = _compared(options, records, store)
+        print_tables(tables, style)
     return 0
 
 
@@ -49,7 +47,7 @@ def _over_epochs(
         raise ConfigurationError(
             f"expected two runs to compare --over-epochs, got {' and '.join(runs)}"
         )
-    return epoch_comparisons(store, filtered(options, records), (runs[0], runs[1]))
+    return epoch_comparisons(store, filtered(options, records, store), (runs[0], runs[1]))
 
 
 def _recorded_run(name: str, records: Sequence[Record], store: ResultStore) -> str:
@@ -70,7 +68,7 @@ def _compared(
 ) -> list[Comparison]:
     chosen = [recorded_checkpoint(name, records, store) for name in options.checkpoints]
     by_id = {record.encoder_id: record for record in records}
-    records = filtered(options, records)
+    records = filtered(options, records, store)
     names = [model for _, model in chosen]
     if len(set(names)) < len(names):
         names = [f"{model} {encoder[:6]}" for encoder, model in chosen]

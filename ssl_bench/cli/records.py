@@ -2,12 +2,17 @@
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
+from ssl_bench.results.reading import MOST_BYTES
+from ssl_bench.results.store import first_few
+from ssl_bench.system.files import read_within
+from ssl_bench.system.naming import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.printing.parquet import as_parquet
 from ssl_bench.tables.printing.sheets import FORMATS, Printable, default_format, render_tables
@@ -17,7 +22,6 @@ FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which `table` and `compare` choose."""
 
 _MISFIT = "a link, or not what its record comes from"
-_SHOWN = 5
 
 
 def print_tables(tables: Sequence[Printable], style: str) -> None:
@@ -41,37 +45,36 @@ def asked_format(asked: str | None) -> str:
 
 def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Record]:
     records = of_tasks(options.task, store.records())
-    records = _of_layers(filtered(options, records), options.layer)
+    records = _of_layers(filtered(options, records, store), options.layer)
     if not records:
         raise none_of(options.task, store)
     return records
 
 
 def none_of(task: str, store: ResultStore) -> DataError:
-    unshown = f"; {_unshown(store)}" if store.unreadable else ""
     pictures = store.root / "pictures" / task
     drawn = "; its pictures are there, which `report` shows" if pictures.is_dir() else ""
-    return DataError(f"no records of --task {task} in {store.root}{unshown}{drawn}")
+    return DataError(f"no records of --task {task} in {store.root}{drawn}")
 
 
-def _unshown(store: ResultStore) -> str:
-    count = f"{len(store.unreadable)} of {store.found} records cannot be shown"
-    return f"{count}: {first_few(store.unreadable)}; the next probe computes what is missing"
+@contextmanager
+def shown(out: str) -> Iterator[ResultStore]:
+    """A folder of results, of which is said in the end what could not be shown, and why.
 
-
-def say_ignored(store: ResultStore) -> None:
-    """One line on the records that cannot be shown, and one on the images' values of others."""
+    That is one line on records and one on the images' values of others; where nothing can be shown
+    at all, the error names the records too.
+    """
+    store = ResultStore(Path(out))
+    try:
+        yield store
+    except (ConfigurationError, DataError) as error:
+        if not store.unreadable or str(store.root / "records") in str(error):
+            raise
+        raise type(error)(f"{error}; {store.said_unreadable()}") from error
     if store.unreadable:
-        say(_unshown(store))
+        say(store.said_unreadable())
     if damaged := dict.fromkeys(store.damaged, _MISFIT):
         say(f"ignored {first_few(damaged)}; a probe with --overwrite makes both anew")
-
-
-def first_few(reasons: Mapping[Path, str]) -> str:
-    """Some files, each with what is wrong with it."""
-    named = [f"{path}: {why}" for path, why in reasons.items()]
-    more = [f"and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
-    return "; ".join([*named[:_SHOWN], *more])
 
 
 def of_tasks(asked: str, records: Sequence[Record]) -> list[Record]:
@@ -79,20 +82,37 @@ def of_tasks(asked: str, records: Sequence[Record]) -> list[Record]:
     return [record for record in records if record.task in tasks]
 
 
-def filtered(options: argparse.Namespace, records: Sequence[Record]) -> list[Record]:
+def filtered(
+    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
+) -> list[Record]:
     for name in FILTERS:
-        records = _only(records, name, getattr(options, name))
+        records = _only(records, name, getattr(options, name), store)
     return list(records)
 
 
-def _only(records: Sequence[Record], name: str, wanted: str | None) -> list[Record]:
+def _only(
+    records: Sequence[Record], name: str, wanted: str | None, store: ResultStore
+) -> list[Record]:
     if wanted is None:
         return list(records)
     have = sorted({getattr(record, name) for record in records})
     # A protocol with changed options has commas in its name.
-    words = [wanted] if wanted in have else wanted.split(",")
-    chosen = [require_choice(name, word.strip(), have) for word in words]
+    words = [wanted] if wanted in have else [word.strip() for word in wanted.split(",")]
+    for word in words:
+        if word not in have and any(_may_have(store, path, word) for path in store.unreadable):
+            raise DataError(f"no record of --{name} {word} can be shown")
+    chosen = [require_choice(name, word, have) for word in words]
     return [record for record in records if getattr(record, name) in chosen]
+
+
+def _may_have(store: ResultStore, path: Path, word: str) -> bool:
+    """Whether the place of a record, or what can be read of it, has a word among its fields."""
+    if path.parent.name == file_name(word) or f"-{word}-" in path.name:
+        return True
+    try:
+        return f'"{word}"'.encode() in read_within(store.root, path, MOST_BYTES)
+    except OSError:
+        return False
 
 
 def asked_layers(asked: str) -> set[int] | None:

@@ -9,7 +9,7 @@ from ssl_bench.cli.records import (
     asked_records,
     print_tables,
     recorded_checkpoint,
-    say_ignored,
+    shown,
 )
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
@@ -32,17 +32,16 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     del overrides
     style = asked_format(options.format)
     _check_together(options)
-    store = ResultStore(Path(options.out))
-    records = asked_records(options, store)
-    tables = _tables(options, records, store)
-    print_tables(tables, style)
-    if options.into:
-        insert_between_markers(Path(options.into), render_tables(tables, "markdown"))
-        say(f"written into {options.into}")
-    if options.figure:
-        draw_curves(_curves(options, records), Path(options.figure))
-        say(f"drawn: {options.figure}")
-    say_ignored(store)
+    with shown(options.out) as store:
+        records = asked_records(options, store)
+        tables = _tables(options, records, store)
+        print_tables(tables, style)
+        if options.into:
+            insert_between_markers(Path(options.into), render_tables(tables, "markdown"))
+            say(f"written into {options.into}")
+        if options.figure:
+            draw_curves(_curves(options, records), Path(options.figure))
+            say(f"drawn: {options.figure}")
     return 0
 
 

@@ -1,7 +1,9 @@
 """Protocols: named presets of a probe's values, and what a run changed from its preset."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
+from string import Template
 from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
 
 from ssl_bench.composition.choices import choices, config_folder
@@ -58,6 +60,25 @@ def changed_settings(probe: Preset) -> dict[str, Any]:
         for name, value in sorted(probe.settings().items())
         if plain_json(value) != plain_json(settings.get(name))
     }
+
+
+def guesses_of(probe: Preset, guesses: Sequence[str]) -> list[str]:
+    """Guesses with the settings that a probe has in the place of `$NAME`, for its records.
+
+    Without those that speak of a setting that there is not, as of epochs where none are trained.
+    """
+    values = {name: _said(value) for name, value in probe.settings().items()}
+    found = []
+    for guess in guesses:
+        with suppress(KeyError):
+            found.append(Template(guess).substitute(values) if "$" in guess else guess)
+    return found
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_said, value))
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _other_defaults(probe: Preset, usual: Preset) -> dict[str, Any]:

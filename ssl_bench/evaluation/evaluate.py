@@ -19,6 +19,8 @@ from ssl_bench.evaluation.pending import DrawingProbe, Pending, find_pending, pi
 from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, SharedProbe
 from ssl_bench.models import Encoder
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
+from ssl_bench.results.ranges import holds
+from ssl_bench.results.store import first_few
 from ssl_bench.system.progress import show_progress
 from ssl_bench.system.ranks import ALONE, Ranks
 from ssl_bench.system.written import mark_as_written
@@ -170,6 +172,9 @@ class Evaluation:
         where = f"{self.probe.task} on {images.name} {images.split}, {self.encoder.name}"
         if done := len(keys) - len(pending.cells):
             say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
+        broken = {path: store.unreadable.get(path) for path in map(store.path, pending.cells)}
+        if known := {path: why for path, why in broken.items() if why not in (None, OUTDATED)}:
+            say(f"{where}: computed again, because of {first_few(known)}")
         if pending.cells and (old := store.outdated(next(k for k in keys if k in pending.cells))):
             say(f"{where}: ignored {old} and its like: {OUTDATED}")
         if pending.layers:
@@ -177,10 +182,10 @@ class Evaluation:
             say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")
 
     def artifacts(self, store: ResultStore, images: ImageSet) -> Path:
-        """Folder for the pictures and per-image results of this encoder."""
+        """Folder for the pictures and per-image results of this encoder and these images."""
         encoder = self.encoder
         known_as = encoder_id(encoder.identity())
-        return pictures_folder(store, self.probe.task, images.name, encoder.name, known_as)
+        return pictures_folder(store, self.probe.task, images, encoder.name, known_as)
 
     def _record(self, key: CellKey, score: Score, seconds: float) -> Record:
         # It asks torch for its version, and a plan is made of questions without answers.
@@ -190,7 +195,8 @@ class Evaluation:
         return key.record(
             depth=self.encoder.depth,
             value=score.value,
-            ci95=score.ci95,
+            # Of one that leaves its own value out nobody knows what it says.
+            ci95=score.ci95 if holds(score.ci95, score.value) else None,
             num_images=score.num_images,
             model=self.encoder.name,
             details={

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.results import CellKey, Record, ResultStore, stride_of
-from ssl_bench.system.naming import encoder_folder, file_name
+from ssl_bench.system import naming
 
 
 @runtime_checkable
@@ -33,11 +33,12 @@ class ImageKeepingProbe(Protocol):
 
 
 def pictures_folder(
-    store: ResultStore, task: str, dataset: str, encoder: str, encoder_id: str
+    store: ResultStore, task: str, images: ImageSet, encoder: str, encoder_id: str
 ) -> Path:
-    """Where the pictures of an encoder of that name and id are."""
-    folder = encoder_folder(encoder, encoder_id)
-    return store.root / "pictures" / task / file_name(dataset) / folder
+    """Where the pictures of these images by an encoder of that name and id are."""
+    beginning = naming.encoder_folder(encoder, encoder_id)
+    folder = naming.pictures_folder(beginning, images.fingerprint())
+    return store.root / "pictures" / task / naming.file_name(images.name) / folder
 
 
 @dataclass(frozen=True)

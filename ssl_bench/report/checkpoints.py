@@ -38,7 +38,7 @@ class Checkpoint:
         skipless: Its architecture lacks a skip connection, or its name says so; drawn dashed.
         colour: Its own.
         page: File name.
-        folders: Names of the folders that may hold its pictures.
+        folders: How the names of the folders of its pictures begin: each `encoder_folder`.
     """
 
     number: int
@@ -83,7 +83,7 @@ def checkpoints_of(
         folders[encoder].add(encoder_folder(model, encoder))
     known = _recorded(records)
     scored = {name for names in folders.values() for name in names}
-    for folder in dict.fromkeys(place.folder for place in unscored if place.folder not in scored):
+    for folder in dict.fromkeys(p.encoder for p in unscored if p.encoder not in scored):
         one = _pictured(folder, {other.name for other in known})
         same = [other for other in known if other.encoder_id.startswith(one.encoder_id)]
         known += [] if same else [one]

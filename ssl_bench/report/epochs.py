@@ -8,7 +8,7 @@ from functools import partial
 
 from ssl_bench.errors import DataError
 from ssl_bench.report.drawing.curves import Chart, Curve, Reference, Spot, draw
-from ssl_bench.report.model import MOST_DRAWN, Panel, Point, best_of, point_of, said_units
+from ssl_bench.report.model import MOST_DRAWN, Panel, Point, best_of, points_of, said_units
 from ssl_bench.report.pages import Filter, filters_of, spot_of
 from ssl_bench.results import Record
 from ssl_bench.tables.epochs import epoch_of, followed_runs, require_one_encoder_an_epoch
@@ -157,4 +157,4 @@ def _course(run: str, members: Mapping[int, Record]) -> Course:
     for number, record in members.items():
         cells[epoch_of(record), record.layer][number] = record
     depth = max(record.depth for record in members.values())
-    return Course(run, depth, {cell: point_of(seeds) for cell, seeds in cells.items()})
+    return Course(run, depth, points_of(cells))

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.results import Record
-from ssl_bench.tables.entry import Entry, mean_entry
+from ssl_bench.tables.entry import Entry, K, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import baselines, footnote
 from ssl_bench.tables.series import comparable_groups, differing_settings, said_training
 
@@ -134,9 +134,20 @@ class Panel:
         return f"{self.metric}, {self.facet}, protocol {self.protocol}{self.difference}"
 
     @property
+    def record(self) -> Record:
+        """One of those behind the values, which share images, settings and what was asked."""
+        return self.lines[0].points[0].entry.records[0]
+
+    @property
     def num_changed(self) -> int:
         """How many options differ from those of the protocol."""
-        return len(self.lines[0].points[0].entry.records[0].changed)
+        return len(self.record.changed)
+
+    @property
+    def newest(self) -> str:
+        """When the last of its records was made."""
+        points = (point for line in self.lines for point in line.points)
+        return max(record.created for point in points for record in point.entry.records)
 
     @property
     def is_ranked(self) -> bool:
@@ -145,7 +156,7 @@ class Panel:
     @property
     def is_corrupted(self) -> bool:
         """Whether the scored images are not as they are."""
-        return self.lines[0].points[0].entry.records[0].corrupted is not None
+        return self.record.corrupted is not None
 
     @property
     def drawn(self) -> tuple[Line, ...]:
@@ -195,14 +206,13 @@ def _panel(
     checkpoints: Sequence[Checkpoint],
 ) -> Panel:
     first = next(iter(members.values()))
-    cells: dict[str, dict[int, dict[int, Record]]] = defaultdict(lambda: defaultdict(dict))
+    cells: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
     for i, record in members.items():
-        cells[record.encoder_id][record.layer][i] = record
-    lines = (
-        Line(c, tuple(point_of(seeds) for _, seeds in sorted(cells[c.encoder_id].items())))
-        for c in checkpoints
-        if c.encoder_id in cells
-    )
+        cells[record.encoder_id, record.layer][i] = record
+    points: dict[str, list[Point]] = defaultdict(list)
+    for (encoder, _), point in sorted(points_of(cells).items(), key=lambda one: one[0]):
+        points[encoder].append(point)
+    lines = (Line(c, tuple(points[c.encoder_id])) for c in checkpoints if c.encoder_id in points)
     return Panel(
         number=number,
         task=first.task,
@@ -255,11 +265,16 @@ def best_of(points: Iterable[Point]) -> Point | None:
     return max(finite, key=lambda point: point.value, default=None)
 
 
-def point_of(seeds: Mapping[int, Record]) -> Point:
-    """The mean of records of one block of one encoder, by their numbers."""
-    numbers = sorted(seeds, key=lambda number: seeds[number].seed)
-    entry = mean_entry([seeds[number] for number in numbers])
-    return Point(entry.records[0].layer, tuple(numbers), entry)
+def points_of(cells: Mapping[K, Mapping[int, Record]]) -> dict[K, Point]:
+    """Of cells that stand side by side the means of their records, which come by their numbers."""
+    numbers = {at: sorted(those, key=lambda n: those[n].seed) for at, those in cells.items()}
+    entries = with_seeds_said(
+        {at: mean_entry([those[n] for n in numbers[at]]) for at, those in cells.items()}
+    )
+    return {
+        at: Point(entry.records[0].layer, tuple(numbers[at]), entry)
+        for at, entry in entries.items()
+    }
 
 
 def said_units(panels: Sequence[Panel]) -> str:

@@ -12,7 +12,7 @@ from ssl_bench.report.model import Line, Panel, Point
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.files import read_within
-from ssl_bench.system.naming import file_name
+from ssl_bench.system.naming import file_name, pictures_folder
 from ssl_bench.tables.pairs.image_scores import stored_curve
 
 NUM_SHOWN = 8
@@ -125,9 +125,9 @@ def _kind(cell: Mapping[str, Any]) -> str:
 
 def _logged(root: Path, record: Record, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Cells by image id from the log with the settings of a record; of scored images alone."""
-    folders = (
-        root / "pictures" / record.task / file_name(record.dataset) / f for f in checkpoint.folders
-    )
+    place = root / "pictures" / record.task / file_name(record.dataset)
+    fingerprint = record.dataset_fingerprint
+    folders = [place / pictures_folder(folder, fingerprint) for folder in checkpoint.folders]
     for path in sorted(path for folder in folders for path in folder.rglob("images_*.jsonl")):
         lines = _json_lines(root, path)
         if not lines or not _is_of(lines[0].get("key"), record):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ssl_bench.report.drawing.curves import Chart, Reference, draw
 from ssl_bench.report.epochs import Course
-from ssl_bench.report.model import Point, point_of
+from ssl_bench.report.model import Point, points_of
 from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record
 from ssl_bench.tables.notes import baselines
@@ -90,7 +90,9 @@ def _depth(table: SeverityTable) -> int:
 
 
 def _points(table: SeverityTable, numbers: Mapping[int, int]) -> dict[tuple[float, int], Point]:
-    return {
-        (float(severity), layer): point_of({numbers[id(one)]: one for one in entry.records})
-        for (layer, severity), entry in table.entries.items()
-    }
+    return points_of(
+        {
+            (float(severity), layer): {numbers[id(one)]: one for one in entry.records}
+            for (layer, severity), entry in table.entries.items()
+        }
+    )

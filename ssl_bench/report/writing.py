@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -29,13 +29,14 @@ from ssl_bench.report.overview.headlines import by_task
 from ssl_bench.report.overview.profiles import profiles_of
 from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
 from ssl_bench.report.pictures.files import PictureFiles, Place
-from ssl_bench.report.pictures.panels import Gallery, galleries_of, of_layers
+from ssl_bench.report.pictures.panels import Gallery, galleries_of, of_layers, told_apart
 from ssl_bench.report.pictures.strips import strips_of
 from ssl_bench.report.pictures.viewers import address_of, sections_of
 from ssl_bench.report.provenance import as_script
 from ssl_bench.report.severities import CorruptedScores, SeveritiesPage, corrupted_scores
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import in_page
+from ssl_bench.system.naming import image_digits, image_name
 from ssl_bench.system.paths import real
 from ssl_bench.system.progress import show_progress
 
@@ -72,14 +73,17 @@ class Report:
     def index_page(self) -> IndexPage:
         # One number a task: of images as they are, where there are any.
         plain = [panel for panel in self.panels if not panel.is_corrupted] or self.panels
+        board = board_of(plain, self.checkpoints)
         return IndexPage(
             num_records=len(self.records),
             num_unreadable=self.num_unreadable,
             checkpoints=self.checkpoints,
             pairs=self.pairs,
             profiles=profiles_of(plain, self.checkpoints),
-            board=board_of(plain, self.checkpoints),
-            strips=strips_of(self.checkpoints, self.galleries),
+            board=board,
+            strips=strips_of(
+                self.checkpoints, self.galleries, [one.panel.record for one in board.columns]
+            ),
             views=tuple(panel_view(panel, self.records) for panel in self.panels),
             followed=frozenset(one.panel.number for one in self.followed),
             has_corrupted=bool(self.corrupted),
@@ -152,12 +156,14 @@ def build_report(
         followed=followed_panels(panels, records),
         corrupted=corrupted_scores(records),
         by_encoder=by_encoder,
-        galleries={
-            c.encoder_id: of_layers(
-                galleries_of(pictures, by_encoder[c.encoder_id], c, unscored), layers, c.depth
-            )
-            for c in checkpoints
-        },
+        galleries=told_apart(
+            {
+                c.encoder_id: of_layers(
+                    galleries_of(pictures, by_encoder[c.encoder_id], c, unscored), layers, c.depth
+                )
+                for c in checkpoints
+            }
+        ),
         pictures=pictures,
         num_unreadable=len(store.unreadable),
     )
@@ -222,18 +228,24 @@ def _write(path: Path, text: str) -> None:
 
 
 def _shown(extremes: Extremes, galleries: Sequence[Gallery]) -> ShownExtremes:
-    panel = extremes.panel
-    start = f"{panel.protocol} {panel.facet}"
-    addresses = {
-        image: address_of(gallery, image)
+    panel, digits = extremes.panel, image_digits(extremes.panel.record.dataset_fingerprint)
+    shown = (panel.task, panel.dataset, digits, f"{panel.protocol} {panel.facet}")
+    found = {
+        PurePosixPath(gallery.files[image]).name: address_of(gallery, image)
         for gallery in galleries
-        if (gallery.task, gallery.dataset, gallery.variant) == (panel.task, panel.dataset, start)
+        if (gallery.task, gallery.dataset, gallery.images, gallery.variant) == shown
         for image in gallery.files
     }
+    starts = ("", f"{panel.protocol}-{panel.facet}-")
+
+    def address(image: str) -> str:
+        names = (image_name(image, before=start) for start in starts)
+        return next((found[name] for name in names if name in found), "")
+
     return ShownExtremes(
         extremes,
         tuple(
-            (kind, tuple((s, addresses.get(s.image.replace("/", "_"), "")) for s in scores))
+            (kind, tuple((s, address(s.image)) for s in scores))
             for kind, scores in (("worst", extremes.worst), ("best", extremes.best))
         ),
     )

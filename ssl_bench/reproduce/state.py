@@ -14,6 +14,7 @@ from ssl_bench.reproduce.papers import split_address
 from ssl_bench.results.record import Record
 from ssl_bench.results.store import ResultStore
 from ssl_bench.system.files import read_digests
+from ssl_bench.system.progress import say
 
 _WEIGHTS, _CONFIG = "last.safetensors", "config.yaml"
 _LONGEST_HEADER = 100 * 2**20
@@ -61,10 +62,14 @@ def _metadata(weights: Path) -> Mapping[str, Any]:
 
 def recorded(out: Path) -> list[Record]:
     """All records of a folder, none where there are none."""
+    store = ResultStore(out)
     try:
-        return ResultStore(out).records()
+        found = store.records()
     except DataError:
         return []
+    if store.unreadable:
+        say(store.said_unreadable())
+    return found
 
 
 def records_of(address: Path, records: list[Record]) -> list[Record]:

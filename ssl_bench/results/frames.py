@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ssl_bench.errors import MachineError
 from ssl_bench.results.record import Record
 from ssl_bench.results.store import ResultStore
+from ssl_bench.system.progress import say
 
 if TYPE_CHECKING:
     import pandas  # pyright: ignore[reportMissingImports]
@@ -37,7 +38,10 @@ def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
             "pip install 'ssl-bench[frames]'"
         ) from error
     if isinstance(records, Path | str):
-        records = ResultStore(Path(records)).records()
+        store = ResultStore(Path(records))
+        records = store.records()
+        if store.unreadable:
+            say(store.said_unreadable())
     return pandas.DataFrame([frame_row(record) for record in records])
 
 

@@ -56,8 +56,16 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number")
 
 
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise TypeError(f"{next(n for n in names if names.count(n) > 1)} stands there twice")
+    return found
+
+
 # One for all: building it takes as long as a short record.
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_once_each)
 
 
 def _number(value: float | str | None) -> float:
@@ -140,6 +148,18 @@ def _require_score(fields: Mapping[str, Any]) -> None:
             _require_percent("value or ci95", number)
         elif math.isfinite(number) and number and not _SMALLEST <= abs(number) <= _LARGEST:
             raise ValueError(f"value or ci95 is {number}")
+    if not holds(fields["ci95"], fields["value"]):
+        raise ValueError(f"value is {fields['value']}, outside of its ci95 {fields['ci95']}")
+
+
+def holds(ci95: tuple[float, float] | None, value: float) -> bool:
+    """Whether a value lies in its interval, but for rounding; what is no number lies anywhere."""
+    low, high = ci95 or (-math.inf, math.inf)
+    ascending = ((low, value), (value, high), (low, high))
+    return not any(
+        one > other and not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
+        for one, other in ascending
+    )
 
 
 def _require_percent(name: str, value: Any) -> None:

@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ssl_bench.errors import DataError
+from ssl_bench.results.contributions import MOST_NPZ, require_agreement
 from ssl_bench.results.ranges import PLAIN, colour_of, parsed, require_possible
 from ssl_bench.results.record import (
     CORRUPTED,
@@ -22,7 +24,7 @@ from ssl_bench.results.record import (
     json_of,
 )
 from ssl_bench.system.escaping import is_file_name
-from ssl_bench.system.files import FilesWithin
+from ssl_bench.system.files import FilesWithin, open_within
 from ssl_bench.system.naming import file_name
 
 OUTDATED = "of an earlier kind, which says too little of encoder and training images to count"
@@ -47,7 +49,7 @@ class RecordReader:
     """Reads the records of one folder of results, each part that many have in common held once."""
 
     def __init__(self, root: Path) -> None:
-        self._files = FilesWithin(root)
+        self._root, self._files = root, FilesWithin(root)
         # By field, because not all are checked alike, and text in Python, which tells 1 from 1.0
         # and true: the part, and its JSON.
         self._parts: dict[str, tuple[Any, str]] = {}
@@ -57,8 +59,8 @@ class RecordReader:
 
         Raises:
             OSError: it cannot be read.
-            ValueError, TypeError, KeyError, OverflowError, RecursionError: it holds none, or that
-                of another cell.
+            ValueError, TypeError, KeyError, OverflowError, RecursionError: it holds none, that of
+                another cell, or one that contradicts itself or what is kept of its images.
         """
         known = _known_fields(parsed(self._files.read(path, MOST_BYTES)))
         texts = {name: f"{name} {known[name]!r}" for name in _ALIKE if name in known}
@@ -72,6 +74,8 @@ class RecordReader:
             raise ValueError("a copy, or of another cell")
         # What the property would find, which for thousands of records takes seconds.
         vars(record)["digest"] = digest
+        with suppress(OSError), open_within(self._root, path.with_suffix(".npz"), MOST_NPZ) as file:
+            require_agreement(record, file)
         return record
 
 

@@ -1,14 +1,13 @@
 """Records of finished cells: one JSON file each, written whole or not at all."""
 
-import io
 import json
-import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ssl_bench.errors import DataError
+from ssl_bench.results.contributions import WHOLE, most_bytes, read_array
 from ssl_bench.results.ranges import shortened
 from ssl_bench.results.reading import (
     MOST_BYTES,
@@ -18,14 +17,16 @@ from ssl_bench.results.reading import (
 )
 from ssl_bench.results.record import ENCODER, CellKey, PerImage, Record
 from ssl_bench.results.run_folder import said_of_run
-from ssl_bench.system.files import read_within, write_atomically, write_text_atomically
+from ssl_bench.system.files import (
+    open_within,
+    read_within,
+    write_atomically,
+    write_text_atomically,
+)
 from ssl_bench.system.memory import pass_on_memory, without_collections
 from ssl_bench.system.naming import file_name
 
-# Of what all images contributed.
-_MOST_OF_IMAGES = 2**30
-# Of what an image contributes: three counts of eight bytes for each of 2,700 classes.
-_IMAGE_BYTES = 2**16
+_SHOWN = 5
 
 
 class ResultStore:
@@ -92,9 +93,10 @@ class ResultStore:
         """What each image contributed; None where nothing was kept, or it is `damaged`."""
         path = self.per_image_path(record)
         try:
-            most = min(_IMAGE_BYTES * record.num_images, _MOST_OF_IMAGES)
-            found = _read_array(io.BytesIO(read_within(self.root, path, most)), most)
-            if found.dtype.kind in "biu" and found.shape[:1] == (record.num_images,):
+            most = most_bytes(record)
+            with open_within(self.root, path, most) as file:
+                found = read_array(file, most)
+            if found.dtype.kind in WHOLE and found.shape[:1] == (record.num_images,):
                 return found
         except FileNotFoundError:
             return None
@@ -146,10 +148,17 @@ class ResultStore:
             )
         return found
 
+    def said_unreadable(self) -> str:
+        """One line on what the last `records` passed over, where it did."""
+        count = f"{len(self.unreadable)} of {self.found} records cannot be shown"
+        return f"{count}: {first_few(self.unreadable)}; the next probe computes what is missing"
+
     def records_of(self, task: str, dataset: str) -> list[Record]:
         """The readable records of a task on a dataset; none where there are none."""
         folder = self.root / "records" / task / file_name(dataset)
-        return self._read_all(sorted(folder.glob("*.json")))
+        paths = sorted(folder.glob("*.json"))
+        self.found += len(paths)
+        return self._read_all(paths)
 
     def _read_all(self, paths: Iterable[Path]) -> list[Record]:
         reader = RecordReader(self.root)
@@ -167,11 +176,8 @@ class ResultStore:
         return None
 
 
-def _read_array(content: io.BytesIO, most_bytes: int) -> np.ndarray:
-    """The array of an .npz file, which may claim and inflate to anything."""
-    with zipfile.ZipFile(content) as archive, archive.open("arr_0.npy") as file:
-        size = archive.getinfo("arr_0.npy").file_size
-        if size > most_bytes:
-            raise ValueError(f"it claims {size} bytes")
-        # With a number, because without one it inflates all and cuts that.
-        return np.load(io.BytesIO(file.read(size)), allow_pickle=False)
+def first_few(reasons: Mapping[Path, str]) -> str:
+    """Some files, each with what is wrong with it."""
+    named = [f"{path}: {why}" for path, why in reasons.items()]
+    more = [f"and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
+    return "; ".join([*named[:_SHOWN], *more])

@@ -71,6 +71,8 @@ def plan_sweep(
         for planned, question in zip(plan, _sharing_datasets(plan), strict=True)
     ]
     times = RecordedTimes(_records_of(store, asked), device)
+    if store.unreadable:
+        say(store.said_unreadable())
     jobs = []
     for encoder in encoders:
         known_as = encoder_id(encoder.identity())
@@ -80,7 +82,7 @@ def plan_sweep(
             keys = cell_keys(
                 planned, images, layers, identity=encoder.identity(), settings=settings
             )
-            folder = pictures_folder(store, planned.probe.task, images.name, encoder.name, known_as)
+            folder = pictures_folder(store, planned.probe.task, images, encoder.name, known_as)
             found = find_pending(planned.probe, keys, images, store, folder)
             # Where pictures alone are missing, the cells that are run for them.
             left = found.cells or [key for key in keys if key.layer in found.layers]

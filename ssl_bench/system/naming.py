@@ -9,9 +9,10 @@ _LONGEST = 255
 _DIGITS = 16
 _ENDS_LIKE_OURS = re.compile(rf".*~[0-9a-f]{{{_DIGITS}}}", re.DOTALL)
 _SHA_DIGITS = 8
+_FOLDER = re.compile(rf"(.+)-([0-9a-f]{{{_SHA_DIGITS}}})", re.DOTALL)
 
 
-def file_name(text: str, *, added: int = 0) -> str:
+def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
     """The name of a file or folder for something that is named outside.
 
     It is the text itself wherever that can be, with `_` for `/`. What is too long, hidden, or ends
@@ -21,11 +22,13 @@ def file_name(text: str, *, added: int = 0) -> str:
     Args:
         text: Of any length.
         added: Bytes of what will stand before and behind it.
+        distinct: No two texts share a name at all: one with `/` ends in these digits too.
     """
     plain = os.fsencode(re.sub(r"[/\0]", "_", text))
     is_hidden = plain.startswith(b".") or not plain
     is_fine = len(plain) + added <= _LONGEST and "\0" not in text and not is_hidden
-    if is_fine and not _ENDS_LIKE_OURS.fullmatch(text):
+    is_shared = _ENDS_LIKE_OURS.fullmatch(text) or (distinct and "/" in text)
+    if is_fine and not is_shared:
         return os.fsdecode(plain)
     digest = sha256(os.fsencode(text)).hexdigest()[:_DIGITS]
     if is_hidden:
@@ -43,14 +46,48 @@ def in_order(name: str) -> tuple[list[tuple[int, str]], str]:
     return keys, name
 
 
+def image_name(image_id: str, *, before: str = "") -> str:
+    """File name of the picture of an image: no two ids, which may hold folders, share one."""
+    added = len(before) + len(".png")
+    return f"{before}{file_name(image_id, added=added, distinct=True)}.png"
+
+
+def image_title(name: str) -> str:
+    """For readers, what `image_name` gave without its ending; two images may share it."""
+    return name[: -1 - _DIGITS] if _ENDS_LIKE_OURS.fullmatch(name) else name
+
+
 def encoder_name(model: str) -> str:
     """The first part of `encoder_folder`."""
-    return file_name(model, added=1 + _SHA_DIGITS)
+    return file_name(model, added=2 * (1 + _SHA_DIGITS))
 
 
 def encoder_folder(model: str, encoder_id: str) -> str:
-    """Name of the folder for the pictures of an encoder."""
+    """How the folders for the pictures of an encoder begin."""
     return f"{encoder_name(model)}-{encoder_id[:_SHA_DIGITS]}"
+
+
+def pictures_folder(encoder: str, fingerprint: str) -> str:
+    """Name of the folder for the pictures of an encoder and of the images with a fingerprint.
+
+    Of other images, or of the same after one was replaced, the pictures are elsewhere.
+
+    Args:
+        encoder: Its `encoder_folder`.
+        fingerprint: Of the images, with or without a mark.
+    """
+    return f"{encoder}-{image_digits(fingerprint)}"
+
+
+def image_digits(fingerprint: str) -> str:
+    """What names of folders hold of a fingerprint."""
+    return fingerprint.rpartition("-")[2][:_SHA_DIGITS]
+
+
+def parts_of_folder(name: str) -> tuple[str, str] | None:
+    """An `encoder_folder` and the `image_digits` behind it; None for any other name."""
+    found = _FOLDER.fullmatch(name)
+    return (found[1], found[2]) if found and _FOLDER.fullmatch(found[1]) else None
 
 
 def _first_bytes(plain: bytes, count: int) -> str:

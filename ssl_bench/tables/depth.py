@@ -8,7 +8,7 @@ from typing import Any
 
 from ssl_bench.results import Record
 from ssl_bench.system.naming import in_order
-from ssl_bench.tables.entry import Entry, mean_entry
+from ssl_bench.tables.entry import Entry, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import dagger_note, footnote
 from ssl_bench.tables.printing.sheets import Cell, Sheet, render_tables
 from ssl_bench.tables.series import comparable_groups, difference, model_names, series_json, title
@@ -161,7 +161,7 @@ def _depth_table(records: Sequence[Record], differing: str, names: Mapping[str, 
         title=title(records[0]) + differing,
         models=tuple(sorted(set(columns.values()), key=in_order)),
         layers=tuple(sorted({record.layer for record in records})),
-        entries={cell: mean_entry(seeds) for cell, seeds in cells.items()},
+        entries=with_seeds_said({cell: mean_entry(seeds) for cell, seeds in cells.items()}),
         footnote=footnote(records),
     )
 

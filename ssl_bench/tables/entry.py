@@ -1,14 +1,15 @@
 """One cell of a table: the mean over seeds, its interval, and the records behind it."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from ssl_bench.results import ENCODER, Baseline, Record
 from ssl_bench.tables.printing.sheets import NO_VALUE
 from ssl_bench.tables.series import SERIES, settings_digest
 
+K = TypeVar("K")
 _PROVENANCE = ("num_images", "version", "git_commit", "torch", "device", "seconds", "created")
 
 
@@ -21,6 +22,7 @@ class Entry:
         high: As `low`.
         arbitrary: Percent of the images whose answer rounding chose; None where none can be.
         records: What the numbers are from, one a seed, or several a seed where blocks are mixed.
+        says_seeds: Beside it are means of another number of seeds.
     """
 
     value: float
@@ -28,13 +30,23 @@ class Entry:
     high: float | None
     arbitrary: float | None
     records: tuple[Record, ...]
+    says_seeds: bool = False
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(sorted({record.seed for record in self.records}))
 
     def text(self) -> str:
         """The value as a table shows it, such as "32.3 ± 1.2 †2" or "1.2e+04 [9e+03, ∞]"."""
         if math.isnan(self.value):
             return NO_VALUE
+        count = len(self.seeds)
+        said = f" ({count} seed{'s' if count > 1 else ''})" if self.says_seeds else ""
+        return self._number() + said
+
+    def _number(self) -> str:
         if self.records[0].unit != "%":
-            return _number(self.value) + self._ends(_number)
+            return _plain(self.value) + self._ends(_plain)
         below, above = (
             "" if end is None else f"{abs(end - self.value):.1f}" for end in (self.low, self.high)
         )
@@ -66,7 +78,7 @@ class Entry:
             "baseline_answer": "" if baseline is None else baseline.answer,
             **{name: getattr(first, name) for name in SERIES},
             "num_images": first.num_images,
-            "seeds": " ".join(str(seed) for seed in sorted({r.seed for r in self.records})),
+            "seeds": " ".join(map(str, self.seeds)),
             "checkpoint_sha256": first.checkpoint_sha256,
             "encoder_id": first.encoder_id,
             "trained_on": "" if first.trained_on is None else str(first.trained_on),
@@ -84,11 +96,12 @@ class Entry:
             "ci95": [self.low, self.high],
             "baseline": first.details.get("baseline"),
             "degenerate_percent": self.arbitrary,
+            "seeds": list(self.seeds),
             "records": [_record_json(record) for record in self.records],
         }
 
 
-def _number(value: float) -> str:
+def _plain(value: float) -> str:
     return "∞" if value == math.inf else f"{value:.3g}"
 
 
@@ -105,6 +118,12 @@ def mean_entry(seeds: Sequence[Record]) -> Entry:
         arbitrary=arbitrary_percent(seeds),
         records=tuple(seeds),
     )
+
+
+def with_seeds_said(entries: Mapping[K, Entry]) -> dict[K, Entry]:
+    """What stands side by side; each says its number of seeds where it is not the same for all."""
+    uneven = len({len(entry.seeds) for entry in entries.values()}) > 1
+    return {at: replace(entry, says_seeds=uneven) for at, entry in entries.items()}
 
 
 def arbitrary_percent(records: Sequence[Record]) -> float | None:

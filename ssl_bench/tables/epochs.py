@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record
 from ssl_bench.tables.depth import DepthTable, Row
-from ssl_bench.tables.entry import mean_entry
+from ssl_bench.tables.entry import mean_entry, with_seeds_said
 from ssl_bench.tables.notes import footnote
 from ssl_bench.tables.series import comparable_groups, difference, title
 
@@ -88,7 +88,7 @@ def _epoch_table(records: Sequence[Record], heading: str) -> DepthTable:
         title=heading,
         models=tuple(f"block {layer}" for layer in sorted({r.layer for r in records})),
         layers=tuple(sorted({epoch_of(record) for record in records})),
-        entries={cell: mean_entry(seeds) for cell, seeds in cells.items()},
+        entries=with_seeds_said({cell: mean_entry(seeds) for cell, seeds in cells.items()}),
         footnote=footnote(records),
         rows="epoch",
     )

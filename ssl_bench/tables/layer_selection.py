@@ -1,11 +1,11 @@
 """Which block of an encoder stands for it: one chosen on other images, or the best on the same."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.entry import Entry, arbitrary_percent, mean_entry
+from ssl_bench.tables.entry import Entry, arbitrary_percent, mean_entry, with_seeds_said
 from ssl_bench.tables.pairs.image_scores import FOLDS, stored_curve
 
 CHOICES = ("holdout", "oracle")
@@ -62,6 +62,19 @@ def choose_block(
     found = [_held_out([r for r in records if r.seed == seed], store) for seed in seeds]
     entries = [entry for entry in found if entry is not None]
     return _mean(entries, offered) if len(entries) == len(seeds) else None
+
+
+def columns_with_seeds_said(
+    cells: Mapping[tuple[str, str], LayerSelection | None],
+) -> dict[tuple[str, str], LayerSelection | None]:
+    """As `with_seeds_said`, of cells by row and column, column by column."""
+    entries = {at: chosen.entry for at, chosen in cells.items() if chosen is not None}
+    for column in {column for _, column in entries}:
+        entries |= with_seeds_said({at: e for at, e in entries.items() if at[1] == column})
+    return {
+        at: None if chosen is None else replace(chosen, entry=entries[at])
+        for at, chosen in cells.items()
+    }
 
 
 def _oracle(records: Sequence[Record], offered: tuple[int, ...]) -> LayerSelection:

@@ -11,6 +11,7 @@ from ssl_bench.tables.layer_selection import (
     NO_IMAGES_NOTE,
     LayerSelection,
     choose_block,
+    columns_with_seeds_said,
 )
 from ssl_bench.tables.notes import baseline_note, dagger_note, provenance
 from ssl_bench.tables.printing.sheets import Cell, Sheet
@@ -229,7 +230,7 @@ def paper_table(
         published=published,
         choice=choice,
         encoders={row: by_id[encoder] for row, encoder in asked.items() if encoder in by_id},
-        ours=ours,
+        ours=columns_with_seeds_said(ours),
         unused=unused,
         recorded=tuple(sorted({record.model for record in records}, key=in_order)),
     )

@@ -13,6 +13,7 @@ from ssl_bench.tables.layer_selection import (
     UNRANKED_NOTE,
     LayerSelection,
     choose_block,
+    columns_with_seeds_said,
 )
 from ssl_bench.tables.notes import baseline_note, dagger_note, provenance
 from ssl_bench.tables.printing.sheets import Cell, Sheet
@@ -176,7 +177,7 @@ def pivot_table(records: Sequence[Record], store: ResultStore, choice: str) -> P
         choice="block" if alone else choice,
         models=tuple(sorted(models.values(), key=in_order)),
         columns={name: group[0] for name, group in zip(names, groups, strict=True)},
-        cells=cells,
+        cells=columns_with_seeds_said(cells),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ssl_bench.errors import DataError
 from ssl_bench.results import CORRUPTED, Baseline, Record
 from ssl_bench.tables.depth import DepthTable, Row
-from ssl_bench.tables.entry import Entry, mean_entry
+from ssl_bench.tables.entry import Entry, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import dagger_note, footnote
 from ssl_bench.tables.printing.sheets import NO_VALUE, Cell, Sheet
 from ssl_bench.tables.series import comparable_groups, difference, model_names, series_json, title
@@ -193,7 +193,7 @@ def _table(records: Sequence[Record], heading: str, names: Mapping[str, str]) ->
     return SeverityTable(
         title=heading,
         model=names[records[0].encoder_id],
-        entries={at: mean_entry(seeds) for at, seeds in cells.items()},
+        entries=with_seeds_said({at: mean_entry(seeds) for at, seeds in cells.items()}),
         footnote=footnote(records),
     )
 

@@ -9,7 +9,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.unpacking import unpack
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.naming import encoder_folder, file_name, in_order
+from ssl_bench.system.naming import encoder_folder, file_name, in_order, pictures_folder
 from tests.support.faults import encoder_file, mask, picture, probing, records, save_mask
 
 LONG = {"244 bytes": "n" * 240, "255 bytes": "n" * 251, "characters of three bytes": "画" * 83}
@@ -51,7 +51,7 @@ def test_no_name_is_hidden_or_leads_elsewhere(text):
 
 def test_folders_of_encoders_hold_the_beginning_of_their_sha256():
     assert encoder_folder("timm/vit", "abcdef0123") == "timm_vit-abcdef01"
-    assert len(encoder_folder("n" * 255, "abcdef0123")) == 255
+    assert len(pictures_folder(encoder_folder("n" * 255, "abcdef0123"), "stat-9876543210")) == 255
 
 
 @pytest.mark.parametrize("task", ["pca", "tokencut"])

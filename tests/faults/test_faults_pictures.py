@@ -1,6 +1,10 @@
-"""Row 60 of the catalogue of faults: what belongs to a cell and is missing is made again."""
+"""Rows 60 and 87 of the catalogue of faults.
+
+What belongs to a cell and is missing is made again; a picture is of one image, and says which.
+"""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +15,21 @@ import numpy as np
 import pytest
 
 from probes.conditioning import scores
+from probes.tokencut.log import DiscoveryLog
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.core.test_results import RECORD
-from tests.support.faults import class_folders, encoder_file, exit_code, fork, probing, records, voc
+from tests.support.faults import (
+    class_folders,
+    encoder_file,
+    exit_code,
+    fails,
+    fork,
+    picture,
+    probing,
+    records,
+    voc,
+)
 
 CONDITIONING = ["probe.image_size=32", "probe.num_images=2"]
 KILLED = """
@@ -187,3 +202,95 @@ def test_fault_60_a_record_never_stands_without_its_arrays(place, monkeypatch, r
     saved = sorted(Path("results").rglob("*.json"))
     assert len(saved) == (rename - 1) // 2
     assert all(path.with_suffix(".npz").is_file() for path in saved)
+
+
+def shown_digits(page: str) -> set[str]:
+    """Of the images whose pictures a page shows, as the names of folders have them."""
+    return set(re.findall(r'src="pictures/[^"/]+/[^"/]+/[^"/]+-([0-9a-f]{8})/', page))
+
+
+def test_fault_87_a_replaced_photograph_has_pictures_beside_its_own_score(place):
+    words = asking("pca", place)
+    words = [*words, "--dataset", "folder", "--data-root", "photos"]
+    assert main(words) == 0
+    before, (yesterday,) = pictures("results"), {r.dataset_fingerprint for r in records()}
+    picture(99).save("photos/0.jpg", quality=95)
+    assert main(words) == 0
+
+    assert main(["report", "--out", "results"]) == 0
+
+    assert pictures("results").items() > before.items()
+    (today,) = {record.dataset_fingerprint for record in records()} - {yesterday}
+    index = Path("results/report/index.html").read_text()
+    assert shown_digits(index) == {today[:8]}
+    assert f"data {today[:6]}" in index
+    page = next(Path("results/report").glob("checkpoint-*.html")).read_text()
+    assert shown_digits(page) == {today[:8], yesterday[:8]}
+    assert f"data {yesterday[:6]}" in page
+
+
+def test_fault_87_another_photograph_gives_no_colours_to_align_with(place, capsys):
+    words = [*asking("pca", place), "--dataset", "folder", "--data-root", "photos"]
+    assert main(words) == 0
+    picture(99).save("photos/0.jpg", quality=95)
+    encoder_file(place / "other.safetensors", seed=1)
+    words[words.index("encoder.safetensors")] = "other.safetensors"
+
+    assert "of the same images" in fails(capsys, [*words, "probe.align_to=encoder"], 2)
+
+
+def test_fault_87_pictures_of_images_that_nothing_names_are_not_shown(place, capsys):
+    words = [*asking("tokencut", place), "--dataset", "folder", "--data-root", "photos"]
+    assert main(words) == 0
+    (folder,) = Path("results/pictures/tokencut/folder").iterdir()
+    older = folder.rename(folder.with_name(folder.name.rpartition("-")[0]))
+    capsys.readouterr()
+
+    fails(capsys, ["report", "--out", "results"], 3)
+    assert main(words) == 0
+    assert main(["report", "--out", "results"]) == 0
+
+    assert f"1 picture cannot be shown: {older}: " in capsys.readouterr().err
+    assert len(shown_digits(Path("results/report/index.html").read_text())) == 1
+
+
+NAMES = [
+    *("a/b.png", "a_b.png", "A/b.png", "A_b.png", "a/B.png"),
+    *(f"a{separator}{'n' * 245}.png" for separator in "/_"),
+]
+
+
+@pytest.mark.parametrize("task", ["pca", "tokencut", "correspondence"])
+def test_fault_87_no_two_images_share_a_panel(place, task):
+    for number, name in enumerate(NAMES):
+        path = place / "named" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture(number).save(path)
+    most = "num_images" if task == "pca" else "panels"
+
+    assert main([*probing(task, "folder", place / "named"), f"probe.{most}=9"]) == 0
+    assert main(["report", "--out", "results"]) == 0
+
+    panels = re.compile(r"[^/]*/[^/]*/[^/]*/[^/]*/block01[^/]*/[^/]*png")
+    drawn = [content for name, content in pictures("results").items() if panels.fullmatch(name)]
+    assert len(drawn) == len(set(drawn)) == len(NAMES)
+    page = next(Path("results/report").glob("checkpoint-*.html")).read_text()
+    assert all(f">{name.replace('/', '_')[:7]}" in page for name in NAMES)
+
+
+@pytest.mark.parametrize("size", [(32, 40), (64, 96), (16, 16)])
+def test_fault_87_a_photograph_replaced_during_a_run_is_one_line(place, capsys, monkeypatch, size):
+    add = DiscoveryLog.add
+
+    def add_and_replace(log, image_id, result):
+        add(log, image_id, result)
+        if image_id == "0.jpg":
+            picture(99, *size).save("photos/0.jpg", quality=95)
+
+    words = [*asking("tokencut", place), "--dataset", "folder", "--data-root", "photos"]
+    with monkeypatch.context() as patched:
+        patched.setattr(DiscoveryLog, "add", add_and_replace)
+        said = fails(capsys, words, 3)
+
+    assert "0.jpg of folder was replaced after its objects were searched" in said
+    assert main(words) == 0

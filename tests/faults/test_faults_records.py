@@ -1,5 +1,9 @@
-"""Row 68 of the catalogue of faults: fields that no run leaves, in results of somebody else."""
+"""Rows 68 and 86 of the catalogue of faults.
 
+Fields that no run leaves, in results of somebody else; records that contradict themselves.
+"""
+
+import csv
 import io
 import json
 import zipfile
@@ -11,10 +15,18 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
-from ssl_bench.results import CellKey, ResultStore
+from ssl_bench.results import CellKey, ResultStore, to_pandas
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.series import model_names
-from tests.support.faults import Mark, fails, peak_memory_mib
+from tests.support.faults import (
+    Mark,
+    class_folders,
+    fails,
+    peak_memory_mib,
+    probing,
+    records,
+    voc,
+)
 from tests.support.hostile import CHECKS
 from tests.support.report_cells import (
     cell,
@@ -203,7 +215,7 @@ def test_fault_68_values_of_images_that_unpack_to_more_than_memory_are_not_unpac
         member.write(header.getvalue())
         for _ in range(65):
             member.write(bytes(2**20))
-    monkeypatch.setattr("ssl_bench.results.store._MOST_OF_IMAGES", 2**26)
+    monkeypatch.setattr("ssl_bench.results.contributions.MOST_NPZ", 2**26)
 
     with peak_memory_mib() as grown:
         said = printed_by(capsys, ["report", "--out", str(tmp_path)])
@@ -236,3 +248,161 @@ def test_fault_68_an_interval_without_ends_is_none(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "40.0" in out
     assert "nan" not in out
+
+
+CONTRADICTIONS = {
+    "turned round": {"ci95": [60.0, 40.0]},
+    "below the interval": {"value": 34.9},
+    "above the interval": {"value": 65.1},
+    "interval elsewhere": {"ci95": [51.0, 52.0]},
+    "no mean of its images": {"value": 50.5},
+    "fewer images": {"num_images": 3},
+    "more images": {"num_images": 40},
+    "text": {"value": "50.0"},
+}
+
+
+def contradicting(place: Path, changes: dict | str) -> tuple[ResultStore, Path]:
+    """Two records of one metric and one of another; a later hand changed one of the former."""
+    store = ResultStore(place / "results")
+    for layer in (0, 1):
+        save(store, cell(layer=layer, metric="top1_k1", task="knn"), np.arange(4) < 2)
+    save(store, cell(layer=0, metric="top5_k1", task="knn"), np.arange(4) < 2)
+    path = store.path(cell(layer=1, metric="top1_k1", task="knn").key())
+    if isinstance(changes, str):
+        path.write_text(changes + path.read_text().lstrip("{"))
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return store, path
+
+
+@pytest.mark.parametrize("which", [*CONTRADICTIONS, '{"value": 50.0,', '{"metric": "top1_k1",'])
+def test_fault_86_a_record_that_contradicts_itself_is_named_and_not_shown(tmp_path, capsys, which):
+    store, path = contradicting(tmp_path, CONTRADICTIONS.get(which, which))
+    out = ["--out", str(store.root)]
+    printed = []
+    for words in (["table"], ["table", "--pivot", "--best-layer", "oracle"], ["report"]):
+        assert main([*words, *out]) == 0
+        shown, said = capsys.readouterr()
+        printed.append(shown)
+        assert said.splitlines()[-1].startswith(f"1 of 3 records cannot be shown: {path}: ")
+    assert main(["table", *out, "--format", "json"]) == 0
+    cells = json.loads(capsys.readouterr().out)[0]["cells"]
+    assert [one["layer"] for one in cells] == [0]
+    assert "1 record" not in (store.root / "report/index.html").read_text().split("2 records")[0]
+
+
+def test_fault_86_records_in_a_frame_are_those_that_can_be_read(tmp_path, capsys):
+    pytest.importorskip("pandas")
+    store, path = contradicting(tmp_path, {"num_images": 3})
+
+    assert len(to_pandas(store.root)) == 2
+    assert f"1 of 3 records cannot be shown: {path}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["table", "compare skip", "report"])
+@pytest.mark.parametrize("name", ["--metric top1_k1", "--facet cls", "--dataset x", "--protocol y"])
+def test_fault_86_what_cannot_be_read_is_no_typing_error(tmp_path, capsys, command, name):
+    flag, word = name.split()
+    store = ResultStore(tmp_path / "results")
+    save(store, cell(), np.arange(4) < 2)
+    path = store.save(cell(**{flag[2:]: word}, value=50.0, ci95=(1.0, 2.0)))
+
+    said = fails(capsys, [*command.split(), "--out", str(store.root), flag, word], 3)
+
+    assert f"no record of {flag} {word} can be shown; 1 of 2 records cannot be shown: " in said
+    assert str(path) in said
+    assert "did you mean" not in said
+
+
+def test_fault_86_a_typing_error_is_still_one_beside_what_cannot_be_read(tmp_path, capsys):
+    store, path = contradicting(tmp_path, {"num_images": 3})
+
+    said = fails(capsys, ["table", "--out", str(store.root), "--metric", "top5"], 2)
+
+    assert "did you mean top5_k1" in said
+    assert str(path) in said
+
+
+@pytest.mark.parametrize("flags", ["--over-epochs", "--over-severity", "--layer 1"])
+def test_fault_86_what_cannot_be_read_is_named_where_nothing_is_left(tmp_path, capsys, flags):
+    store, path = contradicting(tmp_path, {"num_images": 3})
+
+    said = fails(capsys, ["table", "--out", str(store.root), *flags.split()], 3)
+
+    assert f"1 of 3 records cannot be shown: {path}: num_images is 3" in said
+
+
+def test_fault_86_a_contradicting_record_is_computed_again_and_said(place, capsys):
+    words = probing("knn", "class_folders", class_folders(place / "classes"))
+    assert main(words) == 0
+    path = next(Path("results").rglob("*top1_k1-*.json"))
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps(whole | {"num_images": 99}))
+    capsys.readouterr()
+
+    assert main(words) == 0
+
+    assert f"computed again, because of {path}: num_images is 99" in capsys.readouterr().err
+    again = json.loads(path.read_text())
+    assert (again["num_images"], again["value"]) == (whole["num_images"], whole["value"])
+
+
+@pytest.mark.slow
+def test_fault_86_committed_records_agree_with_themselves():
+    roots = [path.parent for path in (Path(__file__).parents[2] / "results").rglob("records")]
+    stores = [ResultStore(root) for root in roots]
+
+    assert sum(len(store.records()) for store in stores) > 2000
+    assert not any(store.unreadable for store in stores)
+
+
+@pytest.mark.slow
+def test_fault_86_guesses_say_the_values_that_were_used(place):
+    voc(place)
+    words = probing("segmentation", "voc2012", place)
+    words[words.index("probe.protocol=fast")] = "probe.protocol=cutting_the_skip"
+
+    assert main([*words, "probe.crops=resized", "probe.views=2", "probe.train_images=4"]) == 0
+
+    guesses = "\n".join(records()[0].details["guesses"])
+    assert "squashed to 32 x 32, those of training as crops=resized and views=2" in guesses
+    assert "at most 4, drawn" in guesses
+    assert "2 epochs" in guesses
+    assert "512" not in guesses
+
+
+def test_fault_86_means_of_other_numbers_of_seeds_say_so_in_each_cell(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    for seed, model in ((0, skipless), (0, cell), (1, cell)):
+        store.save(model(seed=seed, value=40.0 + seed, ci95=None))
+    out = ["--out", str(tmp_path)]
+
+    for style in ("text", "markdown", "latex"):
+        for more in ([], ["--pivot"]):
+            assert main(["table", *out, "--format", style, *more]) == 0
+            shown = capsys.readouterr().out
+            assert "40.5 (2 seeds)" in shown
+            assert "40.0 (1 seed)" in shown
+    assert main(["table", *out, "--format", "csv"]) == 0
+    assert sorted(r["seeds"] for r in csv.DictReader(capsys.readouterr().out.splitlines())) == [
+        *("0", "0 1")
+    ]
+    assert main(["table", *out, "--format", "json"]) == 0
+    cells = json.loads(capsys.readouterr().out)[0]["cells"]
+    assert sorted(one["seeds"] for one in cells) == [[0], [0, 1]]
+    assert main(["report", *out]) == 0
+    pages = "".join(path.read_text() for path in tmp_path.glob("report/*.html"))
+    assert "(2 seeds)" in pages
+    assert "(1 seed)" in pages
+
+
+def test_fault_86_means_of_as_many_seeds_say_nothing(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    for seed in (0, 1):
+        store.save(cell(seed=seed))
+        store.save(skipless(seed=seed))
+
+    assert main(["table", "--out", str(tmp_path)]) == 0
+
+    assert "seeds)" not in capsys.readouterr().out

@@ -195,7 +195,9 @@ def test_the_first_page_has_checkpoints_pictures_curves_and_then_all_numbers(tmp
 
 def gallery(layers, *images: str, task: str = "pca", dataset: str = "toy") -> Gallery:
     prefixes = {layer: f"{task}/block{layer}/" for layer in layers}
-    return Gallery(task, dataset, "image", prefixes, {image: f"{image}.png" for image in images})
+    return Gallery(
+        task, dataset, "b" * 8, "image", prefixes, {image: f"{image}.png" for image in images}
+    )
 
 
 def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
@@ -206,7 +208,7 @@ def test_a_strip_has_a_few_blocks_of_an_image_that_all_have():
         third.encoder_id: [],
     }
 
-    strips = strips_of((first, second, third), galleries)
+    strips = strips_of((first, second, third), galleries, [])
 
     assert [strip.checkpoint for strip in strips] == [first, second]
     assert {strip.what for strip in strips} == {"pca on toy, image, image dog"}
@@ -223,7 +225,9 @@ def test_strips_are_of_what_most_checkpoints_have():
     first, second = checkpoints_of([cell(), skipless()])
     many, few = gallery([0], "dog", task="tokencut"), gallery([0], "dog", task="pca")
 
-    strips = strips_of((first, second), {first.encoder_id: [few, many], second.encoder_id: [many]})
+    strips = strips_of(
+        (first, second), {first.encoder_id: [few, many], second.encoder_id: [many]}, []
+    )
 
     # The first of two tasks, then the second.
     assert [(s.what[:3], s.checkpoint) for s in strips] == [
@@ -235,7 +239,9 @@ def test_a_strip_of_a_task_is_of_the_dataset_that_most_checkpoints_have():
     first, second = checkpoints_of([cell(), skipless()])
     many, few = gallery([0], "dog", dataset="many"), gallery([0], "dog", dataset="few")
 
-    strips = strips_of((first, second), {first.encoder_id: [few, many], second.encoder_id: [many]})
+    strips = strips_of(
+        (first, second), {first.encoder_id: [few, many], second.encoder_id: [many]}, []
+    )
 
     assert [strip.what.split()[2] for strip in strips] == ["many,", "many,"]
 
@@ -244,7 +250,7 @@ def test_a_strip_is_of_many_blocks_before_few():
     (one,) = checkpoints_of([cell()])
     few, many = gallery([2], "dog", dataset="few"), gallery([0, 1, 2], "dog", dataset="many")
 
-    (strip,) = strips_of((one,), {one.encoder_id: [few, many]})
+    (strip,) = strips_of((one,), {one.encoder_id: [few, many]}, [])
 
     assert [picture.block for picture in strip.pictures] == ["block 0", "block 1", "block 2"]
 
@@ -297,14 +303,14 @@ def test_pictures_that_no_record_is_about_are_shown(tmp_path, capsys, others):
     for record in others:
         store.save(record)
     for layer in (0, 11):
-        place = f"tokencut/my photos/vit-0123abcd/reference/block{layer:02}_key/dog.jpg"
+        place = f"tokencut/my photos/vit-0123abcd-0b0b0b0b/reference/block{layer:02}_key/dog.jpg"
         save_pictures(tmp_path, place)
 
     assert main(["report", "--out", str(tmp_path)]) == 0
 
     page = (tmp_path / "report/index.html").read_text()
     sources = [given["src"] for tag, given in Elements(page).elements if tag == "img"]
-    start = "pictures/tokencut/my%20photos/vit-0123abcd/reference"
+    start = "pictures/tokencut/my%20photos/vit-0123abcd-0b0b0b0b/reference"
     assert sources == [f"{start}/block{layer}_key/dog.jpg.png" for layer in ("00", "11")]
     assert ("Pictures of 1 checkpoint; no scores." in page) == (not others)
     (own,) = (tmp_path / "report").glob("checkpoint-vit-0123abcd.html")
@@ -316,7 +322,7 @@ def test_pictures_that_no_record_is_about_are_shown(tmp_path, capsys, others):
 
 
 def test_pictures_of_tasks_that_were_not_asked_for_are_no_report(tmp_path, capsys):
-    save_pictures(tmp_path, "tokencut/folder/vit-0123abcd/reference/block00_key/dog")
+    save_pictures(tmp_path, "tokencut/folder/vit-0123abcd-0b0b0b0b/reference/block00_key/dog")
 
     assert main(["report", "--out", str(tmp_path), "--task", "knn"]) == 3
     assert main(["report", "--out", str(tmp_path), "--dataset", "toy"]) == 3
@@ -326,7 +332,9 @@ def test_pictures_of_tasks_that_were_not_asked_for_are_no_report(tmp_path, capsy
 def test_pictures_of_an_encoder_with_records_belong_to_it(tmp_path):
     record = cell()
     save_pictures(tmp_path, f"pca/folder/{folder_of(record)}/image/block00/dog")
-    save_pictures(tmp_path, f"pca/folder/renamed-{record.encoder_id[:8]}/image/block00/dog")
+    save_pictures(
+        tmp_path, f"pca/folder/renamed-{record.encoder_id[:8]}-0b0b0b0b/image/block00/dog"
+    )
     (tmp_path / "pictures/pca/folder/link").symlink_to(tmp_path)
 
     page = written(tmp_path, record, page="checkpoint-*.html")
@@ -337,11 +345,13 @@ def test_pictures_of_an_encoder_with_records_belong_to_it(tmp_path):
 
 def test_folders_of_pictures_are_unscored_where_no_record_is(tmp_path):
     ResultStore(tmp_path).save(cell())
-    save_pictures(tmp_path, "tokencut/toy/a/one", "tokencut/folder/a/one", "pca/toy/a/one")
+    vit = "vit-0123abcd-0b0b0b0b"
+    save_pictures(tmp_path, *(f"{n}/{vit}/one" for n in ("tokencut/toy", "a/folder", "pca/toy")))
 
     found = PictureFiles(tmp_path).unscored()
 
-    assert found == [Place("pca", "toy", "a"), Place("tokencut", "folder", "a")]
+    places = (("a", "folder"), ("pca", "toy"))
+    assert found == [Place(*place, "vit-0123abcd", "0b0b0b0b") for place in places]
 
 
 def test_every_task_is_explained_where_its_curves_begin(tmp_path):

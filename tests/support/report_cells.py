@@ -27,7 +27,19 @@ MOST_BYTES = 3_000_000
 
 
 def cell(**changes) -> Record:
-    return replace(RECORD, details={}, **changes)
+    return replace(RECORD, details={}, **around(changes))
+
+
+def around(changes: dict) -> dict:
+    """With an interval about a value that has none of its own, as wide as that of `RECORD`."""
+    value = changes.get("value")
+    if value is None or "ci95" in changes:
+        return changes
+    own = RECORD.ci95 or (0.0, 0.0)
+    low, high = (value + end - RECORD.value for end in own)
+    is_percent = changes.get("unit", "%") == "%"
+    ends = (max(low, 0.0), min(high, 100.0)) if is_percent else (low, high)
+    return {**changes, "ci95": None if value != value else ends}
 
 
 def skipless(**changes) -> Record:
@@ -40,8 +52,8 @@ def known_as(letter: str) -> str:
 
 
 def folder_of(record: Record) -> str:
-    """Where the pictures of its encoder are."""
-    return f"{record.model}-{record.encoder_id[:8]}"
+    """Where the pictures of its encoder and images are."""
+    return f"{record.model}-{record.encoder_id[:8]}-{record.dataset_fingerprint[:8]}"
 
 
 def curve(*values, low=None, high=None):
@@ -52,7 +64,8 @@ def curve(*values, low=None, high=None):
 def save(store: ResultStore, record: Record, per_image) -> None:
     """With the value that the images add up to."""
     value = ImageCurve(record.metric, {}).value(per_image)
-    store.save(replace(record, value=value, num_images=len(per_image)), per_image)
+    changes = around({"value": value, "num_images": len(per_image), "unit": record.unit})
+    store.save(replace(record, **changes), per_image)
 
 
 def save_pictures(root: Path, *names: str) -> None:

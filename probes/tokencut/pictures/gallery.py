@@ -12,6 +12,7 @@ from probes.pictures import heading, sheet, tile_size, titled
 from probes.tokencut.log import Cell, ImageResult, unpack_mask
 from probes.tokencut.pictures.panels import LEGEND, at_pixels, draw_boxes, highlight
 from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import DataError
 
 _TILES_PER_ROW = 8
 
@@ -85,6 +86,11 @@ class Gallery:
     def _thumbnail(self, image_id: str) -> Thumbnail:
         if image_id not in self._thumbnails:
             sample = self.seen(self.images[self.images.ids.index(image_id)])
+            if not self.results[image_id].is_of(sample):
+                raise DataError(
+                    f"{image_id} of {self.images.name} was replaced after its objects were "
+                    "searched; run the same command again when nobody writes there"
+                )
             small = Image.fromarray(sample.image).resize(tile_size(sample.image))
             boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
             size = (sample.image.shape[0], sample.image.shape[1])

@@ -43,11 +43,12 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     """One a task and split of a dataset: of its metric, with the most checkpoints and blocks.
 
     So a look at one block does not take the place of a run over all of them; nor, of two such
-    runs, one with a changed option that of the protocol as it is.
+    runs, one with a changed option that of the protocol as it is. Of two that are alike in this,
+    as before and after an image was replaced, it is the newer one.
     """
 
-    def weight(panel: Panel) -> tuple[int, int, int]:
-        return len(panel.lines), len(panel.layers), -panel.num_changed
+    def weight(panel: Panel) -> tuple[int, int, int, str]:
+        return len(panel.lines), len(panel.layers), -panel.num_changed, panel.newest
 
     chosen = []
     for those in by_task(panels).values():

@@ -4,20 +4,33 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ssl_bench.system.files import open_within, read_within
+from ssl_bench.system.naming import parts_of_folder
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MOST_BYTES = 64 * 2**20
 # One a image without ground truth, for other programs rather than for readers.
 _NOT_SHOWN = "masks"
+_UNKNOWN_IMAGES = "its name, an older one, says not of which images; a probe draws them anew"
 
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A folder OUT/pictures/TASK/DATASET/FOLDER; the last one is named after an encoder."""
+    """A folder OUT/pictures/TASK/DATASET/ENCODER-IMAGES.
+
+    Attributes:
+        encoder: An `encoder_folder`.
+        images: The `image_digits` of their fingerprint.
+    """
 
     task: str
     dataset: str
-    folder: str
+    encoder: str
+    images: str
+
+    @property
+    def path(self) -> str:
+        """Relative to OUT."""
+        return f"pictures/{self.task}/{self.dataset}/{self.encoder}-{self.images}"
 
 
 class PictureFiles:
@@ -35,14 +48,16 @@ class PictureFiles:
 
     def unscored(self) -> list[Place]:
         """Where there are pictures of a task on a dataset that no record is about."""
-        pictures = self.root / "pictures"
         scored = {p.parts[-3:-1] for p in (self.root / "records").glob("*/*/*.json")}
-        return [
-            Place(*folder.relative_to(pictures).parts)
-            for folder in sorted(pictures.glob("*/*/*/"))
-            if folder.parts[-3:-1] not in scored
-            and self.names_below(f"{folder.relative_to(self.root)}")
-        ]
+        found = []
+        for folder in sorted((self.root / "pictures").glob("*/*/*/")):
+            parts = parts_of_folder(folder.name)
+            if parts is None:
+                self.refused[folder] = _UNKNOWN_IMAGES
+            elif folder.parts[-3:-1] not in scored:
+                place = Place(folder.parts[-3], folder.parts[-2], *parts)
+                found += [place] if self.names_below(place.path) else []
+        return found
 
     def names_below(self, start: str) -> list[PurePosixPath]:
         """Pictures below a folder, both relative, in the order of their names."""

@@ -2,14 +2,14 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.results import Record
-from ssl_bench.system.naming import file_name
+from ssl_bench.system.naming import file_name, image_digits, image_title
 
 _BLOCK = re.compile(r"block(\d+)(?:_(.+))?$")
 
@@ -21,21 +21,32 @@ class Gallery:
     The picture of an image at a block is `prefixes[block] + files[image]`, for all of both.
 
     Attributes:
+        images: The `image_digits` of all images of the split.
         variant: Protocol and facet, as in the names of the folders.
         prefixes: Beginnings of paths by block, or one under None for pictures of all blocks.
         files: Ends of paths by image; "" is the name where a picture shows several images.
+        data: What sets the images apart, where a report has several sets of the same name.
     """
 
     task: str
     dataset: str
+    images: str
     variant: str
     prefixes: dict[int | None, str]
     files: dict[str, str]
+    data: str = ""
 
     @property
-    def key(self) -> tuple[str, str, str, bool, bool]:
+    def what(self) -> str:
+        """Such as "pca on folder, image"."""
+        parts = (f"{self.task} on {self.dataset}", self.variant, self.data)
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def key(self) -> tuple[str, str, str, str, bool, bool]:
         """Equal for the galleries of two checkpoints that show the same."""
-        return (self.task, self.dataset, self.variant, self.is_sheet, not self.layers)
+        where = (self.task, self.dataset, self.images)
+        return (*where, self.variant, self.is_sheet, not self.layers)
 
     @property
     def is_sheet(self) -> bool:
@@ -53,12 +64,10 @@ class Gallery:
 
     def only(self, layers: Iterable[int | None], images: Iterable[str]) -> "Gallery":
         """The same with some blocks and images."""
-        return Gallery(
-            self.task,
-            self.dataset,
-            self.variant,
-            {layer: self.prefixes[layer] for layer in layers},
-            {image: self.files[image] for image in images},
+        return replace(
+            self,
+            prefixes={layer: self.prefixes[layer] for layer in layers},
+            files={image: self.files[image] for image in images},
         )
 
 
@@ -84,16 +93,17 @@ def galleries_of(
     for record in records:
         if record.encoder_id == checkpoint.encoder_id:
             for folder in checkpoint.folders:
-                place = Place(record.task, file_name(record.dataset), folder)
+                images = image_digits(record.dataset_fingerprint)
+                place = Place(record.task, file_name(record.dataset), folder, images)
                 variants[place].add((record.protocol, record.facet))
                 datasets[place] = record.dataset
-    own = [place for place in unscored if place.folder in checkpoint.folders]
+    own = [place for place in unscored if place.encoder in checkpoint.folders]
     found = []
     for place in sorted({*datasets, *own}):
-        start = f"pictures/{place.task}/{place.dataset}/{place.folder}/"
-        names, dataset = files.names_below(start), datasets.get(place, place.dataset)
-        found += _by_block(place.task, dataset, start, names)
-        found += _panels(place.task, dataset, start, names, variants[place])
+        of = Gallery(place.task, datasets.get(place, place.dataset), place.images, "", {}, {})
+        start, names = f"{place.path}/", files.names_below(place.path)
+        found += _by_block(of, start, names)
+        found += _panels(of, start, names, variants[place])
     return found
 
 
@@ -112,7 +122,7 @@ def of_layers(
     return found
 
 
-def _by_block(task: str, dataset: str, start: str, names: Sequence[PurePosixPath]) -> list[Gallery]:
+def _by_block(of: Gallery, start: str, names: Sequence[PurePosixPath]) -> list[Gallery]:
     """Galleries of files in folders of blocks, and of sheets named after blocks."""
     images: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     sheets: dict[str, list[int]] = defaultdict(list)
@@ -130,19 +140,43 @@ def _by_block(task: str, dataset: str, start: str, names: Sequence[PurePosixPath
     for variant, by_layer in images.items():
         # Only images that are drawn at every block: a path needs both.
         everywhere = set.intersection(*map(set, by_layer.values()))
-        files = {PurePosixPath(file).stem: file for file in sorted(everywhere)}
+        files = _titled({PurePosixPath(file).stem: file for file in sorted(everywhere)})
         prefixes: dict[int | None, str] = {n: folders[variant, n] for n in sorted(by_layer)}
         if files:
-            galleries.append(Gallery(task, dataset, variant, prefixes, files))
+            galleries.append(replace(of, variant=variant, prefixes=prefixes, files=files))
     for variant, layers in sheets.items():
         prefixes = {n: folders[variant, n].rstrip("/") for n in sorted(layers)}
-        galleries.append(Gallery(task, dataset, variant, prefixes, {"": ".png"}))
+        galleries.append(replace(of, variant=variant, prefixes=prefixes, files={"": ".png"}))
     return galleries
 
 
+def told_apart(galleries: Mapping[str, Sequence[Gallery]]) -> dict[str, list[Gallery]]:
+    """The same, with `data` where pictures of a task and dataset are of several sets of images.
+
+    So are those from before and after one image was replaced.
+    """
+    sets: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for gallery in (one for those in galleries.values() for one in those):
+        sets[gallery.task, gallery.dataset].add(gallery.images)
+    return {
+        encoder: [
+            replace(one, data=f"data {one.images[:6]}")
+            if len(sets[one.task, one.dataset]) > 1
+            else one
+            for one in those
+        ]
+        for encoder, those in galleries.items()
+    }
+
+
+def _titled(files: Mapping[str, str]) -> dict[str, str]:
+    """By what readers may call the images, where that tells them apart."""
+    titles = {image_title(name): file for name, file in files.items()}
+    return titles if len(titles) == len(files) else dict(files)
+
+
 def _panels(
-    task: str,
-    dataset: str,
+    of: Gallery,
     start: str,
     names: Sequence[PurePosixPath],
     variants: Iterable[tuple[str, str]],
@@ -154,7 +188,10 @@ def _panels(
             continue
         variant, image = _split_panel_name(name, variants)
         groups[variant][image] = str(name)
-    return [Gallery(task, dataset, v, {None: start}, files) for v, files in groups.items()]
+    return [
+        replace(of, variant=v, prefixes={None: start}, files=_titled(files))
+        for v, files in groups.items()
+    ]
 
 
 def _split_panel_name(name: PurePosixPath, variants: Iterable[tuple[str, str]]) -> tuple[str, str]:

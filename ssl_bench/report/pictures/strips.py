@@ -1,12 +1,14 @@
 """A few pictures of each checkpoint over its blocks, the same kind and image for all."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.pictures.panels import Gallery
 from ssl_bench.report.pictures.viewers import address
+from ssl_bench.results import Record
+from ssl_bench.system.naming import image_digits
 
 MOST_SHOWN = 6
 MOST_TASKS = 2
@@ -32,14 +34,30 @@ class Strip:
 
 
 def strips_of(
-    checkpoints: Sequence[Checkpoint], galleries: Mapping[str, Sequence[Gallery]]
+    checkpoints: Sequence[Checkpoint],
+    galleries: Mapping[str, Sequence[Gallery]],
+    scored: Iterable[Record],
 ) -> tuple[Strip, ...]:
     """Strips of each checkpoint that has pictures, a task each, of what most of them have.
 
     Args:
         checkpoints: In the order in which they are shown.
         galleries: By id of an encoder.
+        scored: One record of each set of images whose scores are shown beside the strips: of its
+            task and dataset no other images are shown.
     """
+    shown_images: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for record in scored:
+        images = image_digits(record.dataset_fingerprint)
+        shown_images[record.task, record.dataset].add(images)
+    galleries = {
+        encoder: [
+            one
+            for one in those
+            if one.images in shown_images.get((one.task, one.dataset), {one.images})
+        ]
+        for encoder, those in galleries.items()
+    }
     shown = Counter(g.key for c in checkpoints for g in galleries[c.encoder_id])
     images = Counter(
         (g.key, image) for c in checkpoints for g in galleries[c.encoder_id] for image in g.files
@@ -72,7 +90,7 @@ def _place(gallery: Gallery, uses: int) -> tuple[bool, bool, int, int]:
 
 
 def _strip(checkpoint: Checkpoint, gallery: Gallery, image: str) -> Strip:
-    what = f"{gallery.task} on {gallery.dataset}, {gallery.variant}".rstrip(", ")
+    what = gallery.what
     of = f", image {image}" if image else ""
     layers: list[int | None] = [*_some(gallery.layers)] or [None]
     blocks = ["all blocks" if layer is None else f"block {layer}" for layer in layers]

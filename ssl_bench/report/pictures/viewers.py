@@ -91,7 +91,7 @@ def viewer(sides: Sequence[tuple[str, Gallery]]) -> Viewer:
     first = sides[0][1]
     layers: list[int | None] = list(first.layers) or [None]
     images = list(first.files)
-    what = f"{first.task} on {first.dataset}, {first.variant}".rstrip(", ")
+    what = first.what
     start = len(layers) - 1
     at = "all blocks" if layers[start] is None else f"block {layers[start]}"
     of = f", image {images[0]}" if images[0] else ""
@@ -121,7 +121,8 @@ def _title(gallery: Gallery) -> str:
     kind = "contact sheets" if gallery.is_sheet else ""
     if not kind and not gallery.layers:
         kind = "all blocks"
-    return ", ".join(part for part in (gallery.dataset, gallery.variant, kind) if part)
+    parts = (gallery.dataset, gallery.variant, gallery.data, kind)
+    return ", ".join(part for part in parts if part)
 
 
 def address_of(gallery: Gallery, image: str) -> str:

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
@@ -19,42 +18,10 @@ from ssl_bench.intervals import (
     pixel_accuracy_estimate,
 )
 from ssl_bench.results import PerImage, Record, ResultStore
-from ssl_bench.scores import average_precision, average_recall, mean_iou, pixel_accuracy
+from ssl_bench.results.contributions import adds_up, kind_of
+from ssl_bench.scores import average_precision, average_recall
 
 FOLDS = 5
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What an image contributes to some metrics, and what they make of it.
-
-    Attributes:
-        shapes: Those that the contribution of an image may have; None is any length.
-        value: In percent, or the metric's own unit.
-        estimate: The same with its interval, for which more is computed.
-    """
-
-    shapes: tuple[tuple[int | None, ...], ...]
-    value: Callable[[PerImage], float]
-    estimate: Callable[[PerImage], Estimate]
-
-    def fits(self, per_image: PerImage) -> bool:
-        """Whether contributions have one of the shapes."""
-        own = per_image.shape[1:]
-        return any(
-            len(own) == len(shape)
-            and all(wanted in (None, side) for side, wanted in zip(own, shape, strict=True))
-            for shape in self.shapes
-        )
-
-
-def _of_total(score: Callable[[Any], Any]) -> Callable[[PerImage], float]:
-    """Of a score of counts that are summed over the images."""
-    return lambda per_image: float(score(per_image.sum(0, dtype=np.int64)))
-
-
-def _share(hits: PerImage) -> float:
-    return 100.0 * float(hits.sum()) / hits.size
 
 
 def _draws_estimate(hits: PerImage) -> Estimate:
@@ -67,26 +34,16 @@ def _points_estimate(per_image: PerImage) -> Estimate:
     return mean_estimate(100.0 * right / points)
 
 
-_CLASSES = ((3, None),)
-_HITS = Kind(((),), _share, lambda hits: Share(hits.astype(bool)))
-_BOXES = ((None, None),)
-_KINDS = {
-    "miou.*": Kind(_CLASSES, _of_total(mean_iou), mean_iou_estimate),
-    "pixel_accuracy": Kind(_CLASSES, _of_total(pixel_accuracy), pixel_accuracy_estimate),
-    r".*_\d+shot": Kind(((None,),), _share, _draws_estimate),
-    "pck_.*": Kind(((2,),), lambda counts: _points_estimate(counts).value, _points_estimate),
-    "ap|ap50": Kind(
-        _BOXES, _of_total(average_precision), partial(bootstrap_estimate, score=average_precision)
-    ),
-    "ar100": Kind(
-        _BOXES, _of_total(average_recall), partial(bootstrap_estimate, score=average_recall)
-    ),
+_ESTIMATES: dict[str, Callable[[PerImage], Estimate]] = {
+    "miou.*": mean_iou_estimate,
+    "pixel_accuracy": pixel_accuracy_estimate,
+    r".*_\d+shot": _draws_estimate,
+    "pck_.*": _points_estimate,
+    "ap|ap50": partial(bootstrap_estimate, score=average_precision),
+    "ar100": partial(bootstrap_estimate, score=average_recall),
+    ".*": lambda hits: Share(hits.astype(bool)),
 }
-"""By the names of metrics, as regular expressions; all others are hits."""
-
-
-def kind_of(metric: str) -> Kind:
-    return next((kind for name, kind in _KINDS.items() if re.fullmatch(name, metric)), _HITS)
+"""By the names of metrics, as the values in `ssl_bench.results.contributions`."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +63,8 @@ class ImageCurve:
 
     def estimate(self, per_image: PerImage) -> Estimate:
         """The metric with its interval."""
-        return kind_of(self.metric).estimate(per_image)
+        found = (make for name, make in _ESTIMATES.items() if re.fullmatch(name, self.metric))
+        return next(found)(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
         """The block with the largest value on some of the images."""
@@ -167,19 +125,9 @@ def stored_curve(store: ResultStore, records: Sequence[Record]) -> ImageCurve:
     kept = {}
     for record in records:
         per_image = store.per_image(record)
-        if per_image is not None and _adds_up(per_image, record):
+        if per_image is not None and adds_up(per_image, record):
             kept[record.layer] = per_image
         # Without a meaning, as top-5 of two classes, there is nothing that they add up to.
         elif per_image is not None and not math.isnan(record.value):
             store.damaged.append(store.per_image_path(record))
     return ImageCurve(records[0].metric if records else "", kept)
-
-
-def _adds_up(per_image: PerImage, record: Record) -> bool:
-    """Whether the value of a record comes from these contributions."""
-    kind = kind_of(record.metric)
-    if not kind.fits(per_image):
-        return False
-    value = kind.value(per_image)
-    is_near = math.isclose(value, record.value, rel_tol=0, abs_tol=1e-6)
-    return is_near or (math.isnan(value) and math.isnan(record.value))
