@@ -171,9 +171,10 @@ def of_random_clusters(met: Met, metrics: Sequence[str]) -> dict[str, Baseline]:
 def _information(met: Met) -> tuple[Scores, Scores]:
     """Mutual information of clusters and classes, and the mean of both entropies."""
     of_clusters, of_classes, joint = (
-        np.asarray(_entropy(counts)) for counts in (met.sum(-1), met.sum(-2), _flat(met))
+        _entropy(counts) for counts in (met.sum(-1), met.sum(-2), _flat(met))
     )
-    return of_clusters + of_classes - joint, (of_clusters + of_classes) / 2
+    shared = of_clusters + of_classes - joint
+    return np.asarray(shared), np.asarray((of_clusters + of_classes) / 2)
 
 
 def _flat(met: Met) -> Int64[np.ndarray, "*some cells"]:

@@ -4,8 +4,6 @@ import numpy as np
 from jaxtyping import Float64, Int64
 from scipy.special import digamma, xlogy
 
-Counts = Int64[np.ndarray, "*some cells"]
-
 # Of a hypergeometric count: so many deviations from its mean nothing is left of 64 bits.
 _DEVIATIONS, _MORE = 10, 30
 # From this mean on the terms of a Taylor series that are left out are below 1e-6 of a count.
@@ -13,7 +11,9 @@ _LARGE_MEAN = 1000
 _TERMS_AT_ONCE = 2_000_000
 
 
-def expected_information(rows: Counts, cols: Counts) -> Float64[np.ndarray, "*some"]:
+def expected_information(
+    rows: Int64[np.ndarray, "*some rows"], cols: Int64[np.ndarray, "*some cols"]
+) -> Float64[np.ndarray, "*some"] | np.float64:
     """Mean mutual information in nats of two partitions with parts of these sizes, by chance.
 
     Over all permutations. Of many tables that share sizes each pair of sizes is computed once.
@@ -78,25 +78,27 @@ def _by_series(row: Sizes, col: Sizes, total: Sizes) -> Sizes:
     return (variance / (2 * mean) - skew / (6 * mean**2) + variance**2 / (4 * mean**3)) / total
 
 
-def entropy_of_more(counts: Counts) -> Float64[np.ndarray, "*some"]:
+def entropy_of_more(
+    counts: Int64[np.ndarray, "*some cells"],
+) -> Float64[np.ndarray, "*some"]:
     """Entropy in nats of what counts were drawn from, with cells that were not seen.
 
     How many those are is told by the cells that were seen once and twice.
 
     Source: Chao, Wang and Jost, Methods in Ecology and Evolution 4, 2013.
     """
-    total = counts.sum(-1).astype(float)
+    total = np.asarray(counts.sum(-1), float)
     terms = counts * (digamma(total)[..., None] - digamma(np.maximum(counts, 1)))
-    once, twice = ((counts == number).sum(-1).astype(float) for number in (1, 2))
+    once, twice = (np.asarray((counts == number).sum(-1), float) for number in (1, 2))
     # Without a cell that was seen twice, as if one of those that were seen once had been.
     once_of, twice_of = np.where(twice > 0, once, once - 1), 2 * np.maximum(twice, 1)
     share = np.where(once > 0, twice_of / ((total - 1) * np.maximum(once_of, 0) + twice_of), 1.0)
-    return terms.sum(-1) / total + once / total * _beyond(share, total)
+    return np.asarray(terms.sum(-1) / total + once / total * _beyond(share, total))
 
 
 def _beyond(
     share: Float64[np.ndarray, "*some"], total: Float64[np.ndarray, "*some"]
-) -> Float64[np.ndarray, "*some"]:
+) -> Float64[np.ndarray, "*some"] | np.float64:
     """Sum over r >= total of (1 - share)^(r - total + 1) / r, as an integral over exp(v)."""
     v = np.linspace(-50, 5, 500)
     s, left = np.exp(v) / total[..., None], 1 - share[..., None]

@@ -69,7 +69,10 @@ def patch_intervals(met: Met, by_image: csr_array) -> dict[str, Interval | None]
     images = int(by_image.shape[0])
     if few_images_warning(met, images):
         return {}
-    rows = (by_image[some].toarray().reshape(-1, *met.shape) for some in _at_once(images, met.size))
+    rows = (
+        by_image[some].toarray().reshape(-1, *met.shape)  # pyright: ignore[reportOptionalSubscript]
+        for some in _at_once(images, met.size)
+    )
     found = _without_each(met, rows, SCORES)
     return {name: _corrected(name, one) for name, one in found.items()}
 
@@ -100,7 +103,7 @@ def _information_of_many(met: Met) -> Scores:
         for counts in (met.sum(-1), met.sum(-2), met.reshape(*met.shape[:-2], -1))
     )
     mean = (of_clusters + of_classes) / 2
-    return 100 * (2 * mean - joint) / np.where(mean > 0, mean, np.nan)
+    return np.asarray(100 * (2 * mean - joint) / np.where(mean > 0, mean, np.nan))
 
 
 def _corrected(name: str, found: Jackknife) -> Interval | None:
