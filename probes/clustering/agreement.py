@@ -158,9 +158,11 @@ def of_random_clusters(met: Met, metrics: Sequence[str]) -> dict[str, Baseline]:
     """
     some = met[met.sum(1) > 0][:, met.sum(0) > 0]
     draws = 100 if some.size <= _MANY_CELLS else 10
-    tables = random_table(some.sum(1), some.sum(0)).rvs(
-        draws, random_state=np.random.default_rng(0)
-    )
+    # With one row or column there is one table; scipy's has negative counts then.
+    tables = some[None]
+    if 1 not in some.shape:
+        shuffled = random_table(some.sum(1), some.sum(0))
+        tables = shuffled.rvs(draws, random_state=np.random.default_rng(0))
     scores = {name: float(SCORES[name](tables).mean()) for name in metrics if name not in _KNOWN}
     if _has_classes(met):
         by_chance, mean = expected_information(some.sum(1), some.sum(0)), _information(some)[1]

@@ -61,10 +61,11 @@ def image_intervals(met: Met) -> dict[str, Interval | None]:
 
 
 def patch_intervals(met: Met, by_image: csr_array) -> dict[str, Interval | None]:
-    """Of all scores, from pixels by cluster and class, a row for each image.
+    """Of all scores but `miou_majority`, from pixels by cluster and class, a row for each image.
 
     Each set of all images but one has a matching of its own, because a matching is fitted to the
-    labels that are scored.
+    labels that are scored. A single image may turn the majority of a cluster, which changes that
+    score more than the margin of its interval says.
     """
     images = int(by_image.shape[0])
     if few_images_warning(met, images):
@@ -73,7 +74,8 @@ def patch_intervals(met: Met, by_image: csr_array) -> dict[str, Interval | None]
         by_image[some].toarray().reshape(-1, *met.shape)  # pyright: ignore[reportOptionalSubscript]
         for some in _at_once(images, met.size)
     )
-    found = _without_each(met, rows, SCORES)
+    scores = {name: score for name, score in SCORES.items() if name != "miou_majority"}
+    found = _without_each(met, rows, scores)
     return {name: _corrected(name, one) for name, one in found.items()}
 
 

@@ -126,6 +126,7 @@ def patch_rows() -> Iterator[Row]:
             yield {"clusters": classes, "images": images, "strength": strength} | {
                 name: covered([one.get(name) for one in found], float(score(met)))
                 for name, score in SCORES.items()
+                if name in found[0]
             }
 
 
