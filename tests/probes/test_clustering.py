@@ -1,6 +1,7 @@
 """Clusters beside classes: counted by hand, as scikit-learn has it, and of coloured pictures."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from probes.clustering.information import entropy_of_more, expected_information
 from probes.clustering.intervals import few_images_warning, image_intervals
 from probes.clustering.probe import Clustering
 from probes.clustering.run import ClusteringRun
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import Evaluation, ProbeContext
@@ -31,6 +33,7 @@ from ssl_bench.models import (
     build_vit,
     encoder_from_model,
 )
+from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress
 from tests.support.coloured_classes import coloured_classes
@@ -308,6 +311,22 @@ def test_every_cell_gets_a_record_and_the_seed_is_part_of_it(colours, tmp_path):
     assert {r.digest for r in first}.isdisjoint(r.digest for r in other)
     assert [r.unit for r in first] == 2 * ["%", "%", "", "%", "%"]
     assert all(r.trained_on is None for r in first)
+
+
+def test_agreement_below_chance_is_read_and_leads_the_table(colours, tmp_path, capsys):
+    store, cpu = ResultStore(tmp_path / "out"), torch.device("cpu")
+    encoder, probe = encoder_from_model(vit(), name="tiny"), Clustering(num_workers=1)
+    evaluation = Evaluation(encoder, colours, probe, (1,), 0, cpu, torch.float32)
+    found = {r.metric: r for r in evaluation.run(store, say=lambda _: None)}
+    store.save(replace(found["ami"], value=-3.25, ci95=(-5.0, -1.0)))
+    path = store.save(replace(found["nmi"], value=-3.25))
+
+    assert main(["table", "--out", str(tmp_path / "out"), "--task", "clustering"]) == 0
+
+    shown = capsys.readouterr()
+    assert "-3.2" in shown.out
+    assert path.name in shown.err
+    assert chosen_metric([(metric, r.is_ranked) for metric, r in found.items()]) == "ami"
 
 
 def test_the_seed_decides_where_k_means_begins(colours):
