@@ -4,12 +4,12 @@
 would; its figures are in results/tables/intervals.md.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float, Float64, Int64, Integer, Shaped
+from jaxtyping import Bool, Float, Float64, Integer, Shaped
 
 from ssl_bench.scores import iou_of, mean_of_known, pixel_accuracy
 
@@ -137,7 +137,7 @@ class MeanIoU(Jackknife):
 
 @dataclass(frozen=True, eq=False)
 class Bootstrap:
-    """A score in percent of all images, and of as many that were drawn from them with replacement.
+    """A score in percent of some images, and of as many that were drawn from them with replacement.
 
     Equal numbers of images give equal draws, so that the draws of two scores are pairs.
 
@@ -146,12 +146,32 @@ class Bootstrap:
 
     value: float
     drawn: Float64[np.ndarray, " draws"]
+    num_images: int
+
+    @property
+    def margin(self) -> float:
+        """Student's t times the deviation of draws, which is too small by (n - 1) / n; or NaN."""
+        from scipy.special import stdtrit
+
+        known, others = self.drawn[~np.isnan(self.drawn)], self.num_images - 1
+        if not others or not len(known) or not np.ptp(known) > _NO_CHANGE:
+            return np.nan
+        return -float(stdtrit(others, _TAIL) * known.std() * np.sqrt(self.num_images / others))
 
     def ci95(self) -> Interval | None:
-        return _between(self.drawn)
+        """Symmetric in the logarithm of the odds: small scores vary less than larger ones."""
+        from scipy.special import expit, logit
+
+        share = self.value / 100
+        if np.isnan(self.margin) or not 0 < share < 1:
+            return None
+        margin = self.margin / 100 / (share * (1 - share))
+        low, high = 100 * expit(logit(share) + margin * np.array([-1, 1]))
+        return float(low), float(high)
 
     def difference_ci95(self, first: "Bootstrap") -> Interval | None:
-        return _between(self.drawn - first.drawn)
+        both = Bootstrap(self.value - first.value, self.drawn - first.drawn, self.num_images)
+        return _within(both.value - both.margin, both.value + both.margin, least=-100.0)
 
 
 def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
@@ -163,21 +183,14 @@ def bootstrap_estimate(per_image: _PerImage, score: _Score) -> Bootstrap:
         per_image: Counts.
         score: Of summed counts, whose first axes it keeps.
     """
-    counts = per_image.reshape(len(per_image), -1).astype(np.float64)
-    drawn = [
-        score((times @ counts).reshape(len(times), *per_image.shape[1:]))
-        for times in draws_of_images(len(per_image))
-    ]
-    value = score(per_image.sum(0, dtype=np.int64))
-    return Bootstrap(float(value), np.concatenate(drawn))
-
-
-def draws_of_images(images: int) -> Iterator[Int64[np.ndarray, "draws images"]]:
-    """How often each of so many images is drawn, some draws of a `Bootstrap` at a time."""
-    generator = np.random.default_rng(0)
+    images, generator = len(per_image), np.random.default_rng(0)
+    counts, drawn = per_image.reshape(images, -1).astype(np.float64), []
     for _ in range(_DRAWS // _DRAWS_AT_ONCE):
         chosen = generator.integers(images, size=(_DRAWS_AT_ONCE, images))
-        yield np.stack([np.bincount(one, minlength=images) for one in chosen])
+        times = np.stack([np.bincount(one, minlength=images) for one in chosen])
+        drawn.append(score((times @ counts).reshape(len(times), *per_image.shape[1:])))
+    value = score(per_image.sum(0, dtype=np.int64))
+    return Bootstrap(float(value), np.concatenate(drawn), images)
 
 
 def mean_iou_estimate(per_image: Integer[np.ndarray, "images 3 classes"]) -> MeanIoU:
@@ -217,11 +230,3 @@ def few_images_warning(num_images: int) -> list[str]:
 
 def _within(low: float, high: float, *, least: float) -> Interval | None:
     return None if np.isnan(low + high) else (max(low, least), min(high, 100.0))
-
-
-def _between(drawn: Float64[np.ndarray, " draws"]) -> Interval | None:
-    known = drawn[~np.isnan(drawn)]
-    if not len(known) or not np.ptp(known) > _NO_CHANGE:
-        return None
-    low, high = np.quantile(known, [_TAIL, 1 - _TAIL])
-    return float(low), float(high)

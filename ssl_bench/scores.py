@@ -116,6 +116,29 @@ def average_precision(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     return np.where(true[..., 0] > 0, 100.0 * at_recall.mean((-2, -1)), np.nan)
 
 
+def coco_average_precision(
+    per_image: Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"],
+) -> float:
+    """What COCOeval has as AP (`stats[0]`), where boxes of one rank come in the order of images.
+
+    So it hangs on that order, unlike `average_precision`; and it takes the best precision of a line
+    that goes up and down with it. NaN where no box is true.
+
+    Args:
+        per_image: `DetectionCounts` of each image, with one box a rank at most.
+    """
+    true = int(per_image[:, 0, 0].sum())
+    boxes = per_image[:, 1:].swapaxes(0, 1).reshape(-1, per_image.shape[2])
+    right = boxes[boxes[:, 0] > 0, 1:].cumsum(0, dtype=np.int64)
+    if not true or not len(right):
+        return 0.0 if true else np.nan
+    precision = right / np.arange(1, len(right) + 1)[:, None]
+    best = np.maximum.accumulate(precision[::-1])[::-1]
+    best = np.concatenate([best, np.zeros_like(best[:1])])
+    at = [np.searchsorted(recall, _RECALLS) for recall in (right / true).T]
+    return 100.0 * float(np.mean([best[where, number] for number, where in enumerate(at)]))
+
+
 def average_recall(counts: DetectionCounts) -> Float64[np.ndarray, "*some"]:
     """Mean over IoUs of the true boxes that are found, in percent; NaN where no box is true.
 

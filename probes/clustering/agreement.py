@@ -1,19 +1,28 @@
 """How well clusters agree with classes, from how often they meet."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 from jaxtyping import Float64, Int64, Real
 from scipy.optimize import linear_sum_assignment
 from scipy.special import xlogy
+from scipy.stats import random_table
 
+from probes.clustering.information import expected_information
 from ssl_bench.results import Baseline
 from ssl_bench.scores import iou_of, mean_of_known
 
 Met = Int64[np.ndarray, "*some clusters classes"]
 """How many images, or pixels, of each class are in each cluster."""
 Scores = Float64[np.ndarray, "*some"]
+
+# Nats below which a difference of entropies is rounding.
+_NOTHING = 1e-12
+_MANY_CELLS = 10_000
+# By chance, without a draw.
+_KNOWN = ("ami", "ari", "nmi")
 
 
 def meetings(
@@ -29,13 +38,32 @@ def meetings(
 
 
 def nmi(met: Met) -> Scores:
-    """Mutual information in percent of the mean of both entropies; NaN where there is one class."""
-    of_clusters, of_classes, joint = (
-        _entropy(counts) for counts in (met.sum(-1), met.sum(-2), _flat(met))
-    )
-    shared = of_clusters + of_classes - joint
-    several, mean = _has_classes(met), (of_clusters + of_classes) / 2
+    """Mutual information in percent of the mean of both entropies; NaN where there is one class.
+
+    Grows with the number of clusters and of classes, the more so the fewer images there are: 44 for
+    random clusters of 1,000 classes of 50 images.
+    """
+    shared, mean = _information(met)
+    several = _has_classes(met)
     return np.where(several, 100.0 * np.maximum(0.0, shared) / np.where(several, mean, 1.0), np.nan)
+
+
+def ami(met: Met) -> Scores:
+    """Mutual information beyond chance, in percent of the most there could be beyond chance.
+
+    Chance is the mean over all ways to give out the same sizes of clusters: random clusters have 0
+    on average, and single ones less. Of very many images it is `nmi`. NaN where there is one class,
+    or where chance leaves nothing to gain, as where each image has a class of its own.
+
+    Source: Vinh, Epps and Bailey, Journal of Machine Learning Research 11, 2010, with the mean of
+    both entropies.
+    """
+    shared, mean = _information(met)
+    by_chance = expected_information(met.sum(-1), met.sum(-2))
+    known = _has_classes(met) & (mean - by_chance > _NOTHING)
+    return np.where(
+        known, 100 * (shared - by_chance) / np.where(known, mean - by_chance, 1), np.nan
+    )
 
 
 def ari(met: Met) -> Scores:
@@ -108,42 +136,47 @@ class Matching:
         return np.asarray(100.0 * (met * stands).sum((-2, -1)) / met.sum((-2, -1)))
 
 
-def agreements(met: Met) -> dict[str, Scores]:
-    """Every score by its name, with the matching that fits these counts best."""
-    matching, majority = Matching.of(met), Matching.of_majority(met)
-    return {
-        "nmi": nmi(met),
-        "ari": ari(met),
-        "purity": purity(met),
-        "miou_matched": matching.miou(met),
-        "accuracy_matched": matching.accuracy(met),
-        "miou_majority": majority.miou(met),
+SCORES: Mapping[str, Callable[[Met], Scores]] = MappingProxyType(
+    {
+        "ami": ami,
+        "nmi": nmi,
+        "ari": ari,
+        "purity": purity,
+        "miou_matched": lambda met: Matching.of(met).miou(met),
+        "accuracy_matched": lambda met: Matching.of(met).accuracy(met),
+        "miou_majority": lambda met: Matching.of_majority(met).miou(met),
     }
+)
+"""By name; the matching is the one that fits the counts best."""
 
 
-def without_a_look(met: Met) -> dict[str, Baseline]:
-    """What every score is where all is in one cluster, as far as that is a number."""
-    scores = agreements(met.sum(-2, keepdims=True))
-    return {
-        name: Baseline("one cluster", float(value))
-        for name, value in scores.items()
-        if not np.isnan(value)
-    }
+def of_random_clusters(met: Met, metrics: Sequence[str]) -> dict[str, Baseline]:
+    """What scores are on average where clusters of the same sizes are given out at random.
+
+    `ami` and `ari` are 0 then, and `nmi` is known too; the others are the mean of 100 such tables,
+    of ten where a table is large. What is no number is left out.
+    """
+    some = met[met.sum(1) > 0][:, met.sum(0) > 0]
+    draws = 100 if some.size <= _MANY_CELLS else 10
+    # With one row or column there is one table; scipy's has negative counts then.
+    tables = some[None]
+    if 1 not in some.shape:
+        shuffled = random_table(some.sum(1), some.sum(0))
+        tables = shuffled.rvs(draws, random_state=np.random.default_rng(0))
+    scores = {name: float(SCORES[name](tables).mean()) for name in metrics if name not in _KNOWN}
+    if _has_classes(met):
+        by_chance, mean = expected_information(some.sum(1), some.sum(0)), _information(some)[1]
+        scores |= {"ami": 0.0, "ari": 0.0, "nmi": float(100 * by_chance / mean)}
+    return {name: Baseline("random clusters", value) for name, value in scores.items()}
 
 
-def without_each(
-    met: Met,
-    clusters: Int64[np.ndarray, " images"],
-    classes: Int64[np.ndarray, " images"],
-    score: Callable[[Met], Scores],
-) -> Float64[np.ndarray, " images"]:
-    """A score of all images but each one; clusters stay what they are."""
-    found = {}
-    for cell in set(zip(clusters.tolist(), classes.tolist(), strict=True)):
-        fewer = met.copy()
-        fewer[cell] -= 1
-        found[cell] = float(score(fewer))
-    return np.array([found[cell] for cell in zip(clusters.tolist(), classes.tolist(), strict=True)])
+def _information(met: Met) -> tuple[Scores, Scores]:
+    """Mutual information of clusters and classes, and the mean of both entropies."""
+    of_clusters, of_classes, joint = (
+        _entropy(counts) for counts in (met.sum(-1), met.sum(-2), _flat(met))
+    )
+    shared = of_clusters + of_classes - joint
+    return np.asarray(shared), np.asarray((of_clusters + of_classes) / 2)
 
 
 def _flat(met: Met) -> Int64[np.ndarray, "*some cells"]:

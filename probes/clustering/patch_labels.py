@@ -7,8 +7,7 @@ import numpy as np
 from jaxtyping import Int64, Integer, UInt8
 from scipy.sparse import csr_array
 
-from probes.clustering.agreement import Met, Scores, agreements
-from ssl_bench.intervals import Bootstrap, draws_of_images
+from probes.clustering.agreement import Met
 from ssl_bench.scores import IGNORED
 
 
@@ -77,20 +76,3 @@ class Meetings:
         by_image = csr_array((labels.pixels, (images, cells)), shape=shape)
         met = np.asarray(by_image.sum(0)).reshape(num_clusters, num_classes)
         return cls(met, by_image)
-
-    def estimates(self) -> dict[str, Bootstrap]:
-        """Every score by its name; each draw of images has a matching of its own.
-
-        For the matching is fitted to the labels of the images that are scored. The clusters stay
-        what they are.
-        """
-        drawn: dict[str, list[Scores]] = {}
-        for times in draws_of_images(len(self.by_image.indptr) - 1):
-            met = (times @ self.by_image).reshape(-1, *self.met.shape)
-            # Of images without a label alone there is nothing to say.
-            for name, values in agreements(met[met.any((1, 2))]).items():
-                drawn.setdefault(name, []).append(values)
-        return {
-            name: Bootstrap(float(value), np.concatenate(drawn[name]))
-            for name, value in agreements(self.met).items()
-        }

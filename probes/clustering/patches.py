@@ -8,17 +8,18 @@ from typing import Any
 from jaxtyping import Float16
 from torch import Tensor
 
-from probes.clustering.agreement import Matching, without_a_look
+from probes.clustering.agreement import Matching
+from probes.clustering.intervals import patch_intervals
 from probes.clustering.kmeans import Centres, clustered
 from probes.clustering.passes import Cell, PatchPasses
 from probes.clustering.patch_labels import Meetings
-from probes.clustering.probe import Clustering, metric_name
+from probes.clustering.probe import Clustering
+from probes.clustering.run import scores_of
 from probes.features.image import is_constant
 from probes.features.stream import batches
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.intervals import Bootstrap, Interval, few_images_warning
 
 
 @dataclass(frozen=True)
@@ -77,35 +78,14 @@ class PatchClusteringRun:
         self, cell: Cell, times: int, meetings: Meetings, images: ImageSet, known: dict[str, Any]
     ) -> Iterator[Score]:
         met = meetings.met
-        ious = Matching.of(met).ious(met)
-        details = known | {
-            "num_clusters": len(met),
-            "empty_clusters": int((met.sum(1) == 0).sum()),
-            "iou_by_class": {
-                name: None if math.isnan(iou) else iou
-                for name, iou in zip(images.class_names, ious.tolist(), strict=True)
-            },
-            "warnings": few_images_warning(len(images)),
+        ious = Matching.of(met).ious(met).tolist()
+        by_class = {
+            name: None if math.isnan(iou) else iou
+            for name, iou in zip(images.class_names, ious, strict=True)
         }
-        estimates, baselines = meetings.estimates(), without_a_look(met)
-        for metric in self.probe.metrics(times):
-            baseline = baselines[metric].as_details() if metric in baselines else {}
-            yield Score(
-                layer=cell[0],
-                facet=cell[1],
-                metric=metric_name(metric, times),
-                value=estimates[metric].value,
-                ci95=around(estimates[metric]),
-                num_images=len(images),
-                details=details | baseline,
-                unit="" if metric == "ari" else "%",
-            )
-
-
-def around(estimate: Bootstrap) -> Interval | None:
-    """Widened to the value: a draw has fewer different images, which often agree better."""
-    found = estimate.ci95()
-    return found and (min(found[0], estimate.value), max(found[1], estimate.value))
+        intervals = patch_intervals(met, meetings.by_image)
+        details = known | {"iou_by_class": by_class}
+        yield from scores_of(self.probe, cell, times, met, intervals, len(images), details)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
-METRICS = ("nmi", "ari", "purity", "miou_matched")
+METRICS = ("ami", "nmi", "ari", "purity", "miou_matched")
 PATCH_METRICS = (*METRICS, "accuracy_matched")
 MAJORITY = "miou_majority"
 """Of patches in more clusters than classes."""

@@ -1,8 +1,7 @@
 """Clustering of one encoder's features on one dataset: features, k-means, scores."""
 
 import itertools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +9,8 @@ import numpy as np
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 
-from probes.clustering.agreement import (
-    Matching,
-    Met,
-    Scores,
-    ari,
-    meetings,
-    nmi,
-    purity,
-    without_a_look,
-    without_each,
-)
+from probes.clustering.agreement import SCORES, Met, meetings, of_random_clusters
+from probes.clustering.intervals import few_images_warning, image_intervals
 from probes.clustering.kmeans import clustered
 from probes.clustering.probe import Clustering, metric_name
 from probes.features.image import ImagePass, is_constant
@@ -28,7 +18,7 @@ from probes.features.stream import batches
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
-from ssl_bench.intervals import Interval, Jackknife
+from ssl_bench.intervals import Interval
 
 Cell = tuple[int, str]
 
@@ -86,30 +76,7 @@ class ClusteringRun:
     ) -> Iterator[Score]:
         clusters = self._clusters(unit, times * num_classes)
         met = meetings(clusters, classes, times * num_classes, num_classes)
-        matching = Matching.of(met)
-        used = {"num_clusters": len(met), "empty_clusters": int((met.sum(1) == 0).sum())}
-        ways: dict[str, Callable[[Met], Scores]] = {
-            "nmi": nmi,
-            "ari": ari,
-            "purity": purity,
-            "miou_matched": matching.miou,
-        }
-        baselines = without_a_look(met)
-        for metric, score in ways.items():
-            baseline = baselines[metric].as_details() if metric in baselines else {}
-            value = float(score(met))
-            estimate = Jackknife(value, without_each(met, clusters, classes, score))
-            is_share = metric != "ari"
-            yield Score(
-                layer=cell[0],
-                facet=cell[1],
-                metric=metric_name(metric, times),
-                value=value,
-                ci95=_interval(estimate, (0.0, 100.0) if is_share else (-1.0, 1.0)),
-                num_images=len(unit),
-                details=details | used | baseline,
-                unit="%" if is_share else "",
-            )
+        yield from scores_of(self.probe, cell, times, met, image_intervals(met), len(unit), details)
 
     def _clusters(
         self, unit: Float[np.ndarray, "images dim"], count: int
@@ -119,12 +86,31 @@ class ClusteringRun:
         return np.asarray(fitted.labels_, np.int64)
 
 
-def _interval(estimate: Jackknife, ends: Interval) -> Interval | None:
-    """Student's t, within what a score can be."""
-    if math.isnan(estimate.value) or math.isnan(estimate.margin):
-        return None
-    low, high = ends
-    return (
-        max(low, estimate.value - estimate.margin),
-        min(high, estimate.value + estimate.margin),
-    )
+def scores_of(
+    probe: Clustering,
+    cell: Cell,
+    times: int,
+    met: Met,
+    intervals: Mapping[str, Interval | None],
+    num_images: int,
+    details: Mapping[str, Any],
+) -> Iterator[Score]:
+    """All metrics of one block and facet in so many clusters a class; some have an interval."""
+    baselines = of_random_clusters(met, probe.metrics(times))
+    counted = {
+        "num_clusters": len(met),
+        "empty_clusters": int((met.sum(1) == 0).sum()),
+        "warnings": few_images_warning(met, num_images),
+    }
+    for metric in probe.metrics(times):
+        baseline = baselines[metric].as_details() if metric in baselines else {}
+        yield Score(
+            layer=cell[0],
+            facet=cell[1],
+            metric=metric_name(metric, times),
+            value=float(SCORES[metric](met)),
+            ci95=intervals.get(metric),
+            num_images=num_images,
+            details={**details, **counted, **baseline},
+            unit="" if metric == "ari" else "%",
+        )

@@ -9,7 +9,7 @@ from ssl_bench.composition.fields import Within
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.scores import MOST_DETECTIONS
 
-METRICS = ("ap", "ap50", "ar100", "corloc")
+METRICS = ("ap", "ap50", "ar100", "ap_coco", "corloc")
 
 
 @dataclass(frozen=True)

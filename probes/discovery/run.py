@@ -15,7 +15,7 @@ from probes.tokencut.run import DiscoveryRun
 from probes.tokencut.scores import centre_baseline, centre_boxes, corloc_score, flagged
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.intervals import bootstrap_estimate
-from ssl_bench.scores import average_precision, average_recall
+from ssl_bench.scores import average_precision, average_recall, coco_average_precision
 
 AllCounts = Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"]
 
@@ -63,6 +63,16 @@ def scores_of_block(
             details={**details, **more},
             per_image=those.astype(np.uint16),
         )
+    more = {} if blind is None else centre_baseline(coco_average_precision(blind))
+    yield Score(
+        layer=layer,
+        facet=facet,
+        metric="ap_coco",
+        value=coco_average_precision(counts),
+        ci95=None,
+        num_images=len(judged),
+        details={**details, **more},
+    )
 
 
 def at_half(counts: AllCounts) -> Integer[np.ndarray, "images ranks_and_truth 2"]:

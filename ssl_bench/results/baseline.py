@@ -9,7 +9,7 @@ _DETAIL = "baseline"
 
 @dataclass(frozen=True)
 class Baseline:
-    """The same answer for every image, and its score.
+    """An answer that looks at no image, such as the same for all, and its score.
 
     Attributes:
         answer: In words, such as "centre box".

@@ -28,6 +28,8 @@ _LONGEST_REASON = 200
 _SMALLEST, _LARGEST = 1e-300, 1e300
 # Percent that were averaged may lie off by their rounding.
 _ROUNDING = 1e-6
+# Percent beyond chance, below 0 for less.
+_BEYOND_CHANCE = re.compile(r"ami(_x\d+)?")
 
 
 def parsed(content: bytes) -> dict[str, Any]:
@@ -143,9 +145,10 @@ def _require_identities(fields: Mapping[str, Any]) -> None:
 
 
 def _require_score(fields: Mapping[str, Any]) -> None:
+    least = -100 if _BEYOND_CHANCE.fullmatch(fields["metric"]) else 0
     for number in (fields["value"], *(fields["ci95"] or ())):
         if fields["unit"] == "%":
-            _require_percent("value or ci95", number)
+            _require_percent("value or ci95", number, least)
         elif math.isfinite(number) and number and not _SMALLEST <= abs(number) <= _LARGEST:
             raise ValueError(f"value or ci95 is {number}")
     if not holds(fields["ci95"], fields["value"]):
@@ -162,11 +165,11 @@ def holds(ci95: tuple[float, float] | None, value: float) -> bool:
     )
 
 
-def _require_percent(name: str, value: Any) -> None:
+def _require_percent(name: str, value: Any, least: int = 0) -> None:
     if type(value) not in (int, float) or not (
-        math.isnan(value) or -_ROUNDING <= value <= 100 + _ROUNDING
+        math.isnan(value) or least - _ROUNDING <= value <= 100 + _ROUNDING
     ):
-        raise ValueError(f"{name} is {value!r}, expected 0 to 100")
+        raise ValueError(f"{name} is {value!r}, expected {least} to 100")
 
 
 def _require_plain(name: str, value: Any, levels: int) -> None:

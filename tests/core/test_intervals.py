@@ -6,12 +6,16 @@ import scipy.stats
 
 from ssl_bench.intervals import (
     FEW_IMAGES,
+    Bootstrap,
     Share,
+    bootstrap_estimate,
     few_images_warning,
     mean_estimate,
     mean_iou_estimate,
     pixel_accuracy_estimate,
 )
+from ssl_bench.scores import average_precision
+from tests.benchmarks.box_intervals import population as boxes
 from tests.benchmarks.interval_coverage import population
 
 RANDOM = np.random.default_rng(0)
@@ -148,3 +152,29 @@ def test_nine_of_ten_intervals_hold_the_mean_iou_of_the_population(classes):
     ends = [estimate(sample.astype(np.int32)).ci95() or (0, 0) for sample in samples]
 
     assert sum(low <= miou(whole) <= high for low, high in ends) >= 54
+
+
+def test_a_bootstrap_is_symmetric_in_the_odds_and_students():
+    drawn = np.array([10.0, 20.0, 30.0])
+    margin = scipy.stats.t.ppf(0.975, 8) * drawn.std() * np.sqrt(9 / 8)
+    odds, around = np.log(0.2 / 0.8), margin / 100 / (0.2 * 0.8)
+    ends = [100 / (1 + np.exp(-(odds + sign * around))) for sign in (-1, 1)]
+
+    found = Bootstrap(20.0, drawn, 9)
+
+    assert found.ci95() == pytest.approx(ends)
+    other = Bootstrap(15.0, np.zeros(3), 9)
+    assert found.difference_ci95(other) == pytest.approx((5 - margin, 5 + margin))
+    assert Bootstrap(20.0, np.full(3, 20.0), 9).ci95() is None
+    assert Bootstrap(0.0, drawn, 9).ci95() is None
+    assert Bootstrap(20.0, drawn, 1).ci95() is None
+
+
+def test_intervals_of_average_precision_hold_it_of_few_images():
+    whole = boxes(-2.0, 2000)[0, ..., :2]
+    truth, random = float(average_precision(whole.sum(0))), np.random.default_rng(0)
+
+    samples = [whole[random.integers(len(whole), size=26)] for _ in range(40)]
+    ends = [bootstrap_estimate(one, average_precision).ci95() or (0, 0) for one in samples]
+
+    assert sum(low <= truth <= high for low, high in ends) >= 39

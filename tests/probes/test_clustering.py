@@ -1,6 +1,7 @@
 """Clusters beside classes: counted by hand, as scikit-learn has it, and of coloured pictures."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,16 +9,20 @@ import sklearn.metrics
 import torch
 
 from probes.clustering.agreement import (
+    SCORES,
     Matching,
-    agreements,
+    ami,
     ari,
     meetings,
     nmi,
+    of_random_clusters,
     purity,
-    without_each,
 )
+from probes.clustering.information import entropy_of_more, expected_information
+from probes.clustering.intervals import few_images_warning, image_intervals
 from probes.clustering.probe import Clustering
 from probes.clustering.run import ClusteringRun
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import Evaluation, ProbeContext
@@ -28,6 +33,7 @@ from ssl_bench.models import (
     build_vit,
     encoder_from_model,
 )
+from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress
 from tests.support.coloured_classes import coloured_classes
@@ -72,12 +78,12 @@ def test_many_tables_at_once_are_scored_as_each_alone():
     mets = generator.integers(9, size=(7, 5, 3))
     mets[0, :, 1:] = 0
 
-    together = agreements(mets)
-
-    for number, met in enumerate(mets):
-        for name, value in agreements(met).items():
-            np.testing.assert_allclose(together[name][number], value, err_msg=name)
-    assert np.isnan(together["nmi"][0])
+    for name, score in SCORES.items():
+        together = score(mets)
+        for number, met in enumerate(mets):
+            np.testing.assert_allclose(together[number], score(met), atol=1e-9, err_msg=name)
+    assert np.isnan(nmi(mets)[0])
+    assert np.isnan(ami(mets)[0])
 
 
 def test_the_matching_takes_most_images_and_not_the_best_of_each():
@@ -101,6 +107,97 @@ def test_scores_are_those_of_scikit_learn():
     assert ari(met) == pytest.approx(sklearn.metrics.adjusted_rand_score(truth, guess))
 
 
+@pytest.mark.parametrize(
+    ("images", "clusters", "classes"),
+    [(10, 3, 2), (18, 18, 6), (60, 50, 50), (900, 20, 7), (5000, 3, 2), (100_000, 9, 5)],
+)
+def test_adjusted_mutual_information_is_that_of_scikit_learn(images, clusters, classes):
+    guess, truth, met = drawn(images, clusters, classes)
+    theirs = sklearn.metrics.adjusted_mutual_info_score(truth, guess, average_method="arithmetic")
+    assert ami(met) == pytest.approx(100 * theirs, abs=1e-8)
+
+
+def test_expected_information_of_many_tables_is_that_of_each():
+    generator = np.random.default_rng(0)
+    rows, cols = generator.integers(6, size=(2, 40, 5))
+    rows[:, 0] += np.maximum(0, cols.sum(1) - rows.sum(1))
+    cols[:, 0] += np.maximum(0, rows.sum(1) - cols.sum(1))
+
+    together = expected_information(rows, cols)
+
+    alone = [expected_information(*one) for one in zip(rows, cols, strict=True)]
+    np.testing.assert_allclose(together, alone, atol=1e-12)
+
+
+def test_random_clusters_have_no_information_beyond_chance():
+    generator = np.random.default_rng(0)
+    guess, truth = generator.integers(1000, size=50_000), np.repeat(np.arange(1000), 50)
+    met = meetings(guess, truth, 1000, 1000)
+    assert nmi(met) == pytest.approx(43.73, abs=0.1)
+    assert ami(met) == pytest.approx(0, abs=0.1)
+
+
+def test_random_clusters_of_the_same_sizes_are_the_baseline():
+    _, truth, met = drawn()
+    generator = np.random.default_rng(1)
+    guess = np.repeat(np.arange(5), met.sum(1))
+    shuffled = [meetings(guess, generator.permutation(truth), 5, 4) for _ in range(4000)]
+
+    found = of_random_clusters(met, list(SCORES))
+
+    assert {one.answer for one in found.values()} == {"random clusters"}
+    assert (found["ami"].value, found["ari"].value) == (0, 0)
+    assert found["nmi"].value == pytest.approx(nmi(np.stack(shuffled)).mean(), abs=0.2)
+    for name in ("purity", "miou_matched", "accuracy_matched", "miou_majority"):
+        expected = SCORES[name](np.stack(shuffled)).mean()
+        assert found[name].value == pytest.approx(expected, abs=1.5), name
+    # One class is in every cluster alone, and one cluster is what it is.
+    assert of_random_clusters(met[:, :1], ["purity"])["purity"].value == 100
+    one = met.sum(0, keepdims=True)
+    assert of_random_clusters(one, ["purity"])["purity"].value == pytest.approx(purity(one))
+
+
+def test_entropy_of_cells_that_were_not_seen_is_that_of_a_loop():
+    counts = np.array([5, 3, 2, 2, 1, 1, 1, 0])
+    share = 2 * 2 / (14 * 3 + 2 * 2)
+    seen = sum(x / 15 * sum(1 / k for k in range(x, 15)) for x in counts if x)
+    unseen = 3 / 15 * sum((1 - share) ** (r - 14) / r for r in range(15, 3000))
+    assert entropy_of_more(counts) == pytest.approx(seen + unseen, rel=1e-9)
+
+    generator = np.random.default_rng(0)
+    drawn = np.stack([generator.multinomial(200, np.full(200, 1 / 200)) for _ in range(40)])
+    assert entropy_of_more(drawn).mean() == pytest.approx(np.log(200), abs=0.05)
+
+
+@pytest.mark.parametrize("strength", [0.3, 0.95])
+def test_nine_of_ten_intervals_hold_the_agreement_of_very_many_images(strength):
+    share = strength * np.eye(10) / 10 + (1 - strength) / 100
+    generator = np.random.default_rng(0)
+    samples = [generator.multinomial(300, share.ravel()).reshape(10, 10) for _ in range(60)]
+
+    found = [image_intervals(met) for met in samples]
+
+    for name in ("ami", "ari"):
+        truth = float(SCORES[name](np.rint(share * 10**12).astype(int)))
+        ends = [one[name] or (0, 0) for one in found]
+        assert sum(low <= truth <= high for low, high in ends) >= 54, name
+    for met, one in zip(samples, found, strict=True):
+        low, high = one["ami"] or (0, 0)
+        assert low <= ami(met) <= high
+        assert set(one) == {"ami", "ari"}
+
+
+def test_too_few_images_for_their_pairs_have_no_interval_and_say_so():
+    _, _, met = drawn(images=59)
+    assert image_intervals(met) == {}
+    _, _, met = drawn(images=60)
+    assert few_images_warning(met, 60) == []
+    assert image_intervals(met)["ami"]
+    # A class and a cluster more: 3 for each of 30 pairs.
+    _, _, met = drawn(images=89, clusters=6, classes=5)
+    assert "89 images, and 90 are needed of 30 pairs" in few_images_warning(met, 89)[0]
+
+
 def restated_stego(met):
     """Of more clusters than classes: those left over are a further class of IoU 0 in the mean."""
     matching = Matching.of(met)
@@ -121,21 +218,15 @@ def test_names_of_clusters_make_no_difference():
 def test_equal_partitions_are_perfect_and_one_class_says_nothing():
     same = np.diag([3, 4, 5])
     assert (nmi(same), ari(same), purity(same)) == (pytest.approx(100), pytest.approx(1), 100)
+    assert ami(same) == pytest.approx(100)
     assert Matching.of(same).miou(same) == 100
     assert ari(np.array([[1, 1], [1, 1]])) < 0
     one = np.array([[3], [4]])
     assert math.isnan(nmi(one))
+    assert math.isnan(ami(one))
     assert math.isnan(ari(one))
     together = np.array([[3, 4], [0, 0]])
-    assert (nmi(together), ari(together)) == (pytest.approx(0), pytest.approx(0))
-
-
-def test_a_score_without_an_image_is_that_of_the_others():
-    guess, truth, met = drawn()
-    others = np.arange(60) != 7
-    fewer = meetings(guess[others], truth[others], *met.shape)
-    for score in (nmi, ari, purity):
-        assert without_each(met, guess, truth, score)[7] == pytest.approx(score(fewer))
+    assert (nmi(together), ami(together), ari(together)) == (pytest.approx(0),) * 3
 
 
 @pytest.fixture
@@ -175,10 +266,11 @@ def test_colours_come_out_of_features_that_have_them(colours):
         assert found[layer, "patch_mean", "nmi"].value == pytest.approx(100)
         assert found[layer, "patch_mean", "ari"].value == pytest.approx(1)
         assert found[layer, "patch_mean", "miou_matched"].value == pytest.approx(100)
-        # Six classes of three images each, in one cluster.
-        assert found[layer, "patch_mean", "purity"].details["baseline"] == {
-            "answer": "one cluster", "value": pytest.approx(100 / 6),
-        }  # fmt: skip
+        assert found[layer, "patch_mean", "ami"].value == pytest.approx(100)
+        baseline = found[layer, "patch_mean", "purity"].details["baseline"]
+        assert baseline["answer"] == "random clusters"
+        assert 100 / 6 < baseline["value"] < 60
+        assert found[layer, "patch_mean", "ami"].ci95 is None
     details = found[0, "patch_mean", "nmi"].details
     assert (details["num_clusters"], details["constant_features"]) == (6, False)
 
@@ -214,11 +306,27 @@ def test_every_cell_gets_a_record_and_the_seed_is_part_of_it(colours, tmp_path):
         return evaluation.run(store, say=lambda _: None)
 
     first, again, other = run(0), run(0), run(1)
-    assert [r.metric for r in first] == 2 * ["nmi", "ari", "purity", "miou_matched"]
+    assert [r.metric for r in first] == 2 * ["ami", "nmi", "ari", "purity", "miou_matched"]
     assert [r.value for r in again] == [r.value for r in first]
     assert {r.digest for r in first}.isdisjoint(r.digest for r in other)
-    assert [r.unit for r in first] == 2 * ["%", "", "%", "%"]
+    assert [r.unit for r in first] == 2 * ["%", "%", "", "%", "%"]
     assert all(r.trained_on is None for r in first)
+
+
+def test_agreement_below_chance_is_read_and_leads_the_table(colours, tmp_path, capsys):
+    store, cpu = ResultStore(tmp_path / "out"), torch.device("cpu")
+    encoder, probe = encoder_from_model(vit(), name="tiny"), Clustering(num_workers=1)
+    evaluation = Evaluation(encoder, colours, probe, (1,), 0, cpu, torch.float32)
+    found = {r.metric: r for r in evaluation.run(store, say=lambda _: None)}
+    store.save(replace(found["ami"], value=-3.25, ci95=(-5.0, -1.0)))
+    path = store.save(replace(found["nmi"], value=-3.25))
+
+    assert main(["table", "--out", str(tmp_path / "out"), "--task", "clustering"]) == 0
+
+    shown = capsys.readouterr()
+    assert "-3.2" in shown.out
+    assert path.name in shown.err
+    assert chosen_metric([(metric, r.is_ranked) for metric, r in found.items()]) == "ami"
 
 
 def test_the_seed_decides_where_k_means_begins(colours):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from probes.clustering.kmeans import Centres
 from probes.clustering.passes import PatchPasses
-from probes.clustering.probe import Clustering
+from probes.clustering.probe import METRICS, Clustering
 from probes.costs.clustering import ClusteringCost
 from probes.features.views import nearest_labels, resized, tensors
 from ssl_bench.composition.compose import as_plain
@@ -83,6 +83,7 @@ def test_scores_are_those_of_scikit_learn_on_single_pixels(tmp_path):
     shown = sklearn.metrics.cluster.contingency_matrix(truth, guess)
     accuracy, miou = best_of_all_matchings(guess, truth, 4)
     assert found == {
+        "ami": pytest.approx(100 * sklearn.metrics.adjusted_mutual_info_score(truth, guess)),
         "nmi": pytest.approx(100 * sklearn.metrics.normalized_mutual_info_score(truth, guess)),
         "ari": pytest.approx(sklearn.metrics.adjusted_rand_score(truth, guess)),
         "purity": pytest.approx(100 * shown.max(0).sum() / shown.sum()),
@@ -104,7 +105,7 @@ def test_all_metrics_of_all_cells_in_range_and_with_a_baseline(tmp_path):
     assert by_metric["miou_matched"].details["iou_by_class"]["never"] is None
     for score in scores:
         assert score.ci95 is None or score.ci95[0] <= score.value <= score.ci95[1]
-        assert score.details["baseline"]["answer"] == "one cluster"
+        assert score.details["baseline"]["answer"] == "random clusters"
         assert score.details["num_clusters"] == (8 if "_x2" in score.metric else 4)
         json.dumps(score.details, allow_nan=False)
 
@@ -160,7 +161,7 @@ def test_features_that_do_not_vary_are_said_and_tell_nothing(tmp_path):
 
     found = scores_of(tmp_path, encoder=encoder, facet="token_normed")
 
-    for metric in ("nmi", "ari", "purity", "miou_matched"):
+    for metric in METRICS:
         score = found[3, metric]
         assert score.details["constant_features"]
         assert score.details["empty_clusters"] == 3

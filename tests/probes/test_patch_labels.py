@@ -2,16 +2,16 @@
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
+from scipy.sparse import csr_array
 
-from probes.clustering.agreement import ari, without_a_look
+from probes.clustering.agreement import SCORES, ari
+from probes.clustering.intervals import patch_intervals
 from probes.clustering.patch_labels import Meetings, PatchLabels
-from probes.clustering.patches import around
 from probes.features.views import nearest_labels, tensors
-from ssl_bench.intervals import Bootstrap
 from tests.support.colours import ColourDataset
 
-MET = np.array([[4, 0], [0, 3], [1, 2]])
 IGNORED = 255
 
 
@@ -59,44 +59,29 @@ def test_each_image_has_its_row():
     assert found.by_image.toarray().tolist() == [[1, 0, 1, 1], [0, 1, 0, 2]]
 
 
-def test_a_draw_of_images_has_a_matching_of_its_own():
-    # Either image alone is perfect, each with names of its own; together half is right.
-    found = met_in([(0, 0), (1, 1)], [(0, 1), (1, 0)]).estimates()
+def test_intervals_equal_a_loop_over_images_in_numpy():
+    generator = np.random.default_rng(0)
+    images = generator.integers(9, size=(60, 3, 2)) * (generator.random((60, 3, 2)) < 0.5)
+    met = images.sum(0)
 
-    assert found["accuracy_matched"].value == 50
-    assert found["accuracy_matched"].ci95() == (50, 100)
-    assert found["miou_matched"].ci95() == (pytest.approx(100 / 3), 100)
+    found = patch_intervals(met, csr_array(images.reshape(60, -1)))
 
-
-def test_draws_of_images_without_a_label_say_nothing():
-    blank = PatchLabels(*(np.zeros(0, np.int64),) * 3)
-    one = PatchLabels(*(np.array([0, 1]), np.array([0, 1]), np.array([3, 3])))
-    labels = PatchLabels.joined([one, blank], 2)
-
-    found = Meetings.of(labels, np.array([[0, 1], [0, 0]]), 2, 2).estimates()
-
-    assert found["purity"].value == 100
-    assert len(found["purity"].drawn) < 1000
-    assert not np.isnan(found["purity"].drawn).any()
-
-
-def test_an_interval_holds_its_value_though_draws_agree_better():
-    drawn = np.linspace(30, 40, 1000)
-
-    assert around(Bootstrap(25.0, drawn)) == (25, pytest.approx(39.75))
-    assert around(Bootstrap(42.0, drawn)) == (pytest.approx(30.25), 42)
-    assert around(Bootstrap(35.0, np.full(1000, 35.0))) is None
+    assert set(found) == set(SCORES) - {"miou_majority"}
+    for name, interval in found.items():
+        score = SCORES[name]
+        value = float(score(met))
+        without = np.array([float(score(met - one)) for one in images])
+        bias = 59 * (without.mean() - value)
+        margin = scipy.stats.t.ppf(0.975, 59) * np.sqrt(59 * without.var())
+        low, high = interval or (0, 0)
+        lowest = -100 if name == "ami" else -1 if name == "ari" else 0
+        assert low == pytest.approx(max(lowest, value - max(bias, 0) - margin), abs=1e-6), name
+        assert high == pytest.approx(min(100, value - min(bias, 0) + margin), abs=1e-6), name
 
 
-def test_one_cluster_is_what_needs_no_look():
-    found = {name: baseline.value for name, baseline in without_a_look(MET).items()}
-
-    # 5 and 5 of 10; its class has an IoU of 1/2, the other none.
-    assert found == {
-        "nmi": pytest.approx(0), "ari": pytest.approx(0), "purity": 50, "miou_matched": 25,
-        "accuracy_matched": 50, "miou_majority": 25,
-    }  # fmt: skip
-    assert set(without_a_look(MET[:, :1])).isdisjoint({"nmi", "ari"})
+def test_few_images_of_patches_have_no_interval():
+    images = np.random.default_rng(0).integers(9, size=(59, 3, 2))
+    assert patch_intervals(images.sum(0), csr_array(images.reshape(59, -1))) == {}
 
 
 def test_pairs_of_very_many_pixels_are_counted():
@@ -118,7 +103,8 @@ def test_true_classes_as_clusters_are_perfect_whatever_their_names():
 
     met = Meetings.of(labels, np.take(names, np.stack(grids).reshape(len(images), 16)), 4, 4)
 
-    found = met.estimates()
-    assert {round(estimate.value, 9) for estimate in found.values()} == {1, 100}
+    found = {name: float(score(met.met)) for name, score in SCORES.items()}
+    assert {round(value, 9) for value in found.values()} == {1, 100}
     # Where all images are perfect, they do not tell how others might be.
-    assert all(estimate.ci95() is None for estimate in found.values())
+    many = csr_array(np.tile(met.by_image.toarray(), (60, 1)))
+    assert set(patch_intervals(60 * met.met, many).values()) == {None}

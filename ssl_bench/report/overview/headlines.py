@@ -17,6 +17,7 @@ _METRICS = (
     "top1_k20",
     "top1",
     "pck_0.1",
+    "ami",
     "nmi",
     "explained_variance",
     "condition_number",

@@ -202,7 +202,11 @@ def _over_images(row: str, contrast: Contrast, seeds: Sequence[int], runs: Runs)
     scale = 100 / (len(seeds) * len(per_image))
     # The estimate counts whole numbers; weights are multiples of a half.
     doubled = np.rint(2 * per_image).astype(np.int64)
-    return bootstrap_estimate(doubled, lambda sums: sums * (scale / 2)).ci95()
+    drawn = bootstrap_estimate(doubled, lambda sums: sums * (scale / 2)).drawn
+    if not np.ptp(drawn) > 1e-9:
+        return None
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return float(low), float(high)
 
 
 def _signs(intervals: Sequence[Interval | None], *, zero_refutes: bool) -> Word:
