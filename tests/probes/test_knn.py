@@ -11,6 +11,7 @@ from torchvision import transforms
 
 from probes.features.image import ImagePass
 from probes.knn.probe import KNN
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
@@ -24,6 +25,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.system.progress import show_progress
 from tests.support.coloured_classes import coloured_classes
 from tests.support.configured import configured
+from tests.support.faults import class_folders, encoder_file, fails, probing, records
 
 
 def unit(*degrees):
@@ -230,6 +232,39 @@ def test_five_classes_are_needed_for_a_top_five(context, root, tmp_path):
     assert found[0, "cls", "top1_k3"].value >= 50
 
 
+@pytest.mark.parametrize(
+    ("words", "size", "changed"),
+    [
+        ((), None, {}),
+        (("probe.protocol=dinov2",), 224, {}),
+        (("probe.protocol=dinov2", "probe.image_size=48"), 48, {"image_size": 48}),
+    ],
+)
+def test_a_record_says_the_size_of_its_protocol(place, words, size, changed):
+    class_folders(place)
+
+    assert main(probing("knn", "class_folders", place, *words)) == 0
+
+    for record in records():
+        assert record.settings["image_size"] == size
+        assert record.changed == {"neighbours": [1, 2], **changed}
+        *first, last = record.details["guesses"]
+        assert first == ([] if size else ["squares of 32 pixels where theirs are 224"])
+        assert last.startswith("a class without votes is never among the five")
+
+
+def test_a_patch_that_does_not_divide_the_size_is_named(place, capsys):
+    encoder_file(
+        place / "encoder.safetensors", config=ViTConfig(27, 9, dim=12, depth=2, num_heads=2)
+    )
+    class_folders(place)
+
+    line = fails(capsys, probing("knn", "class_folders", place, "probe.protocol=dinov2"), 2)
+
+    assert "probe.image_size must be a multiple of the patch size 9, got 224" in line
+    assert "nearest are 216 and 225" in line
+
+
 def test_more_neighbours_than_images_are_refused(context):
     with pytest.raises(ConfigurationError, match=r"at most the 30 images of class_folders train"):
         scores(KNN(), context)
@@ -276,6 +311,5 @@ def test_only_datasets_of_labelled_images_get_the_probe():
     assert {(p.probe.task, p.dataset.name) for p in plan} == {
         ("pca", "toy"), ("pca", "class_folders"), ("knn", "class_folders"),
     }  # fmt: skip
-    assert next(p.probe for p in plan if p.probe.task == "knn") == KNN(
-        neighbours=[10, 20, 100, 200]
-    )
+    usual = next(p.probe for p in plan if p.probe.task == "knn").settings()
+    assert usual == KNN(neighbours=[10, 20, 100, 200]).settings()
