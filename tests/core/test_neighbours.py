@@ -70,6 +70,18 @@ def test_where_more_are_equal_than_faiss_gives_the_whole_product_decides(monkeyp
     assert_the_same((values, index), nearest(queries @ memory.T, 5))
 
 
+def test_of_many_that_differ_by_rounding_the_same_are_nearest():
+    # 300 vectors about each query, nearer to each other than float32 adds up: each engine rounds
+    # in its own way, and would choose others among the 52 that faiss gives.
+    queries, generator = unit_vectors(16, dim=384), torch.Generator().manual_seed(2)
+    noise = torch.randn(300, 16, 384, generator=generator) * 3e-5
+    memory = F.normalize((queries + noise).flatten(0, 1), dim=1)
+
+    found = nearest_vectors(queries, memory, 20, engine="faiss")
+
+    assert_the_same(found, nearest(queries @ memory.T, 20))
+
+
 def test_a_vector_that_faiss_left_out_within_rounding_is_found(monkeypatch):
     memory, queries = unit_vectors(3000), unit_vectors(40, seed=1)
     similarities, index = faiss_nearest(queries, memory, 53)

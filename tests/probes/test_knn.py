@@ -65,6 +65,40 @@ def test_the_first_of_equal_neighbours_and_the_lower_of_equal_classes_counts():
     assert vote_rank(votes, named, torch.tensor([1, 2, 0]), 3).tolist() == [0, 1, 3]
 
 
+DEVICE = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PATHS = [
+    ("torch", "cpu"),
+    ("faiss", "cpu"),
+    pytest.param("torch", "cuda", marks=[pytest.mark.gpu, DEVICE]),
+]
+
+
+@pytest.mark.parametrize(("engine", "device"), PATHS)
+def test_where_two_classes_have_votes_these_alone_are_the_top_five(engine, device):
+    # Two of class 4 and one of class 2 are near; 40 of the others are at right angles or beyond.
+    bank, labels = unit(0.0, 5.0, -5.0, *range(90, 130)), [4, 4, 2, *[0, 1, 3, 5] * 10]
+    targets = [4, 2, 0, 1, 3, 5, 4, 2]
+
+    found = knn_ranks(
+        LabelledFeatures(unit(0.0).expand(8, -1), torch.tensor(targets)).to(torch.device(device)),
+        LabelledFeatures(bank, torch.tensor(labels)).to(torch.device(device)),
+        num_classes=6,
+        neighbours=[1, 3],
+        temperature=0.07,
+        engine=engine,
+    ).tolist()
+
+    # Votes are 1 and .95 for class 4, .95 for class 2, none for the others.
+    assert found == [[0, 6, 6, 6, 6, 6, 0, 6], [0, 1, 6, 6, 6, 6, 0, 1]]
+
+
+def test_a_vote_is_one_at_the_lowest_temperature():
+    # At right angles: exp(-1 / .0001) is below all numbers.
+    assert ranks(unit(0.0), [2], unit(0.0, 90.0), [0, 2], neighbours=(2,), temperature=1e-4) == [
+        [1]
+    ]
+
+
 @pytest.mark.parametrize("rows_at_once", [4096, 7])
 def test_the_vote_is_that_of_a_plain_restatement_in_float64(monkeypatch, rows_at_once):
     monkeypatch.setattr("ssl_bench.metrics._ASKED", rows_at_once)
