@@ -97,7 +97,7 @@ PLANTED = [
             ("heads-", '"heads", header, ', '"heads", '),
             ("heads-", ", self.sources[self._own], entries", ", entries"),
             ("heads-", ", entries.tolist())", ")"),
-            ("counts-", "(self.val_images.fingerprint(), *", "(*"),
+            ("counts-", "(self.val_images.fingerprint(), *", '("", *'),
             ("counts-", ", *(self.val_images.ids[index] for index in share)", ","),
             ("counts-", "self.sources, split, images", "self.sources, images"),
             ("counts-", "sorted(self.split.held_out), self.refit)", "self.refit)"),
