@@ -98,7 +98,8 @@ def knn_ranks(
 
     Cosine similarities s of the k nearest images of the bank vote with exp(s / temperature). Of
     equally near images the earlier counts as nearer, of classes with equally many votes the lower
-    one wins, and a class without votes has the place `num_classes`.
+    one wins, and a class without votes has the place `num_classes`: where fewer than five have any,
+    these alone are the top 5, and a class that no neighbour is of is never right.
 
     Args:
         queries: Images that are asked about; their labels are the truth.
@@ -118,6 +119,8 @@ def knn_ranks(
         similarities, index = nearest_vectors(some, memory, max(neighbours), engine=engine)
         # Relative to the nearest, so that no temperature overflows.
         votes = torch.exp(in_float64(similarities - similarities[:, :1]) / temperature)
+        # Nor makes a neighbour's class one without votes.
+        votes = votes.clamp(min=torch.finfo(votes.dtype).tiny)
         named = bank.labels[index].to(votes.device)
         true = queries.labels[start : start + _ASKED].to(votes.device)
         ranks = [vote_rank(votes[:, :k], named[:, :k], true, num_classes) for k in neighbours]

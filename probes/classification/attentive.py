@@ -33,8 +33,8 @@ from ssl_bench.system.transfers import sent
 _PATCHES = "token_normed"
 _GUESSES = (
     "central squares of the training images instead of a new random crop and flip in every epoch",
-    "by default batches of 256 instead of 4,096, with rates by the same rule",
-    "by default 20 epochs instead of 90, for all of them see the same squares",
+    "batches of {batch_size} instead of 4,096, with rates by the same rule",
+    "{epochs} epochs instead of 90, for all of them see the same squares",
     "scored after the last epoch instead of at the best one on the scored images",
 )
 Ranked = Int64[Tensor, "layers values ranked"]

@@ -23,7 +23,7 @@ from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 TOPS = (1, 5)
 _FACETS: tuple[Facet, ...] = ("cls", "patch_mean", *INNER_FACETS)
 _NOT_SETTINGS = frozenset(
-    {"protocol", "facet", "batch_size", "memory_gib", "num_workers", "engine"}
+    {"protocol", "facet", "batch_size", "memory_gib", "num_workers", "engine", "guesses"}
 )
 # Said by the metric, or without a meaning, where images of each class are drawn; and where not.
 _NOT_OF_SHOTS = frozenset({"shots", "neighbours", "train_images"})
@@ -49,12 +49,13 @@ class KNN:
         memory_gib: For the features; layers that do not fit wait for another pass.
         engine: What compares the images, "faiss" or "torch"; by default faiss for many images on a
             CPU, and torch else. The neighbours are the same.
+        guesses: Where the preset differs from its authors'.
 
     Source: `eval_knn.py` of https://github.com/facebookresearch/dino, which looks at the last
     block alone.
     """
 
-    protocol: Literal["dino"] = "dino"
+    protocol: Literal["dino", "dinov2"] = "dino"
     neighbours: Sequence[Count] = (10, 20, 100, 200)
     temperature: Temperature = 0.07
     facet: str | Sequence[str] = "cls"
@@ -67,6 +68,7 @@ class KNN:
     memory_gib: PositiveOrZero = 8.0
     num_workers: Threads = 4
     engine: Engine = "auto"
+    guesses: Sequence[str] = ()
 
     task = "knn"
     is_shared = True
@@ -121,7 +123,9 @@ class KNN:
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers; a pass over the images serves as many as fit into `memory_gib`.
 
-        Top-5 accuracy is NaN where there are fewer than five classes.
+        An image is right in the top 5 if one of its nearest images is of its class and fewer than
+        five classes have more votes: where fewer than five have any, these alone count. Top-5
+        accuracy is NaN where there are fewer than five classes.
 
         Raises:
             ConfigurationError: more neighbours are asked for than there are training images, or

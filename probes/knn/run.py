@@ -117,6 +117,7 @@ class KNNRun:
             "num_classes": vote.num_classes,
             "bank": len(vote.bank.labels),
             "constant_features": is_constant(vote.bank.features),
+            "guesses": list(self.probe.guesses),
         }
         shown = vote.queries.labels.bincount().tolist()
         shares = (Share(row.numpy()) for row in hits)

@@ -6,7 +6,8 @@
 Places are drawn by chance in a copy of the committed files: a comparison turned round, `and` for
 `or`, a `not` left out, a truth value exchanged, a call or a `raise` dropped, `None` returned. Then
 the tests of that room are run until the first that fails; slow ones are left out. The seed and the
-commit give the same mutants again; with numbers, those alone are tried anew.
+commit give the same mutants again; with numbers, those alone are tried anew. From number 60 on they
+are planted: what no such change stands for, as a fact that a key leaves out.
 """
 
 import argparse
@@ -61,6 +62,102 @@ ROOMS = {
     ),
     "ssl_bench/report/pictures/files.py": (4, "report faults_strangers_pictures"),
 }
+_KEPT = "faults_kept"
+# A file, a line of it or a part, what stands in its place, the tests that guard it, and which.
+PLANTED = [
+    *(
+        ("probes/tokencut/run.py", f'            "{fact}": {value},\n', "", _KEPT, "log")
+        for fact, value in {
+            "encoder": "encoder_id(self.context.encoder.identity())",
+            "dataset_fingerprint": "images.fingerprint()",
+            "dtype": "str(self.context.dtype)",
+            "settings": "self.probe.settings()",
+            "version": "__version__",
+        }.items()
+    ),
+    ("probes/tokencut/log.py", ', "format": _FORMAT', "", _KEPT, "log"),
+    *(
+        ("probes/features/tiers/cache.py", f"            {fact},\n", "", _KEPT, "features-")
+        for fact in (
+            '"version": VERSION',
+            "**encoder.identity()",
+            '"layers": self.sharing.own',
+            '"facet": self.facet',
+            '"encoder_dtype": str(self.extractor.dtype)',
+            '"transform": f"{self.views} at {self.image_size}, bilinear with antialias"',
+            '"dataset": f"{self.images.name} {self.images.split}"',
+            '"dataset_fingerprint": self.images.fingerprint()',
+            '"ids_sha256": sha256(ids.encode(errors="surrogateescape")).hexdigest()',
+        )
+    ),
+    *(
+        ("probes/segmentation/run.py", text, new, _KEPT, cache)
+        for cache, text, new in (
+            ("heads-", "[repr(self.training), *facts]", "[*facts]"),
+            ("heads-", '"heads", header, ', '"heads", '),
+            ("heads-", ", self.sources[self._own], entries", ", entries"),
+            ("heads-", ", entries.tolist())", ")"),
+            ("counts-", "(self.val_images.fingerprint(), *", '("", *'),
+            ("counts-", ", *(self.val_images.ids[index] for index in share)", ","),
+            ("counts-", "self.sources, split, images", "self.sources, images"),
+            ("counts-", "sorted(self.split.held_out), self.refit)", "self.refit)"),
+            ("counts-", "held_out), self.refit)", "held_out))"),
+            ("counts-", '"counts", self.training_pass.header(), ', '"counts", '),
+            ("counts-", "header(), self.sources, split", "header(), split"),
+            ("counts-", ", images, repr(self.scoring)", ", images"),
+        )
+    ),
+    *(
+        ("probes/features/image.py", text, new, _KEPT, "passed")
+        for text, new in (
+            ("(encoder, self.context.dtype, *seen)", "(self.context.dtype, *seen)"),
+            ("(encoder, self.context.dtype, *seen)", "(encoder, *seen)"),
+            ("(images.fingerprint(), tuple(indices), ", "(tuple(indices), "),
+            ("(images.fingerprint(), tuple(indices), ", "(images.fingerprint(), "),
+            (", self._size, self.crop_share)", ", self.crop_share)"),
+            (", self._size, self.crop_share)", ", self._size)"),
+        )
+    ),
+    *(
+        ("ssl_bench/data/layouts/toy.py", text, "", _KEPT, "toy")
+        for text in ("{VERSION}", "{self.num_train}", "{self.num_val}", "{self.seed}", "{kind}-")
+    ),
+    *(
+        ("ssl_bench/data/files/digest_cache.py", text, new, _KEPT, "digests")
+        for text, new in (
+            ("(repr(tuple(state)), _STATE) + digest", "(repr(state[1:]), _STATE) + digest"),
+            ("(repr(tuple(state)), _STATE) + digest", "(repr(state[:1]), _STATE) + digest"),
+            ("self._new[_hashed(name, _KEY)]", 'self._new[_hashed("", _KEY)]'),
+            ("_place(str(subject.absolute()))", '_place("")'),
+        )
+    ),
+    ("ssl_bench/data/layouts/coco20k.py", "{digest[:16]}", "", _KEPT, "COCO"),
+    (
+        "probes/features/split.py",
+        "torch.randperm(len(indices), generator=generator)[:held_out]",
+        "torch.arange(held_out)",
+        "training_split",
+        "",
+    ),
+    ("probes/features/split.py", "sorted(order[:at_most])", "range(at_most)", "training_split", ""),
+    (
+        "pretrain/crops/multi.py",
+        "(image_sizes + 1 - box_sizes)",
+        "(image_sizes - box_sizes)",
+        "multi_crop",
+        "",
+    ),
+    (
+        "pretrain/crops/multi.py",
+        "np.floor(numbers[..., -2:] * (image_sizes + 1 - box_sizes))",
+        "np.floor(1 + numbers[..., -2:] * (image_sizes - box_sizes))",
+        "multi_crop",
+        "",
+    ),
+    ("probes/features/views.py", "length - part + 1", "max(1, length - part)", "views", ""),
+    ("pretrain/crops/erasing.py", "size - height + 1", "size - height", "erasing", ""),
+    ("ssl_bench/neighbours.py", "farthest + rounding", "farthest", "neighbours knn", ""),
+]
 TURNED = {
     ast.Eq: "!=", ast.NotEq: "==", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">",
     ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
@@ -77,6 +174,8 @@ class Mutant:
     stop: int
     new: str
     text: str
+    tests: str
+    which: str = ""
 
     def applied(self, source: bytes) -> bytes:
         return source[: self.start] + self.new.encode() + source[self.stop :]
@@ -113,7 +212,8 @@ def mutants_of(file: str) -> list[Mutant]:
     def mutant(node: ast.expr | ast.stmt, new: str) -> Mutant:
         start = begins[node.lineno - 1] + node.col_offset
         stop = begins[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
-        return Mutant(file, node.lineno, start, stop, new, lines[node.lineno - 1].strip())
+        text, tests = lines[node.lineno - 1].strip(), ROOMS[file][1]
+        return Mutant(file, node.lineno, start, stop, new, text, tests)
 
     return [
         mutant(node, new)
@@ -121,6 +221,14 @@ def mutants_of(file: str) -> list[Mutant]:
         if isinstance(node, ast.expr | ast.stmt)
         for new in changes(node, source)
     ]
+
+
+def planted(file: str, text: str, new: str, tests: str, which: str) -> Mutant:
+    """What stands at one place alone becomes something else."""
+    before, after = (REPOSITORY / file).read_text().split(text)
+    del after
+    start, line = len(before.encode()), before.count("\n") + 1
+    return Mutant(file, line, start, start + len(text.encode()), new, text.strip(), tests, which)
 
 
 def drawn(seed: int) -> list[Mutant]:
@@ -136,8 +244,11 @@ def first_failure(mutant: Mutant, copy: Path) -> str | None:
     source = path.read_bytes()
     path.write_bytes(mutant.applied(source))
     tests = [
-        "tests/{}/test_{}.py".format(*name.split("/")) for name in ROOMS[mutant.file][1].split()
+        str(path)
+        for name in mutant.tests.split()
+        for path in (copy / "tests").glob(f"*/test_{name}.py")
     ]
+    tests += ["-k", mutant.which] if mutant.which else []
     options = ["-x", "-n0", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not browser"]
     try:
         run = subprocess.run(
@@ -180,7 +291,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, nargs="*", help="numbers of mutants")
     parser.add_argument("--json", type=Path, help="write what became of each to this file")
     options = parser.parse_args()
-    mutants = drawn(options.seed)
+    mutants = [*drawn(options.seed), *(planted(*one) for one in PLANTED)]
     chosen = options.only or range(len(mutants))
     start, rows = time.monotonic(), known(options.json) if options.only else {}
     found = tried([mutants[number] for number in chosen], options.workers)

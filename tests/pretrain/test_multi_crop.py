@@ -7,6 +7,7 @@ import pytest
 import torch
 import torchvision.transforms.v2.functional as tvf
 from PIL import Image
+from torchvision.transforms import RandomResizedCrop
 
 from pretrain.crops.augmentation import (
     BRIGHTNESS,
@@ -25,6 +26,7 @@ from pretrain.crops.multi import MultiCrop, crop, draw_boxes
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
+from tests.support.draws import as_frequent
 
 ADJUST = {
     BRIGHTNESS: tvf.adjust_brightness,
@@ -207,6 +209,25 @@ def test_boxes_cover_the_asked_share_of_the_image_at_the_asked_ratio():
     top, left, height, width = boxes[1::2].T
     drawn = [top / (300 - height), left / (400 - width), area[1::2], ratio[1::2]]
     assert np.abs(np.corrcoef(drawn) - np.eye(4)).max() < 0.08
+
+
+def test_corners_are_as_frequent_as_those_of_torchvision():
+    # A quarter of 6 x 8 pixels at a ratio of 1: always 3 x 3, at 4 x 6 places.
+    scales = np.array([[3 / 16, 3 / 16]] * 4800)
+    ours = draw_boxes(np.random.default_rng(0), (6, 8), scales, (1.0, 1.0))
+    torch.manual_seed(0)
+    image = torch.empty(3, 6, 8)
+    theirs = [
+        RandomResizedCrop.get_params(image, [3 / 16, 3 / 16], [1.0, 1.0]) for _ in range(4800)
+    ]
+
+    counts = []
+    for boxes in (ours, np.array(theirs)):
+        assert (boxes[:, 2:] == 3).all()
+        counts.append(np.bincount(6 * boxes[:, 0] + boxes[:, 1], minlength=24))
+
+    assert (counts[0] > 0).all()
+    assert as_frequent(*counts)
 
 
 @pytest.mark.parametrize(("size", "box"), [((10, 90), (0, 38, 10, 13)), ((90, 9), (39, 0, 12, 9))])

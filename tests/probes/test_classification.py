@@ -409,6 +409,43 @@ def test_protocols_are_files_and_what_does_not_apply_is_no_setting():
     assert len(probes["dinov2"].probe.settings()["learning_rates"]) == 13
 
 
+PROTOCOL, ATTENTIVE = ("probe.protocol=dinov2",), ("probe.pool=attentive", "probe.pool.queries=4")
+CENTRAL = "central squares of the training images"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            (*PROTOCOL, "probe.training.epochs=2", "probe.training.batch_size=5"),
+            [CENTRAL, "batches of 5; theirs", "over 2 epochs; theirs are 12,500", "with last4"],
+        ),
+        # Regressions have neither batches of theirs nor epochs.
+        ((*PROTOCOL, "probe.training=lbfgs"), [CENTRAL, "with last4"]),
+        (
+            ("probe.protocol=dino", "probe.training.epochs=3"),
+            [CENTRAL, "batches of 1,024 and rates 0.004", "over 3 epochs", "scored after 3 epochs"],
+        ),
+        (
+            (*ATTENTIVE, "probe.pool.epochs=1", "probe.pool.batch_size=4"),
+            [CENTRAL, "batches of 4 instead of 4,096", "1 epochs instead of 90", "scored after"],
+        ),
+    ],
+)
+def test_guesses_of_a_record_say_the_values_used(place, words, told):
+    class_folders(place)
+    asked = probing("classification", "class_folders", place)
+    words = [*(word for word in asked if "c_values" not in word), *words, "probe.image_size=32"]
+
+    assert main(words) == 0
+
+    guesses = [record.details["guesses"] for record in records()]
+    assert all(one == guesses[0] for one in guesses)
+    assert [one.startswith(begin) for one, begin in zip(guesses[0], told, strict=True)] == [
+        True for _ in told
+    ]
+
+
 def test_finished_cells_are_skipped_and_records_say_what_was_done(place, capsys):
     class_folders(place, count=6)
     words = probing("classification", "class_folders", place, "--layer", "all")

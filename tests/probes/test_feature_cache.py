@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from probes.features.tiers import cache as feature_cache
 from probes.features.views import WholeImage, nearest_labels
 from probes.segmentation.components import Steps
 from ssl_bench.errors import CheckpointError, MachineError
@@ -58,32 +57,6 @@ def test_a_gpu_gives_the_scores_of_the_cpu_from_every_tier(tmp_path, tier):
     on_cpu = score_values(probe.run(context))
     on_gpu = score_values(probe.run(replace(context, device=torch.device("cuda"))))
     assert on_gpu == pytest.approx(on_cpu, abs=0.05)
-
-
-STALE = ["encoder", "mean", "std", "dtype", "layers", "files", "ids", "version"]
-OTHER_VIEWS = {"image_size": 40, "views": 2, "crops": "resized", "norm": "final"}
-
-
-@pytest.mark.parametrize("change", [*STALE, *OTHER_VIEWS])
-def test_a_stale_cache_is_computed_again(tmp_path, monkeypatch, change):
-    probe = quick_probe(tier="disk", cache=str(tmp_path), epochs=1, train_images=16)
-    list(probe.run(probe_context(tmp_path)))
-    encoder, dataset = tiny_encoder(seed=int(change == "encoder")), ColourDataset()
-    if change in ("mean", "std"):
-        encoder = replace(encoder, **{change: (0.5, 0.4, 0.3)})
-    if change in OTHER_VIEWS:
-        probe = replace(probe, **{change: OTHER_VIEWS[change]}, holdout=0.0)
-    if change == "version":
-        monkeypatch.setattr(feature_cache, "VERSION", feature_cache.VERSION + 1)
-    if change == "files":
-        dataset.stamp = "other bytes"
-    context = probe_context(tmp_path, encoder, dataset, seed=int(change == "ids"))
-    if change == "layers":
-        context = replace(context, layers=(0, 2, 3))
-    if change == "dtype":
-        context = replace(context, dtype=torch.bfloat16)
-    score = next(iter(probe.run(context)))
-    assert score.details["encoder_passes"] == 1
 
 
 def test_features_are_found_again_by_a_run_that_asks_the_same(tmp_path):

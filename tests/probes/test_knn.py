@@ -11,6 +11,7 @@ from torchvision import transforms
 
 from probes.features.image import ImagePass
 from probes.knn.probe import KNN
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
@@ -24,6 +25,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.system.progress import show_progress
 from tests.support.coloured_classes import coloured_classes
 from tests.support.configured import configured
+from tests.support.faults import class_folders, encoder_file, fails, probing, records
 
 
 def unit(*degrees):
@@ -61,6 +63,40 @@ def test_the_first_of_equal_neighbours_and_the_lower_of_equal_classes_counts():
     votes = torch.ones(3, 2, dtype=torch.float64)
     named = torch.tensor([[2, 1]]).expand(3, 2)
     assert vote_rank(votes, named, torch.tensor([1, 2, 0]), 3).tolist() == [0, 1, 3]
+
+
+DEVICE = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+PATHS = [
+    ("torch", "cpu"),
+    ("faiss", "cpu"),
+    pytest.param("torch", "cuda", marks=[pytest.mark.gpu, DEVICE]),
+]
+
+
+@pytest.mark.parametrize(("engine", "device"), PATHS)
+def test_where_two_classes_have_votes_these_alone_are_the_top_five(engine, device):
+    # Two of class 4 and one of class 2 are near; 40 of the others are at right angles or beyond.
+    bank, labels = unit(0.0, 5.0, -5.0, *range(90, 130)), [4, 4, 2, *[0, 1, 3, 5] * 10]
+    targets = [4, 2, 0, 1, 3, 5, 4, 2]
+
+    found = knn_ranks(
+        LabelledFeatures(unit(0.0).expand(8, -1), torch.tensor(targets)).to(torch.device(device)),
+        LabelledFeatures(bank, torch.tensor(labels)).to(torch.device(device)),
+        num_classes=6,
+        neighbours=[1, 3],
+        temperature=0.07,
+        engine=engine,
+    ).tolist()
+
+    # Votes are 1 and .95 for class 4, .95 for class 2, none for the others.
+    assert found == [[0, 6, 6, 6, 6, 6, 0, 6], [0, 1, 6, 6, 6, 6, 0, 1]]
+
+
+def test_a_vote_is_one_at_the_lowest_temperature():
+    # At right angles: exp(-1 / .0001) is below all numbers.
+    assert ranks(unit(0.0), [2], unit(0.0, 90.0), [0, 2], neighbours=(2,), temperature=1e-4) == [
+        [1]
+    ]
 
 
 @pytest.mark.parametrize("rows_at_once", [4096, 7])
@@ -230,6 +266,39 @@ def test_five_classes_are_needed_for_a_top_five(context, root, tmp_path):
     assert found[0, "cls", "top1_k3"].value >= 50
 
 
+@pytest.mark.parametrize(
+    ("words", "size", "changed"),
+    [
+        ((), None, {}),
+        (("probe.protocol=dinov2",), 224, {}),
+        (("probe.protocol=dinov2", "probe.image_size=48"), 48, {"image_size": 48}),
+    ],
+)
+def test_a_record_says_the_size_of_its_protocol(place, words, size, changed):
+    class_folders(place)
+
+    assert main(probing("knn", "class_folders", place, *words)) == 0
+
+    for record in records():
+        assert record.settings["image_size"] == size
+        assert record.changed == {"neighbours": [1, 2], **changed}
+        *first, last = record.details["guesses"]
+        assert first == ([] if size else ["squares of 32 pixels where theirs are 224"])
+        assert last.startswith("a class without votes is never among the five")
+
+
+def test_a_patch_that_does_not_divide_the_size_is_named(place, capsys):
+    encoder_file(
+        place / "encoder.safetensors", config=ViTConfig(27, 9, dim=12, depth=2, num_heads=2)
+    )
+    class_folders(place)
+
+    line = fails(capsys, probing("knn", "class_folders", place, "probe.protocol=dinov2"), 2)
+
+    assert "probe.image_size must be a multiple of the patch size 9, got 224" in line
+    assert "nearest are 216 and 225" in line
+
+
 def test_more_neighbours_than_images_are_refused(context):
     with pytest.raises(ConfigurationError, match=r"at most the 30 images of class_folders train"):
         scores(KNN(), context)
@@ -276,6 +345,5 @@ def test_only_datasets_of_labelled_images_get_the_probe():
     assert {(p.probe.task, p.dataset.name) for p in plan} == {
         ("pca", "toy"), ("pca", "class_folders"), ("knn", "class_folders"),
     }  # fmt: skip
-    assert next(p.probe for p in plan if p.probe.task == "knn") == KNN(
-        neighbours=[10, 20, 100, 200]
-    )
+    usual = next(p.probe for p in plan if p.probe.task == "knn").settings()
+    assert usual == KNN(neighbours=[10, 20, 100, 200]).settings()

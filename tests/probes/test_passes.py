@@ -3,8 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from torchvision import transforms
 
 from probes.knn.probe import KNN
 from ssl_bench.data.corrupted import CorruptedDataset
@@ -13,7 +16,15 @@ from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset
 from ssl_bench.evaluation import Evaluation, Probe
 from ssl_bench.evaluation.passed import PassedImages
-from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
+from ssl_bench.models import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Encoder,
+    ViTConfig,
+    build_vit,
+    encoder_from_model,
+)
+from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from tests.support import heads
 from tests.support.coloured_classes import coloured_classes
@@ -92,6 +103,29 @@ def test_another_encoder_or_arithmetic_has_features_of_its_own(root, encoder, tm
         knn.run(store, say=lambda _: None, passed=passed)
 
     assert [counter.images for counter in counters] == [2 * (TRAIN + VAL), TRAIN + VAL]
+
+
+@pytest.mark.parametrize(
+    ("task", "protocol"),
+    [("knn", "dinov2"), ("classification", "dinov2"), ("classification", "dino")],
+)
+def test_a_protocol_shows_the_squares_of_its_authors(root, encoder, tmp_path, task, protocol):
+    few = ["neighbours=[1]"] if task == "knn" else ["training.epochs=1"]
+    words = [f"probe.{word}" for word in (f"protocol={protocol}", "batch_size=5", *few)]
+    words[1] = words[1] if task == "knn" else "probe.encoder_batch_size=5"
+    (plan,) = plan_probes([task], ["class_folders"], words)
+    seen: list[torch.Tensor] = []
+    encoder.module.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+
+    passes(encoder, ResultStore(tmp_path), evaluation(plan.probe, encoder, root))
+
+    bicubic = transforms.InterpolationMode.BICUBIC
+    theirs = transforms.Compose([transforms.Resize(256, bicubic), transforms.CenterCrop(224)])
+    val = ClassFolders(root).val()
+    expected = np.array([np.array(theirs(Image.fromarray(val[n].image))) for n in range(len(val))])
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (IMAGENET_MEAN, IMAGENET_STD))
+    found = 255 * (torch.cat(seen)[-VAL:] * std + mean).permute(0, 2, 3, 1)
+    assert np.abs(found.numpy() - expected).max() < 1.01
 
 
 def test_nothing_is_held_when_probes_of_other_images_follow(encoder):

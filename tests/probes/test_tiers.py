@@ -168,21 +168,6 @@ def test_heads_and_counts_that_were_finished_are_not_made_again(tmp_path):
     assert again[0].details["train_seconds"] == first.details["train_seconds"]
 
 
-@pytest.mark.parametrize("change", ["seed", "rates", "encoder", "layers"])
-def test_heads_of_another_run_are_not_taken(tmp_path, change):
-    probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=1, keep_minutes=0.0)
-    next(probe.run(probe_context(tmp_path)))
-    encoder = tiny_encoder(seed=int(change == "encoder"))
-    layers = (0, 1) if change == "layers" else (0, 1, 3)
-    context = probe_context(tmp_path, encoder, layers=layers, seed=int(change == "seed"))
-    if change == "rates":
-        rates = {"learning_rates": [1e-3, 1e-1]}
-        probe = quick_probe(tier="stream", cache=str(tmp_path), epochs=1, keep_minutes=0.0, **rates)
-    counter = Counter(encoder)
-    list(probe.run(context))
-    assert counter.images == 16 * 2 + 2 + 7
-
-
 def test_damaged_heads_are_said_and_trained_again(tmp_path):
     said = []
     kept = KeptState(tmp_path / "some.heads", 0.0, said.append)

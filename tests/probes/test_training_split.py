@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from probes.features.split import TrainingSplit
@@ -32,6 +33,17 @@ def test_a_sample_of_the_training_images_is_drawn_with_the_seed():
     entries = one.entries(2).tolist()
     assert len(entries) == 16
     assert {entry // 2 for entry in entries} == set(range(10)) - one.held_out
+
+
+def test_held_out_images_lie_anywhere_among_the_training_images():
+    splits = [
+        TrainingSplit.draw(Names(10), at_most=None, holdout=0.2, seed=seed) for seed in range(500)
+    ]
+
+    counts = np.bincount([position for split in splits for position in split.held_out])
+
+    # Of a fifth, with a deviation of 9.
+    assert counts.tolist() == pytest.approx([100] * 10, abs=5 * 9)
 
 
 def test_a_sample_of_no_image_is_refused():

@@ -78,6 +78,19 @@ def test_resized_crops_keep_to_their_area_and_scaled_ones_to_their_factor():
     assert max(inside) == 1.0
 
 
+def test_every_place_of_a_crop_is_as_likely():
+    # A quarter of 6 x 6 pixels, each of which has a label of its own: 4 x 4 places.
+    mask = np.arange(36, dtype=np.uint8).reshape(6, 6)
+    sample = Sample("x", np.zeros((6, 6, 3), np.uint8), mask)
+    crops = ResizedCrops(1600, seed=0, area=(0.25, 0.25), aspect=(1.0, 1.0))
+
+    first = [int(crops.view(sample, number, 3)[1].min()) for number in range(1600)]
+
+    places = [6 * row + col for row in range(4) for col in range(4)]
+    # Of a sixteenth, with a deviation of 10.
+    assert [first.count(place) for place in places] == pytest.approx([100] * 16, abs=5 * 10)
+
+
 @pytest.mark.parametrize(
     ("scene", "shape"), [(_scene(40, 160), (40, 53)), (_scene(160, 40), (53, 40))]
 )

@@ -1,0 +1,340 @@
+"""Row 88 of the catalogue of faults: what is kept is found again by nobody who asks for other."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from probes.knn.probe import KNN
+from probes.tokencut.probe import TokenCut
+from ssl_bench.data.files.digest_cache import DigestCache, FileState
+from ssl_bench.data.layouts.coco20k import read_boxes
+from ssl_bench.data.layouts.toy import Toy
+from ssl_bench.data.samples import Sample
+from ssl_bench.evaluation import Evaluation, ProbeContext
+from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from ssl_bench.results import ResultStore
+from tests.support.colours import quick_probe
+
+TINY = ViTConfig(image_size=16, patch_size=8, dim=12, depth=4, num_heads=2)
+Facts = Mapping[str, Any]
+
+
+class Change(NamedTuple):
+    """Facts that change, and those that are there before and after."""
+
+    changed: Facts
+    usual: Facts = {}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A few pictures that play every role; what they are called has no part in what they show."""
+
+    name: str = "pictures"
+    split: str = "some"
+    stamp: str = "f00d"
+    prefix: str = ""
+    class_names: tuple[str, ...] = ("dark", "bright")
+    count: int = 4
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(f"{self.prefix}{index}" for index in range(self.count))
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        return tuple(index % 2 for index in range(self.count))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        mask = np.tile(np.array([index % 2, 1 - index % 2], np.uint8).repeat(8), (16, 1))
+        noise = np.random.default_rng(index).integers(0, 90, (16, 16, 3), dtype=np.uint8)
+        image = (noise + 100 * mask[..., None]).astype(np.uint8)
+        boxes = np.array([[0.0, 0.0, 8.0, 8.0]])
+        return Sample(self.ids[index], image, mask, boxes=boxes, label=index % 2)
+
+    def fingerprint(self) -> str:
+        return self.stamp
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and scored pictures, each with what is said of them."""
+
+    trained: Pictures
+    scored: Pictures
+    name: str = "pictures"
+    supports: frozenset[str] = frozenset({"segmentation", "classification", "discovery"})
+
+    def train(self) -> Pictures:
+        return self.trained
+
+    def val(self) -> Pictures:
+        return self.scored
+
+    images = discovery = val
+
+
+def context(folder: Path, facts: Facts) -> ProbeContext:
+    """Of a run of which these facts differ from what is usual."""
+
+    def of(*names: str) -> dict[str, Any]:
+        return {name: facts[name] for name in names if name in facts}
+
+    def pictures(part: str) -> Pictures:
+        said = {
+            name: facts[f"{part}_{name}"] for name in vars(Pictures()) if f"{part}_{name}" in facts
+        }
+        return Pictures(**said)
+
+    encoder = encoder_from_model(build_vit(TINY, seed=facts.get("weights", 0)), name="tiny")
+    return ProbeContext(
+        encoder=replace(encoder, **of("mean", "std", "architecture")),
+        dataset=Data(pictures("train"), pictures("val")),
+        layers=facts.get("layers", (0, 1, 2, 3)),
+        device=torch.device("cpu"),
+        dtype=facts.get("dtype", torch.float32),
+        seed=facts.get("seed", 0),
+        artifacts=folder / "pictures",
+        progress=lambda items, description, total=None: items,  # noqa: ARG005
+        say=lambda _: None,
+    )
+
+
+def probing(facts: Facts, **usual: Any) -> dict[str, Any]:
+    """What a probe is asked; facts named "probe.NAME" are its own."""
+    own = {n.removeprefix("probe."): v for n, v in facts.items() if n.startswith("probe.")}
+    return {**usual, **own}
+
+
+def discovery_log(folder: Path, facts: Facts) -> str:
+    list(TokenCut(**probing(facts, panels=0)).run(context(folder, facts)))
+    (path,) = folder.glob("pictures/*/images_*.jsonl")
+    return path.name
+
+
+def features(folder: Path, facts: Facts) -> str:
+    usual = {"tier": "disk", "cache": str(folder), "image_size": 16, "holdout": 0.0}
+    quick_probe(**probing(facts, **usual)).prepared(context(folder, facts)).features()
+    (path,) = (folder / "features").iterdir()
+    return path.name
+
+
+def after_heads(ending: str) -> Callable[[Path, Facts], str]:
+    """Files that a run has which was killed as its first score was known."""
+
+    def name(folder: Path, facts: Facts) -> str:
+        usual = {"tier": "memory", "cache": str(folder), "image_size": 16, "holdout": 0.25}
+        sgd = {"epochs": 1, "learning_rates": [1e-3]} if "probe.training" not in facts else {}
+        asked = probing(facts, **usual, **sgd, keep_minutes=0.0)
+        next(quick_probe(**asked).run(context(folder, facts)))
+        (path,) = (folder / "heads").glob(f"*.{ending}")
+        return path.name
+
+    return name
+
+
+def passed_images(folder: Path, facts: Facts) -> str:
+    """What probes of one command leave for the next one."""
+    asked = context(folder, facts)
+    list(KNN(**probing(facts, neighbours=[1], num_workers=1)).run(asked))
+    return str(next(iter(asked.passed)))
+
+
+def records(folder: Path, facts: Facts) -> str:
+    told = context(folder, {**facts, "layers": (1,)})
+    shared = {name: getattr(told, name) for name in ("encoder", "dataset", "layers", "seed")}
+    probe = KNN(**probing(facts, neighbours=[1], num_workers=1))
+    run = Evaluation(probe=probe, **shared, device=told.device, dtype=told.dtype)
+    run.run(ResultStore(folder), say=lambda _: None)
+    return min(path.name for path in folder.glob("records/**/*top1*.json"))
+
+
+def toy_scenes(folder: Path, facts: Facts) -> str:
+    kind = facts.get("kind", "toy")
+    asked = {name: value for name, value in facts.items() if "." not in name and name != "kind"}
+    return Toy(cache=folder, **asked).kept(kind, lambda _: None).name
+
+
+def digests(folder: Path, facts: Facts) -> str:
+    """A file a subject, in it an entry a name and state."""
+    state = {"size": 1, "mtime_ns": 2, "ctime_ns": 3, "inode": 4}
+    cache = DigestCache(Path(facts.get("subject", "/data")))
+    told = FileState(**{name: facts.get(name, value) for name, value in state.items()})
+    cache.put(facts.get("name", "a.jpg"), told, bytes(32))
+    cache.save()
+    (path,) = folder.glob("**/digests/*")
+    return path.name + path.read_bytes().hex()
+
+
+def coco_boxes(folder: Path, facts: Facts) -> str:
+    image = {"id": 1, "file_name": "1.jpg", "height": 9, "width": 9}
+    box = {"id": 1, "image_id": 1, "category_id": 1, "iscrowd": 0, "area": 4.0, "segmentation": []}
+    boxes = [{**box, "bbox": facts.get("bbox", [1, 1, 2, 2])}]
+    file = folder / "instances.json"
+    kinds = [{"id": 1, "name": "cat"}]
+    file.write_text(json.dumps({"images": [image], "annotations": boxes, "categories": kinds}))
+    os.utime(file, (1, 1))
+    read_boxes(file, folder / "boxes")
+    (path,) = (folder / "boxes").iterdir()
+    return path.name
+
+
+ENCODER = {
+    "weights": 1,
+    "architecture": {"kind": "another use of these weights"},
+    "mean": (0.5, 0.4, 0.3),
+    "std": (0.5, 0.4, 0.3),
+    "dtype": torch.bfloat16,
+}
+CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
+    "log of discovery": (
+        discovery_log,
+        {
+            **ENCODER,
+            "val_stamp": "beef",
+            "probe.tau": 0.3,
+            "probe.eps": 1e-4,
+            "probe.method": "lost",
+            "probe.longer_side": 24,
+            "probes.tokencut.run.__version__": "0.0.0",
+            "probes.tokencut.log._FORMAT": 99,
+        },
+    ),
+    "features": (
+        features,
+        {
+            **ENCODER,
+            "layers": (0, 1, 3),
+            "other layers": Change({"layers": (0, 2, 3)}, {"layers": (0, 1, 3)}),
+            "train_stamp": "beef",
+            "train_name": "others",
+            "train_split": "other",
+            "train_prefix": "other",
+            "drawn": Change({"seed": 1}, {"probe.train_images": 2}),
+            "probe.facet": "key",
+            "probe.norm": "final",
+            "probe.image_size": 24,
+            "probe.views": 2,
+            "probe.crops": "resized",
+            "seed of crops": Change({"seed": 1}, {"probe.crops": "resized"}),
+            "probes.features.tiers.cache.VERSION": 99,
+        },
+    ),
+    "heads": (
+        after_heads("heads"),
+        {
+            **ENCODER,
+            "train_stamp": "beef",
+            "train_prefix": "other",
+            "sources": Change({"probe.layers_mode": "last4"}),
+            "probe.holdout": 0.5,
+            "probe.learning_rates": [1e-3, 1e-1],
+            "probe.epochs": 2,
+            "probe.batch_size": 3,
+            "probe.loss": "histogram",
+            "seed": 1,
+        },
+    ),
+    "counts": (
+        after_heads("counts"),
+        {
+            **ENCODER,
+            "train_stamp": "beef",
+            "val_stamp": "beef",
+            "val_prefix": "other",
+            "sources": Change({"probe.layers_mode": "last4"}),
+            "probe.holdout": 0.5,
+            "probe.learning_rates": [1e-3, 1e-1],
+            "probe.score_size": 8,
+            "refit": Change(
+                {"probe.refit": True},
+                {"probe.training": "lbfgs", "probe.c_values": [1.0], "probe.max_iterations": 2},
+            ),
+        },
+    ),
+    "images passed": (
+        passed_images,
+        {
+            **ENCODER,
+            "train_stamp": "beef",
+            "drawn": Change({"seed": 1}, {"probe.train_images": 2}),
+            "probe.image_size": 24,
+            "probe.crop_share": 0.5,
+        },
+    ),
+    "records": (
+        records,
+        {
+            **ENCODER,
+            "val_stamp": "beef",
+            "train_stamp": "beef",
+            "train_split": "other",
+            "val_split": "other",
+            "val_name": "others",
+            "seed": 1,
+            "probe.crop_share": 0.5,
+            "probe.temperature": 0.1,
+            "probe.protocol": "dinov2",
+        },
+    ),
+    "toy scenes": (
+        toy_scenes,
+        {
+            "num_train": 7,
+            "num_val": 7,
+            "seed": 7,
+            "kind": "other",
+            "ssl_bench.data.layouts.toy.VERSION": 99,
+        },
+    ),
+    "digests of files": (
+        digests,
+        {
+            "subject": "/other",
+            "name": "b.jpg",
+            "size": 9,
+            "mtime_ns": 9,
+            "ctime_ns": 9,
+            "inode": 9,
+            "ssl_bench.data.files.digest_cache._HEADER": b"ssl-bench sha256 of files 2\n",
+        },
+    ),
+    "boxes of COCO": (coco_boxes, {"bbox": [1, 1, 2, 3]}),
+}
+
+
+_usual: dict[str, str] = {}
+
+
+@pytest.mark.parametrize(
+    ("cache", "fact"), [(cache, fact) for cache, (_, facts) in CACHES.items() for fact in facts]
+)
+def test_fault_88_another_fact_is_kept_under_another_name(tmp_path, monkeypatch, cache, fact):
+    name, facts = CACHES[cache]
+    value = facts[fact]
+    changed, usual = value if isinstance(value, Change) else Change({fact: value})
+
+    def found(place: str, facts: Facts) -> str:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / place))
+        (tmp_path / place).mkdir()
+        return name(tmp_path / place, facts)
+
+    known = f"{cache} {usual}"
+    if known not in _usual:
+        _usual[known] = found("first", usual)
+        assert found("again", usual) == _usual[known]
+    if fact.startswith(("probes.", "ssl_bench.")):
+        monkeypatch.setattr(fact, value)
+        changed = {}
+
+    assert found("other", {**usual, **changed}) != _usual[known]
