@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float64, UInt8
+from jaxtyping import Float64, UInt8, UInt64
 
 from ssl_bench.data.files.digests import Part, Reading, identities
-from ssl_bench.data.files.fingerprints import FingerprintKind, fingerprint_of
+from ssl_bench.data.files.fingerprints import FingerprintKind, Known, known_by
 from ssl_bench.data.files.images import read_image, read_indices
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.samples import Sample
@@ -156,10 +156,14 @@ class FileImageSet:
         Raises:
             DataError: a file cannot be read.
         """
-        return self._fingerprint
+        return self._known.fingerprint
+
+    def marks(self) -> UInt64[np.ndarray, " images"]:
+        """Of each image a number, another one where what its files hold is."""
+        return self._known.marks
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def _known(self) -> Known:
         files = [self.images]
         if self.masks:
             files.append(self.masks.files)
@@ -171,7 +175,7 @@ class FileImageSet:
         with closing(identities(parts, reading, self.fingerprint_kind)) as found:
             # As many in a row as there are files of an image.
             rows = zip(self.ids, *[found] * len(files), self._meanings(), strict=True)
-            return fingerprint_of([self._meaning(), *rows], self.fingerprint_kind)
+            return known_by(self._meaning(), rows, self.fingerprint_kind)
 
     def _meaning(self) -> list[object]:
         """What the numbers in masks stand for; nothing for pictures alone."""

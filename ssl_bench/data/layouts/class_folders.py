@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+from jaxtyping import UInt64
+
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files
-from ssl_bench.data.files.fingerprints import extended
+from ssl_bench.data.files.fingerprints import extended, marks_of
 from ssl_bench.data.files.known_by_stat import known_by_stat
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -20,6 +23,8 @@ from ssl_bench.errors import DataError
 from ssl_bench.system.paths import expanded
 
 _ANNOTATIONS = "val_annotations.txt"
+# An odd number of 64 bits, so that classes change many of a mark's.
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _VALIDATION_NAMES = ("val", "test")
 
 
@@ -60,6 +65,10 @@ class LabelledImages:
     @cached_property
     def _fingerprint(self) -> str:
         return extended(self.images.fingerprint(), self.class_names, self.labels)
+
+    def marks(self) -> UInt64[np.ndarray, " images"]:
+        """Of each image a number, another one where its file or its class is another."""
+        return marks_of(self.images) + np.array(self.labels, np.uint64) * _SPREAD
 
     def by_stat(self) -> "LabelledImages":
         """The same images, their files known by size and time."""
