@@ -126,7 +126,7 @@ class Run:
             changed = []
             self._news.append("images that this run has not learned from are others than before")
         if changed:
-            is_longer = any(change.startswith(LENGTH) for change in changed)
+            is_longer = self.timeline.total_steps > self._steps_of(before["train"])
             raise ConfigurationError(
                 f"{path} is of a run with another configuration ({'; '.join(changed)}); put it "
                 f"back, {'go on for longer with --extend, ' if is_longer else ''}or start anew in "
@@ -159,12 +159,15 @@ class Run:
     def _names(self, indices: Collection[int]) -> list[str]:
         return [self.images.ids[index] for index in sorted(indices)]
 
-    def _extend(self, step: int, before: Mapping[str, Any]) -> None:
-        options = self.plan.train
+    def _steps_of(self, before: Mapping[str, Any]) -> int:
+        """Steps of the run as it was, from the description of its `TrainOptions`."""
         lengths = {name.partition(".")[2]: before[name.partition(".")[2]] for name in LENGTH}
         # Epochs that are kept may be of the longer run alone.
-        old = replace(options, keep_epochs=None, **lengths).timeline(len(self.images)).total_steps
-        new = self.timeline.total_steps
+        options = replace(self.plan.train, keep_epochs=None, **lengths)
+        return options.timeline(len(self.images)).total_steps
+
+    def _extend(self, step: int, before: Mapping[str, Any]) -> None:
+        old, new = self._steps_of(before), self.timeline.total_steps
         if new <= old:
             raise ConfigurationError(
                 f"--extend expects more than the {old} steps of the run in {self.out}, got {new}; "
@@ -186,6 +189,7 @@ class Run:
         watch = Watch(
             self.trainer.learner.diagnose,
             non_finite_patience=options.non_finite_patience,
+            in_bfloat16=options.autocasts(self.ranks.device),
             diagnosis_patience=options.collapse_patience,
             first_step=options.warmup_steps(self.timeline),
         )
@@ -196,6 +200,8 @@ class Run:
             stack.enter_context(closing(report))
             if self.saver is not None:
                 stack.enter_context(closing(self.saver))
+            if rise := self.trainer.rise():
+                self._news.append(rise)
             for line in self._news:
                 report.say(line)
             if self.workers.asked:

@@ -112,9 +112,7 @@ def _may_differ(config: EncoderConfig) -> tuple[str, ...]:
 
 def _require_colours(found: Encoder, colours: Colours, address: str) -> None:
     if (found.mean, found.std) != colours:
-        mean, std = (
-            f"[{','.join(f'{value:g}' for value in of)}]" for of in (found.mean, found.std)
-        )
+        mean, std = (f"[{','.join(map(repr, of))}]" for of in (found.mean, found.std))
         raise ConfigurationError(
             f"init_from={address} expects images of another scale than those of the run; type "
             f"data.mean={mean} data.std={std}, or start from another checkpoint"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from ssl_bench.errors import MachineError, SslBenchError
+from ssl_bench.errors import ConfigurationError, MachineError, SslBenchError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -189,27 +189,99 @@ def _meeting() -> Iterator[None]:
         raise gone from error
 
 
+@dataclass(frozen=True)
+class Place:
+    """What torchrun's environment variables say of this process.
+
+    Attributes:
+        count: Processes of the command; without others nothing else is said.
+        local_rank: Number on this machine, where the variables say it.
+        here: Processes that this machine has.
+    """
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int | None = None
+    here: int = 1
+
+
+def place_of_process() -> Place:
+    """Which of how many processes this is; a single one where WORLD_SIZE is not there or 1.
+
+    Raises:
+        ConfigurationError: a variable is missing or no such number.
+    """
+    count = _number("WORLD_SIZE", 1, None, 1)
+    if count == 1:
+        _number("RANK", 0, 0, 0)
+        return Place()
+    if not os.environ.get("MASTER_ADDR"):
+        raise _wrong("MASTER_ADDR", "an address", None)
+    _number("MASTER_PORT", 1, 65_535)
+    local_rank = _number("LOCAL_RANK", 0, None, 0) if os.environ.get("LOCAL_RANK") else None
+    here = _number("LOCAL_WORLD_SIZE", 1, count, 1)
+    return Place(_number("RANK", 0, count - 1), count, local_rank, here)
+
+
+def _number(name: str, least: int, most: int | None, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if not text and default is not None:
+        return default
+    if text and text.isdecimal() and least <= int(text) <= (int(text) if most is None else most):
+        return int(text)
+    span = f"{least} or more" if most is None else f"{least} to {most}"
+    raise _wrong(name, f"a number of {span}" if least != most else str(least), text)
+
+
+def _wrong(name: str, expected: str, came: str | None) -> ConfigurationError:
+    size = os.environ.get("WORLD_SIZE")
+    return ConfigurationError(
+        f"the environment variable {name} expects {expected} where WORLD_SIZE is "
+        f"{size or 'not set'}, got {came or 'none'}; start several processes with torchrun, or "
+        "unset RANK, WORLD_SIZE and LOCAL_RANK for a single one"
+    )
+
+
+def is_heard() -> bool:
+    """Whether this process says what all of a command meet; of several, one is enough."""
+    try:
+        return place_of_process().rank == 0
+    except ConfigurationError:
+        return True
+
+
 def processes_here() -> int:
     """How many processes of the command this machine has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return place_of_process().here
 
 
 @contextmanager
 def joined(timeout: timedelta = _PATIENCE, *, on_cuda: bool) -> Iterator[Ranks]:
-    """Join the processes that torchrun's environment variables name, if there are any.
+    """Join the processes that torchrun's environment variables name, if there are others.
 
     Args:
         timeout: How long one waits for another's part of a step before it gives up.
         on_cuda: Whether tensors are exchanged between GPUs, of which the current one is this
             process's.
+
+    Raises:
+        ConfigurationError: as `place_of_process`.
+        MachineError: they cannot meet.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+    count = place_of_process().count
     if count == 1:
         yield ALONE
         return
     import torch.distributed as dist
 
-    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout)
+    try:
+        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise MachineError(
+            f"the {count} processes cannot meet at MASTER_ADDR={os.environ['MASTER_ADDR']}, "
+            f"MASTER_PORT={os.environ['MASTER_PORT']} ({reason}); start them with torchrun"
+        ) from error
     try:
         # Reading all images takes as long as it takes, and so does writing at the end.
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)

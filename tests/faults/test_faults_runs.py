@@ -277,6 +277,59 @@ def pack(folder: Path, path: Path) -> None:
             archive.add(file, file.relative_to(folder).as_posix())
 
 
+BLOWN_UP = ("objective.student_temperature=1e-38", "train.non_finite_patience=2")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_fault_90_what_is_advised_where_training_diverges_works(place, capsys, precision):
+    run = pretraining(place / "photos", "run", f"train.precision={precision}")
+
+    said = fails(capsys, [*run, *BLOWN_UP], 2)
+
+    assert "--resume" not in said
+    assert "is kept" not in said
+    assert "start anew in another --out with a lower optimizer.lr" in said
+    advised = ["optimizer.lr=1e-5"]
+    assert ("train.precision=float32" in said) == (precision == "bfloat16")
+    if precision == "bfloat16":
+        advised.append("train.precision=float32")
+    assert main([*pretraining(place / "photos", "another"), *advised]) == 0
+
+
+def test_fault_90_what_is_advised_for_another_scale_of_images_works(place, capsys):
+    mean = "data.mean=[0.48145466,0.4578275,0.40821073]"
+    assert main([*pretraining(place / "photos", "first", NO_TIME), mean]) == 0
+    second = pretraining(place / "photos", "second", NO_TIME, "init_from=first")
+
+    said = fails(capsys, second, 2)
+
+    words = [word for word in said.partition("type ")[2].split() if word.startswith("data.")]
+    assert main([*second, *(word.strip(",") for word in words)]) == 0
+
+
+def test_fault_90_a_shorter_run_is_not_sent_to_extend(place, capsys):
+    run = pretraining(place / "photos", "run", NO_TIME)
+    assert main(run) == 0
+
+    assert "--extend" not in fails(capsys, [*run, "train.max_steps=5", "--resume"], 2)
+    assert "--extend" in fails(capsys, [*run, "train.max_steps=8", "--resume"], 2)
+    assert main([*run, "train.max_steps=8", "--extend"]) == 0
+
+
+@pytest.mark.parametrize("rate", ["1e-5", "1e-3"])
+def test_fault_90_a_rate_that_would_rise_is_said_with_a_remedy(place, capsys, rate):
+    run = pretraining(place / "photos", "run", f"optimizer.lr={rate}", "train.max_steps=3")
+    assert main(run) == 0
+    said = capsys.readouterr().err
+    rates = [row["lr"] for row in log_rows("run")]
+    rises = rates[-1] > rates[1]
+    assert ("the learning rate rises from 7.8e-08" in said) == rises == (rate == "1e-5")
+
+    assert main([*run, "train.final_lr=0.0", "--overwrite"]) == 0
+    assert "rises" not in capsys.readouterr().err
+    assert log_rows("run")[-1]["lr"] < log_rows("run")[1]["lr"]
+
+
 # Of four photographs the first step of two has 2 and 0, the second 1 and 3.
 def damaged(place: Path, name: str = "1.jpg") -> Path:
     path = place / "photos" / name
