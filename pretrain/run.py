@@ -135,11 +135,13 @@ class Run:
         self.extensions = state.get("extensions", [])
         unreadable = self.ranks.from_first(partial(self._unreadable, state.get(_LEFT_OUT, ())))
         self.left_out, self._unlearned = unreadable, unreadable & {*state.get(_UNLEARNED, ())}
-        if extend:
+        # What was stopped after it had been extended is submitted again by the same words.
+        extends = extend and bool(lengths or not self.extensions)
+        if extends:
             self._extend(state["step"], before["train"])
         self.trainer.load_state_dict(state)
         self.step = state["step"]
-        longer = f" instead of {self.extensions[-1]['from_steps']}" if extend else ""
+        longer = f" instead of {self.extensions[-1]['from_steps']}" if extends else ""
         self._news.append(f"going on after step {self.step} of {self.timeline.total_steps}{longer}")
 
     def _learned(self, step: int, unlearned: Collection[int]) -> str:

@@ -307,6 +307,28 @@ def test_fault_90_what_is_advised_for_another_scale_of_images_works(place, capsy
     assert main([*second, *(word.strip(",") for word in words)]) == 0
 
 
+def test_fault_90_what_is_advised_for_another_architecture_works(place, capsys):
+    root = place / "photos"
+    other = ["model.num_heads=3", "model.qkv_bias=false", "model.graying_layers=[0]"]
+    assert main([*pretraining(root, "first", NO_TIME, "model.graying=dct"), *other]) == 0
+    second = pretraining(root, "second", NO_TIME, "init_from=first")
+
+    said = fails(capsys, second, 2)
+
+    advised = said.partition("came ")[2].partition(";")[0].split()
+    assert {*other} <= {*advised}
+    assert main([*second, *advised]) == 0
+
+
+def test_fault_90_a_stopped_extension_goes_on_by_the_same_words(place, capsys):
+    run = pretraining(place / "photos", "run", NO_TIME)
+    assert main(run) == 0
+    longer = [*run, "train.max_steps=8", "--extend", "--resume"]
+    assert main(longer) == main(longer) == 0
+    assert "going on after step 2 of 8" in capsys.readouterr().err
+    assert Path("run/config.yaml").read_text().count("to_steps") == 1
+
+
 def test_fault_90_a_shorter_run_is_not_sent_to_extend(place, capsys):
     run = pretraining(place / "photos", "run", NO_TIME)
     assert main(run) == 0
