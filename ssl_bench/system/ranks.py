@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=1)
+_MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -211,34 +212,31 @@ def place_of_process() -> Place:
     Raises:
         ConfigurationError: a variable is missing or no such number.
     """
-    count = _number("WORLD_SIZE", 1, None, 1)
+    count = _number("WORLD_SIZE", range(1, _MOST), "1")
     if count == 1:
-        _number("RANK", 0, 0, 0)
+        _number("RANK", range(1), "0")
         return Place()
     if not os.environ.get("MASTER_ADDR"):
-        raise _wrong("MASTER_ADDR", "an address", None)
-    _number("MASTER_PORT", 1, 65_535)
-    local_rank = _number("LOCAL_RANK", 0, None, 0) if os.environ.get("LOCAL_RANK") else None
-    here = _number("LOCAL_WORLD_SIZE", 1, count, 1)
-    return Place(_number("RANK", 0, count - 1), count, local_rank, here)
+        raise _wrong("MASTER_ADDR", "an address")
+    _number("MASTER_PORT", range(1, 65_536))
+    local_rank = _number("LOCAL_RANK", range(count)) if os.environ.get("LOCAL_RANK") else None
+    here = _number("LOCAL_WORLD_SIZE", range(1, count + 1), "1")
+    return Place(_number("RANK", range(count)), count, local_rank, here)
 
 
-def _number(name: str, least: int, most: int | None, default: int | None = None) -> int:
-    text = os.environ.get(name)
-    if not text and default is not None:
-        return default
-    if text and text.isdecimal() and least <= int(text) <= (int(text) if most is None else most):
+def _number(name: str, legal: range, default: str = "") -> int:
+    text = os.environ.get(name) or default
+    if text.isdecimal() and int(text) in legal:
         return int(text)
-    span = f"{least} or more" if most is None else f"{least} to {most}"
-    raise _wrong(name, f"a number of {span}" if least != most else str(least), text)
+    raise _wrong(name, f"a number of {legal[0]} to {legal[-1]}" if len(legal) > 1 else "0")
 
 
-def _wrong(name: str, expected: str, came: str | None) -> ConfigurationError:
-    size = os.environ.get("WORLD_SIZE")
+def _wrong(name: str, expected: str) -> ConfigurationError:
+    size, came = (os.environ.get(key) or "not set" for key in ("WORLD_SIZE", name))
     return ConfigurationError(
-        f"the environment variable {name} expects {expected} where WORLD_SIZE is "
-        f"{size or 'not set'}, got {came or 'none'}; start several processes with torchrun, or "
-        "unset RANK, WORLD_SIZE and LOCAL_RANK for a single one"
+        f"the environment variable {name} expects {expected} where WORLD_SIZE is {size}, got "
+        f"{came}; start several processes with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK "
+        "for a single one"
     )
 
 

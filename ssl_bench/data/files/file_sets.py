@@ -159,7 +159,7 @@ class FileImageSet:
         return self._known.fingerprint
 
     def marks(self) -> UInt64[np.ndarray, " images"]:
-        """Of each image a number, another one where what its files hold is."""
+        """Of each image a number, another one where what its file holds is."""
         return self._known.marks
 
     @cached_property

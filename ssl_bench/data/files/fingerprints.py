@@ -39,36 +39,34 @@ class Marked(Protocol):
     """An `ImageSet` that tells which of its images are others than before."""
 
     def marks(self) -> UInt64[np.ndarray, " images"]:
-        """Of each image a number, another one where its content or label is; see `fingerprint`."""
+        """Of each image a number that its file, whatever its name, and its label give."""
         ...
 
 
 def known_by(
-    first: Sequence[object], rows: Iterable[Sequence[object]], kind: FingerprintKind
+    first: Sequence[object], rows: Iterable[tuple[str, ...]], kind: FingerprintKind
 ) -> Known:
-    """The fingerprint of a first row and of one for each image, and the marks of the latter."""
+    """The fingerprint of a first row and of one for each image: its id, its file, what else."""
     marks: list[int] = []
 
     def noted() -> Iterator[Sequence[object]]:
         yield first
         for row in rows:
-            marks.append(mark_of(row))
+            marks.append(_mark(row[1]))
             yield row
 
-    fingerprint = fingerprint_of(noted(), kind)
-    return Known(fingerprint, np.array(marks, np.uint64))
+    return Known(fingerprint_of(noted(), kind), np.array(marks, np.uint64))
 
 
 def marks_of(images: ImageSet) -> UInt64[np.ndarray, " images"]:
     """Of each image its mark; where a set has none, that of the whole set."""
     if isinstance(images, Marked):
         return images.marks()
-    return np.full(len(images), mark_of([images.fingerprint()]), np.uint64)
+    return np.full(len(images), _mark(images.fingerprint()), np.uint64)
 
 
-def mark_of(row: Sequence[object]) -> int:
-    """64 bits of the sha256 of a row."""
-    return int.from_bytes(hashlib.sha256(json.dumps(row).encode()).digest()[:8])
+def _mark(identity: str) -> int:
+    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8])
 
 
 def extended(fingerprint: str, *more: Sequence[object]) -> str:
