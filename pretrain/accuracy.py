@@ -14,6 +14,7 @@ from torch import nn
 from pretrain.monitor import Observer
 from pretrain.runtime.fine_tuning import SHA256
 from pretrain.schedules import Timeline
+from ssl_bench.data.files.readable import counts_and_first
 from ssl_bench.intervals import Share
 from ssl_bench.models import identify_encoder
 from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, Record, ResultStore, TrainingImages
@@ -29,10 +30,12 @@ class Trained:
 
     Attributes:
         description: As in its state.
+        left_out: Ids of the images that it could not read.
     """
 
     description: Mapping[str, Any]
     images: TrainingImages
+    left_out: list[str]
 
 
 def record_accuracy(
@@ -75,7 +78,7 @@ def _record(
     trained: Trained,
     seconds: float,
 ) -> Record:
-    description = trained.description
+    description, gone = trained.description, {trained.images.split: trained.left_out}
     assert isinstance(observer.learner, nn.Module)
     encoder, count = identify_encoder(str(weights)), observer.fitted_and_scored
     shared = {"fitted_and_scored": count} if count else {}
@@ -106,6 +109,7 @@ def _record(
         details={
             "training": recipe_of(description, observer.timeline),
             "configuration": _public(description),
+            **({"left_out": counts_and_first(gone)} if trained.left_out else {}),
         },
         **provenance(next(observer.learner.parameters()).device, seconds),
     )

@@ -16,6 +16,7 @@ _FREE = (
     "data.in_memory",
     "data.keep_encoded",
     "data.allow_overlap",
+    "data.on_bad_image",  # nothing is learned from what cannot be read
     "train.max_minutes",
     "train.num_workers",
     "train.shared_memory_gib",

@@ -53,6 +53,8 @@ class DataOptions:
             it that of the model.
         in_memory: Decode all images once and keep them, for sets that fit.
         keep_encoded: Keep them encoded instead, for archives that fit only so.
+        on_bad_image: "skip" takes for an image that cannot be read the next one that can, and says
+            which were left out.
         labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then, or
             `CLASS/PICTURE`.
         fingerprint: How the images are known again when the run is resumed: "content" reads every
@@ -68,6 +70,7 @@ class DataOptions:
     image_size: Pixels | None = None
     in_memory: bool = False
     keep_encoded: bool = False
+    on_bad_image: Literal["fail", "skip"] = "fail"
     labels: bool = False
     fingerprint: FingerprintKind = "content"
     bits: Bits = None

@@ -5,7 +5,7 @@ Longer than other files: what a step reads, decides and leaves is one story, tol
 
 import hashlib
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from pretrain.logging.weights_and_biases import WandbRun
 from pretrain.monitor import Observer, described
 from pretrain.openings import OPENINGS, former_opening_steps, opening_steps
 from pretrain.plan import Plan
-from pretrain.runtime.batches import Batches, Share, in_memory
+from pretrain.runtime.batches import Batches, Remaining, Share, Substituted, in_memory
 from pretrain.runtime.distributed import TrainingRanks
 from pretrain.runtime.fine_tuning import SHA256, init_from, sha256_at_resume
 from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG, WANDB, SavedEncoder, Saver
@@ -36,6 +36,7 @@ from pretrain.runtime.state import load_state
 from pretrain.runtime.workers import arriving, plan_workers
 from pretrain.runtime.writer import copied_module
 from pretrain.step import Trainer
+from ssl_bench.data.files.fingerprints import marks_of
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import (
     ConfigurationError,
@@ -48,6 +49,11 @@ from ssl_bench.evaluation import trained_on
 from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.files import write_text_atomically
 
+# In the state of a run: a sha256 over the images that it has learned from, indices of those that it
+# left out, and of those among them that it never learned from.
+_LEARNED, _LEFT_OUT, _UNLEARNED = "learned_files", "left_out", "left_out_unlearned"
+_FILES = "image_files"
+_SHOWN = 5
 # A monitor that takes longer than both, the second of the training before it, is mentioned.
 _MONITOR_SECONDS, _MONITOR_SHARE = 1.0, 0.1
 
@@ -66,11 +72,10 @@ class Run:
         self.plan, self.out, self.ranks, self.request = plan, out, ranks, request
         self.saver = Saver(out, hold) if hold is not None else None
         self.clock = Clock()
-        images = plan.images()
-        self._num_images = len(images)
-        self.timeline = plan.train.timeline(self._num_images)
+        self.images = images = plan.images()
+        self.timeline = plan.train.timeline(len(images))
         self.trained_on = ranks.from_first(request.at_once()(partial(trained_on, images)))
-        which = {"images": _digest(images), "image_files": self.trained_on.fingerprint}
+        which = {"images": _digest(images), _FILES: self.trained_on.fingerprint}
         self.description = describe(plan) | which
         self.description[OPENINGS] = opening_steps(self.description, self.timeline)
         self.batches = _batches(plan, images, ranks)
@@ -83,13 +88,15 @@ class Run:
         self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
         self.step = 0
         self.extensions: list[dict[str, int]] = []
-        self._news = ""
+        self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
+        self._config: Mapping[str, Any] = {}
+        self._news: list[str] = []
         self._fault: Exception | None = None
 
     def begin(self, *, instead: bool = False) -> None:
         """Take the weights of another run, where the plan says so; `instead` of going on."""
         if instead:
-            self._news = f"nothing to resume in {self.out}, starting"
+            self._news.append(f"nothing to resume in {self.out}, starting")
         if self.plan.init_from is not None:
             encoders = self.trainer.learner.encoders
             colours = self.plan.data.colours
@@ -99,12 +106,13 @@ class Run:
         """Go back to the last state that was saved, to go on for longer where `extend` says so.
 
         Raises:
-            ConfigurationError: it is of a run with another configuration.
+            ConfigurationError: it is of a run with another configuration, or has learned from
+                images that are others now.
             CheckpointError: it is damaged, and the one before too.
         """
         state, path = load_state(self.out, self.ranks.device)
         # Older states say nothing of the files, nor of options that came later.
-        older = {"image_files": self.description["image_files"], **state["configuration"]}
+        older = {_FILES: self.description[_FILES], **state["configuration"]}
         if self.plan.init_from is not None:
             self.description[SHA256] = sha256_at_resume(self.plan.init_from, older)
         before = in_full(older, self.plan)
@@ -113,27 +121,55 @@ class Run:
         lengths = [change for change in changed if change.startswith((*LENGTH, f"{OPENINGS}."))]
         if extend:
             changed = [change for change in changed if change not in lengths]
+        is_of_files = [change.startswith(f"{_FILES}:") for change in changed] == [True]
+        if is_of_files and self.ranks.from_first(partial(self._learned_the_same, state)):
+            changed = []
+            self._news.append("images that this run has not learned from are others than before")
         if changed:
-            is_longer = any(change.startswith(LENGTH) for change in changed)
+            is_longer = self.timeline.total_steps > self._steps_of(before["train"])
             raise ConfigurationError(
                 f"{path} is of a run with another configuration ({'; '.join(changed)}); put it "
                 f"back, {'go on for longer with --extend, ' if is_longer else ''}or start anew in "
                 "another folder"
             )
         self.extensions = state.get("extensions", [])
-        if extend:
+        unreadable = self.ranks.from_first(partial(self._unreadable, state.get(_LEFT_OUT, ())))
+        self.left_out, self._unlearned = unreadable, unreadable & {*state.get(_UNLEARNED, ())}
+        # What was stopped after it had been extended is submitted again by the same words.
+        extends = extend and bool(lengths or not self.extensions)
+        if extends:
             self._extend(state["step"], before["train"])
         self.trainer.load_state_dict(state)
         self.step = state["step"]
-        longer = f" instead of {self.extensions[-1]['from_steps']}" if extend else ""
-        self._news = f"going on after step {self.step} of {self.timeline.total_steps}{longer}"
+        longer = f" instead of {self.extensions[-1]['from_steps']}" if extends else ""
+        self._news.append(f"going on after step {self.step} of {self.timeline.total_steps}{longer}")
 
-    def _extend(self, step: int, before: Mapping[str, Any]) -> None:
-        options = self.plan.train
+    def _learned(self, step: int, unlearned: Collection[int]) -> str:
+        """Sha256 over what those images hold that so many steps have learned from."""
+        learned = self.batches.seen(step)
+        learned[[*unlearned]] = False
+        return hashlib.sha256(marks_of(self.images)[learned].tobytes()).hexdigest()
+
+    def _learned_the_same(self, state: Mapping[str, Any]) -> bool:
+        # States of older versions do not say it, and nothing equals that.
+        return state.get(_LEARNED) == self._learned(state["step"], state.get(_UNLEARNED, ()))
+
+    def _unreadable(self, left_out: Collection[int]) -> set[int]:
+        """Those of the images that still cannot be read."""
+        return {index for index in left_out if not _is_readable(self.images, index)}
+
+    def _names(self, indices: Collection[int]) -> list[str]:
+        return [self.images.ids[index] for index in sorted(indices)]
+
+    def _steps_of(self, before: Mapping[str, Any]) -> int:
+        """Steps of the run as it was, from the description of its `TrainOptions`."""
         lengths = {name.partition(".")[2]: before[name.partition(".")[2]] for name in LENGTH}
         # Epochs that are kept may be of the longer run alone.
-        old = replace(options, keep_epochs=None, **lengths).timeline(self._num_images).total_steps
-        new = self.timeline.total_steps
+        options = replace(self.plan.train, keep_epochs=None, **lengths)
+        return options.timeline(len(self.images)).total_steps
+
+    def _extend(self, step: int, before: Mapping[str, Any]) -> None:
+        old, new = self._steps_of(before), self.timeline.total_steps
         if new <= old:
             raise ConfigurationError(
                 f"--extend expects more than the {old} steps of the run in {self.out}, got {new}; "
@@ -142,8 +178,10 @@ class Run:
         self.extensions.append({"step": step, "from_steps": old, "to_steps": new})
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Leave what was asked for, and how often it was extended."""
-        more = {"extensions": self.extensions} if self.extensions else {}
+        """Leave what was asked for, how often it was extended and which images it lacks."""
+        self._config = config
+        more = {"extensions": self.extensions, _LEFT_OUT: self._names(self.left_out)}
+        more = {name: values for name, values in more.items() if values}
         plain = yaml.safe_dump({**config, **more}, sort_keys=False)
         write_text_atomically(self.out / CONFIG, plain)
 
@@ -153,6 +191,7 @@ class Run:
         watch = Watch(
             self.trainer.learner.diagnose,
             non_finite_patience=options.non_finite_patience,
+            in_bfloat16=options.autocasts(self.ranks.device),
             diagnosis_patience=options.collapse_patience,
             first_step=options.warmup_steps(self.timeline),
         )
@@ -163,8 +202,10 @@ class Run:
             stack.enter_context(closing(report))
             if self.saver is not None:
                 stack.enter_context(closing(self.saver))
-            if self._news:
-                report.say(self._news)
+            if rise := self.trainer.rise():
+                self._news.append(rise)
+            for line in self._news:
+                report.say(line)
             if self.workers.asked:
                 report.say(str(self.workers))
             try:
@@ -173,6 +214,7 @@ class Run:
                 # Nobody leaves before it is done: torchrun ends those that are left.
                 with self.ranks.together():
                     self._save_and_wait(report)
+                report.say(f"{self._where()}; go on with --resume")
                 raise
             with self.ranks.together():
                 self._save_and_wait(report)
@@ -198,12 +240,28 @@ class Run:
         Waits for their copy alone; what goes wrong with the files, a later step is told.
         """
         report.settle(everything=True)
+        found = self.ranks.gathered((self.left_out, self._unlearned))
+        self.left_out, self._unlearned = (
+            set[int]().union(*sets) for sets in zip(*found, strict=True)
+        )
         if self.saver is not None:
+            self._tell_left_out(report)
             state = {"step": self.step, "configuration": self.description}
-            state |= {"extensions": self.extensions, **self.trainer.state_dict()}
-            self.saver.save(state, self._encoder(), report.say)
+            state |= {"extensions": self.extensions, _LEFT_OUT: sorted(self.left_out)}
+            state[_UNLEARNED] = sorted(self._unlearned)
+            state[_LEARNED] = self._learned(self.step, self._unlearned)
+            self.saver.save(state | self.trainer.state_dict(), self._encoder(), report.say)
         self.clock.mark_saved()
         report.save = False
+
+    def _tell_left_out(self, report: StepLog) -> None:
+        """Say and write down which images were left out since the last time."""
+        if new := self._names(self.left_out - self._told):
+            names = ", ".join(new[:_SHOWN]) + (", ..." if len(new) > _SHOWN else "")
+            total = f"{len(self.left_out)} of {len(self.images)} images"
+            report.say(f"left out as unreadable: {names}; {total} so far, the next one for each")
+            self.write_config(self._config)
+        self._told |= self.left_out
 
     def _save_and_wait(self, report: StepLog) -> None:
         self.save(report)
@@ -308,6 +366,11 @@ class Run:
             piece = next(pieces)
         if isinstance(piece, SslBenchError):
             raise piece
+        if isinstance(piece, Remaining):
+            new = set(piece.left_out) - self.left_out
+            self._unlearned |= {i for i in new if not self.batches.seen(self.step)[i]}
+            self.left_out |= new
+            return piece.crops
         return piece
 
     def _row(self) -> dict[str, Any]:
@@ -328,7 +391,7 @@ class Run:
             return
         assert isinstance(self.observer, Observer)
         weights = self.out / ENCODER
-        training = Trained(self.description, self.trained_on)
+        training = Trained(self.description, self.trained_on, self._names(self.left_out))
         for path in record_accuracy(Path(results), self.observer, weights, training):
             report.say(f"accuracy recorded in {path}")
 
@@ -346,7 +409,7 @@ class Run:
         return self.clock.minutes_since_save >= self.plan.train.checkpoint_minutes
 
     def _leave(self, report: StepLog) -> None:
-        where = f"after step {self.step} of {self.timeline.total_steps}, saved in {self.out}"
+        where = self._where()
         if self.request.is_interrupt:
             report.say(f"interrupted {where}; go on with --resume")
             raise KeyboardInterrupt
@@ -356,6 +419,9 @@ class Run:
         error = Preempted(f"asked to stop {where}; submit again with --resume")
         error.is_shared = self.ranks.count > 1
         raise error
+
+    def _where(self) -> str:
+        return f"after step {self.step} of {self.timeline.total_steps}, saved in {self.out}"
 
 
 def _batches(plan: Plan, images: ImageSet, ranks: TrainingRanks) -> Batches:
@@ -367,13 +433,24 @@ def _batches(plan: Plan, images: ImageSet, ranks: TrainingRanks) -> Batches:
             f"got {options.batch_size}"
         )
     sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
+    skips = plan.data.on_bad_image == "skip"
+    samples = Substituted(images) if skips else images
     return Batches(
-        images=in_memory(images) if plan.data.decodes_once else images,
+        images=in_memory(samples) if plan.data.decodes_once else samples,
         cut=partial(crops.cut, sizes=sizes),
         share=Share(options.batch_size, options.accumulation, ranks.rank, ranks.count),
         seed=options.seed,
         repeats=options.repeats,
+        ids=images.ids if skips else (),
     )
+
+
+def _is_readable(images: ImageSet, index: int) -> bool:
+    try:
+        images[index]
+    except DataError:
+        return False
+    return True
 
 
 def _digest(images: ImageSet) -> str:

@@ -45,8 +45,8 @@ class Trainer:
         )
         self.optimizer = recipe.build(groups)
         total = timeline.total_steps
-        top = recipe.lr * options.batch_size / _REFERENCE_BATCH
-        self.lr = options.rate(top, timeline)
+        self._asked, self._top = recipe.lr, recipe.lr * options.batch_size / _REFERENCE_BATCH
+        self.lr = options.rate(self._top, timeline)
         self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
         device = ranks.device
         self._dtype = torch.bfloat16 if options.autocasts(device) else torch.float32
@@ -83,6 +83,17 @@ class Trainer:
     def utilisation(self, seconds: float) -> float:
         """Percent of the rate of a large matrix product that a step of such a length reaches."""
         return 100 * self.flops / (seconds * self._product_rate)
+
+    def rise(self) -> str | None:
+        """What to say where the learning rate would end above its top."""
+        last = self.options.final_lr
+        if self.options.schedule != "cosine" or self._top >= last:
+            return None
+        share = f"{self.options.batch_size}/{_REFERENCE_BATCH}"
+        return (
+            f"the learning rate rises from {self._top:.2g}, optimizer.lr={self._asked:g} times "
+            f"{share}, to train.final_lr={last:g}; train.final_lr=0.0 lets it fall"
+        )
 
     def values(self, step: int) -> dict[str, float]:
         """Everything that is scheduled, for the log."""

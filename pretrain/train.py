@@ -90,7 +90,7 @@ class Pretraining(Plan):
                 training diverged.
             CheckpointError: `init_from` or the state of the run cannot be read.
             DataError: an image cannot be read; everything is saved.
-            Preempted: SIGTERM or SIGUSR1 came, and everything is saved.
+            Preempted: SIGTERM, SIGHUP or SIGUSR1 came, and everything is saved.
             KeyboardInterrupt: SIGINT came, and everything is saved.
             MachineError: a folder cannot be written, or TensorBoard or
                 Weights & Biases is asked for and missing.

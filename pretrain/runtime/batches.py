@@ -1,16 +1,18 @@
 """Which images a step sees, in crops. A pure function of the step: no worker holds any state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 from torch.utils.data import Dataset
 
+from ssl_bench.data.files.readable import with_a_way_out
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import DataError
+from ssl_bench.errors import DataError, UnreadableImage
 
 # Keeps the streams of one seed apart.
 _ORDER, _SAMPLE, _STEP = range(3)
@@ -25,10 +27,36 @@ class Samples(Protocol):
     def __getitem__(self, index: int, /) -> Sample: ...
 
 
+@dataclass(frozen=True)
+class Substituted:
+    """Images of which each that cannot be read has in its place the next one that can."""
+
+    images: Samples
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        for further in range(len(self)):
+            with suppress(UnreadableImage):
+                return self.images[(index + further) % len(self)]
+        raise DataError(f"none of the {len(self)} images can be read; fetch them again")
+
+
+class Remaining(NamedTuple):
+    """A piece in which others stand for images that were left out, given by their indices."""
+
+    crops: Any
+    left_out: tuple[int, ...]
+
+
 def in_memory(samples: Samples) -> list[Sample]:
     """Decode everything once. Worker processes share the memory."""
     decoded = (samples[index] for index in range(len(samples)))
-    return [replace(sample, mask=None, boxes=None) for sample in decoded]
+    try:
+        return [replace(sample, mask=None, boxes=None) for sample in decoded]
+    except UnreadableImage as error:
+        raise with_a_way_out(error) from error
 
 
 @dataclass(frozen=True)
@@ -58,9 +86,11 @@ class Batches(Dataset[Any]):
     an image are the same in pieces of any size.
 
     An image that cannot be read comes back as the `DataError` itself, since an exception would
-    lose its one line on the way out of a worker process.
+    lose its one line on the way out of a worker process. Where `images` are `Substituted`, a piece
+    that lacks one comes as `Remaining`.
 
     Attributes:
+        ids: Of the images, where some may be substituted.
         pieces: That each part is cut in, equally many images each, give or take one.
         repeats: Times that each image of an epoch comes, one after the other, each time with
             randomness of its own. An epoch is as long as without, and so has as many times fewer
@@ -77,6 +107,7 @@ class Batches(Dataset[Any]):
     seed: int
     repeats: int = 1
     pieces: int = 1
+    ids: Sequence[str] = ()
 
     def __getitem__(self, piece: int) -> Any:
         part, place = divmod(piece, self.pieces)
@@ -84,10 +115,26 @@ class Batches(Dataset[Any]):
         keys = self.keys(part)[first:end]
         try:
             opened = {index: self.images[index] for index in sorted({key[1] for key in keys})}
+        except UnreadableImage as error:
+            return with_a_way_out(error)
         except DataError as error:
             return error
         samples = [opened[index] for _, index, _ in keys]
-        return self.cut(samples, [sample_generator(self.seed, *key) for key in keys])
+        crops = self.cut(samples, [sample_generator(self.seed, *key) for key in keys])
+        left_out = tuple(i for i in opened if self.ids and opened[i].image_id != self.ids[i])
+        return Remaining(crops, left_out) if left_out else crops
+
+    def seen(self, steps: int) -> Bool[np.ndarray, " images"]:
+        """Which images so many steps have, over all processes."""
+        seen, in_epoch = np.zeros(len(self.images), bool), len(self.images) // self.share.batch_size
+        for epoch in range(-(-steps // in_epoch)):
+            taken = min(steps - epoch * in_epoch, in_epoch) * self.share.batch_size
+            seen[epoch_order(len(self.images), self.seed, epoch)[: -(-taken // self.repeats)]] = (
+                True
+            )
+            if seen.all():
+                break
+        return seen
 
     def keys(self, part: int) -> list[tuple[int, int, int]]:
         """(epoch, index, repeat) of every image of a part."""

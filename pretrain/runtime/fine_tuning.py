@@ -1,5 +1,6 @@
 """Fine-tuning: an encoder that was trained before takes the place of random weights."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -95,13 +96,18 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
     pairs = [(name, getattr(config, name), getattr(module.config, name)) for name in names]
     wrong = [pair for pair in pairs if not _agree(*pair)]
     if wrong:
-        expected = " ".join(f"model.{name}={here}" for name, here, _ in wrong)
-        came = " ".join(f"model.{name}={there}" for name, _, there in wrong)
+        expected = " ".join(f"model.{name}={_typed(here)}" for name, here, _ in wrong)
+        came = " ".join(f"model.{name}={_typed(there)}" for name, _, there in wrong)
         raise ConfigurationError(
             f"init_from={address} is of another architecture: expected {expected}, came {came}; "
             "type the latter, or start from another checkpoint"
         )
     return module
+
+
+def _typed(value: Any) -> str:
+    """A value of a configuration as it is typed on a command line."""
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _may_differ(config: EncoderConfig) -> tuple[str, ...]:
@@ -112,9 +118,7 @@ def _may_differ(config: EncoderConfig) -> tuple[str, ...]:
 
 def _require_colours(found: Encoder, colours: Colours, address: str) -> None:
     if (found.mean, found.std) != colours:
-        mean, std = (
-            f"[{','.join(f'{value:g}' for value in of)}]" for of in (found.mean, found.std)
-        )
+        mean, std = (f"[{','.join(map(repr, of))}]" for of in (found.mean, found.std))
         raise ConfigurationError(
             f"init_from={address} expects images of another scale than those of the run; type "
             f"data.mean={mean} data.std={std}, or start from another checkpoint"

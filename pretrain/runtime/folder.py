@@ -58,7 +58,7 @@ class Saver(Writer):
         self._hold.require()
         # A broken one would push out the last good one.
         if not all(bool(value.isfinite().all()) for value in state["learner"].values()):
-            say(f"step {state['step']}: weights are not finite, the checkpoint is kept")
+            say(f"step {state['step']}: weights are not finite and are not saved")
             return
         save_state(self._out, state)
         self._write_encoder(ENCODER, encoder)

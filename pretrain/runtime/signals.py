@@ -11,8 +11,9 @@ from types import FrameType
 from typing import NoReturn
 
 from ssl_bench.errors import Preempted
+from ssl_bench.system.endings import STOPPING, handled
 
-_NAMES = ("SIGTERM", "SIGUSR1", "SIGINT")
+_NAMES = (*STOPPING, "SIGINT")
 
 
 class StopRequest:
@@ -62,18 +63,10 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Collect SIGTERM, SIGUSR1 and SIGINT instead of dying of them."""
+    """Collect signals that ask to stop instead of dying of them."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
+    with handled(_NAMES, request.receive):
         yield request
-        return
-    numbers = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
-    before = {number: signal.signal(number, request.receive) for number in numbers}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

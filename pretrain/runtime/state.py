@@ -4,6 +4,7 @@ A folder holds `state.pt`, the one before it as `state.previous.pt`, and the sha
 or a full disk at any moment leaves at least one of them whole.
 """
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,6 +14,7 @@ import torch
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.system.files import read_digests, sha256_of, write_atomically, write_text_atomically
 from ssl_bench.system.memory import pass_on_memory
+from ssl_bench.system.progress import say
 
 STATE, PREVIOUS = "state.pt", "state.previous.pt"
 # Complete, but not yet renamed: seen only after a kill between two renames.
@@ -57,18 +59,24 @@ def _write(state: Mapping[str, Any], file: BinaryIO) -> None:
 def load_state(out: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
     """The newest whole state of a run, and the file it came from.
 
+    Where the file of their sha256 is lost, a state that loads counts as whole: its parts have
+    checksums of their own.
+
     Raises:
         CheckpointError: every file there is cut, changed, or of a later version.
     """
-    problems = []
+    problems, known = [], {digest for digest, _ in read_digests(out / _SIDECAR)}
     for path in (out / name for name in _CANDIDATES):
         if path.is_file():
-            if sha256_of(path) in _known_digests(out):
+            if known and sha256_of(path) in known:
+                return _read(path, device), path
+            if not known and _has_checksums(path):
+                say(f"{out / _SIDECAR} is missing or empty: {path.name} is taken by its checksums")
                 return _read(path, device), path
             problems.append(f"{path.name} is cut or changed")
     raise CheckpointError(
         f"no training state in {out} can be used ({'; '.join(problems) or 'there is none'}); "
-        "start again with --overwrite"
+        "start again with --overwrite in place of --resume"
     )
 
 
@@ -83,8 +91,13 @@ def remove_states(out: Path) -> None:
         (out / name).unlink(missing_ok=True)
 
 
-def _known_digests(out: Path) -> set[str]:
-    return {digest for digest, _ in read_digests(out / _SIDECAR)}
+def _has_checksums(path: Path) -> bool:
+    """Whether all parts of torch's archive are there and have the checksums that it states."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except Exception:  # Damaged bytes make its reader fail in any way.
+        return False
 
 
 def _read(path: Path, device: torch.device) -> dict[str, Any]:

@@ -4,10 +4,15 @@ import sys
 from collections.abc import Sequence
 
 from ssl_bench.cli.dispatch import run
-from ssl_bench.errors import INTERRUPTED
-from ssl_bench.system.endings import open_streams, reported
+from ssl_bench.system.endings import (
+    STOPPING,
+    handled,
+    open_streams,
+    reported,
+    said_stopped,
+    stop,
+)
 from ssl_bench.system.processors import let_threads_sleep
-from ssl_bench.system.progress import is_heard
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,14 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     open_streams()
     let_threads_sleep()
     try:
-        code = run(arguments)
+        with handled(STOPPING, stop):
+            code = run(arguments)
         # Here a full disk can still be said; Python itself would only complain while it ends.
         print(end="", flush=True)
         return code
-    except KeyboardInterrupt:
-        if is_heard():
-            print("ssl-bench: interrupted; what was finished is saved", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as reason:
+        return said_stopped(reason)
     except BrokenPipeError:
         # The reader (such as `head`) has seen enough; Python would complain while closing stdout.
         sys.stdout = None

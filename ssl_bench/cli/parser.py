@@ -127,6 +127,11 @@ def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="go on for longer: with more train.epochs or train.max_steps than before",
     )
     add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
+    add(
+        "--on-bad-image",
+        metavar="fail|skip",
+        help="skip: take the next one for an image that cannot be read (data.on_bad_image)",
+    )
     add_short(add)
     add_showing(add)
 

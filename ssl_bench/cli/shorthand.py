@@ -9,7 +9,12 @@ _PROBING = {"limit": "data.limit", "seed": "seed"}
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "probe": _PROBING,
     "sweep": _PROBING,
-    "pretrain": {"limit": "data.limit", "seed": "train.seed", "batch_size": "train.batch_size"},
+    "pretrain": {
+        "limit": "data.limit",
+        "seed": "train.seed",
+        "batch_size": "train.batch_size",
+        "on_bad_image": "data.on_bad_image",
+    },
 }
 """What a flag is short for, by command; --batch-size of probes depends on the tasks."""
 

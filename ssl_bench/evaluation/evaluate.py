@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 
 from ssl_bench.composition.presets import changed_settings, told_guesses
 from ssl_bench.data.corrupted import corruption_of
-from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, summary
+from ssl_bench.data.files.readable import (
+    ReadableDataset,
+    counts_and_first,
+    summary,
+    with_a_way_out,
+)
 from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
@@ -83,7 +88,7 @@ class Evaluation:
             except UnreadableImage as error:
                 sieve = self.dataset
                 if not isinstance(sieve, ReadableDataset):
-                    raise _with_a_way_out(error) from error
+                    raise with_a_way_out(error) from error
                 with ranks.together():
                     if not sieve.leave_out_unreadable(show_progress):
                         raise
@@ -233,9 +238,3 @@ def _corrupted(images: ImageSet) -> str | None:
     """What the scored images went through, in words."""
     corruption = corruption_of(images)
     return None if corruption is None else str(corruption)
-
-
-def _with_a_way_out(error: UnreadableImage) -> UnreadableImage:
-    found = UnreadableImage(f"{error}, or leave such images out with --on-bad-image skip")
-    found.is_shared = error.is_shared
-    return found

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.system.ranks import place_of_process
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -14,13 +15,19 @@ def choose_device(name: str | None) -> torch.device:
     Float32 is float32 there: without TF32, which torch allows in convolutions unless told.
 
     Raises:
-        ConfigurationError: torch does not know the name.
+        ConfigurationError: torch does not know the name, or `place_of_process` this process.
         MachineError: the device is not there.
     """
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if name.split(":")[0] == "cuda" and "LOCAL_RANK" in os.environ:
-        # One of the processes of torchrun; without it all would take memory of the first device.
-        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    place = place_of_process()
+    if name.split(":")[0] == "cuda" and place.count > 1:
+        # Without a number of its own every process would take memory of the first device.
+        if place.local_rank is None:
+            raise ConfigurationError(
+                f"LOCAL_RANK expects the GPU of each of {place.count} processes, and is not set; "
+                "start them with torchrun"
+            )
+        name = f"cuda:{place.local_rank}"
     device = _usable(name)
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False

@@ -2,16 +2,91 @@
 
 import io
 import os
+import select
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
-from ssl_bench.errors import MachineError, SslBenchError
+from ssl_bench.errors import INTERRUPTED, MachineError, Preempted, SslBenchError
 from ssl_bench.system.escaping import one_line
 from ssl_bench.system.imports import broken_file
 from ssl_bench.system.memory import is_out_of_memory, memory_error
 from ssl_bench.system.progress import is_heard
 
 _LONGEST = 1000
+# What schedulers, shutdowns and terminals that are closed send.
+STOPPING = ("SIGTERM", "SIGHUP", "SIGUSR1")
+
+
+class Stopped(KeyboardInterrupt):
+    """One of `STOPPING` came. It ends what Ctrl-C ends, in the same way."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+
+
+@contextmanager
+def handled(
+    names: Sequence[str], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Let the main thread handle signals, but for a SIGHUP that is ignored, as under nohup."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    hang_up = getattr(signal, "SIGHUP", None)
+    if before.get(hang_up) == signal.SIG_IGN:
+        del before[hang_up]
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == hang_up:
+            _leave_terminal()
+        handler(number, frame)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """The handler of a command that has nothing to save first."""
+    del frame
+    raise Stopped(number)
+
+
+def said_stopped(reason: KeyboardInterrupt) -> int:
+    """Say in a line that somebody ended the command; its exit code."""
+    name = next(iter(reason.args), "") if isinstance(reason, Stopped) else ""
+    if is_heard():
+        what = f"asked to stop ({name})" if name else "interrupted"
+        again = "; the same command goes on with the rest" if name else ""
+        print(f"ssl-bench: {what}; what was finished is saved{again}", file=sys.stderr)
+    return Preempted.exit_code if name else INTERRUPTED
+
+
+def _leave_terminal() -> None:
+    """Write into nothing from now on what went to a terminal that was closed, or to its programs.
+
+    What cannot be said must not end what still has to be saved.
+    """
+    # The programs behind a pipe get the same signal, and end.
+    time.sleep(0.1)
+    for descriptor in (1, 2):
+        poll = select.poll()
+        poll.register(descriptor, 0)
+        if any(found & (select.POLLERR | select.POLLHUP) for _, found in poll.poll(0)):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, descriptor)
+            os.close(nothing)
 
 
 def open_streams() -> None:

@@ -11,6 +11,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 from ssl_bench.system.escaping import printable
+from ssl_bench.system.ranks import is_heard
 
 T = TypeVar("T")
 _FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
@@ -26,11 +27,6 @@ class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]
 
 # One of its own for each process; a thread that holds it at a fork is not there to let it go.
 os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
-
-
-def is_heard() -> bool:
-    """Whether this process says what all of a command meet; of several, one is enough."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar, cast
 
-from ssl_bench.errors import MachineError, SslBenchError
+from ssl_bench.errors import ConfigurationError, MachineError, SslBenchError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=1)
+_MOST = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -189,27 +190,96 @@ def _meeting() -> Iterator[None]:
         raise gone from error
 
 
+@dataclass(frozen=True)
+class Place:
+    """What torchrun's environment variables say of this process.
+
+    Attributes:
+        count: Processes of the command; without others nothing else is said.
+        local_rank: Number on this machine, where the variables say it.
+        here: Processes that this machine has.
+    """
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int | None = None
+    here: int = 1
+
+
+def place_of_process() -> Place:
+    """Which of how many processes this is; a single one where WORLD_SIZE is not there or 1.
+
+    Raises:
+        ConfigurationError: a variable is missing or no such number.
+    """
+    count = _number("WORLD_SIZE", range(1, _MOST), "1")
+    if count == 1:
+        _number("RANK", range(1), "0")
+        return Place()
+    if not os.environ.get("MASTER_ADDR"):
+        raise _wrong("MASTER_ADDR", "an address")
+    _number("MASTER_PORT", range(1, 65_536))
+    local_rank = _number("LOCAL_RANK", range(count)) if os.environ.get("LOCAL_RANK") else None
+    here = _number("LOCAL_WORLD_SIZE", range(1, count + 1), "1")
+    return Place(_number("RANK", range(count)), count, local_rank, here)
+
+
+def _number(name: str, legal: range, default: str = "") -> int:
+    text = os.environ.get(name) or default
+    if text.isdecimal() and int(text) in legal:
+        return int(text)
+    raise _wrong(name, f"a number of {legal[0]} to {legal[-1]}" if len(legal) > 1 else "0")
+
+
+def _wrong(name: str, expected: str) -> ConfigurationError:
+    size, came = (os.environ.get(key) or "not set" for key in ("WORLD_SIZE", name))
+    return ConfigurationError(
+        f"the environment variable {name} expects {expected} where WORLD_SIZE is {size}, got "
+        f"{came}; start several processes with torchrun, or unset RANK, WORLD_SIZE and LOCAL_RANK "
+        "for a single one"
+    )
+
+
+def is_heard() -> bool:
+    """Whether this process says what all of a command meet; of several, one is enough."""
+    try:
+        return place_of_process().rank == 0
+    except ConfigurationError:
+        return True
+
+
 def processes_here() -> int:
     """How many processes of the command this machine has."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return place_of_process().here
 
 
 @contextmanager
 def joined(timeout: timedelta = _PATIENCE, *, on_cuda: bool) -> Iterator[Ranks]:
-    """Join the processes that torchrun's environment variables name, if there are any.
+    """Join the processes that torchrun's environment variables name, if there are others.
 
     Args:
         timeout: How long one waits for another's part of a step before it gives up.
         on_cuda: Whether tensors are exchanged between GPUs, of which the current one is this
             process's.
+
+    Raises:
+        ConfigurationError: as `place_of_process`.
+        MachineError: they cannot meet.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+    count = place_of_process().count
     if count == 1:
         yield ALONE
         return
     import torch.distributed as dist
 
-    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout)
+    try:
+        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise MachineError(
+            f"the {count} processes cannot meet at MASTER_ADDR={os.environ['MASTER_ADDR']}, "
+            f"MASTER_PORT={os.environ['MASTER_PORT']} ({reason}); start them with torchrun"
+        ) from error
     try:
         # Reading all images takes as long as it takes, and so does writing at the end.
         group = dist.new_group(backend="gloo", timeout=_PATIENCE)

@@ -11,6 +11,7 @@ from ssl_bench.system import device as module
 from ssl_bench.system import processors
 from ssl_bench.system.device import choose_device, free_memory
 from ssl_bench.system.processors import let_threads_sleep, may_have_gpu, numeric_threads
+from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
 
 
@@ -36,7 +37,7 @@ def test_the_asked_device_is_the_current_one_from_then_on(two_gpus):
 
 
 def test_each_process_of_torchrun_has_a_device_of_its_own(two_gpus, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    one_of(monkeypatch, 4, RANK="3", LOCAL_RANK="3")
 
     assert choose_device(None) == choose_device("cuda") == torch.device("cuda", 3)
     assert choose_device("cpu") == torch.device("cpu")

@@ -31,6 +31,7 @@ from tests.support.faults import (
     probing,
     records,
     small_files,
+    spoil,
 )
 from tests.support.runs import log_rows
 
@@ -274,6 +275,195 @@ def pack(folder: Path, path: Path) -> None:
     with tarfile.open(path, "w") as archive:
         for file in sorted(folder.rglob("*.jpg")):
             archive.add(file, file.relative_to(folder).as_posix())
+
+
+BLOWN_UP = ("objective.student_temperature=1e-38", "train.non_finite_patience=2")
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_fault_90_what_is_advised_where_training_diverges_works(place, capsys, precision):
+    run = pretraining(place / "photos", "run", f"train.precision={precision}")
+
+    said = fails(capsys, [*run, *BLOWN_UP], 2)
+
+    assert "--resume" not in said
+    assert "is kept" not in said
+    assert "start anew in another --out with a lower optimizer.lr" in said
+    advised = ["optimizer.lr=1e-5"]
+    assert ("train.precision=float32" in said) == (precision == "bfloat16")
+    if precision == "bfloat16":
+        advised.append("train.precision=float32")
+    assert main([*pretraining(place / "photos", "another"), *advised]) == 0
+
+
+def test_fault_90_what_is_advised_for_another_scale_of_images_works(place, capsys):
+    mean = "data.mean=[0.48145466,0.4578275,0.40821073]"
+    assert main([*pretraining(place / "photos", "first", NO_TIME), mean]) == 0
+    second = pretraining(place / "photos", "second", NO_TIME, "init_from=first")
+
+    said = fails(capsys, second, 2)
+
+    words = [word for word in said.partition("type ")[2].split() if word.startswith("data.")]
+    assert main([*second, *(word.strip(",") for word in words)]) == 0
+
+
+def test_fault_90_what_is_advised_for_another_architecture_works(place, capsys):
+    root = place / "photos"
+    other = ["model.num_heads=3", "model.qkv_bias=false", "model.graying_layers=[0]"]
+    assert main([*pretraining(root, "first", NO_TIME, "model.graying=dct"), *other]) == 0
+    second = pretraining(root, "second", NO_TIME, "init_from=first")
+
+    said = fails(capsys, second, 2)
+
+    advised = said.partition("came ")[2].partition(";")[0].split()
+    assert {*other} <= {*advised}
+    assert main([*second, *advised]) == 0
+
+
+def test_fault_90_a_stopped_extension_goes_on_by_the_same_words(place, capsys):
+    run = pretraining(place / "photos", "run", NO_TIME)
+    assert main(run) == 0
+    longer = [*run, "train.max_steps=8", "--extend", "--resume"]
+    assert main(longer) == main(longer) == 0
+    assert "going on after step 2 of 8" in capsys.readouterr().err
+    assert Path("run/config.yaml").read_text().count("to_steps") == 1
+
+
+def test_fault_90_a_shorter_run_is_not_sent_to_extend(place, capsys):
+    run = pretraining(place / "photos", "run", NO_TIME)
+    assert main(run) == 0
+
+    assert "--extend" not in fails(capsys, [*run, "train.max_steps=5", "--resume"], 2)
+    assert "--extend" in fails(capsys, [*run, "train.max_steps=8", "--resume"], 2)
+    assert main([*run, "train.max_steps=8", "--extend"]) == 0
+
+
+@pytest.mark.parametrize("rate", ["1e-5", "1e-3"])
+def test_fault_90_a_rate_that_would_rise_is_said_with_a_remedy(place, capsys, rate):
+    run = pretraining(place / "photos", "run", f"optimizer.lr={rate}", "train.max_steps=3")
+    assert main(run) == 0
+    said = capsys.readouterr().err
+    rates = [row["lr"] for row in log_rows("run")]
+    rises = rates[-1] > rates[1]
+    assert ("the learning rate rises from 7.8e-08" in said) == rises == (rate == "1e-5")
+
+    assert main([*run, "train.final_lr=0.0", "--overwrite"]) == 0
+    assert "rises" not in capsys.readouterr().err
+    assert log_rows("run")[-1]["lr"] < log_rows("run")[1]["lr"]
+
+
+# Of four photographs the first step of two has 2 and 0, the second 1 and 3.
+def damaged(place: Path, name: str = "1.jpg") -> Path:
+    path = place / "photos" / name
+    spoil(path, "half")
+    return path
+
+
+def archive_of(place: Path) -> Path:
+    pack(place / "photos", place / "photos.tar")
+    return place / "photos.tar"
+
+
+@pytest.mark.parametrize("kind", ["folder", "archive"])
+def test_fault_89_a_picture_that_was_mended_lets_the_run_go_on(place, capsys, kind):
+    def run() -> list[str]:
+        root = place / "photos" if kind == "folder" else archive_of(place)
+        return pretraining(root, "run")
+
+    path = damaged(place)
+
+    said = fails(capsys, run(), 3)
+
+    assert "1.jpg is damaged or cut short" in said
+    assert "--on-bad-image skip" in said
+    assert len(log_rows("run")) == 1
+    picture(1).save(path, quality=95)
+    # Never read so far, like the one that was mended.
+    picture(33).save(place / "photos/3.jpg", quality=95)
+    assert main([*run(), "--resume"]) == 0
+    assert "images that this run has not learned from are others" in capsys.readouterr().err
+    assert [row["step"] for row in log_rows("run")] == [*range(1, 7)]
+    assert main([*run(), "--resume"]) == 0
+    assert "others than before" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("when", ["before", "after an epoch"])
+def test_fault_89_pictures_it_has_learned_from_must_be_the_same(place, capsys, when):
+    run = pretraining(place / "photos", "run")
+    if when == "before":
+        path = damaged(place)
+        fails(capsys, run, 3)
+        picture(1).save(path, quality=95)
+        picture(33).save(place / "photos/0.jpg", quality=95)
+    else:
+        for more in ([], ["--resume"]):
+            assert main([*run, NO_TIME, *more]) == 0
+        path = damaged(place)
+        # It began with the whole file, which is what it is compared with.
+        assert "image_files: " in fails(capsys, [*run, "--resume"], 2)
+        picture(33).save(path, quality=95)
+
+    assert "image_files: " in fails(capsys, [*run, "--resume"], 2)
+
+
+@pytest.mark.parametrize("more", [[], ["train.num_workers=2"], ["data.in_memory=true"]], ids=str)
+def test_fault_89_a_run_without_the_pictures_it_cannot_read_says_so(place, capsys, more):
+    path = damaged(place)
+    skipping = [*pretraining(place / "photos", "run", *more), "--on-bad-image", "skip"]
+    assert main(skipping) == 0
+    said = capsys.readouterr().err
+    assert "left out as unreadable: 1.jpg; 1 of 4 images so far" in said
+    assert "left_out:\n- 1.jpg" in Path("run/config.yaml").read_text()
+
+    whole = pretraining(place / "photos", "pieces", *more)
+    if more[:1] != ["data.in_memory=true"]:
+        # What the refusal advises, typed after it.
+        assert "--on-bad-image skip" in fails(capsys, whole, 3)
+        assert len(log_rows("pieces")) == 1
+    for steps in (1, 2, 3):
+        pieces = [*whole, "--on-bad-image", "skip", "--resume", *([NO_TIME] if steps < 3 else [])]
+        assert main(pieces) == 0
+    assert log_rows("run") == log_rows("pieces")
+    assert sha256_of(Path("run/last.safetensors")) == sha256_of(Path("pieces/last.safetensors"))
+
+    picture(1).save(path, quality=95)
+    assert main([*skipping, "--resume"]) == 0
+    assert "left_out" not in Path("run/config.yaml").read_text()
+
+
+def test_fault_89_a_picture_that_was_read_before_is_no_unread_one(place, capsys):
+    skipping = [*pretraining(place / "photos", "run"), "--on-bad-image", "skip"]
+    for more in ([], ["--resume"]):
+        assert main([*skipping, NO_TIME, *more]) == 0
+    state = load_state(Path("run"), CPU)[0]
+    # As if it had been damaged while the run was in its second epoch.
+    save_state(Path("run"), state | {"left_out": [1], "left_out_unlearned": []})
+    picture(33).save(place / "photos/1.jpg", quality=95)
+
+    assert "image_files: " in fails(capsys, [*skipping, "--resume"], 2)
+
+
+def test_fault_89_where_no_picture_can_be_read_nothing_is_learned(place, capsys):
+    for number in range(4):
+        damaged(place, f"{number}.jpg")
+    run = [*pretraining(place / "photos", "run"), "--on-bad-image", "skip"]
+
+    assert "none of the 4 images can be read" in fails(capsys, run, 3)
+
+
+def test_fault_89_records_of_accuracy_count_what_was_left_out(place):
+    class_folders(place / "classes")
+    spoil(place / "classes/train/dog/1.jpg", "half")
+    model = [word for word in PRETRAIN if not word.startswith("objective.")]
+    words = ["objective=supervised", "data.labels=true", "monitor.accuracy_epochs=2"]
+    words += [f"monitor.root={place / 'classes'}", "monitor.results=results"]
+    root = ["--data-root", str(place / "classes"), "--out", "run"]
+
+    assert main(["pretrain", *root, *model, *words, "--on-bad-image", "skip"]) == 0
+
+    assert [r.details["left_out"] for r in records()] == [
+        {"train": {"count": 1, "first": ["dog/1.jpg"]}}
+    ]
 
 
 def test_fault_42_a_folder_that_holds_a_run_is_refused_without_resume_or_overwrite(place, capsys):

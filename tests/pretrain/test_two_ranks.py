@@ -20,6 +20,7 @@ EXPECTED = {
     # The two steps that were lost changed nothing, and are not worth a checkpoint.
     "loss": (2, "loss or gradient was not finite for 2 steps", None),
     "SIGTERM": (75, "asked to stop after step 4 of 8", AT + 1),
+    "SIGHUP": (75, "asked to stop after step 4 of 8", AT + 1),
     "SIGUSR1": (75, "asked to stop after step 4 of 8", AT + 1),
     "SIGINT": (75, "asked to stop after step 4 of 8", AT + 1),
     "worker": (5, "a data worker died", AT),
@@ -71,6 +72,18 @@ def test_both_processes_end_together_saved_and_with_one_line(tmp_path):
         assert len(lines) == 1, (fault, lines)
         assert (said if fault != "SIGINT:0" else "interrupted") in lines[0], fault
         assert saved_step(tmp_path, fault) == step, fault
+
+
+@pytest.mark.slow
+def test_fault_89_what_one_process_cannot_read_the_first_says_and_keeps(tmp_path):
+    found = ends(tmp_path, ["skipped:0", "skipped:1"])
+
+    for fault in ("skipped:0", "skipped:1"):
+        assert found[fault]["codes"] == [0, 0], found
+        assert "left out as unreadable: 3.jpg; 1 of 4 images" in found[fault]["said"][0]
+        assert found[fault]["said"][1] == ""
+        folder = tmp_path / fault.replace(":", "-")
+        assert load_state(folder, torch.device("cpu"))[0]["left_out"] == [3]
 
 
 @pytest.mark.slow

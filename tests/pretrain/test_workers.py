@@ -26,6 +26,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.models import ViTConfig
 from tests.support.faults import photo_folder
+from tests.support.places import one_of
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -126,7 +127,7 @@ def test_where_nothing_can_be_shared_the_process_reads_itself(monkeypatch):
 
 
 def test_processes_of_a_machine_share_what_there_is(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    one_of(monkeypatch, 8, LOCAL_WORLD_SIZE="8")
 
     plan = plan_workers(replace(of_dino(), share=Share(1024, 1, 0, 8)), 16, 2.0)
 

@@ -200,7 +200,7 @@ def fork(work: Callable[[], int | None], *, stderr: Path | None = None) -> int:
         return child
     code = 70
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
         if stderr is not None:
             sys.stderr = sys.stdout = stderr.open("w", buffering=1)

@@ -26,8 +26,9 @@ from pretrain.objectives.dino import DinoLearner
 from pretrain.runtime import state
 from pretrain.runtime.batches import Batches
 from ssl_bench.cli import __main__ as cli
+from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.layouts.folder import ImageFolder
-from ssl_bench.errors import DataError, MachineError
+from ssl_bench.errors import DataError, MachineError, UnreadableImage
 
 AT = 3  # the step, from 0, in which it happens
 SECONDS = 90
@@ -131,6 +132,18 @@ def slow_monitor() -> None:
     Observer.measures = slow
 
 
+def lose_image() -> None:
+    """A file that this process alone cannot read."""
+    whole = FileImageSet.__getitem__
+
+    def unreadable(self: FileImageSet, index: int) -> Any:
+        if self.ids[index] == "3.jpg":
+            raise UnreadableImage("photos/3.jpg is cut short")
+        return whole(self, index)
+
+    FileImageSet.__getitem__ = unreadable
+
+
 def hide_images() -> None:
     def nothing(self: ImageFolder) -> Any:
         raise DataError(f"{self.root} holds no images")
@@ -142,11 +155,13 @@ FAULTS: dict[str, Callable[[], None]] = {
     "image": break_image,
     "loss": diverge,
     "SIGTERM": signalled(signal.SIGTERM),
+    "SIGHUP": signalled(signal.SIGHUP),
     "SIGUSR1": signalled(signal.SIGUSR1),
     "SIGINT": signalled(signal.SIGINT),
     "disk": fill_disk,
     "worker": lose_worker,
     "images": hide_images,
+    "skipped": lose_image,
     "taken": lambda: None,
     "states": fill_disk_of_states,
     "slow disk": slow_disk,
@@ -156,6 +171,7 @@ FAULTS: dict[str, Callable[[], None]] = {
 # Words for faults that need more than the options.
 _SHORT = f"train.timeout_minutes={PAUSE / 2 / 60:.3f}"
 MORE: dict[str, tuple[str, ...]] = {
+    "skipped": ("data.on_bad_image=skip",),
     "states": ("train.checkpoint_epochs=1",),
     "slow disk": ("train.checkpoint_epochs=1", _SHORT),
     "slow monitor": MONITOR,

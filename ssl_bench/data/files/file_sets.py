@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float64, Int64, UInt8
+from jaxtyping import Float64, UInt8, UInt64
 
 from ssl_bench.data.files.digests import Part, Reading, identities
+from ssl_bench.data.files.fingerprints import Known
 from ssl_bench.data.files.images import read_image, read_indices
 from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.labels import LabelMap
@@ -165,19 +166,18 @@ class FileImageSet:
         Raises:
             DataError: a file cannot be read.
         """
-        return self._read[0]
+        return self._known.fingerprint
 
-    @property
-    def identities(self) -> Int64[np.ndarray, " images"]:
-        """Equal, within a process, for images whose files are; costs what the fingerprint does."""
-        return self._read[1]
+    def marks(self) -> UInt64[np.ndarray, " images"]:
+        """Of each image a number, another one where what its file holds is."""
+        return self._known.marks
 
     def path(self, index: int) -> Path:
         """The file of an image."""
         return self.images.path(self.ids[index])
 
     @cached_property
-    def _read(self) -> tuple[str, Int64[np.ndarray, " images"]]:
+    def _known(self) -> Known:
         files = [self.images]
         if self.masks:
             files.append(self.masks.files)
@@ -186,20 +186,10 @@ class FileImageSet:
         parts = (Part(kind.path(image_id)) for image_id in self.ids for kind in files)
         title, total = f"{self.name} {self.split}", len(files) * len(self)
         reading = Reading(title, self.images.folder, total)
-        of_images = np.zeros(len(self), np.int64)
         with closing(identities(parts, reading, self.options.fingerprint)) as found:
-
-            def rows() -> Iterator[tuple[str, ...]]:
-                for number, (image_id, meaning) in enumerate(
-                    zip(self.ids, self._meanings(), strict=True)
-                ):
-                    own = [next(found) for _ in files]
-                    # A million digests as text are 100 MB.
-                    of_images[number] = hash(own[0])
-                    yield (image_id, *own, meaning)
-
-            whole = self.options.fingerprint_of([self._meaning(), *rows()])
-        return whole, of_images
+            # As many in a row as there are files of an image.
+            rows = zip(self.ids, *[found] * len(files), self._meanings(), strict=True)
+            return self.options.known_by(self._meaning(), rows)
 
     def _meaning(self) -> list[object]:
         """What the numbers in masks stand for; nothing for pictures alone."""

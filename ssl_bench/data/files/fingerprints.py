@@ -2,8 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from typing import Literal, get_args
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+
+import numpy as np
+from jaxtyping import UInt64
+
+from ssl_bench.data.samples import ImageSet
 
 FingerprintKind = Literal["content", "stat"]
 """Of the bytes of all files, or of their sizes and times alone."""
@@ -20,6 +25,48 @@ def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "co
         # JSON, because a name may hold whatever else would stand between two names.
         digest.update(json.dumps(row).encode() + b"\n")
     return (_STAT if kind == "stat" else "") + digest.hexdigest()
+
+
+class Known(NamedTuple):
+    """By what the images of a split are known again: all together, and each of them."""
+
+    fingerprint: str
+    marks: UInt64[np.ndarray, " images"]
+
+
+@runtime_checkable
+class Marked(Protocol):
+    """An `ImageSet` that tells which of its images are others than before."""
+
+    def marks(self) -> UInt64[np.ndarray, " images"]:
+        """Of each image a number that its file, whatever its name, and its label give."""
+        ...
+
+
+def known_by(
+    first: Sequence[object], rows: Iterable[tuple[str, ...]], kind: FingerprintKind
+) -> Known:
+    """The fingerprint of a first row and of one for each image: its id, its file, what else."""
+    marks: list[int] = []
+
+    def noted() -> Iterator[Sequence[object]]:
+        yield first
+        for row in rows:
+            marks.append(_mark(row[1]))
+            yield row
+
+    return Known(fingerprint_of(noted(), kind), np.array(marks, np.uint64))
+
+
+def marks_of(images: ImageSet) -> UInt64[np.ndarray, " images"]:
+    """Of each image its mark; where a set has none, that of the whole set."""
+    if isinstance(images, Marked):
+        return images.marks()
+    return np.full(len(images), _mark(images.fingerprint()), np.uint64)
+
+
+def _mark(identity: str) -> int:
+    return int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8])
 
 
 def extended(fingerprint: str, *more: Sequence[object]) -> str:

@@ -25,7 +25,7 @@ def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     if one is None or other is None:
         return 0
     (fitted_set, fitted_places), (scored_set, scored_places) = one, other
-    train, val = fitted_set.identities[fitted_places], scored_set.identities[scored_places]
+    train, val = fitted_set.marks()[fitted_places], scored_set.marks()[scored_places]
     first = None
     count = 0
     for index in np.flatnonzero(np.isin(val, train)):

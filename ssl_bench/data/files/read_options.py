@@ -4,7 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ssl_bench.data.files.fingerprints import FingerprintKind, extended, fingerprint_of
+from ssl_bench.data.files.fingerprints import (
+    FingerprintKind,
+    Known,
+    extended,
+    fingerprint_of,
+    known_by,
+)
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 
 
@@ -23,9 +29,18 @@ class ReadOptions:
 
     def fingerprint_of(self, rows: Iterable[Sequence[object]]) -> str:
         """The fingerprint of a set; another one where the same files are seen in another range."""
-        found = fingerprint_of(rows, self.fingerprint)
+        return self._in_range(fingerprint_of(rows, self.fingerprint))
+
+    def known_by(self, first: Sequence[object], rows: Iterable[tuple[str, ...]]) -> Known:
+        """The same, with a mark of each image; see `ssl_bench.data.files.fingerprints`."""
+        found = known_by(first, rows, self.fingerprint)
+        return found._replace(fingerprint=self._in_range(found.fingerprint))
+
+    def _in_range(self, fingerprint: str) -> str:
         # With 16 all that can be read without it is read as without it.
-        return found if self.bits in (None, 16) else extended(found, ["bits", self.bits])
+        return (
+            fingerprint if self.bits in (None, 16) else extended(fingerprint, ["bits", self.bits])
+        )
 
 
 @runtime_checkable

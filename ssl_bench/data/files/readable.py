@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
-from ssl_bench.data.files.fingerprints import extended
+import numpy as np
+from jaxtyping import UInt64
+
+from ssl_bench.data.files.fingerprints import extended, marks_of
 from ssl_bench.data.files.threads import in_threads
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Sample
 from ssl_bench.errors import DataError, UnreadableImage
@@ -57,6 +60,10 @@ class RemainingImages:
     @cached_property
     def _fingerprint(self) -> str:
         return extended(self.images.fingerprint(), self.ids)
+
+    def marks(self) -> UInt64[np.ndarray, " images"]:
+        """Those of the images that are left."""
+        return marks_of(self.images)[list(self.kept)]
 
     @cached_property
     def _ids(self) -> tuple[str, ...]:
@@ -142,6 +149,13 @@ def summary(left_out: dict[str, list[str]]) -> str:
     digest = hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
     counts = ", ".join(f"{len(ids)} of {split}" for split, ids in sorted(left_out.items()))
     return f"{counts} ({digest[:6]})"
+
+
+def with_a_way_out(error: UnreadableImage) -> UnreadableImage:
+    """The same error, for a command that can do without the image."""
+    found = UnreadableImage(f"{error}, or leave such images out with --on-bad-image skip")
+    found.is_shared = error.is_shared
+    return found
 
 
 def counts_and_first(left_out: dict[str, list[str]]) -> dict[str, dict[str, int | list[str]]]:

@@ -9,10 +9,11 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt64
 
 from ssl_bench.data.files.archive_index import PACKED_TAR, SUFFIXES, Archive, Member
 from ssl_bench.data.files.digests import Part, Reading, identities
+from ssl_bench.data.files.fingerprints import Known
 from ssl_bench.data.files.images import decode_image
 from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.layouts.class_folders import LabelledImages, labelled_by_folder
@@ -73,10 +74,14 @@ class ArchiveImages:
         Raises:
             DataError: an archive is damaged.
         """
-        return self._fingerprint
+        return self._known.fingerprint
+
+    def marks(self) -> UInt64[np.ndarray, " images"]:
+        """Of each image a number, another one where what its file holds is."""
+        return self._known.marks
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def _known(self) -> Known:
         # In the order in which they lie there: a disk that has to seek takes ten times as long.
         order = np.lexsort((self.places[:, 1], self.places[:, 0])).tolist()
         first = self.archives[0].path
@@ -85,7 +90,7 @@ class ArchiveImages:
         with closing(identities(parts, reading, self.options.fingerprint)) as identity:
             found = dict(zip(order, identity, strict=True))
         rows = ((image_id, found[index], "") for index, image_id in enumerate(self.ids))
-        return self.options.fingerprint_of([[], *rows])
+        return self.options.known_by([], rows)
 
     def _part(self, index: int) -> Part:
         archive, member = self._member(index)

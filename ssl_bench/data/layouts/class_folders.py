@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
+import numpy as np
+from jaxtyping import UInt64
+
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files
-from ssl_bench.data.files.fingerprints import extended
+from ssl_bench.data.files.fingerprints import extended, marks_of
 from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
@@ -22,6 +25,8 @@ from ssl_bench.system.progress import say_once
 from ssl_bench.system.written import is_written
 
 _ANNOTATIONS = "val_annotations.txt"
+# An odd number of 64 bits, so that classes change many of a mark's.
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 _VALIDATION_NAMES = ("val", "test")
 _TRAIN = "train"
 # Of classes directly below the root: the split of all, and what is taken where nobody says it.
@@ -69,6 +74,10 @@ class LabelledImages:
     def read_as(self, options: ReadOptions) -> "LabelledImages":
         """The same images, their files read in another way."""
         return replace(self, images=read_as(self.images, options))
+
+    def marks(self) -> UInt64[np.ndarray, " images"]:
+        """Of each image a number, another one where its file or its class is another."""
+        return marks_of(self.images) + np.array(self.labels, np.uint64) * _SPREAD
 
     def some(self, name: str, kept: Sequence[int]) -> "LabelledImages":
         """The images of these indices, under another name."""

@@ -24,6 +24,7 @@ from ssl_bench.models.loading.identity import (
 )
 from ssl_bench.models.loading.weights import load_weights, read_weights, usable
 from ssl_bench.models.timm_config import TimmConfig
+from ssl_bench.system.escaping import shell_words
 from ssl_bench.system.files import read_digests, write_atomically, write_text_atomically
 
 _VERSION = "1"
@@ -68,9 +69,10 @@ def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
 def _load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
     digest, sidecar = verified_sha256(path), sidecar_of(path)
     if not is_there(sidecar):
+        folder, name = shell_words([str(path.parent)]), shell_words([path.name])
         raise CheckpointError(
             f"{sidecar} is missing, so {path.name} cannot be verified; copy both files, or, "
-            f"if you trust it, run: cd {path.parent} && sha256sum {path.name} > {path.name}.sha256"
+            f"if you trust it, run: cd {folder} && sha256sum {name} > {name}.sha256"
         )
     metadata = read_metadata(path)
     if metadata.get("version") != _VERSION:

@@ -1,0 +1,254 @@
+"""Rows 91 and 92 of the catalogue of faults: signals, launchers, states without their sidecar."""
+
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrain.runtime.state import load_state
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results import ResultStore
+from tests.support.faults import exit_code, fails, fork, pretraining, probing, records
+from tests.support.runs import log_rows
+
+CPU = torch.device("cpu")
+LONG = "train.max_steps=2000"
+NO_TIME = "train.max_minutes=0.0"
+STOPPING = ("SIGTERM", "SIGHUP", "SIGUSR1")
+
+
+def wait_for(found: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not found() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def has_rows() -> bool:
+    log = Path("run/log.jsonl")
+    return log.exists() and log.stat().st_size > 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fault_91_a_hang_up_saves_a_run_as_termination_does(place, workers):
+    run = pretraining(place / "photos", "run", LONG, f"train.num_workers={workers}")
+    child = fork(lambda: main(run), stderr=place / "said")
+    wait_for(has_rows)
+    os.kill(child, signal.SIGHUP)
+
+    assert exit_code(child) == 75
+    assert load_state(Path("run"), CPU)[0]["step"] == len(log_rows("run"))
+    assert "submit again with --resume" in (place / "said").read_text()
+
+
+def test_fault_91_a_terminal_that_is_closed_does_not_end_what_saves(place):
+    run = pretraining(place / "photos", "run", LONG)
+    child, terminal = pty.fork()
+    if not child:
+        code = 70
+        try:
+            for name in STOPPING:
+                signal.signal(getattr(signal, name), signal.SIG_DFL)
+            # As the streams of a command that is typed, not those that pytest put there.
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+            code = main(run)
+        finally:
+            (place / "code").write_text(str(code))
+            os._exit(code)
+    wait_for(has_rows)
+    os.close(terminal)
+
+    assert exit_code(child) == 75
+    assert load_state(Path("run"), CPU)[0]["step"] == len(log_rows("run"))
+
+
+def test_fault_91_a_hang_up_that_is_ignored_ends_nothing(place):
+    run = pretraining(place / "photos", "run", "train.max_steps=200")
+
+    def under_nohup() -> int:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        return main(run)
+
+    child = fork(under_nohup, stderr=place / "said")
+    wait_for(has_rows)
+    os.kill(child, signal.SIGHUP)
+
+    assert exit_code(child) == 0
+    assert len(log_rows("run")) == 200
+
+
+def slow_after_the_first(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    usual = getattr(ResultStore, name)
+
+    def slow(*arguments, **named):
+        found = usual(*arguments, **named)
+        Path("begun").touch()
+        time.sleep(60)
+        return found
+
+    monkeypatch.setattr(ResultStore, name, slow)
+
+
+@pytest.mark.parametrize("name", STOPPING)
+@pytest.mark.parametrize("command", ["probe", "sweep"])
+def test_fault_91_a_probe_that_is_told_to_stop_keeps_its_cells(place, monkeypatch, command, name):
+    words = [command, *probing("pca", "folder", place / "photos", "--layer", "0,1")[1:]]
+    with monkeypatch.context() as patch:
+        slow_after_the_first(patch, "save")
+        child = fork(lambda: main(words), stderr=place / "said")
+        wait_for(Path("begun").exists)
+        os.kill(child, getattr(signal, name))
+        assert exit_code(child) == 75
+
+    said = (place / "said").read_text()
+    assert said.splitlines()[-1] == (
+        f"ssl-bench: asked to stop ({name}); what was finished is saved; the same command goes on "
+        "with the rest"
+    )
+    assert "Traceback" not in said
+    assert len(records()) == 1
+    assert not list(place.rglob("*.tmp"))
+    assert main(words) == 0
+    assert len(records()) == 2
+
+
+@pytest.mark.parametrize("words", [["table"], ["report"], ["compare", "a", "b"]], ids=str)
+def test_fault_91_every_command_says_that_it_was_stopped(place, monkeypatch, words):
+    assert main(probing("pca", "folder", place / "photos")) == 0
+    slow_after_the_first(monkeypatch, "records")
+    child = fork(lambda: main(words), stderr=place / "said")
+    wait_for(Path("begun").exists)
+    os.kill(child, signal.SIGTERM)
+
+    assert exit_code(child) == 75
+    assert (place / "said").read_text().startswith("ssl-bench: asked to stop (SIGTERM)")
+
+
+ALONE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
+LAUNCHERS = {
+    "no address": ({"MASTER_ADDR": None}, "MASTER_ADDR expects an address"),
+    "no port": ({"MASTER_PORT": ""}, "MASTER_PORT expects a number of 1 to 65535"),
+    "a port that is none": ({"MASTER_PORT": "http"}, "got http"),
+    "a port too large": ({"MASTER_PORT": "70000"}, "MASTER_PORT"),
+    "no rank": (
+        {"RANK": None},
+        "RANK expects a number of 0 to 1 where WORLD_SIZE is 2, got not set",
+    ),
+    "a rank that is none": ({"RANK": "one"}, "RANK expects a number of 0 to 1"),
+    "a rank of no process": ({"RANK": "2"}, "got 2"),
+    "a negative rank": ({"RANK": "-1"}, "got -1"),
+    "no size": ({"WORLD_SIZE": None}, "RANK expects 0 where WORLD_SIZE is not set, got 1"),
+    "a size of nobody": ({"WORLD_SIZE": "0"}, "WORLD_SIZE expects a number of 1 to"),
+    "a size that is none": ({"WORLD_SIZE": "2.0"}, "got 2.0"),
+    "a number here that is none": ({"LOCAL_RANK": "gpu0"}, "LOCAL_RANK"),
+    "more here than there are": ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE"),
+}
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, **values: str | None) -> None:
+    for name in ALONE:
+        monkeypatch.delenv(name, raising=False)
+        if value := values.get(name):
+            monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS.values(), ids=LAUNCHERS)
+@pytest.mark.parametrize("command", ["probe", "pretrain"])
+def test_fault_92_a_launcher_that_says_too_little_is_named(
+    place, capsys, monkeypatch, launcher, command
+):
+    words = pretraining(place / "photos", "run")
+    if command != "pretrain":
+        words = [command, *probing("pca", "folder", place / "photos")[1:]]
+    changed, said = launcher
+    launched(monkeypatch, **(WHOLE | changed))
+
+    assert said in fails(capsys, words, 2)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"RANK": "0"},
+        {"MASTER_ADDR": "somewhere", "MASTER_PORT": "none"},
+        {"LOCAL_RANK": "3"},
+        {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"},
+    ],
+    ids=str,
+)
+def test_fault_92_what_means_a_single_process_is_one(place, monkeypatch, values):
+    launched(monkeypatch, **values)
+
+    assert main(probing("pca", "folder", place / "photos")) == 0
+    assert main(pretraining(place / "photos", "run", NO_TIME)) == 0
+
+
+def test_fault_92_processes_that_cannot_meet_say_where(place, capsys, monkeypatch):
+    launched(monkeypatch, **(WHOLE | {"RANK": "0", "MASTER_PORT": "1"}))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+
+        said = fails(capsys, probing("pca", "folder", place / "photos"), 5)
+
+    assert "cannot meet at MASTER_ADDR=127.0.0.1" in said
+
+
+@pytest.mark.parametrize("lost", ["gone", "empty", "of something else"])
+def test_fault_92_a_state_whose_digest_is_lost_goes_on(place, capsys, lost):
+    run = pretraining(place / "photos", "run")
+    assert main([*run, NO_TIME]) == 0
+    sidecar = Path("run/state.pt.sha256")
+    if lost == "gone":
+        sidecar.unlink()
+    else:
+        sidecar.write_text("" if lost == "empty" else "not a digest\n")
+    capsys.readouterr()
+
+    assert main([*run, "--resume"]) == 0
+
+    assert "state.pt is taken by its checksums" in capsys.readouterr().err
+    assert len(log_rows("run")) == 6
+    assert sidecar.read_text()
+
+
+@pytest.mark.parametrize("harm", ["cut", "a bit"])
+def test_fault_92_a_damaged_state_without_digest_is_not_trusted(place, capsys, harm):
+    run = pretraining(place / "photos", "run")
+    for more in ([], ["--resume"]):
+        assert main([*run, NO_TIME, *more]) == 0
+    state = Path("run/state.pt")
+    Path("run/state.pt.sha256").unlink()
+    spoilt = bytearray(state.read_bytes())
+    spoilt[len(spoilt) // 2] ^= 4
+    state.write_bytes(spoilt[:-100] if harm == "cut" else spoilt)
+    capsys.readouterr()
+
+    assert main([*run, "--resume", NO_TIME]) == 0
+    assert "going on after step 1 of 6" in capsys.readouterr().err
+    Path("run/state.pt").write_bytes(b"")
+    Path("run/state.previous.pt").unlink()
+
+    assert "state.pt is cut or changed" in fails(capsys, [*run, "--resume"], 4)
+
+
+def test_fault_92_the_advice_for_lost_states_and_digests_works(place, capsys):
+    run = pretraining(place / "photos", "a run")
+    assert main([*run, NO_TIME]) == 0
+    Path("a run/last.safetensors.sha256").unlink()
+    words = probing("pca", "folder", place / "photos", "--checkpoint", "a run")
+    said = fails(capsys, words, 4)
+    assert subprocess.run(["sh", "-c", said.partition("run: ")[2]], check=False).returncode == 0
+    assert main(words) == 0
+
+    Path("a run/state.pt").write_bytes(b"")
+    assert "--overwrite in place of --resume" in fails(capsys, [*run, "--resume"], 4)
+    assert main([*run, "--overwrite"]) == 0
