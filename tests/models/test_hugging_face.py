@@ -277,9 +277,7 @@ def test_a_tensor_of_any_other_shape_is_refused_in_one_line(tmp_path, shape):
 
 @pytest.mark.parametrize("kind", ["vit", "vit_mae", "dinov2"])
 @pytest.mark.parametrize("grid", [(2, 8), (3, 5), (8, 2)])
-def test_fault_79_rows_and_columns_of_positions_are_those_of_the_configuration(
-    tmp_path, kind, grid
-):
+def test_fault_79_rows_and_columns_come_from_the_configuration(tmp_path, kind, grid):
     model = timm_model(grid=grid)
     size = [8 * side for side in grid]
     folder = hugging_face_folder(
@@ -292,7 +290,7 @@ def test_fault_79_rows_and_columns_of_positions_are_those_of_the_configuration(
     assert drawn.architecture == encoder.architecture
 
 
-def test_fault_79_a_grid_that_nobody_states_is_announced_as_assumed(tmp_path, capsys):
+def test_fault_79_a_grid_nobody_states_is_announced(tmp_path, capsys):
     folder = hugging_face_folder(
         tmp_path / "hf", "vit", dict(timm_model().state_dict()), image_size=None
     )

@@ -121,7 +121,7 @@ def test_fault_79_a_folder_of_timm_says_rows_and_columns(tmp_path, grid, place):
 @pytest.mark.parametrize("said", [{"model_args": {"depth": 2, "img_size": 224}},
                                   {"model_args": {"depth": 2},
                                    "pretrained_cfg": {"input_size": [3, 224, 224]}}])  # fmt: skip
-def test_fault_79_a_folder_of_timm_that_says_another_size_is_refused(tmp_path, said):
+def test_fault_79_a_folder_of_another_size_is_refused(tmp_path, said):
     uri = folder_of(tmp_path / "f", weights_of(depth=2, img_size=448), **said)
     assert "pos_embed is 1 x 785 x 192, expected 1 x 197 x 192" in message_of(uri)
 
@@ -181,7 +181,7 @@ def test_fault_79_positions_are_counted_without_the_tokens_of_a_family(tmp_path,
     assert encoder.contents.note == "square grid assumed, 3 x 3 patches"
 
 
-def test_fault_79_heads_and_grid_of_a_bare_file_are_announced_as_assumed(tmp_path, capsys):
+def test_fault_79_heads_and_grid_of_bare_files_are_announced(tmp_path, capsys):
     # MoCo-v3's linear evaluation saves its ViT-S, of 12 heads, under the names of DINO.
     weights = {f"module.{n}": w for n, w in timm_model(dim=384, heads=12).state_dict().items()}
     path = saved(tmp_path / "linear.pth", {"state_dict": weights, "arch": "vit_small"})
