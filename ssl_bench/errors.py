@@ -25,7 +25,7 @@ class DataError(SslBenchError, ValueError):
 
 
 class UnreadableImage(DataError):
-    """A file of pixels is empty, cut short or no image; `--on-bad-image skip` leaves it out."""
+    """A file is empty, cut short or not one image; `--on-bad-image skip` leaves it out."""
 
 
 class CheckpointError(SslBenchError, ValueError):

@@ -62,11 +62,7 @@ def _as_ranges(numbers: Collection[int]) -> str:
 
 def voc_colours() -> UInt8[np.ndarray, "256 3"]:
     """VOC's colours of classes 0 to 255: three bits a channel, the high ones first."""
-    numbers = np.arange(256)
-    colours = np.zeros((256, 3), np.uint8)
-    for bit in range(8):
-        for channel in range(3):
-            colours[:, channel] |= (((numbers >> (3 * bit + channel)) & 1) << (7 - bit)).astype(
-                np.uint8
-            )
-    return colours
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    # A row for each bit of a channel, of which a number of 8 bits fills two and two thirds.
+    rows = np.pad(bits, ((0, 0), (0, 16))).reshape(256, 8, 3)
+    return np.packbits(rows, axis=1)[:, 0]

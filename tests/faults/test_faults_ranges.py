@@ -398,7 +398,7 @@ def test_fault_81_palettes_of_others_are_read_as_numbers(tmp_path, of_voc):
     whole = Image.fromarray(mask())
     ramp = np.arange(256).repeat(3).reshape(256, 3)
     random = np.random.default_rng(0).integers(1, 255, (256, 3))
-    palettes = [voc_colours(), ramp, random]
+    palettes = [voc_colours(), ramp, random, np.zeros((256, 3), int)]
     if not of_voc:
         # Maroon and green, which are VOC's first and second class.
         palettes.append(np.where(np.arange(256)[:, None] == 8, [0, 128, 0], random))

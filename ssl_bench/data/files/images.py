@@ -306,7 +306,9 @@ def _stored(image: Image.Image, data: bytes, path: Path) -> Integer[np.ndarray, 
 def _require_order_of_voc(image: Image.Image, path: Path, *, of_voc: bool) -> None:
     used = np.unique(np.asarray(image))
     palette = np.array(image.getpalette("RGB"), np.uint8).reshape(-1, 3)
-    colours = {int(number): palette[number] for number in used if number < len(palette)}
+    # Once: palettes are filled with black behind what they use.
+    first = set(np.unique(palette, axis=0, return_index=True)[1].tolist())
+    colours = {int(number): palette[number] for number in used if number in first}
     meant = {
         number: named
         for number, colour in colours.items()
