@@ -21,6 +21,7 @@ from probes.features.tiers.sharing import Sharing
 from probes.features.tiers.training import TrainingFeatures
 from probes.features.views import CentralSquare
 from probes.heads.attentive_training import AttentiveTraining, TrainedAttentiveHeads
+from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import ImageSet, Sample
@@ -33,8 +34,8 @@ from ssl_bench.system.transfers import sent
 _PATCHES = "token_normed"
 _GUESSES = (
     "central squares of the training images instead of a new random crop and flip in every epoch",
-    "batches of {batch_size} instead of 4,096, with rates by the same rule",
-    "{epochs} epochs instead of 90, for all of them see the same squares",
+    "batches of $batch_size instead of 4,096, with rates by the same rule",
+    "$epochs epochs instead of 90, for all of them see the same squares",
     "scored after the last epoch instead of at the best one on the scored images",
 )
 Ranked = Int64[Tensor, "layers values ranked"]
@@ -184,7 +185,7 @@ class AttentiveRun:
             "train_seconds": round(heads.seconds, 3),
             "feature_tier": features.tier,
             "encoder_passes": features.passes,
-            "guesses": [*self.probe.guesses, *_GUESSES],
+            "guesses": guesses_of(self.probe, [*self.probe.guesses, *_GUESSES]),
         }
 
 

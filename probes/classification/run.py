@@ -18,6 +18,7 @@ from probes.features.stream import batches
 from probes.features.tiers.training import FeaturesInMemory
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import Heads, TrainedHeads, Training, trained_together
+from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.metrics import LabelledFeatures, class_rank
@@ -44,7 +45,7 @@ def prepared(probe: LinearClassification, context: ProbeContext) -> "Classificat
         val_images=val_images,
         sources=probe.sources(context.layers),
         memory_gib=probe.memory_gib,
-        guesses=probe.guesses,
+        guesses=guesses_of(probe, probe.guesses),
     )
 
 

@@ -15,6 +15,7 @@ from probes.features.shots import shots_of
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches
 from probes.knn.probe import KNN, TOPS, metrics
+from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -113,11 +114,13 @@ class KNNRun:
     ) -> Iterator[Score]:
         hits = torch.stack([ranks < top for top in TOPS], dim=1).flatten(0, 1)  # k, top
         tops = TOPS * len(neighbours)
+        side = self.probe.image_size or min(self.context.encoder.native_size)
+        seen = replace(self.probe, image_size=side)
         details = {
             "num_classes": vote.num_classes,
             "bank": len(vote.bank.labels),
             "constant_features": is_constant(vote.bank.features),
-            "guesses": list(self.probe.guesses),
+            "guesses": guesses_of(seen, seen.guesses),
         }
         shown = vote.queries.labels.bincount().tolist()
         shares = (Share(row.numpy()) for row in hits)

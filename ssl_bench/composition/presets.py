@@ -1,16 +1,15 @@
 """Protocols: named presets of a probe's values, and what a run changed from its preset."""
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
+from string import Template
 from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
 
 from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.components import constructed, defaults
 from ssl_bench.composition.compose import read_file
 from ssl_bench.system.escaping import plain_json
-
-_NAMED = re.compile(r"\{(\w+)\}")
 
 
 @runtime_checkable
@@ -63,23 +62,23 @@ def changed_settings(probe: Preset) -> dict[str, Any]:
     }
 
 
-def told_guesses(guesses: Iterable[str], values: Mapping[str, Any]) -> list[str]:
-    """Where a run differs from the authors of its protocol, with the values that it used.
+def guesses_of(probe: Preset, guesses: Sequence[str]) -> list[str]:
+    """Guesses with the settings that a probe has in the place of `$NAME`, for its records.
 
-    Args:
-        guesses: Each names values in braces, as "{epochs} epochs". One that names what this run
-            does not have, such as epochs of L-BFGS, does not apply and is left out.
-        values: Those of the run.
+    Without those that speak of a setting that there is not, as of epochs where none are trained.
     """
-    applying = [g for g in guesses if all(name in values for name in _NAMED.findall(g))]
-    told = [_NAMED.sub(lambda found: _told(values[found[1]]), guess) for guess in applying]
-    return list(dict.fromkeys(told))
+    values = {name: _said(value) for name, value in probe.settings().items()}
+    found = []
+    for guess in guesses:
+        with suppress(KeyError):
+            found.append(Template(guess).substitute(values) if "$" in guess else guess)
+    return found
 
 
-def _told(value: Any) -> str:
+def _said(value: Any) -> str:
     if isinstance(value, list | tuple):
-        return ", ".join(map(_told, value))
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        return ", ".join(map(_said, value))
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def _other_defaults(probe: Preset, usual: Preset) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ssl_bench.composition.presets import changed_settings, told_guesses
+from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.corrupted import corruption_of
 from ssl_bench.data.files.readable import (
     ReadableDataset,
@@ -197,8 +197,6 @@ class Evaluation:
         from ssl_bench.results.provenance import provenance
 
         gone, epoch = left_out(self.dataset), self.encoder.contents.epoch
-        guesses, values = score.details.get("guesses"), self.probe.settings()
-        size = values.get("image_size") or min(self.encoder.native_size)
         return key.record(
             depth=self.encoder.depth,
             value=score.value,
@@ -208,11 +206,6 @@ class Evaluation:
             model=self.encoder.name,
             details={
                 **score.details,
-                **(
-                    {}
-                    if guesses is None
-                    else {"guesses": told_guesses(guesses, {**values, "image_size": size})}
-                ),
                 **({"left_out": counts_and_first(gone)} if gone else {}),
                 **({"epoch": epoch} if epoch is not None else {}),
             },
