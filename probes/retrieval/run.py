@@ -18,6 +18,7 @@ from probes.heads.scored_images import SquashedScoring
 from probes.heads.scores import HeadScores
 from probes.retrieval.probe import METRICS, Retrieval
 from probes.retrieval.remembered import labelled_patches, remembered
+from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -134,7 +135,7 @@ class RetrievalRun:
             "memory_patches": len(search.memory),
             "constant_features": search.is_constant(),
             "warnings": few_images_warning(len(images)),
-            "guesses": list(self.probe.guesses),
+            "guesses": guesses_of(self.probe, self.probe.guesses),
         }
         for metric, value, interval in zip(METRICS, values, intervals, strict=True):
             number = len(images)

@@ -26,6 +26,7 @@ from ssl_bench.composition.fields import (
     Threads,
     check_fields,
 )
+from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -72,7 +73,7 @@ class Segmentation:
         keep_minutes: Between two writings of unfinished heads, from which a killed run goes on.
         num_workers: Threads that decode images.
         guesses: What the protocol's authors left open, and where this preset differs from theirs;
-            {NAME} stands for the setting NAME.
+            $NAME stands for the setting NAME.
     """
 
     protocol: str = "ssl_bench"
@@ -157,7 +158,7 @@ class Segmentation:
             ConfigurationError: the patch does not divide `image_size`.
             DataError: the labels hold too few classes.
         """
-        yield from self.prepared(context).scores(self.guesses)
+        yield from self.prepared(context).scores(guesses_of(self, self.guesses))
 
     def prepared(self, context: ProbeContext) -> "SegmentationRun":
         """The run with all its parts; opens the dataset, computes nothing."""

@@ -1,15 +1,16 @@
 """Protocols: named presets of a probe's values, and what a run changed from its preset."""
 
+import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
-from string import Template
 from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
 
 from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.components import constructed, defaults
 from ssl_bench.composition.compose import read_file
 from ssl_bench.system.escaping import plain_json
+
+_SETTING = re.compile(r"\$([a-z_]+)")
 
 
 @runtime_checkable
@@ -68,11 +69,8 @@ def guesses_of(probe: Preset, guesses: Sequence[str]) -> list[str]:
     Without those that speak of a setting that there is not, as of epochs where none are trained.
     """
     values = {name: _said(value) for name, value in probe.settings().items()}
-    found = []
-    for guess in guesses:
-        with suppress(KeyError):
-            found.append(Template(guess).substitute(values) if "$" in guess else guess)
-    return found
+    applying = [g for g in guesses if all(name in values for name in _SETTING.findall(g))]
+    return [_SETTING.sub(lambda found: values[found[1]], guess) for guess in applying]
 
 
 def _said(value: Any) -> str:

@@ -364,7 +364,7 @@ def test_every_protocol_runs_with_joined_layers_and_records_name_the_guesses(
     layers = {"single": [0], "multi": [0, 1, 2, 3], "last4": [0, 1, 2, 3]}[mode]
     assert scores[0].details["layers"] == layers
     assert all(np.isfinite(score.value) for score in scores)
-    assert scores[0].details["guesses"] == list(probe.guesses)
+    assert scores[0].details["guesses"] == guesses_of(probe, probe.guesses)
 
 
 @pytest.mark.data
