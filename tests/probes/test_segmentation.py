@@ -12,6 +12,7 @@ from probes.features.split import TrainingSplit
 from probes.heads.scored_images import SquashedScoring
 from probes.segmentation.probe import Segmentation
 from ssl_bench.composition.compose import build, compose_config
+from ssl_bench.composition.presets import guesses_of
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
 from ssl_bench.evaluation import Probe
 from ssl_bench.intervals import few_images_warning
