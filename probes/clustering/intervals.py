@@ -8,6 +8,7 @@ counts how often they hold the truth, its figures are in results/tables/clusteri
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -70,10 +71,8 @@ def patch_intervals(met: Met, by_image: csr_array) -> dict[str, Interval | None]
     images = int(by_image.shape[0])
     if few_images_warning(met, images):
         return {}
-    rows = (
-        by_image[some].toarray().reshape(-1, *met.shape)  # pyright: ignore[reportOptionalSubscript]
-        for some in _at_once(images, met.size)
-    )
+    indexed: Any = by_image
+    rows = (indexed[some].toarray().reshape(-1, *met.shape) for some in _at_once(images, met.size))
     scores = {name: score for name, score in SCORES.items() if name != "miou_majority"}
     found = _without_each(met, rows, scores)
     return {name: _corrected(name, one) for name, one in found.items()}
