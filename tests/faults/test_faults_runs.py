@@ -13,6 +13,7 @@ import jaxtyping
 import pytest
 import torch
 
+from pretrain.objectives.dino import DinoLearner
 from pretrain.runtime.state import load_state, save_state
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
@@ -431,16 +432,25 @@ def test_fault_89_a_run_without_the_pictures_it_cannot_read_says_so(place, capsy
     assert "left_out" not in Path("run/config.yaml").read_text()
 
 
-def test_fault_89_a_picture_that_was_read_before_is_no_unread_one(place, capsys):
-    skipping = [*pretraining(place / "photos", "run"), "--on-bad-image", "skip"]
-    for more in ([], ["--resume"]):
-        assert main([*skipping, NO_TIME, *more]) == 0
-    state = load_state(Path("run"), CPU)[0]
-    # As if it had been damaged while the run was in its second epoch.
-    save_state(Path("run"), state | {"left_out": [1], "left_out_unlearned": []})
+def test_fault_89_a_picture_damaged_after_it_was_learned_counts(place, capsys, monkeypatch):
+    usual, calls = DinoLearner.update_teacher, []
+
+    def spoiling(self, step, lost):
+        calls.append(step)
+        if len(calls) == 2:
+            damaged(place)
+        return usual(self, step, lost)
+
+    run = [*pretraining(place / "photos", "run"), "--on-bad-image", "skip"]
+    with monkeypatch.context() as patch:
+        patch.setattr(DinoLearner, "update_teacher", spoiling)
+        assert main(run) == 0
+    assert load_state(Path("run"), CPU)[0]["left_out"] == [1]
     picture(33).save(place / "photos/1.jpg", quality=95)
 
-    assert "image_files: " in fails(capsys, [*skipping, "--resume"], 2)
+    assert "image_files: " in fails(capsys, [*run, "--resume"], 2)
+    picture(1).save(place / "photos/1.jpg", quality=95)
+    assert main([*run, "--resume"]) == 0
 
 
 def test_fault_89_where_no_picture_can_be_read_nothing_is_learned(place, capsys):
