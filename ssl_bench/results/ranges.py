@@ -156,9 +156,10 @@ def _require_score(fields: Mapping[str, Any]) -> None:
 
 
 def holds(ci95: tuple[float, float] | None, value: float) -> bool:
-    """Whether a value lies in its interval, but for rounding; what is no number lies anywhere."""
-    low, high = ci95 or (-math.inf, math.inf)
-    ascending = ((low, value), (value, high), (low, high))
+    """Whether a value lies in its interval, but for rounding; one without an end is none."""
+    if ci95 is None or math.isnan(sum(ci95)):
+        return True
+    ascending = ((ci95[0], value), (value, ci95[1]), ci95)
     return not any(
         one > other and not math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
         for one, other in ascending

@@ -33,7 +33,7 @@ def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
     digest = sha256(os.fsencode(text)).hexdigest()[:_DIGITS]
     if is_hidden:
         plain = b"_" + plain
-    return f"{_first_bytes(plain, _LONGEST - added - 1 - _DIGITS)}~{digest}"
+    return f"{_first_bytes(plain, max(0, _LONGEST - added - 1 - _DIGITS))}~{digest}"
 
 
 def in_order(name: str) -> tuple[list[tuple[int, str]], str]:

@@ -49,8 +49,8 @@ def test_fault_43_contributions_that_do_not_give_the_value_of_their_record_are_s
     assert main(["compare", "encoder"]) == 0
 
     came = capsys.readouterr()
-    assert came.err.count(f"ignored {path}: ") == 1
-    assert "--overwrite" in came.err
+    named = (f"ignored {path}: ", f"records cannot be shown: {path.with_suffix('.json')}: ")
+    assert sum(map(came.err.count, named)) == 1
     assert re.findall(r"(?m)^ *(\d+) ", came.out) == ["1"]
 
 
@@ -86,7 +86,8 @@ def test_fault_43_counts_of_pixels_in_another_order_are_said_and_unused(place, c
 
     assert main(["compare", "encoder"]) == 0
 
-    assert f"ignored {path}: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"records cannot be shown: {path.with_suffix('.json')}: value is " in said
 
 
 def test_fault_44_a_record_of_a_later_version_is_read_and_not_computed_again(place, capsys):

@@ -182,7 +182,7 @@ def test_the_provenance_of_a_number_names_its_record(evil_report):
     assert (evil_report.parent / first["record"]).is_file()
     assert first["settings"] == {EVIL: EVIL}
     # 6 of 12 pixels in the union of the first class, 4 of 10 in that of the second.
-    assert (first["value"], first["unit"], first["95 % interval"]) == (45, "%", [35, 45.5])
+    assert (first["value"], first["unit"], first["95 % interval"]) == (45, "%", [40, 50.5])
     assert set(pressed) == {"0", "1"}
 
 

@@ -23,7 +23,7 @@ from ssl_bench.tables.pairs.comparison import (
 from ssl_bench.tables.pairs.image_scores import ImageCurve, Scored
 from ssl_bench.tables.printing.sheets import NO_VALUE
 from tests.core.test_results import RECORD
-from tests.support.report_cells import known_as
+from tests.support.report_cells import around, known_as
 
 GENERATOR = np.random.default_rng(0)
 
@@ -139,7 +139,8 @@ def save(store, sha, layers, **changes):
         name = {"a": "skip", "d": "skipless"}[sha]
         record = replace(RECORD, checkpoint_sha256=sha * 64, model=name, layer=layer, **changes)
         if values is not None:
-            record = replace(record, num_images=len(values), value=100 * values.mean())
+            found = {"num_images": len(values), "value": 100 * float(values.mean())}
+            record = replace(record, **around(found))
         store.save(record, values)
 
 

@@ -29,6 +29,10 @@ def _draws_estimate(hits: PerImage) -> Estimate:
     return mean_estimate(100.0 * hits.mean(1))
 
 
+def _hits_estimate(hits: PerImage) -> Share:
+    return Share(hits.astype(bool))
+
+
 def _points_estimate(per_image: PerImage) -> Estimate:
     right, points = per_image.astype(np.float64).T
     return mean_estimate(100.0 * right / points)
@@ -41,9 +45,8 @@ _ESTIMATES: dict[str, Callable[[PerImage], Estimate]] = {
     "pck_.*": _points_estimate,
     "ap|ap50": partial(bootstrap_estimate, score=average_precision),
     "ar100": partial(bootstrap_estimate, score=average_recall),
-    ".*": lambda hits: Share(hits.astype(bool)),
 }
-"""By the names of metrics, as the values in `ssl_bench.results.contributions`."""
+"""By the names of metrics, as values in `ssl_bench.results.contributions`; others are hits."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class ImageCurve:
     def estimate(self, per_image: PerImage) -> Estimate:
         """The metric with its interval."""
         found = (make for name, make in _ESTIMATES.items() if re.fullmatch(name, self.metric))
-        return next(found)(per_image)
+        return next(found, _hits_estimate)(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
         """The block with the largest value on some of the images."""
