@@ -11,11 +11,11 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.folder import MARKER
 from ssl_bench.report.model import MOST_DRAWN
 from ssl_bench.report.pictures.files import PictureFiles
 from ssl_bench.report.pictures.panels import galleries_of
 from ssl_bench.results import ResultStore
+from ssl_bench.system.written import REPORT
 from tests.core.test_results import RECORD
 from tests.support.report_cells import (
     EVIL,
@@ -221,7 +221,7 @@ def test_only_what_was_asked_for_is_in_the_report(tmp_path):
     text = (tmp_path / "knn" / "index.html").read_text()
     assert "top1_k20" in text
     assert "corloc" not in text
-    assert (tmp_path / "knn" / MARKER).is_file()
+    assert (tmp_path / "knn" / REPORT).is_file()
 
 
 @pytest.mark.slow
