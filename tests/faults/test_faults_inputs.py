@@ -314,7 +314,9 @@ def test_fault_85_hints_name_keys_that_a_command_has(place, capsys):
 
 
 def test_fault_85_a_class_too_small_for_two_splits_is_named(place, capsys):
-    root = flat(place / "set", count=1)
+    root = flat(place / "set")
+    for number in range(4):
+        (root / "cat" / f"{number}.png").unlink()
 
     said = fails(capsys, probing("knn", "class_folders", root), 3)
 
