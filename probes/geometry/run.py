@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -105,11 +105,10 @@ class GeometryRun:
         if not len(shares):
             undefined = {"undefined": _FEW}
             return self._plain(cell, "position_r2", math.nan, None, found.num_images, undefined)
-        details = {
-            "penalty": found.fits[layer].penalty,
-            "num_fitted": found.num_images - len(shares),
-        }
-        return self._mean(cell, "position_r2", shares, (-math.inf, 1.0), details)
+        details = {"penalty": found.fits[layer].penalty, "num_held_out": len(shares)}
+        score = self._mean(cell, "position_r2", shares, (-math.inf, 1.0), details)
+        # It hangs on those that it is fitted to as much.
+        return replace(score, num_images=found.num_images)
 
     def _mean(
         self,

@@ -96,7 +96,7 @@ def test_every_cell_gets_a_record(photographs, tmp_path):
     assert {r.metric for r in records if r.unit == "%"} == {"outlier_share"}
     assert not any(r.is_ranked for r in records)
     counts = {r.metric: r.num_images for r in records}
-    assert (counts["rankme"], counts["lidar"], counts["position_r2"]) == (7, 3, 1)
+    assert (counts["rankme"], counts["lidar"], counts["position_r2"]) == (7, 3, 7)
 
 
 def test_the_vectors_are_those_of_the_central_squares(photographs):
