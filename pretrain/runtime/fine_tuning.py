@@ -107,7 +107,7 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
 
 def _typed(value: Any) -> str:
     """A value of a configuration as it is typed on a command line."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    return str(value) if isinstance(value, str | bool) else json.dumps(value, separators=(",", ":"))
 
 
 def _may_differ(config: EncoderConfig) -> tuple[str, ...]:

@@ -310,7 +310,7 @@ def test_fault_90_what_is_advised_for_another_scale_of_images_works(place, capsy
 
 def test_fault_90_what_is_advised_for_another_architecture_works(place, capsys):
     root = place / "photos"
-    other = ["model.num_heads=3", "model.qkv_bias=false", "model.graying_layers=[0]"]
+    other = ["model.num_heads=3", "model.qkv_bias=False", "model.graying_layers=[0]"]
     assert main([*pretraining(root, "first", NO_TIME, "model.graying=dct"), *other]) == 0
     second = pretraining(root, "second", NO_TIME, "init_from=first")
 
