@@ -68,7 +68,7 @@ def patch_intervals(met: Met, by_image: csr_array) -> dict[str, Interval | None]
     labels that are scored. A single image may turn the majority of a cluster, which changes that
     score more than the margin of its interval says.
     """
-    images = int(by_image.shape[0])
+    images = len(by_image.indptr) - 1
     if few_images_warning(met, images):
         return {}
     indexed: Any = by_image

@@ -170,9 +170,14 @@ class ImageMaskFolders(PairedFolders):
         masks = self._masks(files, len(names))
         if self.lists is None:
             name = self._images_name
-            return paired_set(name, split, images=images, masks=masks, class_names=names)
-        listed = self._listed(split, images)
-        return replace(listed, masks=masks, class_names=names).checked()
+            found = paired_set(name, split, images=images, masks=masks, class_names=names)
+        else:
+            listed = self._listed(split, images)
+            found = replace(listed, masks=masks, class_names=names).checked()
+        if isinstance(masks, TwoClassMasks):
+            # The first shows what all are like, before a model is loaded.
+            masks.read(found.ids[0])
+        return found
 
     def _listed(self, split: str, images: Files) -> FileImageSet:
         assert self.lists is not None
