@@ -22,7 +22,7 @@ from ssl_bench.taps import TRIAL_GRID, Taps
 
 Features = dict[int, dict[Facet, Tensor]]
 Grids = dict[int, tuple[int, int]]
-Hook = Callable[[nn.Module, tuple[Any, ...], Tensor], None]
+Hook = Callable[[nn.Module, tuple[Any, ...], Any], None]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
 
@@ -217,8 +217,9 @@ class FeatureExtractor:
         prefix = self.encoder.num_prefix_tokens
         first = prefix - self.encoder.num_registers
 
-        def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
-            tokens = self._tokens(output)
+        def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:
+            # Blocks of transformers and of one's own may give more beside their tokens.
+            tokens = self._tokens(output[0] if isinstance(output, tuple | list) else output)
             if "token" in self.facets:
                 features["token"] = self._patches(tokens, grid)
             if "cls" in self.facets:
