@@ -286,7 +286,7 @@ class _DeepestLayerDone(Exception):
     """Ends the forward pass early."""
 
 
-def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Tensor) -> None:
+def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
     raise _DeepestLayerDone
 
 

@@ -36,9 +36,7 @@ def test_a_row_is_its_text_and_the_number_of_its_tests(faults, tmp_path):
     place = faults["table"].__globals__
     place |= {"ROOT": tmp_path, "CATALOGUE": tmp_path / "rows.yaml"}
 
-    assert faults["table"]().splitlines()[2:] == [
-        "| 1 | a file | 3, its name | 2 |"
-    ]
+    assert faults["table"]().splitlines()[2:] == ["| 1 | a file | 3, its name | 2 |"]
 
     (tmp_path / "rows.yaml").write_text("2:\n  fault: a\n  outcome: b\n")
     with pytest.raises(ValueError, match="only one of both for 1, 2"):
