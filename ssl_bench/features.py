@@ -179,7 +179,14 @@ class FeatureExtractor:
         height, width = images.shape[-2:]
         images = (sent(images, self.device).to(torch.float32) - self._mean) / self._std
         if self.pad:
-            return pad_to_patch(images, self.patch_size)
+            images = pad_to_patch(images, self.patch_size)
+            height, width = images.shape[-2:]
+        if not self.encoder.any_size and (height, width) != self.encoder.native_size:
+            rows, cols = self.encoder.native_size
+            raise UnfitEncoder(
+                f"{self.encoder.name} takes images of {rows} x {cols} pixels alone, got {height} x "
+                f"{width}; ask for that size, or let its forward resize its positions"
+            )
         if height % self.patch_size or width % self.patch_size:
             near = [
                 max(1, round(side / self.patch_size)) * self.patch_size for side in (height, width)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+import timm
 import torch
 from PIL import Image
 from torch import nn
@@ -18,6 +19,8 @@ from torch import nn
 import ssl_bench
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
+from ssl_bench.models import TimmConfig, build_encoder
+from ssl_bench.models.initialisers import mimetic_, skipless_
 from tests.support import own_module
 
 ROOT = Path(__file__).parents[2]
@@ -254,3 +257,25 @@ def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsy
     assert "another dtype" in said
     assert "another dataset" in said
     assert "left out: " in said
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "options"),
+    [("skipless", skipless_, {"alpha": 2.0}), ("mimetic", mimetic_, {})],
+)
+def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, options):
+    config = TimmConfig("vit_tiny_patch16_224", depths=[2], init=name, init_options=options)
+    ours = build_encoder(config, seed=5)
+    own = timm.create_model("vit_tiny_patch16_224", num_classes=0, depth=2)
+    state = torch.get_rng_state()
+
+    assert function(own, seed=5, **options) is own
+
+    assert torch.equal(torch.get_rng_state(), state)
+    drawn, theirs = own.blocks.state_dict(), ours.model.blocks.state_dict()
+    assert drawn.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in drawn.items())
+    with pytest.raises(ConfigurationError, match="expected a ViT"):
+        function(nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match="nothing"):
+        function(own, nothing=1)
