@@ -22,7 +22,7 @@ from ssl_bench.taps import TRIAL_GRID, Taps
 
 Features = dict[int, dict[Facet, Tensor]]
 Grids = dict[int, tuple[int, int]]
-Hook = Callable[[nn.Module, tuple[Any, ...], Tensor], None]
+Hook = Callable[[nn.Module, tuple[Any, ...], Any], None]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
 
@@ -179,7 +179,14 @@ class FeatureExtractor:
         height, width = images.shape[-2:]
         images = (sent(images, self.device).to(torch.float32) - self._mean) / self._std
         if self.pad:
-            return pad_to_patch(images, self.patch_size)
+            images = pad_to_patch(images, self.patch_size)
+            height, width = images.shape[-2:]
+        if not self.encoder.any_size and (height, width) != self.encoder.native_size:
+            rows, cols = self.encoder.native_size
+            raise UnfitEncoder(
+                f"{self.encoder.name} takes images of {rows} x {cols} pixels alone, got {height} x "
+                f"{width}; ask for that size, or let its forward resize its positions"
+            )
         if height % self.patch_size or width % self.patch_size:
             near = [
                 max(1, round(side / self.patch_size)) * self.patch_size for side in (height, width)
@@ -217,8 +224,9 @@ class FeatureExtractor:
         prefix = self.encoder.num_prefix_tokens
         first = prefix - self.encoder.num_registers
 
-        def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
-            tokens = self._tokens(output)
+        def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:
+            # Blocks of transformers and of one's own may give more beside their tokens.
+            tokens = self._tokens(output[0] if isinstance(output, tuple | list) else output)
             if "token" in self.facets:
                 features["token"] = self._patches(tokens, grid)
             if "cls" in self.facets:
@@ -285,7 +293,7 @@ class _DeepestLayerDone(Exception):
     """Ends the forward pass early."""
 
 
-def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Tensor) -> None:
+def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
     raise _DeepestLayerDone
 
 

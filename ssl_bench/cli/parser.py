@@ -16,6 +16,7 @@ examples:
   ssl-bench probe --task tokencut --layer 11
   ssl-bench probe --task all --checkpoint runs/skipless --dataset voc2012 --data-root /data
   ssl-bench probe --task segmentation --layer 0,5,-1 probe.protocol=fast probe.training.epochs=10
+  ssl-bench features --checkpoint runs/skipless --data-root photos --facet cls,token --out features
   ssl-bench sweep --checkpoint 'runs/*' --dataset voc2012,ade20k --data-root /data --dry-run
   ssl-bench table --pivot --metric corloc --best-layer holdout --format latex
   ssl-bench table --paper figure3 --as 'skip, adamw=runs/skip'
@@ -29,7 +30,7 @@ probe.tau=0.3 sets a value, probe.neighbours=[10,20] a list, "probe.cache='/a b'
 blanks. `ssl-bench keys` lists what there is, `ssl-bench keys probe.tokencut` what one takes, with
 ranges and defaults; a wrong key names the nearest. --seed 3 is short for seed=3, or train.seed=3.
 """
-WITH_OVERRIDES = ("probe", "sweep", "pretrain", "reproduce", "data", "cost", "keys")
+WITH_OVERRIDES = ("probe", "features", "sweep", "pretrain", "reproduce", "data", "cost", "keys")
 _KEY_VALUE = "KEY=VALUE, such as {}, sets what has no flag; `ssl-bench keys {}` lists every key"
 _EXAMPLES = {
     "probe": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
@@ -54,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ssl-bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _add_probe(commands)
+    _add_features(commands)
     _add_sweep(commands)
     _add_pretrain(commands)
     _add_reproduce(commands)
@@ -96,6 +98,29 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--overwrite", action="store_true", help="compute finished cells again")
     add_showing(add)
     add("--json", action="store_true", help="print the records as JSON instead of tables")
+
+
+def _add_features(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    summary = "write features of every image of a dataset, of any blocks, as files with an index"
+    add = _command(commands, "features", summary).add_argument
+    add("--checkpoint", metavar="URI", help="as of probe (default: the newest below runs/)")
+    add(
+        "--dataset",
+        default="folder",
+        help="such as folder, class_folders, voc2012 (default folder)",
+    )
+    add("--data-root", metavar="DIR", help="where the data lies")
+    add("--split", help="train, val, images or discovery, with commas (default: what there is)")
+    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    add("--facet", default="cls", help="token, cls, key and others, with commas (default cls)")
+    add("--image-size", type=int, metavar="N", help="side in pixels (default: the encoder's own)")
+    add("--format", default="safetensors", help="safetensors or npz (default safetensors)")
+    add("--dtype", default="float32", help="float32 or float16, of the files (default float32)")
+    add("--out", required=True, metavar="DIR", help="where the files go; what is there is kept")
+    add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    add("--batch-size", type=int, metavar="N", help="images that the encoder takes at once")
+    add("--limit", type=int, metavar="N", help="at most N images of each split: data.limit=N")
+    add("--on-bad-image", default="fail", metavar="fail|skip", help="skip: leave out and name")
 
 
 def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:

@@ -7,6 +7,7 @@ from ssl_bench.errors import ConfigurationError
 
 _PROBING = {"limit": "data.limit", "seed": "seed"}
 _KEYS: Mapping[str, Mapping[str, str]] = {
+    "features": {"limit": "data.limit"},
     "probe": _PROBING,
     "sweep": _PROBING,
     "pretrain": {

@@ -16,6 +16,7 @@ from ssl_bench.models.state_space.config import StateSpaceConfig
 from ssl_bench.models.timm_config import TimmConfig
 
 if TYPE_CHECKING:
+    from ssl_bench.models.attention import OrthogonalAttention
     from ssl_bench.models.build import build_vit
     from ssl_bench.models.conv_mixer import ConvMixer
     from ssl_bench.models.initialisers.statistics import block_statistics, token_statistics
@@ -34,6 +35,7 @@ __all__ = [
     "EncoderConfig",
     "EncoderIdentity",
     "EncoderModule",
+    "OrthogonalAttention",
     "StateSpaceConfig",
     "StateSpaceModel",
     "TimmConfig",
@@ -52,6 +54,7 @@ __all__ = [
 _HOMES = {
     "ConvMixer": "conv_mixer",
     "EncoderModule": "kinds",
+    "OrthogonalAttention": "attention",
     "StateSpaceModel": "state_space.model",
     "VisionTransformer": "vit",
     "block_statistics": "initialisers.statistics",

@@ -63,6 +63,7 @@ class Encoder:
         widths: Of each block; empty where that is `dim`, which else is that of the last one.
         channels_last: Whether maps have them there. No shape tells where rows, columns and
             channels are equally many.
+        any_size: Whether it takes images of other sizes than `native_size`.
     """
 
     module: "nn.Module"
@@ -86,6 +87,52 @@ class Encoder:
     strides: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     channels_last: bool = False
+    any_size: bool = True
+
+    @classmethod
+    def from_module(
+        cls,
+        module: "nn.Module",
+        *,
+        patch_size: int | None = None,
+        blocks: str | None = None,
+        norm: str | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        mean: Sequence[float] = IMAGENET_MEAN,
+        std: Sequence[float] = IMAGENET_STD,
+        num_registers: int = 0,
+        name: str | None = None,
+        epoch: float | None = None,
+    ) -> "Encoder":
+        """An encoder of one's own: any module that takes images and has a list of blocks.
+
+        One pass over two black images shows what is not said: depth, width, tokens before the
+        patches, and whether other sizes are taken. The module itself is used, not a copy, and is in
+        evaluation mode afterwards; `ssl_bench.probe(module, ...)` gives its mode back.
+
+        Args:
+            module: Takes batch x 3 x height x width, normalised by `mean` and `std`; its blocks
+                give tokens (batch x tokens x dim), maps, or tuples that begin with one.
+            patch_size: Pixels; else the kernel of the convolution that makes patches.
+            blocks: Name of the list of blocks, such as "blocks" or "encoder.layers"; else the
+                longest list of modules of one kind.
+            norm: Name of the final norm; else the usual names are looked for.
+            image_size: Height and width that it was trained on; else what it says, or 224.
+            mean: Of its training images, RGB in [0, 1].
+            std: Of the same images.
+            num_registers: How many of the tokens before the patches are no [CLS].
+            name: How tables call it; else that of its class.
+            epoch: Stands in records, for curves over epochs.
+
+        Raises:
+            CheckpointError: What was expected of the module, what came and what to say.
+        """
+        from ssl_bench.models.from_module import encoder_of_module
+
+        return encoder_of_module(
+            module, patch_size=patch_size, blocks=blocks, norm=norm, image_size=image_size,
+            mean=mean, std=std, num_registers=num_registers, name=name, epoch=epoch,
+        )  # fmt: skip
 
     def stride(self, layer: int) -> int:
         """Pixels along a side of what a token of a block stands for."""

@@ -4,11 +4,14 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssl_bench.system.escaping import in_figure, printable
 from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.notes import baselines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PANELS_A_ROW = 3
 _PANEL_INCHES = (4.2, 3.4)
@@ -18,15 +21,18 @@ _LETTERS, _KEY_LETTERS = 56, 9
 
 
 def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
-    """Draw score over blocks or epochs, one panel a table, one line a model, with its 95 % band.
+    """Write `curves_figure`; the suffix of the path chooses the format, such as .png or .svg."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    curves_figure(tables).savefig(path, dpi=120)
 
-    A model has the same colour in all panels. The suffix of the path chooses the format, such as
-    .png or .svg.
+
+def curves_figure(tables: Sequence[DepthTable]) -> "Figure":
+    """Score over blocks or epochs, one panel a table, one line a model, with its 95 % band.
+
+    A model has the same colour in all panels.
     """
     import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     models = list(dict.fromkeys(model for table in tables for model in table.models))
@@ -41,10 +47,10 @@ def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
     titles = [_wrapped(table.title) for table in tables]
     names = [_wrapped(model, _LETTERS - _KEY_LETTERS) for model in models]
     names_a_row = _names_a_row(names, columns)
-    figure, axes = pyplot.subplots(
-        -(-len(tables) // columns), columns, squeeze=False, layout="constrained",
-        figsize=_inches(titles, columns, -(-len(names) // names_a_row)),
-    )  # fmt: skip
+    figure = Figure(
+        figsize=_inches(titles, columns, -(-len(names) // names_a_row)), layout="constrained"
+    )
+    axes = figure.subplots(-(-len(tables) // columns), columns, squeeze=False)
     for axis, table, title in zip(axes.flat, tables, titles, strict=False):
         _draw_panel(axis, table, colours)
         axis.set_title(title, fontsize=8)
@@ -52,9 +58,7 @@ def draw_curves(tables: Sequence[DepthTable], path: Path) -> None:
         axis.set_axis_off()
     lines = [Line2D([], [], color=colours[model], marker="o") for model in models]
     figure.legend(lines, names, loc="outside lower center", ncols=names_a_row, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    return figure
 
 
 def _wrapped(text: str, letters: int = _LETTERS) -> str:

@@ -56,7 +56,11 @@ def random_encoder(trained: Encoder, uri: str) -> Encoder:
             colours=colours,
             colours_from=trained.colours_from,
         )
-    assert isinstance(trained.module, TimmViT | TimmBackbone)
+    if not isinstance(trained.module, TimmViT | TimmBackbone):
+        raise CheckpointError(
+            f"{uri}: how the weights of a module of one's own begin is not known here; give a "
+            "second name of its file, of a function that returns it untrained"
+        )
     drawn = load_timm(f"timm:{trained.architecture['name']}")
     shapes, wanted = (
         {name: tensor.shape for name, tensor in one.module.state_dict().items()}

@@ -20,16 +20,18 @@ from ssl_bench.models.loading.identity import (
 )
 from ssl_bench.models.loading.stated_colours import STATED, split_colours, with_colours
 
+PYTHON_FILE = r"(.+\.py):(\w+)"
+"""An address of one's own module: a file and a name in it."""
 _KINDS = (
-    "a run folder, RUN@EPOCH, a .safetensors or .pth file, timm:NAME, timm:NAME.TAG, "
-    "timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or "
+    "a run folder, RUN@EPOCH, a .safetensors or .pth file, FILE.py:NAME, timm:NAME, "
+    "timm:NAME.TAG, timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or "
     "torchhub:facebookresearch/dino:dino_vits16, demo:skip, random:URI or colours:PATCH; "
     "`ssl-bench models` lists them"
 )
 
 
 def load_encoder(uri: str) -> Encoder:
-    """Load the frozen encoder that `uri` names; nothing a file holds is ever run.
+    """Load the frozen encoder that `uri` names; nothing that a file of weights holds is ever run.
 
     Args:
         uri: Our checkpoint, its run folder, or `RUN@EPOCH` for one it kept; a local file in the
@@ -37,7 +39,8 @@ def load_encoder(uri: str) -> Encoder:
             `timm:NAME.TAG` (published), `timm:NAME@FILE`; `hf-hub:ORG/NAME@REVISION`;
             `local-dir:FOLDER`; `torchhub:REPOSITORY:NAME`; `demo:skip` and `demo:skipless`, which
             come with this suite; `mean=0.5,std=0.5:URI`, an encoder whose file does not say what
-            its images are normalised by; `random:URI`, that encoder before it was trained;
+            its images are normalised by; `FILE.py:NAME`, a module of one's own, whose file is run;
+            `random:URI`, that encoder before it was trained;
             `colours:PATCH`, patches as they are.
 
     Raises:
@@ -45,6 +48,10 @@ def load_encoder(uri: str) -> Encoder:
     """
     if uri.startswith(STATED):
         return _with_colours(uri)
+    if own := re.fullmatch(PYTHON_FILE, uri):
+        from ssl_bench.models.from_module import load_own
+
+        return load_own(uri, own[1], own[2])
     scheme, colon, _ = uri.partition(":")
     loaders: Mapping[str, Callable[[str], Encoder]] = {
         "timm": _from_timm,

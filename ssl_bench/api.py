@@ -1,0 +1,227 @@
+"""The suite from Python: an encoder, a task and a folder in; a table over blocks out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ssl_bench.asked import opened_store
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.features import FeatureExtractor, Features
+from ssl_bench.layers import Facet, layers_of, resolve_layers
+from ssl_bench.models import Encoder, load_encoder
+from ssl_bench.planning import plan_probes
+from ssl_bench.results import Record, ResultStore, to_pandas
+from ssl_bench.system.device import choose_device
+from ssl_bench.system.progress import say
+from ssl_bench.tables.depth import DepthTable, depth_tables
+from ssl_bench.tables.drawing import curves_figure
+from ssl_bench.tables.printing.sheets import render_tables
+
+if TYPE_CHECKING:
+    import pandas  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure
+
+Images = str | Path | np.ndarray | Tensor
+"""A file, height x width x 3 of 0 to 255, or 3 x height x width in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Records of a probe, as a table, a frame or a figure; a notebook shows the tables.
+
+    Attributes:
+        records: One a block, facet and metric.
+    """
+
+    records: tuple[Record, ...]
+
+    def table(self, style: str = "text") -> str:
+        """All tables over depth as text, markdown, latex, csv or json."""
+        return render_tables(self._tables(), style)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """A row a record; needs the extra `frames`."""
+        return to_pandas(self.records)
+
+    def plot(self, metric: str | None = None) -> "Figure":
+        """Curves over blocks with their 95 % bands, a panel a table, as a figure of matplotlib.
+
+        Raises:
+            DataError: There is nothing to draw, or no such metric.
+        """
+        tables = [t for t in self._tables() if metric in (None, t.record.metric)]
+        if not tables:
+            known = ", ".join(sorted({record.metric for record in self.records})) or "none"
+            raise DataError(f"no values of metric {metric}; there are {known}")
+        return curves_figure(tables)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def __repr__(self) -> str:
+        return self.table() if self.records else "Results without records"
+
+    def _repr_markdown_(self) -> str:
+        return self.table("markdown")
+
+    def _tables(self) -> list[DepthTable]:
+        return depth_tables(self.records) if self.records else []
+
+
+def probe(
+    encoder: "str | Encoder | nn.Module",
+    *,
+    task: str,
+    dataset: str = "toy",
+    data_root: str | Path | None = None,
+    layer: str | int | Sequence[int] = "all",
+    out: str | Path = "results",
+    device: str | None = None,
+    overwrite: bool = False,
+    **settings: Any,
+) -> Results:
+    """Probe blocks of an encoder, as `ssl-bench probe` does; finished cells are not computed again.
+
+    Args:
+        encoder: An address as of `--checkpoint`, an `Encoder`, or any module with a list of
+            blocks, of which `Encoder.from_module` finds out the rest.
+        task: Such as "tokencut"; `ssl-bench keys task` lists them.
+        dataset: Such as "voc2012".
+        data_root: Its folder.
+        layer: "all", 11, -1, "0,5,11" or a list.
+        out: Folder of records and pictures.
+        device: As torch names it; else that of the module, or a GPU where there is one.
+        overwrite: Compute finished cells again.
+        settings: Keys of the probe, `image_size=224` for `probe.image_size=224`; others by their
+            whole names, `**{"dataset.num_val": 4, "seed": 1}`.
+
+    Raises:
+        SslBenchError: In one line what was expected, what came and what to do.
+    """
+    root = None if data_root is None else {dataset: str(data_root)}
+    (planned,) = plan_probes([task], [dataset], _overrides(settings), root)
+    planned.require_images()
+    store = opened_store(str(out))
+    with _as_encoder(encoder, device) as (found, where):
+        evaluation = planned.evaluation(found, layers_of(planned.probe, layer, found.depth), where)
+        return Results(tuple(evaluation.run(store, say=say, overwrite=overwrite)))
+
+
+def read_results(folder: str | Path = "results") -> Results:
+    """All records below a folder of results.
+
+    Raises:
+        DataError: There are none.
+    """
+    return Results(tuple(ResultStore(Path(folder)).records()))
+
+
+def extract_features(
+    encoder: "str | Encoder | nn.Module",
+    images: Sequence[Images] | Float[Tensor, "batch 3 height width"],
+    *,
+    layers: str | int | Sequence[int] = "all",
+    facets: Sequence[Facet] = ("token",),
+    image_size: int | None = None,
+    batch_size: int = 16,
+    device: str | None = None,
+) -> Features:
+    """Features of blocks, all from one forward pass, on the CPU.
+
+    Args:
+        encoder: As of `probe`.
+        images: A batch, RGB in [0, 1], of a size that the patch divides; or a list of files and
+            arrays, each squashed to a square.
+        layers: As `layer` of `probe`.
+        facets: See `ssl_bench.features.FeatureExtractor`.
+        image_size: Side of the square; else the encoder's own size.
+        batch_size: How many images pass at once.
+        device: As of `probe`.
+
+    Returns:
+        By block and facet: batch x rows x cols x dim, or batch x dim for "cls".
+
+    Raises:
+        SslBenchError: In one line what was expected, what came and what to do.
+    """
+    with _as_encoder(encoder, device) as (found, where):
+        extractor = FeatureExtractor(
+            found, layers=resolve_layers(layers, found.depth), facets=facets, device=where
+        )
+        if isinstance(images, Tensor):
+            batch = images
+        else:
+            sides = (image_size, image_size) if image_size else found.native_size
+            batch = torch.stack([_squashed(image, sides) for image in images])
+        parts = [extractor(part) for part in batch.split(batch_size)]
+    return {
+        layer: {facet: torch.cat([part[layer][facet].cpu() for part in parts]) for facet in facets}
+        for layer in extractor.layers
+    }
+
+
+def _squashed(image: Images, sides: tuple[int, int]) -> Float[Tensor, "3 height width"]:
+    from ssl_bench.data.files.images import read_image
+
+    if isinstance(image, str | Path):
+        image = read_image(Path(image))
+    if isinstance(image, np.ndarray):
+        image = torch.from_numpy(image.copy()).permute(2, 0, 1).float() / 255
+    resized = nn.functional.interpolate(
+        image[None].float(), size=sides, mode="bilinear", antialias=True
+    )
+    return resized[0]
+
+
+@contextmanager
+def _as_encoder(
+    given: "str | Encoder | nn.Module", device: str | None
+) -> Iterator[tuple[Encoder, torch.device]]:
+    """An encoder and where it computes; a module gets its modes and its place back."""
+    if isinstance(given, str):
+        yield load_encoder(given), choose_device(device)
+        return
+    if isinstance(given, Encoder):
+        yield given, choose_device(device)
+        return
+    if not isinstance(given, nn.Module):
+        raise ConfigurationError(
+            f"expected an address, an Encoder or a torch.nn.Module, got {type(given).__name__}"
+        )
+    modes = {part: part.training for part in given.modules()}
+    home = next((p.device for p in given.parameters()), torch.device("cpu"))
+    try:
+        yield Encoder.from_module(given), choose_device(device or str(home))
+    finally:
+        given.to(home)
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _overrides(settings: dict[str, Any]) -> list[str]:
+    """Keywords as the words of a command; those without a dot are keys of the probe."""
+    return [
+        f"{key if '.' in key or key in ('seed', 'dtype', 'corrupt') else f'probe.{key}'}="
+        f"{_as_word(value)}"
+        for key, value in settings.items()
+    ]
+
+
+def _as_word(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_as_word, value))}]"
+    return str(value)

@@ -1,0 +1,276 @@
+"""`ssl-bench features`: features of every image of a dataset, of any blocks, as files."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+import torch
+
+from ssl_bench.asked import announced_encoder, newest_checkpoint, require_writable
+from ssl_bench.composition.choices import choices, require_choice
+from ssl_bench.composition.compose import build, compose_config, value_of, with_root
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.views import as_asked
+from ssl_bench.errors import ConfigurationError, MachineError, UnreadableImage
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import resolve_layers
+from ssl_bench.models import Encoder
+from ssl_bench.system.device import choose_device
+from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
+from ssl_bench.system.progress import say, show_progress
+
+FORMATS = ("safetensors", "npz")
+DTYPES = ("float32", "float16")
+_SPLITS = ("train", "val", "images", "discovery")
+_MOST_BYTES, _MOST_IMAGES, _BATCH = 128 * 2**20, 1024, 16
+_ABOUT, _INDEX = "about.json", "index.parquet"
+
+
+def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Write `about.json`, files of features and an index; files that are there are kept.
+
+    An image is squashed to a square of the encoder's own size, or of --image-size. A file holds
+    "block05.token" (images x rows x cols x dim), "block05.cls" (images x dim) and so on; the index
+    says for each image its split, class, file and row.
+    """
+    require_choice("--format", options.format, FORMATS)
+    require_choice("--dtype", options.dtype, DTYPES)
+    require_choice("--on-bad-image", options.on_bad_image, ("fail", "skip"))
+    _require_parquet()
+    dataset = _dataset(options, overrides)
+    splits = {images.split: images for images in _splits(dataset, options.split)}
+    out = Path(options.out)
+    require_writable(out)
+    remove_orphans_below(out)
+    device = choose_device(options.device)
+    encoder = announced_encoder(options.checkpoint or newest_checkpoint(Path("runs")))
+    extractor = FeatureExtractor(
+        encoder,
+        layers=resolve_layers(options.layer, encoder.depth),
+        facets=[name.strip() for name in options.facet.split(",")],
+        device=device,
+    )
+    size = _size(encoder, options.image_size)
+    about = {
+        "encoder": {"name": encoder.name, "uri": encoder.uri, **encoder.identity()},
+        "dataset": {
+            "name": dataset.name,
+            "splits": {n: i.fingerprint() for n, i in splits.items()},
+        },
+        "layers": list(extractor.layers),
+        "facets": list(extractor.facets),
+        "image_size": list(size),
+        "dtype": options.dtype,
+        "format": options.format,
+    }
+    _require_same(out / _ABOUT, json.loads(json.dumps(about)))
+    rows: list[dict[str, Any]] = []
+    for images in splits.values():
+        rows += _write_split(images, extractor, size, out, options)
+    _write_index(out / _INDEX, rows)
+    say(f"features of {len(rows)} images in {out}; {_INDEX} says where each of them is")
+    return 0
+
+
+def _require_parquet() -> None:
+    try:
+        import pyarrow  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MachineError(
+            "the index of features needs the package pyarrow; pip install 'ssl-bench[frames]'"
+        ) from error
+
+
+def _dataset(options: argparse.Namespace, overrides: Sequence[str]) -> Dataset:
+    name = require_choice("dataset", options.dataset, choices("dataset"))
+    words = [f"dataset={name}", *with_root(overrides, options.data_root)]
+    config = compose_config("data", words)
+    views = {k: value_of(config, f"data.{k}") for k in ("fingerprint", "limit")}
+    return as_asked(build(config.dataset), **views, corrupt=None)
+
+
+def _splits(dataset: Dataset, asked: str | None) -> list[ImageSet]:
+    """Those that are asked for; else what is fitted to and scored, or all there is."""
+    if asked is not None:
+        names = [require_choice("--split", n.strip(), _SPLITS) for n in asked.split(",")]
+    elif {"segmentation", "classification", "correspondence"} & dataset.supports:
+        names = ["train", "val"]
+    else:
+        names = ["images" if "images" in dataset.supports else "discovery"]
+    return [getattr(dataset, name)() for name in names]
+
+
+def _size(encoder: Encoder, asked: int | None) -> tuple[int, int]:
+    """Height and width that the encoder sees.
+
+    Raises:
+        ConfigurationError: no multiple of the patch, or another than the only one it takes.
+    """
+    if asked is None:
+        return encoder.native_size
+    patch = max((*encoder.strides, encoder.patch_size))
+    if asked < patch or asked % patch:
+        near = max(1, round(asked / patch)) * patch
+        raise ConfigurationError(
+            f"--image-size must be a multiple of the patch, {patch}, got {asked}; say {near}"
+        )
+    if not encoder.any_size and (asked, asked) != encoder.native_size:
+        height, width = encoder.native_size
+        raise ConfigurationError(
+            f"{encoder.name} takes images of {height} x {width} alone, got --image-size {asked}; "
+            "leave it out"
+        )
+    return asked, asked
+
+
+def _require_same(path: Path, about: Mapping[str, Any]) -> None:
+    """Begin in an empty folder, or go on with what was begun there.
+
+    Raises:
+        ConfigurationError: the folder holds features of something else.
+    """
+    if path.is_file():
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            before = {}
+        if before != about:
+            differ = ", ".join(k for k in about if before.get(k) != about[k])
+            raise ConfigurationError(
+                f"{path.parent} holds features of another {differ}; choose another --out"
+            )
+        return
+    write_text_atomically(path, json.dumps(about, indent=1) + "\n")
+
+
+def _write_split(
+    images: ImageSet,
+    extractor: FeatureExtractor,
+    size: tuple[int, int],
+    out: Path,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Every file of a split that is not there; what the index says of all of them."""
+    rows, per_file = list[dict[str, Any]](), _images_a_file(extractor, size, options.dtype)
+    starts = range(0, len(images), per_file)
+    names = {start: out / f"{images.split}-{start:07}.{options.format}" for start in starts}
+    there = [start for start in starts if names[start].is_file()]
+    if there:
+        say(f"{images.split}: {len(there)} of {len(starts)} files were written before, kept")
+    lacking = [start for start in starts if start not in there]
+    for start in show_progress(lacking, f"features of {images.split}"):
+        numbers = range(start, min(start + per_file, len(images)))
+        found = _features(images, numbers, extractor, size, options)
+        write_atomically(names[start], lambda file, found=found: file.write(_bytes(found, options)))
+    for start in starts:
+        ids, labels = _listed(names[start])
+        rows += [
+            {
+                "image_id": image_id,
+                "split": images.split,
+                "label": label,
+                "class": images.class_names[label] if label is not None else None,
+                "file": names[start].name,
+                "row": row,
+            }
+            for row, (image_id, label) in enumerate(zip(ids, labels, strict=True))
+        ]
+    return rows
+
+
+def _images_a_file(extractor: FeatureExtractor, size: tuple[int, int], dtype: str) -> int:
+    """As many as stay below 128 MiB together."""
+    numbers = 0
+    for layer in extractor.layers:
+        stride, width = extractor.encoder.stride(layer), extractor.encoder.width(layer)
+        patches = (size[0] // stride) * (size[1] // stride)
+        for facet in extractor.facets:
+            numbers += width * (1 if facet.startswith("cls") else patches)
+    each = numbers * (4 if dtype == "float32" else 2)
+    return max(1, min(_MOST_IMAGES, _MOST_BYTES // each))
+
+
+def _features(
+    images: ImageSet,
+    numbers: range,
+    extractor: FeatureExtractor,
+    size: tuple[int, int],
+    options: argparse.Namespace,
+) -> dict[str, np.ndarray]:
+    """By name, with the ids and classes of the images that could be read."""
+    parts: dict[str, list[np.ndarray]] = {}
+    ids, labels = list[str](), list[int]()
+    for batch in _batches(images, numbers, size, options):
+        pixels = torch.stack([pixels for pixels, _, _ in batch])
+        names = [image_id for _, image_id, _ in batch]
+        for layer, by_facet in extractor(pixels, names).items():
+            for facet, value in by_facet.items():
+                kept = value.cpu().numpy().astype(options.dtype)
+                parts.setdefault(f"block{layer:02}.{facet}", []).append(kept)
+        ids += names
+        labels += [-1 if label is None else label for _, _, label in batch]
+    found = {name: np.concatenate(those) for name, those in parts.items()}
+    return found | {"image_id": np.array(ids, dtype=str), "label": np.array(labels, dtype=np.int64)}
+
+
+def _batches(
+    images: ImageSet, numbers: range, size: tuple[int, int], options: argparse.Namespace
+) -> Iterator[list[tuple[torch.Tensor, str, int | None]]]:
+    batch = []
+    for number in numbers:
+        try:
+            sample = images[number]
+        except UnreadableImage as error:
+            if options.on_bad_image == "fail":
+                raise UnreadableImage(
+                    f"{error}, or leave such images out with --on-bad-image skip"
+                ) from error
+            say(f"left out: {error}")
+            continue
+        pixels = torch.from_numpy(sample.image.copy()).permute(2, 0, 1)[None].float() / 255
+        squashed = torch.nn.functional.interpolate(
+            pixels, size=size, mode="bilinear", antialias=True
+        )
+        batch.append((squashed[0], sample.image_id, sample.label))
+        if len(batch) == (options.batch_size or _BATCH):
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _bytes(found: dict[str, np.ndarray], options: argparse.Namespace) -> bytes:
+    import io
+
+    if options.format == "npz":
+        buffer = io.BytesIO()
+        np.savez(buffer, **found)  # pyright: ignore[reportArgumentType]
+        return buffer.getvalue()
+    told = {name: json.dumps(found[name].tolist()) for name in ("image_id", "label")}
+    arrays = {name: value for name, value in found.items() if name not in told}
+    return safetensors.numpy.save(arrays, metadata=told)
+
+
+def _listed(path: Path) -> tuple[list[str], list[int | None]]:
+    """Ids and classes of the images of a file."""
+    if path.suffix == ".npz":
+        with np.load(path) as held:
+            ids, labels = held["image_id"].tolist(), held["label"].tolist()
+    else:
+        with safetensors.safe_open(path, "numpy") as held:
+            told = held.metadata()
+        ids, labels = json.loads(told["image_id"]), json.loads(told["label"])
+    return ids, [None if label < 0 else label for label in labels]
+
+
+def _write_index(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    import pyarrow  # pyright: ignore[reportMissingImports]
+    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+
+    table = pyarrow.Table.from_pylist(list(rows))
+    write_atomically(path, lambda file: pyarrow.parquet.write_table(table, file))

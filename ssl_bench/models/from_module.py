@@ -1,0 +1,306 @@
+"""Any PyTorch module with a list of blocks as an encoder; what can be found out is not asked."""
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ssl_bench.errors import CheckpointError, UnfitEncoder
+from ssl_bench.models.architecture import of_library
+from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Contents, Encoder
+from ssl_bench.models.kinds import state_dict_sha256
+from ssl_bench.system.imports import broken_file
+from ssl_bench.system.paths import expanded, real
+
+_SEED = 0
+_NORMS = ("norm", "layernorm", "ln_f", "ln_post", "final_norm", "norm_final", "post_layernorm")
+_USUAL_SIZE = 224
+
+
+class OwnModule(nn.Module):
+    """Somebody's module under the names that the extractor asks for: `blocks` and `norm`."""
+
+    def __init__(self, module: nn.Module, blocks: str, norm: nn.Module) -> None:
+        super().__init__()
+        self.module, self.norm = module, norm
+        self.blocks = module.get_submodule(blocks)
+
+    def forward(self, images: Tensor) -> Any:
+        """Whatever the module gives; blocks are heard while it runs."""
+        return self.module(images)
+
+
+class _NoNorm(nn.Module):
+    def forward(self, _tokens: Tensor) -> Tensor:
+        """Raise: there is none."""
+        raise UnfitEncoder(
+            "this module has no final norm that is known; ask for facet=token or cls, or name it: "
+            "Encoder.from_module(..., norm='NAME')"
+        )
+
+
+def encoder_of_module(
+    module: nn.Module,
+    *,
+    patch_size: int | None = None,
+    blocks: str | None = None,
+    norm: str | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    mean: Sequence[float] = IMAGENET_MEAN,
+    std: Sequence[float] = IMAGENET_STD,
+    num_registers: int = 0,
+    name: str | None = None,
+    epoch: float | None = None,
+    uri: str = "memory",
+) -> Encoder:
+    """See `ssl_bench.Encoder.from_module`."""
+    called = name or type(module).__name__
+    blocks = blocks or _found_blocks(module, called)
+    found = dict(module.named_modules()).get(blocks)
+    if found is None or not list(found.children()):
+        raise CheckpointError(
+            f"{called} has no list of blocks called {blocks!r}; expected the name of a ModuleList "
+            f"or Sequential, such as {', '.join(_lists(module)) or 'blocks'}"
+        )
+    patch = patch_size or _found_patch(module, called)
+    own = OwnModule(module, blocks, _norm_of(module, norm, blocks, called))
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    sizes = _sizes(module, image_size, patch)
+    own.eval()
+    size, outputs = _first_that_runs(own, sizes, device, called)
+    any_size = _runs_at(own, (size[0] + patch, size[1] + 2 * patch), device)
+    grid = (size[0] // patch, size[1] // patch)
+    widths, prefix, channels_last = _anatomy(outputs, grid, called)
+    first = own.blocks.get_submodule("0")
+    heads = (getattr(part, "num_heads", None) for part in first.modules())
+    return Encoder(
+        module=own,
+        name=called,
+        uri=uri,
+        sha256=state_dict_sha256(module),
+        architecture={
+            **of_library(module, "module", type(module).__qualname__),
+            "code_sha256": _code_sha256(module),
+            "blocks": blocks,
+            "patch_size": patch,
+        },
+        patch_size=patch,
+        depth=len(outputs),
+        dim=widths[-1],
+        num_heads=next((n for n in heads if isinstance(n, int) and not isinstance(n, bool)), 0),
+        num_prefix_tokens=prefix,
+        native_size=size,
+        mean=(mean[0], mean[1], mean[2]),
+        std=(std[0], std[1], std[2]),
+        colours_from="assumed, ImageNet's" if mean is IMAGENET_MEAN else "from_module",
+        num_registers=num_registers,
+        contents=Contents("module", epoch=epoch),
+        channels_last=channels_last,
+        any_size=any_size,
+    )
+
+
+def _lists(module: nn.Module) -> dict[str, int]:
+    """Lists of modules of one kind, with how many there are."""
+    return {
+        name: len(children)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential)
+        and (children := list(part.children()))
+        and len({type(child) for child in children}) == 1
+        and any(True for _ in children[0].children())
+    }
+
+
+def _found_blocks(module: nn.Module, called: str) -> str:
+    """The longest list, where there is one."""
+    lists = _lists(module)
+    longest = [name for name, count in lists.items() if count == max(lists.values())]
+    if len(longest) != 1:
+        came = ", ".join(lists) or "no list of modules of one kind"
+        raise CheckpointError(
+            f"{called}: expected one longest list of blocks, came {came}; name it: "
+            "Encoder.from_module(module, blocks='NAME')"
+        )
+    return longest[0]
+
+
+def _found_patch(module: nn.Module, called: str) -> int:
+    """The kernel of the first convolution that takes colours and steps as far as it sees."""
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d) and part.in_channels == 3:
+            rows, cols = part.kernel_size
+            if rows == cols and part.stride == part.kernel_size and rows > 1:
+                return rows
+    raise CheckpointError(
+        f"{called} has no convolution of three channels into patches, so the size of a patch is "
+        "not known; say it: Encoder.from_module(module, patch_size=16)"
+    )
+
+
+def _norm_of(module: nn.Module, norm: str | None, blocks: str, called: str) -> nn.Module:
+    parts = dict(module.named_modules())
+    if norm is not None:
+        if norm not in parts:
+            raise CheckpointError(f"{called} has no module {norm!r} for its final norm")
+        return parts[norm]
+    beside = blocks.rpartition(".")[0]
+    paths = [f"{place}{'.' if place else ''}{name}" for place in (beside, "") for name in _NORMS]
+    return next((parts[path] for path in paths if path in parts), _NoNorm())
+
+
+def _sizes(
+    module: nn.Module, asked: int | tuple[int, int] | None, patch: int
+) -> list[tuple[int, int]]:
+    """Heights and widths that are tried, the likeliest first."""
+    if asked is not None:
+        return [(asked, asked) if isinstance(asked, int) else asked]
+    said = [
+        getattr(part, name, None)
+        for part in (module, getattr(module, "patch_embed", None), getattr(module, "config", None))
+        for name in ("img_size", "image_size")
+    ]
+    sizes = [(one, one) if isinstance(one, int) else one for one in said]
+    usual = max(1, round(_USUAL_SIZE / patch)) * patch
+    stated = [(int(s[0]), int(s[1])) for s in sizes if isinstance(s, tuple | list) and len(s) == 2]
+    return [*stated, (usual, usual), *((side * patch, side * patch) for side in (14, 16, 8, 4, 2))]
+
+
+Outputs = list[Tensor]
+
+
+def _heard(own: OwnModule, size: tuple[int, int], device: torch.device) -> Outputs:
+    """What the blocks give for two images, in their order."""
+    found: dict[int, Tensor] = {}
+
+    def keep(layer: int, output: Any) -> None:
+        found[layer] = output[0] if isinstance(output, tuple | list) else output
+
+    children = list(own.blocks.children())
+    handles = [
+        child.register_forward_hook(lambda _m, _i, output, layer=layer: keep(layer, output))
+        for layer, child in enumerate(children)
+    ]
+    try:
+        with torch.no_grad():
+            own(torch.zeros(2, 3, *size, device=device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if len(found) < len(children):
+        raise UnfitEncoder(f"blocks {sorted(set(range(len(children))) - found.keys())} never run")
+    return [found[layer] for layer in range(len(children))]
+
+
+def _runs_at(own: OwnModule, size: tuple[int, int], device: torch.device) -> bool:
+    try:
+        _heard(own, size, device)
+    except Exception:  # Somebody's forward may refuse a size in any way.
+        return False
+    return True
+
+
+def _first_that_runs(
+    own: OwnModule, sizes: Sequence[tuple[int, int]], device: torch.device, called: str
+) -> tuple[tuple[int, int], Outputs]:
+    why = ""
+    for size in dict.fromkeys(sizes):
+        try:
+            return size, _heard(own, size, device)
+        except Exception as error:  # Somebody's forward may fail in any way.
+            why = why or " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    tried = ", ".join(f"{h} x {w}" for h, w in dict.fromkeys(sizes))
+    raise CheckpointError(
+        f"{called} takes no images (batch x 3 x height x width) of {tried}: {why}; say which with "
+        "Encoder.from_module(module, image_size=...)"
+    )
+
+
+def _anatomy(outputs: Outputs, grid: tuple[int, int], called: str) -> tuple[list[int], int, bool]:
+    """Widths of the blocks, tokens before the patches, and whether maps have channels last."""
+    patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
+    first = outputs[0]
+    if len(shapes) == 1 and first.ndim == 3 and first.shape[0] == 2 and first.shape[1] >= patches:
+        return [output.shape[-1] for output in outputs], first.shape[1] - patches, False
+    if all(output.ndim == 4 and tuple(output.shape[2:]) == grid for output in outputs):
+        return [output.shape[1] for output in outputs], 0, False
+    if all(output.ndim == 4 and tuple(output.shape[1:3]) == grid for output in outputs):
+        return [output.shape[-1] for output in outputs], 0, True
+    came = " x ".join(map(str, first.shape))
+    raise CheckpointError(
+        f"{called}: expected blocks that give tokens (batch x tokens x dim) or maps of "
+        f"{grid[0]} x {grid[1]} patches for two images, came {came}; name another list of blocks, "
+        "or the true patch_size"
+    )
+
+
+def _code_sha256(module: nn.Module) -> str:
+    """Of the source of all classes that are not PyTorch's: another forward is another encoder."""
+    kinds = {kind for part in module.modules() for kind in type(part).__mro__}
+    digest = hashlib.sha256()
+    for kind in sorted(kinds, key=lambda one: f"{one.__module__}.{one.__qualname__}"):
+        if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        try:
+            source = inspect.getsource(kind)
+        except (OSError, TypeError):
+            source = kind.__qualname__
+        digest.update(source.encode())
+    return digest.hexdigest()
+
+
+def load_own(uri: str, file: str, name: str) -> Encoder:
+    """Load `FILE.py:NAME`: a module, an `Encoder`, or a function without arguments that gives one.
+
+    The file is run, as `python FILE.py` would run it, with its folder among those of imports.
+    What it draws at random is always the same.
+
+    Raises:
+        CheckpointError: No such file or name, it fails, or gives something else.
+    """
+    path = real(expanded(file))
+    if not path.is_file():
+        raise CheckpointError(f"no file {path}; expected FILE.py:NAME, such as model.py:encoder")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        given = _named(path, name)
+    if isinstance(given, Encoder):
+        return replace(given, uri=uri)
+    if not isinstance(given, nn.Module):
+        raise CheckpointError(
+            f"{name} of {path} gives a {type(given).__name__}; expected a torch.nn.Module, an "
+            "ssl_bench.Encoder, or a function without arguments that returns one"
+        )
+    encoder = encoder_of_module(given, name=f"{path.stem}.{name}", uri=uri)
+    return replace(encoder, contents=Contents("module", file=path))
+
+
+def _named(path: Path, name: str) -> Any:
+    """What a name of a file stands for; called, where it is a function or a class."""
+    spec = importlib.util.spec_from_file_location(f"ssl_bench_own_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Its classes are asked for their source, which is found by the name of their module.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+        found = getattr(module, name, None)
+        if found is None:
+            known = [key for key in vars(module) if not key.startswith("_")]
+            raise CheckpointError(f"{path} has no {name}; it has {', '.join(known) or 'nothing'}")
+        return found() if callable(found) and not isinstance(found, nn.Module) else found
+    except CheckpointError:
+        raise
+    except Exception as error:  # Somebody's file may fail in any way.
+        raise CheckpointError(str(broken_file(error, ()))) from error
+    finally:
+        sys.path.remove(str(path.parent))

@@ -1,0 +1,194 @@
+"""ONNX files of ViTs, DINOv2 and DeiT of transformers, as weights under their names."""
+
+import ast
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssl_bench.errors import CheckpointError, MachineError
+from ssl_bench.models.loading.foreign import Description
+from ssl_bench.models.loading.identity import check_readable
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_EMBEDDINGS = "embeddings.patch_embeddings.projection.weight"
+_POSITIONS = "embeddings.position_embeddings"
+
+
+def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
+    """Tensors of an ONNX file under the names they had in PyTorch, and what no shape tells.
+
+    Exports keep the names of biases and norms. Matrices of linear layers lose theirs, and are found
+    by the node that multiplies with them, which lies in the scope of its layer; they are transposed
+    back. Positions that were cut in two for resizing, [CLS] and patches, are joined again. Heads,
+    epsilon and the MLP's activation are read off the graph.
+
+    Raises:
+        CheckpointError: Cut, of external data, or no ViT of transformers; says what is missing.
+        MachineError: The package onnx is not installed.
+    """
+    try:
+        import onnx
+        from onnx import numpy_helper
+    except ImportError as error:
+        raise MachineError(
+            f"{path.name} needs the package onnx; pip install 'ssl-bench[onnx]'"
+        ) from error
+    check_readable(path)
+    try:
+        graph = onnx.load(str(path)).graph
+        constants = {item.name: numpy_helper.to_array(item) for item in graph.initializer}
+    except Exception as error:  # A damaged file makes its reader fail in any way.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{path} is cut or no ONNX file ({reason[:120]}); copy or download it again"
+        ) from error
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+            constants[node.output[0]] = numpy_helper.to_array(node.attribute[0].t)
+    weights = _named(graph, constants)
+    prefix = next((n.removesuffix(_EMBEDDINGS) for n in weights if n.endswith(_EMBEDDINGS)), None)
+    if prefix is None:
+        raise CheckpointError(
+            f"{path} has no {_EMBEDDINGS}: expected the export of a ViT, DeiT or DINOv2 of "
+            "transformers; export it with the names of its parameters, or give its .safetensors"
+        )
+    if f"{prefix}{_POSITIONS}" not in weights:
+        weights[f"{prefix}{_POSITIONS}"] = _positions(graph, constants, weights, prefix, path)
+    described = Description(
+        num_heads=_num_heads(graph, constants, path), norm_eps=_norm_eps(graph, constants, path)
+    )
+    _require_gelu(graph, path)
+    # Copies: onnx gives arrays that cannot be written to.
+    return {name: torch.from_numpy(array.copy()) for name, array in weights.items()}, described
+
+
+def _scope(node: Any) -> str:
+    """The module that a node was traced in, as PyTorch names it; empty where nothing says so."""
+    if node.name.startswith("/"):
+        return node.name[1:].rpartition("/")[0].replace("/", ".")
+    said = next((item.value for item in node.metadata_props if item.key == _SCOPES), "[]")
+    scopes = [scope for scope in ast.literal_eval(said) if scope]
+    # The last is the node's own name.
+    return scopes[-2] if len(scopes) > 1 else ""
+
+
+def _named(graph: Any, constants: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """All floating initializers that have the name of a parameter, or get it from their node."""
+    initial = {item.name for item in graph.initializer}
+    named = {
+        name: constants[name] for name in initial if re.fullmatch(r"[A-Za-z_][\w.]*\.\w+", name)
+    }
+    for node in graph.node:
+        scope = _scope(node)
+        if node.op_type not in ("MatMul", "Gemm") or not scope or len(node.input) < 2:
+            continue
+        matrix = node.input[1]
+        if matrix not in initial or matrix in named or constants[matrix].ndim != 2:
+            continue
+        kept = any(item.name == "transB" and item.i for item in node.attribute)
+        named[f"{scope}.weight"] = constants[matrix] if kept else constants[matrix].T
+    return named
+
+
+def _positions(
+    graph: Any,
+    constants: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray],
+    prefix: str,
+    path: Path,
+) -> np.ndarray:
+    """Of [CLS] and patches, 1 x (1 + patches) x dim, from the two halves that are resized."""
+    scope, dim = f"{prefix}embeddings", len(weights[f"{prefix}{_EMBEDDINGS}"])
+    halves = [
+        constants[name]
+        for node in graph.node
+        if _scope(node) == scope and node.op_type in ("Concat", "Reshape", "Add")
+        for name in node.input
+        if name in constants and constants[name].ndim == 3 and name not in weights
+    ]
+    halves = [half for half in halves if half.shape[0] == 1 and half.shape[2] == dim]
+    whole = sorted(halves, key=lambda half: half.shape[1])
+    if len(whole) == 1 or (len(whole) == 2 and whole[0].shape[1] == 1):
+        return np.concatenate(whole, axis=1)
+    came = ", ".join(str(half.shape) for half in halves) or "none"
+    raise CheckpointError(
+        f"{path}: expected the positions of [CLS] and of the patches among the constants of "
+        f"{scope}, came {came}; export it without folding them, or give its .safetensors"
+    )
+
+
+def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> int:
+    """From the shape that queries take before attention: batch, tokens, heads, channels."""
+    makers = {output: node for node in graph.node for output in node.output}
+    for node in graph.node:
+        if node.op_type != "Reshape" or not re.search(r"query|q_proj", _maker_scope(node, makers)):
+            continue
+        shape = _numbers(node.input[1], constants, makers)
+        if len(shape) == 4 and shape[2] is not None and shape[2] > 0:
+            return shape[2]
+    raise CheckpointError(
+        f"{path} does not show into how many heads queries are cut; give its .safetensors with "
+        "config.json as local-dir:FOLDER"
+    )
+
+
+def _maker_scope(node: Any, makers: Mapping[str, Any]) -> str:
+    maker = makers.get(node.input[0])
+    return "" if maker is None else _scope(maker)
+
+
+def _numbers(
+    name: str, constants: Mapping[str, np.ndarray], makers: Mapping[str, Any]
+) -> Sequence[int | None]:
+    """A shape, with None for what is known only when the graph runs."""
+    if name in constants:
+        return constants[name].reshape(-1).tolist()
+    maker = makers.get(name)
+    if maker is None or maker.op_type != "Concat":
+        return [None]
+    return [number for part in maker.input for number in _numbers(part, constants, makers)]
+
+
+def _norm_eps(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> float:
+    """Epsilon of the norms: of the operator, or what is added to a variance."""
+    found: set[float] = set()
+    for node in graph.node:
+        if node.op_type == "LayerNormalization":
+            said = [item.f for item in node.attribute if item.name == "epsilon"]
+            found.add(said[0] if said else 1e-5)
+        if node.op_type == "Add" and re.search(r"norm\w*$", _scope(node)):
+            added = [constants[name] for name in node.input if name in constants]
+            found |= {float(array) for array in added if array.size == 1}
+    # A file keeps float32, which has seven digits.
+    rounded = {float(f"{eps:.6g}") for eps in found}
+    if len(rounded) != 1:
+        came = ", ".join(f"{eps:g}" for eps in sorted(rounded)) or "none"
+        raise CheckpointError(
+            f"{path}: expected one epsilon for all norms of the encoder, came {came}; give its "
+            ".safetensors with config.json as local-dir:FOLDER"
+        )
+    return rounded.pop()
+
+
+def _require_gelu(graph: Any, path: Path) -> None:
+    """Refuse another activation than GELU, whose exact form is an error function."""
+    inside = [node for node in graph.node if re.search(r"mlp|intermediate", _scope(node))]
+    exact = [
+        node
+        for node in inside
+        if node.op_type == "Erf"
+        or (
+            node.op_type == "Gelu"
+            and not any(item.name == "approximate" and item.s == b"tanh" for item in node.attribute)
+        )
+    ]
+    if not exact:
+        raise CheckpointError(
+            f"{path} has an MLP without GELU, the ViT of this suite GELU; give its .safetensors "
+            "as timm:NAME@FILE"
+        )

@@ -1,0 +1,281 @@
+"""The suite from Python and one's own module, from Python and from the command line."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+import ssl_bench
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
+from ssl_bench.models import TimmConfig, build_encoder
+from ssl_bench.models.initialisers import mimetic_, skipless_
+from tests.support import own_module
+
+ROOT = Path(__file__).parents[2]
+FEW = {"image_size": 32, "dataset.num_train": 6, "dataset.num_val": 4}
+FILE = str(ROOT / "tests/support/own_module.py")
+
+
+def test_importing_the_suite_loads_no_torch():
+    code = "import ssl_bench, sys; print('torch' in sys.modules, *ssl_bench.__all__)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", *ssl_bench.__all__]
+
+
+def test_a_module_of_ones_own_is_found_out():
+    module = own_module.own()
+
+    encoder = ssl_bench.Encoder.from_module(module)
+
+    assert (encoder.patch_size, encoder.depth, encoder.dim) == (8, 3, 16)
+    assert (encoder.num_prefix_tokens, encoder.has_cls, encoder.native_size) == (1, True, (32, 32))
+    assert (encoder.any_size, encoder.num_heads, encoder.name) == (False, 2, "Own")
+    again = ssl_bench.Encoder.from_module(own_module.own())
+    assert encoder.identity() == again.identity()
+    with torch.no_grad():
+        module.trunk[0].mlp[0].bias += 1
+    assert ssl_bench.Encoder.from_module(module).sha256 != encoder.sha256
+
+
+def test_features_of_a_module_are_what_its_blocks_give():
+    module, images = own_module.own().eval(), torch.rand(3, 3, 32, 32)
+    mean, std = (torch.tensor(colour).view(3, 1, 1) for colour in ([0.5] * 3, [0.25] * 3))
+
+    encoder = ssl_bench.Encoder.from_module(module, mean=[0.5] * 3, std=[0.25] * 3)
+    found = ssl_bench.extract_features(
+        encoder, images, layers=[0, 2], facets=("token", "cls", "cls_normed"), batch_size=2
+    )
+
+    tokens = module.embed((images - mean) / std).flatten(2).transpose(1, 2)
+    tokens = torch.cat([module.first.expand(3, -1, -1), tokens], 1) + module.positions
+    for layer, block in enumerate(module.trunk):
+        tokens = block(tokens)[0]
+        if layer in found:
+            patches = tokens[:, 1:].unflatten(1, (4, 4))
+            torch.testing.assert_close(found[layer]["token"], patches, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found[layer]["cls"], tokens[:, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[2]["cls_normed"], module.ln_f(tokens)[:, 0], rtol=0, atol=1e-5)
+
+
+def test_python_and_the_command_line_leave_the_same_record(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module = own_module.own().train()
+    module.trunk[1].eval()
+
+    found = ssl_bench.probe(module, task="geometry", out=tmp_path / "python", **FEW)
+    words = [f"{key if '.' in key else f'probe.{key}'}={value}" for key, value in FEW.items()]
+    command = ["probe", "--task", "geometry", "--checkpoint", f"{FILE}:own", "--out", "typed"]
+    assert main([*command, *words]) == 0
+
+    typed = ssl_bench.read_results("typed")
+    values = [
+        sorted((r.layer, r.facet, r.metric, repr(r.value)) for r in results)
+        for results in (found, typed)
+    ]
+    assert values[0] == values[1]
+    assert len(values[0]) > 9
+    assert {r.model for r in typed} == {"own_module.own"}
+    # The module is given back as it was.
+    assert module.training
+    assert not module.trunk[1].training
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
+    found = ssl_bench.probe(own_module.own(), task="geometry", out=tmp_path, layer="0,-1", **FEW)
+
+    assert "block" in found.table()
+    assert found._repr_markdown_().startswith("**geometry")
+    assert set(found.to_pandas()["layer"]) == {0, 2}
+    figure = found.plot("rankme")
+    assert [line.get_xdata().tolist() for line in figure.axes[0].lines] == [[0, 2]]
+    assert ssl_bench.read_results(tmp_path).table() == found.table()
+
+
+@pytest.mark.parametrize(
+    ("module", "settings", "said"),
+    [
+        (nn.Linear(3, 3), {}, "expected one longest list of blocks"),
+        (own_module.Own(), {"blocks": "nothing"}, "such as trunk"),
+        (own_module.Own(), {"image_size": 48}, "takes no images .* of 48 x 48"),
+        (own_module.Own(), {"norm": "nothing"}, "no module 'nothing'"),
+        (own_module.Own(), {"patch_size": 32, "image_size": 48}, "takes no images"),
+    ],
+)
+def test_what_is_no_encoder_is_refused_in_one_line(module, settings, said):
+    with pytest.raises(CheckpointError, match=said) as caught:
+        ssl_bench.Encoder.from_module(module, **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_norm_that_is_not_there_is_refused_when_asked():
+    module = own_module.own()
+    del module.ln_f
+    module.forward = lambda images: nn.Sequential(module.embed)(images)  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="never run"):
+        ssl_bench.Encoder.from_module(module)
+    plain = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Sequential(*(_Mixing() for _ in range(4))))
+    encoder = ssl_bench.Encoder.from_module(plain, blocks="1")
+    assert (encoder.any_size, encoder.num_prefix_tokens, encoder.depth) == (True, 0, 4)
+    with pytest.raises(UnfitEncoder, match="no final norm"):
+        ssl_bench.extract_features(encoder, torch.rand(1, 3, 16, 16), facets=["token_normed"])
+
+
+class _Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(8, 8, 1)
+
+    def forward(self, maps: torch.Tensor) -> torch.Tensor:
+        return maps + self.mix(maps)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "has no own; it has nothing"),
+        ("own = 3", "gives a int; expected a torch.nn.Module"),
+        ("import nothing_of_this_name", "line 1, cannot be imported"),
+        ("def own():\n    return 1 / 0", "line 2, cannot be imported"),
+        ("own = (", "line 1, cannot be imported"),
+    ],
+)
+def test_a_file_that_gives_no_module_is_named(tmp_path, content, said):
+    (tmp_path / "model.py").write_text(content)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        ssl_bench.load_encoder(f"{tmp_path}/model.py:own")
+    with pytest.raises(CheckpointError, match="no file"):
+        ssl_bench.load_encoder(f"{tmp_path}/other.py:own")
+
+
+def test_wrong_words_in_python_are_one_line(tmp_path):
+    with pytest.raises(ConfigurationError, match="did you mean"):
+        ssl_bench.probe(own_module.own(), task="geometri", out=tmp_path)
+    with pytest.raises(ConfigurationError, match="unknown key"):
+        ssl_bench.probe(own_module.own(), task="geometry", out=tmp_path, nothing=3)
+
+
+def photographs(folder: Path, count: int) -> None:
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for number in range(count):
+        pixels = random.integers(0, 255, (40, 56, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number:03}.png")
+
+
+def features(folder: Path, *words: str) -> list[str]:
+    return [
+        *("features", "--checkpoint", f"{FILE}:own", "--data-root", "photos"),
+        *("--layer", "0,2", "--facet", "cls,token", "--out", str(folder), *words),
+    ]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz"])
+def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, form):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 5)
+
+    assert main(features(tmp_path / "out", "--format", form)) == 0
+
+    index = pandas.read_parquet("out/index.parquet")
+    assert list(index["image_id"]) == [f"{number:03}.png" for number in range(5)]
+    file = tmp_path / "out" / index["file"][0]
+    held = safetensors.numpy.load_file(file) if form == "safetensors" else np.load(file)
+    files = [tmp_path / "photos" / name for name in index["image_id"]]
+    expected = ssl_bench.extract_features(f"{FILE}:own", files, facets=("cls", "token"))
+    for layer in (0, 2):
+        for facet in ("cls", "token"):
+            value = expected[layer][facet].numpy()
+            np.testing.assert_allclose(held[f"block{layer:02}.{facet}"], value, atol=1e-5)
+
+
+def test_features_go_on_after_a_kill(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 12)
+    monkeypatch.setattr("ssl_bench.cli.features._MOST_IMAGES", 2)
+    assert main(features(tmp_path / "whole")) == 0
+    code = (
+        "import sys, time, ssl_bench.cli.features as features, ssl_bench.features as extraction\n"
+        "features._MOST_IMAGES = 2\n"
+        "call = extraction.FeatureExtractor.__call__\n"
+        "extraction.FeatureExtractor.__call__ = lambda *a: (time.sleep(0.3), call(*a))[1]\n"
+        "from ssl_bench.cli.__main__ import main\n"
+        f"sys.exit(main({features(tmp_path / 'killed')!r}))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    while len(list((tmp_path / "killed").glob("all-*"))) < 2:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "killed").glob("all-*")}
+    assert 2 <= len(kept) < 6
+
+    assert main(features(tmp_path / "killed")) == 0
+
+    names = sorted(p.name for p in (tmp_path / "whole").iterdir())
+    assert sorted(p.name for p in (tmp_path / "killed").iterdir()) == names
+    for name in names:
+        whole, killed = tmp_path / "whole" / name, tmp_path / "killed" / name
+        if name.startswith("all-"):
+            # The order of a header of safetensors is drawn anew by every process.
+            arrays = [safetensors.numpy.load_file(path) for path in (whole, killed)]
+            assert arrays[0].keys() == arrays[1].keys()
+            assert all(np.array_equal(arrays[0][key], arrays[1][key]) for key in arrays[0])
+        else:
+            assert whole.read_bytes() == killed.read_bytes()
+    assert all((tmp_path / "killed" / name).stat().st_mtime_ns == at for name, at in kept.items())
+
+
+def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 3)
+    assert main(features(tmp_path / "out")) == 0
+    assert main([*features(tmp_path / "out"), "--dtype", "float16"]) == 2
+    photographs(tmp_path / "more", 1)
+    (tmp_path / "more/000.png").rename(tmp_path / "photos/new.png")
+    assert main(features(tmp_path / "out")) == 2
+    (tmp_path / "photos/001.png").write_bytes(b"damaged")
+    assert main(features(tmp_path / "other")) == 3
+    assert main(features(tmp_path / "other", "--on-bad-image", "skip")) == 0
+    said = capsys.readouterr().err
+    assert "another dtype" in said
+    assert "another dataset" in said
+    assert "left out: " in said
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "options"),
+    [("skipless", skipless_, {"alpha": 2.0}), ("mimetic", mimetic_, {})],
+)
+def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, options):
+    config = TimmConfig("vit_tiny_patch16_224", depths=[2], init=name, init_options=options)
+    ours = build_encoder(config, seed=5)
+    own = timm.create_model("vit_tiny_patch16_224", num_classes=0, depth=2)
+    state = torch.get_rng_state()
+
+    assert function(own, seed=5, **options) is own
+
+    assert torch.equal(torch.get_rng_state(), state)
+    drawn, theirs = own.blocks.state_dict(), ours.model.blocks.state_dict()
+    assert drawn.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in drawn.items())
+    with pytest.raises(ConfigurationError, match="expected a ViT"):
+        function(nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match="nothing"):
+        function(own, nothing=1)
