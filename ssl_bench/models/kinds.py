@@ -13,6 +13,7 @@ from ssl_bench.models.conv_mixer import ConvMixer
 from ssl_bench.models.convnext import ConvNeXt
 from ssl_bench.models.convnext_config import ConvNeXtConfig
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, Contents, Encoder
+from ssl_bench.models.positions import DINO_MARGIN
 from ssl_bench.models.state_space.config import StateSpaceConfig, require_images
 from ssl_bench.models.state_space.initialisation import build_state_space_model
 from ssl_bench.models.state_space.model import StateSpaceModel
@@ -105,6 +106,8 @@ def _architecture(model: EncoderModule) -> dict[str, Any]:
     described = configured(model.config, norm_eps=eps)
     if isinstance(model, VisionTransformer) and len(set(model.grid_size)) > 1:
         described["grid_size"] = list(model.grid_size)
+    if isinstance(model, VisionTransformer) and model.position_margin != DINO_MARGIN:
+        described["position_margin"] = model.position_margin
     return described
 
 

@@ -10,7 +10,7 @@ from ssl_bench.system.device import float64_device
 _TEMPERATURE = 10_000.0
 # Official DINO adds it to the wanted size so that rounding down cannot lose a row. It also enters
 # the sampling positions, so leaving it out changes every feature.
-_DINO_MARGIN = 0.1
+DINO_MARGIN = 0.1
 _A = -0.75
 
 
@@ -33,6 +33,7 @@ def resize_positions(
     *,
     old_size: tuple[int, int],
     new_size: tuple[int, int],
+    margin: float = DINO_MARGIN,
 ) -> Float[Tensor, "1 new_tokens dim"]:
     """Resize the patch part of a position embedding; what stands before it stays.
 
@@ -40,6 +41,7 @@ def resize_positions(
         positions: The last rows * cols of `old_size` belong to the patches.
         old_size: Rows and columns that are stored.
         new_size: Rows and columns that are wanted.
+        margin: Added to them in the scale factor; transformers adds nothing.
 
     Source: `interpolate_pos_encoding` of facebookresearch/dino, vision_transformer.py: bicubic,
     scale factor (n + .1) / n0, no antialiasing.
@@ -48,7 +50,7 @@ def resize_positions(
         return positions
     num_patches = old_size[0] * old_size[1]
     prefix, patches = positions[:, :-num_patches], positions[:, -num_patches:]
-    scale = [(new + _DINO_MARGIN) / old for new, old in zip(new_size, old_size, strict=True)]
+    scale = [(new + margin) / old for new, old in zip(new_size, old_size, strict=True)]
     image = patches.unflatten(1, old_size).permute(0, 3, 1, 2)  # 1 dim rows cols
     if torch.are_deterministic_algorithms_enabled():
         resized = _resized_by_products(image, scale, new_size)

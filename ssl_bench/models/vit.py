@@ -13,7 +13,7 @@ from ssl_bench.models.attention import OrthogonalAttention
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.graying import TokenGraying
 from ssl_bench.models.matrix_functions.precision import without_autocast
-from ssl_bench.models.positions import resize_positions, sinusoidal_positions
+from ssl_bench.models.positions import DINO_MARGIN, resize_positions, sinusoidal_positions
 
 Tokens = Float[Tensor, "batch tokens dim"]
 HeadTokens = Float[Tensor, "batch heads tokens head_dim"]
@@ -137,6 +137,8 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.grid_size = grid_size or (config.grid_size, config.grid_size)
+        # Files of others may resize their positions without it.
+        self.position_margin = DINO_MARGIN
         self.patch_embed = PatchEmbed(config.patch_size, config.dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, config.dim))
         if config.num_registers:
@@ -171,7 +173,12 @@ class VisionTransformer(nn.Module):
         rows, cols = patches.shape[-2:]
         cls_token = self.cls_token.expand(len(images), -1, -1)
         x = torch.cat([cls_token, patches.flatten(2).transpose(1, 2)], dim=1)
-        x = x + resize_positions(self.pos_embed, old_size=self.grid_size, new_size=(rows, cols))
+        x = x + resize_positions(
+            self.pos_embed,
+            old_size=self.grid_size,
+            new_size=(rows, cols),
+            margin=self.position_margin,
+        )
         if self.config.num_registers:
             registers = self.reg_token.expand(len(images), -1, -1)
             x = torch.cat([x[:, :1], registers, x[:, 1:]], dim=1)

@@ -12,7 +12,7 @@ from ssl_bench.system.paths import expanded, real
 LAST = "last.safetensors"
 RANDOM, COLOURS = "random", "colours"
 """Schemes of encoders that learned nothing: `random:URI` and `colours:PATCH`."""
-WEIGHTS = (".safetensors", ".pth", ".pt", ".bin")
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
 _KEPT = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 

@@ -28,6 +28,7 @@ from ssl_bench.models.loading.weights import (
     read_weights,
     reasons,
 )
+from ssl_bench.models.positions import DINO_MARGIN
 from ssl_bench.models.vit import VisionTransformer
 
 ASSUMED_GRID = "square grid assumed, {} x {} patches"
@@ -56,15 +57,19 @@ class Description:
 
     Attributes:
         image_size: Height and width in pixels of its positions; None where it says nothing.
+        position_margin: See `ssl_bench.models.positions.resize_positions`.
     """
 
     num_heads: int
     norm_eps: float
-    image_size: tuple[int, int] | None
+    image_size: tuple[int, int] | None = None
+    position_margin: float = DINO_MARGIN
 
 
 def load_foreign(path: Path, described: Description | None = None) -> Foreign:
     """A ViT with skips from the layouts of DINO, DINOv2, MAE, iBOT, MoCo-v3 or transformers.
+
+    An ONNX file that transformers was exported to says all of its own.
 
     Args:
         path: The file.
@@ -74,7 +79,14 @@ def load_foreign(path: Path, described: Description | None = None) -> Foreign:
         CheckpointError: The file cannot be read, holds tensors that nobody knows, or is not
             exactly such a ViT.
     """
-    backbone = backbone_weights(read_weights(path), path)
+    if path.suffix == ".onnx":
+        # Its package is an extra, and knows this file.
+        from ssl_bench.models.loading.onnx_file import read_onnx
+
+        content, described = read_onnx(path)
+    else:
+        content = read_weights(path)
+    backbone = backbone_weights(content, path)
     names = list(backbone.weights)
     layout = recognised(names, backbone.prefixes)
     if layout is TRANSFORMERS and described is None:
@@ -110,6 +122,7 @@ def _assembled(
     load_weights(model, weights, path)
     if described is not None:
         _set_norm_eps(model, described.norm_eps)
+        model.position_margin = described.position_margin
     contents = Contents(layout.name, layout.source, ignored, note.strip(" ;"), path)
     return Foreign(model, contents, (used, backbone.total))
 

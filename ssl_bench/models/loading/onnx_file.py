@@ -60,7 +60,10 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
     if f"{prefix}{_POSITIONS}" not in weights:
         weights[f"{prefix}{_POSITIONS}"] = _positions(graph, constants, weights, prefix, path)
     described = Description(
-        num_heads=_num_heads(graph, constants, path), norm_eps=_norm_eps(graph, constants, path)
+        num_heads=_num_heads(graph, constants, path),
+        norm_eps=_norm_eps(graph, constants, path),
+        # transformers resizes positions to the size that is wanted.
+        position_margin=0.0,
     )
     _require_gelu(graph, path)
     # Copies: onnx gives arrays that cannot be written to.
@@ -77,9 +80,14 @@ def _scope(node: Any) -> str:
     return scopes[-2] if len(scopes) > 1 else ""
 
 
-def _named(graph: Any, constants: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """All floating initializers that have the name of a parameter, or get it from their node."""
+def _named(graph: Any, constants: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """All constants that have the name of a parameter, or get it from the node they enter."""
     initial = {item.name for item in graph.initializer}
+    for node in graph.node:
+        # Equal ones, such as the weights of norms that begin at one, stand in a file once.
+        if node.op_type == "Identity" and node.input[0] in initial:
+            constants[node.output[0]] = constants[node.input[0]]
+            initial.add(node.output[0])
     named = {
         name: constants[name] for name in initial if re.fullmatch(r"[A-Za-z_][\w.]*\.\w+", name)
     }
@@ -105,11 +113,11 @@ def _positions(
     """Of [CLS] and patches, 1 x (1 + patches) x dim, from the two halves that are resized."""
     scope, dim = f"{prefix}embeddings", len(weights[f"{prefix}{_EMBEDDINGS}"])
     halves = [
-        constants[name]
+        _row_by_row(constants[name])
         for node in graph.node
-        if _scope(node) == scope and node.op_type in ("Concat", "Reshape", "Add")
+        if _scope(node) == scope and node.op_type in ("Concat", "Reshape", "Add", "Resize")
         for name in node.input
-        if name in constants and constants[name].ndim == 3 and name not in weights
+        if name in constants and constants[name].ndim in (3, 4) and name not in weights
     ]
     halves = [half for half in halves if half.shape[0] == 1 and half.shape[2] == dim]
     whole = sorted(halves, key=lambda half: half.shape[1])
@@ -120,6 +128,13 @@ def _positions(
         f"{path}: expected the positions of [CLS] and of the patches among the constants of "
         f"{scope}, came {came}; export it without folding them, or give its .safetensors"
     )
+
+
+def _row_by_row(positions: np.ndarray) -> np.ndarray:
+    """1 x patches x dim, also of a map: 1 x dim x rows x cols."""
+    if positions.ndim == 3:
+        return positions
+    return positions.reshape(*positions.shape[:2], -1).transpose(0, 2, 1)
 
 
 def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> int:

@@ -44,7 +44,7 @@ _BESIDE = {
     r"(?:\w+_)?(?:predictor|projector|prototypes)": "a head of pretraining",
     r"(?:\w+_)?head\w*|classifier|fc|pooler": "a head, after the encoder",
     r"\w*(?:loss|criterion)\w*|(?:\w+_)?center\w*|queue": "state of a loss",
-    r"decoder": "decoder of MAE, after the encoder",
+    r"decoder": "a decoder, after the encoder",
     r"text\w*|transformer|token_embedding|positional_embedding|ln_final|logit_\w+": "text of CLIP",
     r"\w*optim\w*|\w*sched\w*|\w*scaler\w*|\w*rng\w*": "state of training",
     r"args|config|hyper_parameters|callbacks\w*|loops": "state of training",
