@@ -359,16 +359,18 @@ def test_the_plan_knows_the_files_of_a_dataset_once_for_all_tasks(place, monkeyp
     assert sorted(read) == ["voc2012-7 train", "voc2012-7 val"]
 
 
-def test_the_plan_reads_records_of_what_is_asked_alone(place, monkeypatch, capsys):
+def test_the_plan_reads_the_records_of_its_cells_alone(place, monkeypatch, capsys):
     store = ResultStore(Path("results"))
     for task, dataset in (("pca", "folder"), ("pca", "voc2012"), ("knn", "folder")):
         store.save(replace(RECORD, task=task, dataset=dataset))
+    assert main(["probe", *PHOTOS, "--checkpoint", "runs/one", "--layer", "1"]) == 0
+    mine = [record for record in records() if record.model == "one"]
     read = []
     whole = RecordReader.read
     monkeypatch.setattr(
-        RecordReader, "read", lambda self, path: read.append(path.parts[-3:-1]) or whole(self, path)
+        RecordReader, "read", lambda self, path: read.append(path) or whole(self, path)
     )
 
     planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
 
-    assert read == [("pca", "folder")]
+    assert read == [store.path(record.key()) for record in mine]

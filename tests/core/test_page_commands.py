@@ -196,7 +196,6 @@ def test_every_command_of_the_program_has_a_check():
         "pretrain train.epoch=3",
         "sweep --chekpoint x",
         "table --pivot --paper table2",
-        "cost --work nothing",
     ],
 )
 def test_a_wrong_word_on_a_page_would_be_refused(line, monkeypatch):
