@@ -23,14 +23,13 @@ examples:
   ssl-bench reproduce cutting_the_skip/table2
   ssl-bench compare runs/skip runs/skipless --task tokencut
   ssl-bench report --out results
-  ssl-bench cost --work pretrain_dino --device h100 cost.batch_size=512
 
 KEY=VALUE says what has no flag: model=vit_tiny_skip chooses configs/model/vit_tiny_skip.yaml,
 probe.tau=0.3 sets a value, probe.neighbours=[10,20] a list, "probe.cache='/a b'" a text with
 blanks. `ssl-bench keys` lists what there is, `ssl-bench keys probe.tokencut` what one takes, with
 ranges and defaults; a wrong key names the nearest. --seed 3 is short for seed=3, or train.seed=3.
 """
-WITH_OVERRIDES = ("probe", "features", "sweep", "pretrain", "reproduce", "data", "cost", "keys")
+WITH_OVERRIDES = ("probe", "features", "sweep", "pretrain", "reproduce", "data", "keys")
 _KEY_VALUE = "KEY=VALUE, such as {}, sets what has no flag; `ssl-bench keys {}` lists every key"
 _EXAMPLES = {
     "probe": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
@@ -66,7 +65,6 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_quickstart(commands)
     _add_doctor(commands)
-    _add_cost(commands)
     _add_keys(commands)
     _add_completion(commands)
     return parser
@@ -272,20 +270,6 @@ def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add = _command(commands, "doctor", summary).add_argument
     add("--data-root", metavar="DIR", help="look for datasets here, or in DATASET=DIR,DATASET=DIR")
     add("--json", action="store_true", help="print the findings as JSON")
-
-
-def _add_cost(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "predict what pretraining and probes take on a GPU; measure it where there is one"
-    add = _command(commands, "cost", summary).add_argument
-    add("--work", default="all", help="files of configs/cost with commas, or all (default all)")
-    add("--device", help="h100, h200, a100, rtx4090 or all: only predict for these")
-    add(
-        "--out",
-        default="results/devices",
-        metavar="DIR",
-        help="where a GPU's measurement goes (default results/devices)",
-    )
-    add("--json", action="store_true", help="print costs as JSON")
 
 
 def _add_keys(commands: "argparse._SubParsersAction[_Parser]") -> None:

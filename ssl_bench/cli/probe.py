@@ -14,7 +14,7 @@ from ssl_bench.asked import (
     opened_store,
     planned_probes,
 )
-from ssl_bench.cli.plans import device_of_estimates, plan_table
+from ssl_bench.cli.plans import plan_table
 from ssl_bench.composition.compose import as_yaml
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation.passed import PassedImages
@@ -42,7 +42,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _print_configs(planned_probes(options, overrides))
         return 0
     if options.dry_run:
-        print(plan_table(plan_sweep(options, overrides, device_of_estimates(options))))
+        print(plan_table(plan_sweep(options, overrides)))
         return 0
     device = choose_device(options.device)
     with joined(on_cuda=device.type == "cuda") as ranks, ranks.together():

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.asked import opened_store
-from ssl_bench.cli.plans import device_of_estimates, duration, plan_table
+from ssl_bench.cli.plans import plan_table
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.sweep.plan import Job, plan_sweep
 from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes
 from ssl_bench.sweep.slurm import SlurmOptions, submit_array
 from ssl_bench.system.escaping import json_text, shell_words
-from ssl_bench.system.progress import say
+from ssl_bench.system.progress import in_words, say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
 
@@ -27,7 +27,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     if options.jobs < 1:
         raise ConfigurationError(f"--jobs must be at least 1, got {options.jobs}")
-    jobs = plan_sweep(options, overrides, device_of_estimates(options))
+    jobs = plan_sweep(options, overrides)
     shown_on = sys.stdout if options.dry_run and not options.json else sys.stderr
     print(plan_table(jobs), file=shown_on, flush=True)
     pending = [job for job in jobs if job.pending]
@@ -48,19 +48,20 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
     from ssl_bench.system.device import choose_device, visible_devices
 
+    device = choose_device(options.device)
     store = opened_store(options.out)
     if options.jobs > 1:
         # One that was named, and the processor, are for all jobs.
         devices = visible_devices() if options.device in (None, "cuda") else []
         running = run_in_processes(jobs, options.jobs, devices)
     else:
-        running = run_here(jobs, store, choose_device(options.device), debug=options.debug)
+        running = run_here(jobs, store, device, debug=options.debug)
     outcomes: dict[tuple[str, ...], Outcome] = {}
     for outcome in running:
         outcomes[outcome.job.arguments] = outcome
         said = f": {outcome.error}" if outcome.error else ""
         count = f"{len(outcomes)} of {len(jobs)}"
-        say(f"{outcome.state} {count} in {duration(outcome.seconds)}, {outcome.job.title}{said}")
+        say(f"{outcome.state} {count} in {in_words(outcome.seconds)}, {outcome.job.title}{said}")
     # In the order of the plan, whichever came first.
     return {job.arguments: outcomes[job.arguments] for job in jobs}
 
@@ -95,12 +96,9 @@ def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
 
 
 def _as_json(jobs: Sequence[Job], outcomes: Outcomes) -> dict[str, Any]:
-    pending = [job for job in jobs if job.pending]
-    known = [job.seconds for job in pending if job.seconds is not None]
     return {
         "cells": sum(len(job.keys) for job in jobs),
         "pending": sum(len(job.pending) for job in jobs),
-        "seconds": sum(known) if len(known) == len(pending) else None,
         "jobs": [_job_as_json(job, outcomes.get(job.arguments)) for job in jobs],
     }
 
@@ -118,7 +116,6 @@ def _job_as_json(job: Job, outcome: Outcome | None) -> dict[str, Any]:
         "layers": list(job.layers),
         "cells": len(job.keys),
         "pending": len(job.pending),
-        "seconds": job.seconds,
         "command": shell_words(["ssl-bench", *job.arguments]),
         "state": state,
         "exit_code": outcome.exit_code if outcome else 0,

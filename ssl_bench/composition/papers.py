@@ -12,7 +12,7 @@ import yaml
 from ssl_bench.errors import ConfigurationError
 
 _GROUPS = ("model", "objective", "optimizer")
-_OF_A_RUN = ("recipe", "images", "gpu_hours", "after", "set", "arms")
+_OF_A_RUN = ("recipe", "images", "after", "set", "arms")
 _NAME = re.compile(r"[a-z0-9_]+")
 
 
@@ -25,7 +25,6 @@ class Experiment:
         recipe: Name of a file of `configs/experiment`.
         changes: Values by full key, such as "model.depth"; of "model" or "optimizer" a file's name.
         images: Name of the images that it trains on, such as "imagenet1k".
-        gpu_hours: On one H200 at 27 % of its bfloat16 rate, by arithmetic; None where a core does.
         after: Name of the run whose weights it begins with.
     """
 
@@ -33,7 +32,6 @@ class Experiment:
     recipe: str
     changes: Mapping[str, Any]
     images: str
-    gpu_hours: float | None = None
     after: str | None = None
 
     def node(self) -> dict[str, Any]:
@@ -108,26 +106,19 @@ def _runs(file: Path, stem: str, said: Mapping[str, Any]) -> Iterator[Experiment
         )
     arms: dict[str, Any] = {"": {}, **(said.get("arms") or {})}
     for arm, own in arms.items():
-        values = {key: said[key] for key in ("gpu_hours", "after") if key in said} | own
         yield Experiment(
             name=f"{stem}_{arm}" if arm else stem,
             recipe=said.get("recipe", stem),
-            changes={**said.get("set", {}), **_without(own, "gpu_hours", "after")},
+            changes={
+                **said.get("set", {}),
+                **{key: value for key, value in own.items() if key != "after"},
+            },
             images=said["images"],
-            gpu_hours=_number(values.get("gpu_hours")),
-            after=values.get("after"),
+            after=own.get("after", said.get("after")),
         )
-
-
-def _without(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in names}
 
 
 def _inner(values: dict[str, Any], path: list[str]) -> dict[str, Any]:
     for name in path:
         values = values.setdefault(name, {})
     return values
-
-
-def _number(value: float | int | None) -> float | None:
-    return None if value is None else float(value)

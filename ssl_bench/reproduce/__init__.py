@@ -3,7 +3,7 @@
 papers.py   which tables can be asked for, and how they are listed
 plan.py     the commands of a table, in order, each of which can be given again
 state.py    what lies in run folders and records already
-costs.py    hours of a GPU and gigabytes of data
+costs.py    gigabytes of data
 showing.py  the plan as text
 carrying.py the plan carried out here; torch is imported from here on
 slurm.py    the plan submitted, each run with the probes that wait for it

@@ -1,21 +1,12 @@
-"""What a table costs: hours of a large GPU by arithmetic, and gigabytes to download."""
+"""What a table takes: gigabytes to download."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from ssl_bench.composition.papers import Experiment
 from ssl_bench.data.sources import SOURCES
 
 TRAINING_GB = {"imagenet1k": 154.6, "tiny_imagenet": 0.25, "cifar10": 0.17, "mnist": 0.012}
 """Gigabytes of the published archives that runs train on: the training and validation images of
 ILSVRC 2012 (147.9 and 6.7), tiny-imagenet-200.zip, cifar-10-python.tar.gz, MNIST's four files."""
-
-
-def said_hours(runs: Sequence[Experiment]) -> str:
-    """The sum in words; runs that need no large GPU have no hours."""
-    known = [run.gpu_hours for run in runs if run.gpu_hours is not None]
-    if not known:
-        return "less than an hour each on one CPU core"
-    return f"about {sum(known):.3g} GPU hours"
 
 
 def gigabytes(name: str) -> float | None:

@@ -9,7 +9,6 @@ import yaml
 from ssl_bench.composition.choices import config_folder
 from ssl_bench.composition.papers import Experiment, Paper, experiments, papers
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.reproduce.costs import said_hours
 from ssl_bench.tables.published import PublishedTable, published_tables
 
 
@@ -99,4 +98,4 @@ def _extent(table: PublishedTable) -> str:
     if not runs:
         return f"{len(table.rows)} rows, published weights"
     here = "all" if len(table.runs) == len(table.rows) else f"{len(table.runs)} of them"
-    return f"{len(table.rows)} rows, {here} by {len(runs)} runs, {said_hours(runs)}"
+    return f"{len(table.rows)} rows, {here} by {len(runs)} runs"

@@ -1,16 +1,13 @@
-"""A plan as text: what will be run, what it costs, and what lies there already."""
+"""A plan as text: what will be run, what it needs, and what lies there already."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ssl_bench.composition.papers import Experiment
-from ssl_bench.reproduce.costs import said_gigabytes, said_hours
+from ssl_bench.reproduce.costs import said_gigabytes
 from ssl_bench.reproduce.papers import full_name
 from ssl_bench.reproduce.plan import Plan, Step
 from ssl_bench.reproduce.state import RunState, recorded, records_of, run_state
 from ssl_bench.results.record import SUPERVISED, Record
-
-_NO_COST = "refreshes of SOAP and the probes come on top"
 
 
 def shown_plan(plan: Plan) -> str:
@@ -18,7 +15,7 @@ def shown_plan(plan: Plan) -> str:
     table = plan.table
     blocks = [f"{full_name(table)}: {table.title} ({table.source})"]
     if plan.runs:
-        blocks.append(_aligned([("run", "hours", "there"), *_run_rows(plan)]))
+        blocks.append(_aligned([("run", "there"), *_run_rows(plan)]))
     if probes := [step for step in plan.steps if not step.is_run]:
         blocks.append(_aligned([("probe", "checkpoint", "cells recorded"), *_rows(plan, probes)]))
     return "\n\n".join([*blocks, "\n".join(_notes(plan))])
@@ -27,8 +24,7 @@ def shown_plan(plan: Plan) -> str:
 def _run_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     for run in plan.runs:
         state = run_state(plan.asked.folder(run.name))
-        hours = "-" if run.gpu_hours is None else f"{run.gpu_hours:g}"
-        yield run.name, hours, "-" if state is None else f"{state}"
+        yield run.name, "-" if state is None else f"{state}"
 
 
 def _rows(plan: Plan, probes: Sequence[Step]) -> Iterator[tuple[str, ...]]:
@@ -49,7 +45,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     states = {run.name: run_state(plan.asked.folder(run.name)) for run in plan.runs}
     if plan.runs:
         left = [run for run in plan.runs if not _is_finished(states[run.name])]
-        yield f"{len(plan.runs)} runs, {_cost_text(plan.runs)}; {len(left)} not finished"
+        yield f"{len(plan.runs)} runs, {len(left)} not finished"
     yield f"images: {said_gigabytes(plan.images)}"
     supervised = [c.dataset for c in plan.table.columns if c.task == SUPERVISED]
     if supervised and plan.runs:
@@ -70,12 +66,6 @@ def _notes(plan: Plan) -> Iterator[str]:
 
 def _is_finished(state: RunState | None) -> bool:
     return state is not None and state.is_finished
-
-
-def _cost_text(runs: Sequence[Experiment]) -> str:
-    if all(run.gpu_hours is None for run in runs):
-        return said_hours(runs)
-    return f"{said_hours(runs)} of one H200 by arithmetic, not measured ({_NO_COST})"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> str:

@@ -1,6 +1,5 @@
 """A plan as SLURM jobs: each run, its probes once it is finished, and the table at the end."""
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,11 +8,13 @@ from ssl_bench.reproduce.papers import full_name
 from ssl_bench.reproduce.plan import Plan
 from ssl_bench.sweep.slurm import SlurmOptions, submit_array
 
+_MOST_RESTARTS = 1_000
+
 
 def submit_plan(plan: Plan, slurm: SlurmOptions) -> dict[str, str]:
     """Submit all steps and do not wait.
 
-    A run of more hours than a job may last is queued again as often as that takes.
+    A run of more hours than a job may last is queued again until it is finished.
 
     Returns:
         The job's id by the title of a step; "table" is the one that prints it in the end.
@@ -22,15 +23,13 @@ def submit_plan(plan: Plan, slurm: SlurmOptions) -> dict[str, str]:
         MachineError: submitit or SLURM is not there, or SLURM refuses.
     """
     ids: dict[str, str] = {}
-    hours = {run.name: run.gpu_hours or 1.0 for run in plan.runs}
     for step in plan.steps:
         if not step.is_run or step.run is None:
             continue
-        # Twice, because the hours are arithmetic, and some more for nodes that are taken away.
-        restarts = 5 + math.ceil(2 * 60 * hours[step.run] / slurm.minutes)
         after = _after("afterok", [ids[step.needs]] if step.needs else [])
-        options = replace(slurm, restarts=restarts)
-        (job,) = submit_array([_command(step.words)], options, dependency=after)
+        (job,) = submit_array(
+            [_command(step.words)], replace(slurm, restarts=_MOST_RESTARTS), dependency=after
+        )
         ids[step.run] = job.job_id
     probes = list(_submit_probes(plan, slurm, ids))
     last = _after("afterany", [*ids.values(), *probes])

@@ -24,7 +24,6 @@ from ssl_bench.system.files import (
     write_text_atomically,
 )
 from ssl_bench.system.memory import pass_on_memory, without_collections
-from ssl_bench.system.naming import file_name
 
 _SHOWN = 5
 
@@ -152,13 +151,6 @@ class ResultStore:
         """One line on what the last `records` passed over, where it did."""
         count = f"{len(self.unreadable)} of {self.found} records cannot be shown"
         return f"{count}: {first_few(self.unreadable)}; the next probe computes what is missing"
-
-    def records_of(self, task: str, dataset: str) -> list[Record]:
-        """The readable records of a task on a dataset; none where there are none."""
-        folder = self.root / "records" / task / file_name(dataset)
-        paths = sorted(folder.glob("*.json"))
-        self.found += len(paths)
-        return self._read_all(paths)
 
     def _read_all(self, paths: Iterable[Path]) -> list[Record]:
         reader = RecordReader(self.root)

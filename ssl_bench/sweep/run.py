@@ -1,6 +1,5 @@
 """Run the jobs of a sweep on this machine; one that fails stops no other."""
 
-import math
 import os
 import signal
 import subprocess
@@ -99,14 +98,12 @@ def run_in_processes(
     """Run jobs in `count` processes at a time, which share the cores of this machine.
 
     Each sees one of `devices`, as CUDA_VISIBLE_DEVICES names them, and no two the same one as long
-    as there are as many. The longest jobs come first, those of unknown length before all, so that
-    none of them is alone at the end. Jobs that ended for want of memory are run once more after the
-    others, one at a time.
+    as there are as many. Jobs that ended for want of memory are run once more after the others, one
+    at a time.
     """
     places = Places(devices, count)
-    queue = sorted(jobs, key=lambda job: -(math.inf if job.seconds is None else job.seconds))
     short: list[Job] = []
-    for outcome in _run_at_once(queue, count, places):
+    for outcome in _run_at_once(jobs, count, places):
         if outcome.wants_memory and count > 1:
             say(f"memory did not suffice for {outcome.job.title} beside others: later, alone")
             short.append(outcome.job)

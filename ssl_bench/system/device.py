@@ -37,11 +37,20 @@ def choose_device(name: str | None) -> torch.device:
     return device
 
 
-def _usable(name: str) -> torch.device:
+def named_device(name: str) -> torch.device:
+    """The device of a name, whether it is there or not.
+
+    Raises:
+        ConfigurationError: torch does not know the name.
+    """
     try:
-        device = torch.device(name)
+        return torch.device(name)
     except RuntimeError as error:
         raise ConfigurationError(f"expected --device cpu, cuda or cuda:N, got {name!r}") from error
+
+
+def _usable(name: str) -> torch.device:
+    device = named_device(name)
     try:
         # The device "meta" makes tensors, but none that holds a number.
         float(torch.zeros(1, device=device))

@@ -98,10 +98,6 @@ WHOLE: Mapping[str, Make] = {
     "results/tables/bfloat16.md": _by("bfloat16", "bfloat16.json"),
     "results/tables/clustering.md": _by("clustering", "clustering-cpu.json"),
     "results/tables/correspondence.md": _correspondence,
-    "results/tables/cost_model.md": _by("cost_model", "cost_model.json", "check_table"),
-    "results/tables/cost_predictions.md": _by(
-        "cost_model", "cost_predictions.json", "prediction_table"
-    ),
     "results/tables/decoding.md": _by("decoding", "decoding-cpu.json"),
     "results/tables/demo_probes.md": partial(_records, "results/demo_probes"),
     "results/tables/device_waits.md": _by("device_waits", "device_waits.json", "table"),

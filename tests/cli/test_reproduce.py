@@ -150,7 +150,7 @@ def test_what_runs_train_on_has_a_size_unless_it_is_ones_own_or_generated():
     }
 
 
-def test_looking_takes_no_torch_and_shows_what_it_costs(tmp_path):
+def test_looking_takes_no_torch_and_shows_what_it_needs(tmp_path):
     commands = [
         ["reproduce"],
         ["reproduce", "cutting_the_skip/table2", "train.max_steps=20"],
@@ -159,9 +159,9 @@ def test_looking_takes_no_torch_and_shows_what_it_costs(tmp_path):
 
     said = said_without_torch(tmp_path, commands)
 
-    listed = "linear segmentation with DINO encoders; 6 rows, all by 4 runs, about 228 GPU hours"
+    listed = "linear segmentation with DINO encoders; 6 rows, all by 4 runs"
     assert f"cutting_the_skip/table2   table 2: {listed}" in said
-    assert "4 runs, about 228 GPU hours of one H200 by arithmetic, not measured" in said
+    assert "4 runs, 4 not finished" in said
     assert "voc2012 2 GB" in said
     assert "left out, because the runs end before their epoch: 'skipless, adamw, 200" in said
     assert "ssl-bench pretrain experiment=supervised_imagenet_skip_adamw monitor.results=" in (said)
@@ -333,8 +333,7 @@ def test_fine_tuning_waits_for_its_weights_and_long_runs_are_queued_often(cluste
 
     waiting = [waits_for(script) for script in sorted(cluster.iterdir())]
     assert waiting == ["", "afterok:470", "afterany:470:471"]
-    # 75 hours and 18, twice, in jobs of an hour.
-    assert restarts == [3, 155, 41]
+    assert restarts == [3, 1000, 1000]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Plans of many cells: what is pending, how long it may take, and running it by every way."""
+"""Plans of many cells: what is pending, and running it by every way."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import time
 from dataclasses import replace
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from ssl_bench.models.loading.addresses import expand
 from ssl_bench.planning import dataset_roots
 from ssl_bench.results import ResultStore
 from ssl_bench.results.reading import RecordReader
-from ssl_bench.sweep.plan import RecordedTimes
 from tests.core.test_results import RECORD
 from tests.support.faults import (
     DINO_LIKE,
@@ -37,7 +35,6 @@ from tests.support.faults import (
 )
 from tests.support.without_torch import said_without_torch
 
-HERE = "cpu: x86_64, 2 threads"
 PHOTOS = ["--task", "pca", "--dataset", "folder", "--data-root", "photos"]
 SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"]
 
@@ -92,9 +89,9 @@ def test_a_plan_writes_nothing_and_shows_a_table(place, capsys):
     assert main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--dry-run"]) == 0
 
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["checkpoint", "task", "dataset", "finished", "pending", "time"]
-    assert lines[1].split() == ["one", "pca", "folder", "all", "0", "2", "unknown"]
-    assert lines[3].startswith("2 jobs, 4 cells: 0 finished, 4 pending; time unknown for 2 jobs")
+    assert lines[0].split() == ["checkpoint", "task", "dataset", "finished", "pending"]
+    assert lines[1].split() == ["one", "pca", "folder", "all", "0", "2"]
+    assert lines[3] == "2 jobs, 4 cells: 0 finished, 4 pending"
     assert not Path("results").exists()
 
 
@@ -190,59 +187,24 @@ def test_a_root_without_its_dataset_is_refused():
         dataset_roots("voc2012=a,b", ["toy"])
 
 
-def pass_of(layers: int, seconds: float, minute: int, **fields) -> list:
-    """Records of one pass, each saved when its layer was done."""
-    start = datetime.fromisoformat("2026-01-02T03:00:00+00:00") + timedelta(minutes=minute)
-    took = [seconds * (layer + 1) / layers for layer in range(layers)]
-    return [
-        replace(
-            RECORD, layer=layer, seconds=s, created=(start + timedelta(seconds=s)).isoformat(),
-            **fields,
-        )
-        for layer, s in enumerate(took)
-    ]  # fmt: skip
+@pytest.mark.parametrize("way", ["--dry-run", "--print", "--slurm"])
+def test_a_device_that_torch_does_not_know_is_met_by_the_plan(place, capsys, way):
+    words = ["sweep", *PHOTOS, "--checkpoint", "runs/*", "--device", "gpu", way]
+
+    assert "expected --device cpu, cuda or cuda:N, got 'gpu'" in fails(capsys, words, 2)
 
 
-def test_an_estimate_is_the_median_of_passes_over_as_many_layers_else_scaled():
-    slow, quick, single = pass_of(3, 6.0, 0), pass_of(3, 4.0, 1), pass_of(1, 10.0, 2)
-    times = RecordedTimes([*slow, *single, *quick], HERE)
-
-    def estimate(*layers: int) -> float | None:
-        return times.estimate([replace(RECORD, layer=n).key() for n in layers], 12)
-
-    assert estimate() == 0
-    assert estimate(7, 8, 9) == pytest.approx(5.0)
-    assert estimate(5) == pytest.approx(10.0)
-    # Of two layers there is no pass: 4, 8 / 3 and 20 seconds.
-    assert estimate(1, 2) == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"device": "cuda: NVIDIA H200"},
-        {"depth": 6},
-        {"settings": {"tau": 0.3}},
-        {"dataset_fingerprint": "c" * 64},
-        {"task": "pca"},
-        {"created": "yesterday"},
-    ],
-)
-def test_records_of_another_question_or_device_give_no_estimate(other):
-    record = replace(RECORD, **other)
-
-    assert RecordedTimes([RECORD], HERE).estimate([RECORD.key()], 12) == 1.5
-    assert RecordedTimes([record], HERE).estimate([RECORD.key()], 12) is None
-
-
-def test_the_time_of_one_checkpoint_is_the_estimate_of_the_next(place, capsys):
+def test_a_plan_names_the_records_that_cannot_be_read(place, capsys):
     assert main(["probe", *PHOTOS, "--checkpoint", "runs/one"]) == 0
+    path = ResultStore(Path("results")).path(records()[0].key())
+    path.write_text("{")
+    capsys.readouterr()
 
-    plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
+    assert main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--dry-run"]) == 0
 
-    longest = max(record.seconds for record in records())
-    assert [job["seconds"] for job in plan["jobs"]] == [0.0, longest]
-    assert plan["seconds"] == longest
+    shown, said = capsys.readouterr()
+    assert f"to be computed again: {path}: " in said
+    assert shown.splitlines()[-1] == "2 jobs, 4 cells: 1 finished, 3 pending"
 
 
 def test_a_sweep_leaves_the_cells_of_its_plan_and_another_one_does_nothing(place, capsys):
@@ -397,16 +359,18 @@ def test_the_plan_knows_the_files_of_a_dataset_once_for_all_tasks(place, monkeyp
     assert sorted(read) == ["voc2012-7 train", "voc2012-7 val"]
 
 
-def test_the_plan_reads_records_of_what_is_asked_alone(place, monkeypatch, capsys):
+def test_the_plan_reads_the_records_of_its_cells_alone(place, monkeypatch, capsys):
     store = ResultStore(Path("results"))
     for task, dataset in (("pca", "folder"), ("pca", "voc2012"), ("knn", "folder")):
         store.save(replace(RECORD, task=task, dataset=dataset))
+    assert main(["probe", *PHOTOS, "--checkpoint", "runs/one", "--layer", "1"]) == 0
+    mine = [record for record in records() if record.model == "one"]
     read = []
     whole = RecordReader.read
     monkeypatch.setattr(
-        RecordReader, "read", lambda self, path: read.append(path.parts[-3:-1]) or whole(self, path)
+        RecordReader, "read", lambda self, path: read.append(path) or whole(self, path)
     )
 
     planned(capsys, *PHOTOS, "--checkpoint", "runs/*")
 
-    assert read == [("pca", "folder")]
+    assert read == [store.path(record.key()) for record in mine]

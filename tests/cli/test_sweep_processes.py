@@ -38,12 +38,12 @@ SCRIPT = textwrap.dedent(
 
 
 class _Job(Job):
-    """A job of which nothing is asked but its name, its length and how it ends."""
+    """A job of which nothing is asked but its name and how it ends."""
 
     title = ""  # pyright: ignore
 
-    def __init__(self, title: str, seconds: float | None = 1.0, ends: str = "well") -> None:
-        vars(self).update(title=title, seconds=seconds, ends=ends)
+    def __init__(self, title: str, ends: str = "well") -> None:
+        vars(self).update(title=title, ends=ends)
 
 
 @pytest.fixture
@@ -82,16 +82,9 @@ def test_without_a_device_jobs_see_what_this_process_sees(place, monkeypatch):
     assert lines()[0] == ["begin", "one", "3"]
 
 
-def test_unknown_and_long_jobs_come_first(place):
-    jobs = [_Job("short", 1.0), _Job("long", 60.0), _Job("unknown", None), _Job("middle", 5.0)]
-    list(run_in_processes(jobs, 1))
-    begun = [name for what, name, _ in lines() if what == "begin"]
-    assert begun == ["unknown", "long", "middle", "short"]
-
-
 @pytest.mark.parametrize("ends", ["short once", "killed once"])
 def test_a_job_that_wanted_memory_is_run_again_alone(place, capsys, ends):
-    jobs = [_Job("hungry", 9.0, ends), *(_Job(f"job{number}") for number in range(4))]
+    jobs = [_Job("hungry", ends), *(_Job(f"job{number}") for number in range(4))]
     outcomes = list(run_in_processes(jobs, 2))
     assert [outcome.state for outcome in outcomes] == ["finished"] * 5
     assert lines()[-2:] == [["begin", "hungry", "none"], ["end", "hungry", "none"]]
@@ -99,7 +92,7 @@ def test_a_job_that_wanted_memory_is_run_again_alone(place, capsys, ends):
 
 
 def test_what_fails_alone_too_or_for_another_reason_has_failed(place):
-    jobs = [_Job("hungry", 9.0, "killed"), _Job("wrong", 8.0, "fails"), _Job("good")]
+    jobs = [_Job("hungry", "killed"), _Job("wrong", "fails"), _Job("good")]
     outcomes = {outcome.job.title: outcome for outcome in run_in_processes(jobs, 2)}
     assert {title: one.exit_code for title, one in outcomes.items()} == {
         "hungry": 5,

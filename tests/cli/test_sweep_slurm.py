@@ -122,7 +122,7 @@ def test_a_task_that_slurm_takes_the_node_from_runs_again(tmp_path, minutes, why
 def test_several_gpus_of_a_job_share_its_probe(place):
     options = build_parser().parse_args(["sweep", *PHOTOS, "--task", "pca,tokencut"])
     options.checkpoint = ["runs/*"]
-    jobs = plan_sweep(options, [], None)
+    jobs = plan_sweep(options, [])
     found = {job.planned.probe.task: probe_command(job, processes=8) for job in jobs}
 
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=8"]

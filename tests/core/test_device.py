@@ -8,9 +8,8 @@ import torch
 from ssl_bench.errors import ConfigurationError, MachineError
 from ssl_bench.results.provenance import device_name
 from ssl_bench.system import device as module
-from ssl_bench.system import processors
 from ssl_bench.system.device import choose_device, free_memory
-from ssl_bench.system.processors import let_threads_sleep, may_have_gpu, numeric_threads
+from ssl_bench.system.processors import let_threads_sleep
 from tests.support.places import one_of
 from tests.support.without_torch import REPOSITORY
 
@@ -70,31 +69,6 @@ def test_a_device_that_is_unknown_or_absent_is_named():
 
 
 @pytest.mark.parametrize(
-    ("said", "threads"),
-    [
-        ({}, 3),
-        ({"OMP_NUM_THREADS": "2"}, 2),
-        ({"OMP_NUM_THREADS": "1,4"}, 1),
-        ({"OMP_NUM_THREADS": "9"}, 3),
-        ({"OMP_NUM_THREADS": "two"}, 3),
-        ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}, 2),
-    ],
-)
-def test_threads_are_at_most_one_for_each_physical_core(monkeypatch, said, threads):
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.delenv(name, raising=False)
-        if name in said:
-            monkeypatch.setenv(name, said[name])
-    # Five of the threads of three cores.
-    monkeypatch.setattr(processors, "_usable", lambda: [0, 1, 2, 4, 5])
-    monkeypatch.setattr(
-        processors, "_siblings", lambda core: f"{core // 2 * 2}-{core // 2 * 2 + 1}"
-    )
-
-    assert numeric_threads() == threads
-
-
-@pytest.mark.parametrize(
     ("said", "policy"),
     [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "9"}, None)],
 )
@@ -119,41 +93,3 @@ def test_the_command_says_how_threads_wait_before_torch_reads_it():
     )  # fmt: skip
 
     assert said.stdout.split()[-2:] == ["PASSIVE", "False"]
-
-
-@pytest.mark.parametrize(
-    ("system", "has_driver", "answer"),
-    [
-        ("linux", False, False),
-        ("linux", True, True),
-        ("darwin", False, False),
-        ("win32", False, True),
-    ],
-)
-def test_where_a_driver_is_or_nobody_knows_torch_is_asked_for_a_gpu(
-    monkeypatch, tmp_path, system, has_driver, answer
-):
-    monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(processors, "_DRIVERS", (str(tmp_path / "no"), str(tmp_path / "nvidiactl")))
-    if has_driver:
-        (tmp_path / "nvidiactl").touch()
-
-    assert may_have_gpu() == answer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "said",
-    ["A=1", "OMP_NUM_THREADS=1", "OMP_NUM_THREADS=99", "OMP_NUM_THREADS=0", "MKL_NUM_THREADS=1"],
-)
-def test_the_cpu_is_named_without_torch_as_with_it(said):
-    code = (
-        "import sys; from ssl_bench.system.processors import cpu_name; name = cpu_name()\n"
-        "assert 'torch' not in sys.modules\n"
-        "import torch; from ssl_bench.results.provenance import device_name\n"
-        "assert name == device_name(torch.device('cpu')), name"
-    )
-    plain = {name: value for name, value in os.environ.items() if not name.endswith("_THREADS")}
-    environment = {**plain, **dict([said.split("=")]), "PYTHONPATH": str(REPOSITORY)}
-
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

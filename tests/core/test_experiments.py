@@ -98,13 +98,6 @@ def test_a_cost_is_a_number_or_stands_in_the_recipe_that_it_names(name):
     assert not re.search(r"\b(COST|EXPECTED|TODO|TBD|FIXME|XXX+)\b", comment(name))
 
 
-def test_what_needs_a_large_gpu_says_for_how_long():
-    small = {"osa_mnist", "initialisation_readings", "dino_photographs", "mae_photographs"}
-    small |= {"mimetic_copying"}
-
-    assert {run.recipe for run in RUNS.values() if run.gpu_hours is None} == small
-
-
 @cache
 def sections(*overrides) -> dict:
     return as_plain(compose_config("pretraining", overrides))

@@ -18,7 +18,6 @@ from ssl_bench.cli.reproduce import command as reproduce
 from ssl_bench.cli.table import _check_together
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.composition.compose import build, compose_config, with_root
-from ssl_bench.cost.devices import DEVICES
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.tables.published import published_table
 from tests.core.test_extending import commands as copied_commands
@@ -97,12 +96,6 @@ def data_named(asked: Typed) -> None:
         compose_config("data", [f"dataset={asked.options.target}", *asked.overrides])
 
 
-def costed(asked: Typed) -> None:
-    for name in asked_names("work", asked.options.work, choices("cost")):
-        assert build(compose_config("costing", [f"cost={name}", *asked.overrides]).cost)
-    asked_names("device", asked.options.device or "all", list(DEVICES))
-
-
 def nothing_more(asked: Typed) -> None:
     """The words are all that there is."""
 
@@ -116,7 +109,6 @@ CHECKS: Mapping[str, Callable[[Typed], object]] = {
     "compare": read,
     "report": read,
     "data": data_named,
-    "cost": costed,
     "keys": lambda asked: print_keys(asked.options, asked.overrides),
     "models": nothing_more,
     "doctor": nothing_more,
@@ -204,7 +196,6 @@ def test_every_command_of_the_program_has_a_check():
         "pretrain train.epoch=3",
         "sweep --chekpoint x",
         "table --pivot --paper table2",
-        "cost --work nothing",
     ],
 )
 def test_a_wrong_word_on_a_page_would_be_refused(line, monkeypatch):

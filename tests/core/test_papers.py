@@ -108,15 +108,14 @@ def written(folder: Path, **files: str) -> Path:
 
 
 def test_an_arm_has_what_its_stem_has_and_its_own_on_top(tmp_path):
-    stem = "  a:\n    images: mnist\n    gpu_hours: 2\n    set: {model: x, model.depth: 3}\n"
-    arms = "    arms:\n      b: {model: y, train.epochs: 4, gpu_hours: 5}\n"
+    stem = "  a:\n    images: mnist\n    set: {model: x, model.depth: 3}\n"
+    arms = "    arms:\n      b: {model: y, train.epochs: 4}\n"
 
     runs = experiments(written(tmp_path, p=stem + arms))
 
     assert list(runs) == ["a", "a_b"]
     assert runs["a"].changes == {"model": "x", "model.depth": 3}
     assert runs["a_b"].changes == {"model": "y", "model.depth": 3, "train.epochs": 4}
-    assert [run.gpu_hours for run in runs.values()] == [2, 5]
     assert runs["a_b"].node() == {
         "defaults": ["a", {"override /model": "y"}],
         "model": {"depth": 3},

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from probes.clustering.kmeans import Centres
 from probes.clustering.passes import PatchPasses
 from probes.clustering.probe import METRICS, Clustering
-from probes.costs.clustering import ClusteringCost
 from probes.features.views import nearest_labels, resized, tensors
 from ssl_bench.composition.compose import as_plain
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
@@ -249,11 +248,3 @@ def test_submodules_of_blocks_are_clustered_too(tmp_path):
     found = scores_of(tmp_path, facet="blocks.*.mlp.fc1", layers=(1,))
 
     assert 0 <= found[1, "nmi"].value <= 100
-
-
-def test_the_price_counts_images_of_which_a_patch_is_clustered():
-    few = clustering(fit_patches=100, batch_size=16)
-    cost = ClusteringCost(train_images=100, val_images=33, classes=3, probe=few)
-
-    # 100 patches of 100 images leave a share of 1/e out; 63 images are four batches.
-    assert [unit.times for unit in cost.units(1e9)] == [4, 3]
