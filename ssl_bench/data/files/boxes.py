@@ -81,8 +81,8 @@ def checked_boxes(
     if size is not None and stated not in (None, size):
         assert stated is not None
         raise DataError(
-            f"{file} is about an image of {stated[1]:g} x {stated[0]:g}, which is {size[1]} x {size[0]}"
-            "; take both as published"
+            f"{file} is about an image of {stated[1]:g} x {stated[0]:g}, which is {size[1]} x "
+            f"{size[0]}; take both as published"
         )
     found = []
     for name, row in zip(names, rows, strict=True):
