@@ -118,6 +118,23 @@ def test_fault_82_boxes_are_of_the_size_of_their_image(place, capsys, width, cod
         assert "is about an image of 80 x 32, which is 40 x 32" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("width", ["1e400", "40.7", "-40", "nan", "true", ""])
+def test_fault_82_sizes_that_are_none_are_refused(place, capsys, width):
+    boxed(place, 9, 9, 24, 24, more=f"<size><width>{width}</width><height>32</height></size>")
+
+    assert "t0.xml" in fails(capsys, probing("tokencut", "voc2012", place), 3)
+
+
+@pytest.mark.parametrize("root", ["html", "annotation xmlns='http://host/voc'"])
+def test_fault_82_other_xml_is_no_image_without_objects(place, capsys, root):
+    path = boxed(place, 9, 9, 24, 24)
+    path.write_text(f"<{root}></{root.split()[0]}>")
+
+    assert "t0.xml is not an annotation of VOC" in fails(
+        capsys, probing("tokencut", "voc2012", place), 3
+    )
+
+
 @pytest.mark.parametrize("value", ["yes", "2", "true", ""])
 def test_fault_82_difficult_is_said_by_zero_or_one(place, capsys, value):
     path = boxed(place, 9, 9, 24, 24)
@@ -169,6 +186,15 @@ def test_fault_82_instances_of_coco_that_are_none_are_named(place, capsys, text,
     said = fails(capsys, probing("tokencut", "coco20k", place / "COCO"), 3)
 
     assert "instances_train2014.json" in said
+
+
+@pytest.mark.parametrize(
+    "changed", [{"bbox": [8, 8, None, 16]}, {"iscrowd": "0"}, {"image_id": 1.6}], ids=str
+)
+def test_fault_82_what_is_no_object_of_coco_has_a_name(place, capsys, changed):
+    coco(place / "COCO", **changed)
+
+    assert "object 7: expected" in fails(capsys, probing("tokencut", "coco20k", place / "COCO"), 3)
 
 
 def test_fault_82_objects_of_coco_are_named_by_their_annotation(place, capsys):

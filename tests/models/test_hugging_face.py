@@ -356,6 +356,7 @@ def test_fault_79_pixels_go_in_as_the_preprocessor_says(tmp_path, normalized, re
         ({"do_rescale": None}, "has do_rescale=None"),
         ({"rescale_factor": 0}, "has rescale_factor=0, expected a number above 0"),
         ({"rescale_factor": "1/255"}, "has rescale_factor='1/255'"),
+        ({"rescale_factor": 1e-300}, "has rescale_factor=1e-300"),
         ({"image_mean": [0.5, float("nan"), 0.5]}, "expected image_mean of red, green and blue"),
         ({"image_mean": [0.5]}, "came [0.5]"),
         ({"image_std": [0.2, 0.3, 0]}, "no deviation of 0"),

@@ -15,13 +15,13 @@ _MOST = 2.0**31
 
 
 def number(text: str) -> float:
-    """The decimal number that a text is: no `nan`, no `inf`, no `1_7`.
+    """The decimal number that a text is: no `nan`, no `1e400`, no `1_7`.
 
     Raises:
         ValueError: it is none.
     """
-    if not _DECIMAL.fullmatch(text):
-        raise ValueError(f"expected a number, got {text!r}")
+    if not _DECIMAL.fullmatch(text) or abs(float(text)) >= _MOST:
+        raise ValueError(f"expected a number of pixels, got {text!r}")
     return float(text)
 
 
@@ -57,7 +57,7 @@ def checked_boxes(
     names: Sequence[object],
     size: tuple[int, int] | None = None,
     *,
-    stated: tuple[int, int] | None = None,
+    stated: tuple[float, float] | None = None,
     may_be_flat: bool = False,
 ) -> Float64[np.ndarray, "boxes 4"]:
     """Boxes, once they are known to be some: (x0, y0, x1, y1), far edges exclusive.
@@ -81,8 +81,8 @@ def checked_boxes(
     if size is not None and stated not in (None, size):
         assert stated is not None
         raise DataError(
-            f"{file} is about an image of {stated[1]} x {stated[0]}, which is {size[1]} x {size[0]}"
-            "; take both as published"
+            f"{file} is about an image of {stated[1]:g} x {stated[0]:g}, which is {size[1]} x "
+            f"{size[0]}; take both as published"
         )
     found = []
     for name, row in zip(names, rows, strict=True):

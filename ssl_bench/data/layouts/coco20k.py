@@ -76,7 +76,7 @@ class CocoBoxes:
             self.file,
             [f"{n} of {image_id}" for n in self.objects[own]],
             size,
-            stated=(rows, columns) if rows and columns else None,
+            stated=(float(rows), float(columns)) if rows and columns else None,
             may_be_flat=True,
         )
 
@@ -213,16 +213,13 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
         images = {
             whole(one["id"], "the id of an image"): _stated_size(one) for one in content["images"]
         }
-        single = [one for one in content["annotations"] if not _is_crowd(one)]
-        owners = [whole(one["image_id"], "image_id") for one in single]
         objects = [whole(one["id"], "the id of an annotation") for one in content["annotations"]]
         if len(set(objects)) < len(objects) or len(images) < len(content["images"]):
             raise ValueError("two annotations have the same id, or two images")
-        boxes = [numbers(one["bbox"], 4) for one in single]
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        single = [found for one in content["annotations"] if (found := _object(one)) is not None]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{annotations} is not COCO's instances ({error!r})") from error
-    names = [one["id"] for one in single]
-    corners = [[x, y, x + width, y + height] for x, y, width, height in boxes]
+    names, owners, corners = zip(*single, strict=True) if single else ((), (), ())
     # Before they are rounded: nothing turns into a box by it.
     exact = checked_boxes(corners, annotations, names, may_be_flat=True)
     order = np.argsort(owners, kind="stable")
@@ -237,13 +234,23 @@ def parse_boxes(annotations: Path) -> CocoBoxes:
     )
 
 
-def _is_crowd(annotation: dict[str, Any]) -> bool:
-    told = annotation["iscrowd"]
-    if type(told) is not int or told not in (0, 1):
-        raise ValueError(f"expected 0 or 1 as iscrowd, got {told!r}")
-    # Of no use here, but who counts it otherwise writes all of the file so.
-    whole(annotation.get("category_id", 0), "category_id")
-    return told == 1
+def _object(annotation: dict[str, Any]) -> tuple[int, int, list[float]] | None:
+    """Ids of the annotation and its image, and the corners of the box; None of a crowd."""
+    name = annotation["id"]
+    try:
+        is_crowd, owner = annotation["iscrowd"], whole(annotation["image_id"], "image_id")
+        if type(is_crowd) is not int or is_crowd not in (0, 1):
+            raise ValueError(f"expected 0 or 1 as iscrowd, got {is_crowd!r}")
+        # Of no use here, but who counts it otherwise writes all of the file so.
+        whole(annotation.get("category_id", 0), "category_id")
+        if is_crowd:
+            return None
+        x, y, width, height = numbers(annotation["bbox"], 4)
+    except KeyError as error:
+        raise ValueError(f"object {name} has no {error}") from error
+    except ValueError as error:
+        raise ValueError(f"object {name}: {error}") from error
+    return name, owner, [x, y, x + width, y + height]
 
 
 def _stated_size(image: dict[str, Any]) -> list[int]:

@@ -57,6 +57,8 @@ class VocBoxes:
         path = self.files.path(image_id)
         try:
             root = ElementTree.fromstring(read_regular(path))
+            if root.tag != "annotation":
+                raise ValueError(f"it is about {root.tag}")
             objects = root.findall("object")
             numbers = [
                 n for n, o in enumerate(objects, 1) if not (self.exclude_difficult and _is_hard(o))
@@ -94,10 +96,10 @@ def _is_hard(one: ElementTree.Element) -> bool:
     return "1" in told
 
 
-def _stated_size(root: ElementTree.Element) -> tuple[int, int] | None:
+def _stated_size(root: ElementTree.Element) -> tuple[float, float] | None:
     """Height and width of the image; None where a file does not say it, or says 0."""
     told = [root.findtext(f"size/{key}") for key in ("height", "width")]
-    height, width = (0 if text is None else int(number(text)) for text in told)
+    height, width = (0 if text is None else number(text) for text in told)
     return (height, width) if height and width else None
 
 

@@ -244,9 +244,10 @@ def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:
     factor: Any = (
         described.get("rescale_factor", 1 / 255) if described.get("do_rescale", True) else 1
     )
-    if not is_number(factor) or factor <= 0:
+    if not is_number(factor) or factor <= 0 or not is_number(1 / factor):
         raise CheckpointError(
-            f"{path} has rescale_factor={factor!r}, expected a number above 0; fetch it again"
+            f"{path} has rescale_factor={factor!r}, expected a number above 0, such as 1/255; "
+            "fetch it again"
         )
     if math.isclose(brightest := 255.0 * factor, 1):
         return mean, std
