@@ -13,13 +13,14 @@ import torch
 
 from ssl_bench.asked import announced_encoder, newest_checkpoint, require_writable
 from ssl_bench.composition.choices import choices, require_choice
-from ssl_bench.composition.compose import build, compose_config, value_of, with_root
+from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import ConfigurationError, MachineError, UnreadableImage
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder
+from ssl_bench.planning import shared_values, views_of
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
 from ssl_bench.system.progress import say, show_progress
@@ -90,8 +91,7 @@ def _dataset(options: argparse.Namespace, overrides: Sequence[str]) -> Dataset:
     name = require_choice("dataset", options.dataset, choices("dataset"))
     words = [f"dataset={name}", *with_root(overrides, options.data_root)]
     config = compose_config("data", words)
-    views = {k: value_of(config, f"data.{k}") for k in ("fingerprint", "limit")}
-    return as_asked(build(config.dataset), **views, corrupt=None)
+    return as_asked(build(config.dataset), **views_of(shared_values(config)), corrupt=None)
 
 
 def _splits(dataset: Dataset, asked: str | None) -> list[ImageSet]:
