@@ -126,7 +126,7 @@ class Run:
             changed = []
             self._news.append("images that this run has not learned from are others than before")
         if changed:
-            is_longer = self.timeline.total_steps > self._steps_of(before["train"])
+            is_longer = not extend and self.timeline.total_steps > self._steps_of(before["train"])
             raise ConfigurationError(
                 f"{path} is of a run with another configuration ({'; '.join(changed)}); put it "
                 f"back, {'go on for longer with --extend, ' if is_longer else ''}or start anew in "

@@ -225,6 +225,23 @@ def probing_config(
     return compose_config("probing", [*_base(task, dataset), *with_root(overrides, root)])
 
 
+def shared_values(config: DictConfig) -> dict[str, Any]:
+    """What the keys of `SHARED` hold that are composed; a command on data alone has only those.
+
+    Raises:
+        ConfigurationError: one of them takes no such value.
+    """
+    values = {key: value_of(config, key) for key in SHARED if key.split(".")[0] in config}
+    for key, value in values.items():
+        require(key, SHARED[key], value)
+    return values
+
+
+def views_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The forms in which `shared_values` ask for a dataset, but for a corruption."""
+    return {name: values[f"data.{name}"] for name in ("fingerprint", "bits", "limit")}
+
+
 def _build(
     choice: tuple[str, str],
     overrides: Sequence[str],
@@ -235,11 +252,8 @@ def _build(
     if protocol := _protocol_of_data(config, overrides):
         overrides = [*overrides, f"{PROTOCOL}={protocol}"]
         config = probing_config(*choice, overrides, root)
-    values = {key: value_of(config, key) for key in SHARED}
-    for key, kind in SHARED.items():
-        require(key, kind, values[key])
-    asked = ("data.fingerprint", "data.bits", "data.limit")
-    views = {key.removeprefix("data."): values[key] for key in asked}
+    values = shared_values(config)
+    views = views_of(values)
     # Whatever is asked of it, alike in all tasks and before and after a corruption.
     dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(build(config.dataset)))
     whole = f"{as_yaml(config.dataset)} {views} {values[CORRUPT]}"

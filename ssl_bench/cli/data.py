@@ -125,11 +125,10 @@ def _built_to_read(
     """The dataset of a configuration, not opened, and how it asks for the files to be read."""
     # Here, because Hydra takes longer than all that `data list` says.
     from ssl_bench.composition.compose import build, compose_config, with_root
-    from ssl_bench.composition.fields import Bits, require
+    from ssl_bench.planning import shared_values
 
     config = compose_config("data", with_root([f"dataset={name}", *overrides], root))
-    require("data.bits", Bits, config.data.bits)
-    return build(config.dataset), ReadOptions(bits=config.data.bits)
+    return build(config.dataset), ReadOptions(bits=shared_values(config)["data.bits"])
 
 
 def _download(options: argparse.Namespace) -> int:

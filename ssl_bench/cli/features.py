@@ -13,15 +13,18 @@ import torch
 
 from ssl_bench.asked import announced_encoder, newest_checkpoint, require_writable
 from ssl_bench.composition.choices import choices, require_choice
-from ssl_bench.composition.compose import build, compose_config, value_of, with_root
+from ssl_bench.composition.compose import build, compose_config, with_root
+from ssl_bench.composition.fields import Count, require
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import ConfigurationError, MachineError, UnreadableImage
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder
+from ssl_bench.planning import shared_values, views_of
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
+from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.progress import say, show_progress
 
 FORMATS = ("safetensors", "npz")
@@ -41,6 +44,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_choice("--format", options.format, FORMATS)
     require_choice("--dtype", options.dtype, DTYPES)
     require_choice("--on-bad-image", options.on_bad_image, ("fail", "skip"))
+    require("--batch-size", Count | None, options.batch_size)
     _require_parquet()
     dataset = _dataset(options, overrides)
     splits = {images.split: images for images in _splits(dataset, options.split)}
@@ -90,8 +94,7 @@ def _dataset(options: argparse.Namespace, overrides: Sequence[str]) -> Dataset:
     name = require_choice("dataset", options.dataset, choices("dataset"))
     words = [f"dataset={name}", *with_root(overrides, options.data_root)]
     config = compose_config("data", words)
-    views = {k: value_of(config, f"data.{k}") for k in ("fingerprint", "limit")}
-    return as_asked(build(config.dataset), **views, corrupt=None)
+    return as_asked(build(config.dataset), **views_of(shared_values(config)), corrupt=None)
 
 
 def _splits(dataset: Dataset, asked: str | None) -> list[ImageSet]:
@@ -138,9 +141,10 @@ def _require_same(path: Path, about: Mapping[str, Any]) -> None:
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            before = {}
+            before = None
         if before != about:
-            differ = ", ".join(k for k in about if before.get(k) != about[k])
+            known = before if isinstance(before, dict) else {}
+            differ = ", ".join(k for k in about if known.get(k) != about[k])
             raise ConfigurationError(
                 f"{path.parent} holds features of another {differ}; choose another --out"
             )
@@ -159,7 +163,8 @@ def _write_split(
     rows, per_file = list[dict[str, Any]](), _images_a_file(extractor, size, options.dtype)
     starts = range(0, len(images), per_file)
     names = {start: out / f"{images.split}-{start:07}.{options.format}" for start in starts}
-    there = [start for start in starts if names[start].is_file()]
+    listed = {start: _listed(names[start]) for start in starts}
+    there = [start for start in starts if listed[start] is not None]
     if there:
         say(f"{images.split}: {len(there)} of {len(starts)} files were written before, kept")
     lacking = [start for start in starts if start not in there]
@@ -168,7 +173,7 @@ def _write_split(
         found = _features(images, numbers, extractor, size, options)
         write_atomically(names[start], lambda file, found=found: file.write(_bytes(found, options)))
     for start in starts:
-        ids, labels = _listed(names[start])
+        ids, labels = listed[start] or _read(names[start])
         rows += [
             {
                 "image_id": image_id,
@@ -256,8 +261,17 @@ def _bytes(found: dict[str, np.ndarray], options: argparse.Namespace) -> bytes:
     return safetensors.numpy.save(arrays, metadata=told)
 
 
-def _listed(path: Path) -> tuple[list[str], list[int | None]]:
-    """Ids and classes of the images of a file."""
+def _listed(path: Path) -> tuple[list[str], list[int | None]] | None:
+    """Ids and classes of the images of a file; None where there is none, or a damaged one."""
+    try:
+        return _read(path)
+    # A damaged file makes the readers of both formats fail in any way.
+    except Exception as error:
+        pass_on_memory(error)
+        return None
+
+
+def _read(path: Path) -> tuple[list[str], list[int | None]]:
     if path.suffix == ".npz":
         with np.load(path) as held:
             ids, labels = held["image_id"].tolist(), held["label"].tolist()

@@ -156,8 +156,8 @@ def _require_score(fields: Mapping[str, Any]) -> None:
 
 
 def holds(ci95: tuple[float, float] | None, value: float) -> bool:
-    """Whether a value lies in its interval, but for rounding; one without an end is none."""
-    if ci95 is None or math.isnan(sum(ci95)):
+    """Whether a value lies in its interval, but for rounding; an end that is NaN bounds nothing."""
+    if ci95 is None:
         return True
     ascending = ((ci95[0], value), (value, ci95[1]), ci95)
     return not any(

@@ -242,6 +242,40 @@ def test_features_go_on_after_a_kill(tmp_path, monkeypatch):
     assert all((tmp_path / "killed" / name).stat().st_mtime_ns == at for name, at in kept.items())
 
 
+def test_features_take_the_keys_of_data_as_probes_do(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    Image.fromarray(np.full((32, 32), 4095, np.uint16)).save("photos/0.png")
+
+    assert main(features(tmp_path / "dark", "data.bits=16")) == 0
+    assert main(features(tmp_path / "bright", "data.bits=12")) == 0
+
+    files = (next((tmp_path / out).glob("all-*")) for out in ("dark", "bright"))
+    dark, bright = (safetensors.numpy.load_file(file)["block02.cls"] for file in files)
+    assert not np.array_equal(dark, bright)
+    for word in ("data.bits=7", "data.limit=-1", "data.fingerprint=size", "--batch-size=0"):
+        assert main(features(tmp_path / "none", word)) == 2
+    assert not (tmp_path / "none").exists()
+    assert "expects" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npz"])
+def test_damaged_files_of_features_are_written_anew(tmp_path, monkeypatch, form):
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 2)
+    command = features(tmp_path / "out", "--format", form)
+    assert main(command) == 0
+    (path,) = (tmp_path / "out").glob("all-*")
+    whole = path.read_bytes()
+
+    for damaged in (b"", whole[: len(whole) // 2], b"\0" * len(whole)):
+        path.write_bytes(damaged)
+        assert main(command) == 0
+        assert len(path.read_bytes()) == len(whole)
+    (tmp_path / "out/about.json").write_text("[]")
+    assert main(command) == 2
+
+
 def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos", 3)

@@ -241,7 +241,7 @@ def test_fault_68_a_name_that_another_checkpoint_is_given_is_no_ones_twice():
 
 def test_fault_68_an_interval_without_ends_is_none(tmp_path, capsys):
     store = ResultStore(tmp_path)
-    store.save(cell(ci95=(float("nan"), 3.0)))
+    store.save(cell(ci95=(float("nan"), 43.0)))
 
     assert main(["table", "--out", str(tmp_path)]) == 0
 
@@ -255,6 +255,7 @@ CONTRADICTIONS = {
     "below the interval": {"value": 34.9},
     "above the interval": {"value": 65.1},
     "interval elsewhere": {"ci95": [51.0, 52.0]},
+    "below the one end": {"ci95": [60.0, None]},
     "no mean of its images": {"value": 50.5},
     "fewer images": {"num_images": 3},
     "more images": {"num_images": 40},

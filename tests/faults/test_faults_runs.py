@@ -336,7 +336,9 @@ def test_fault_90_a_shorter_run_is_not_sent_to_extend(place, capsys):
 
     assert "--extend" not in fails(capsys, [*run, "train.max_steps=5", "--resume"], 2)
     assert "--extend" in fails(capsys, [*run, "train.max_steps=8", "--resume"], 2)
-    assert main([*run, "train.max_steps=8", "--extend"]) == 0
+    longer = [*run, "train.max_steps=8", "--extend"]
+    assert "--extend" not in fails(capsys, [*longer, "optimizer.lr=1e-5"], 2)
+    assert main(longer) == 0
 
 
 @pytest.mark.parametrize("rate", ["1e-5", "1e-3"])

@@ -108,8 +108,9 @@ class Draw:
             "doctor": lambda: [*self.some("--json"), *self.some("--data-root", self.root())],
             "completion": lambda: [one(["bash", "zsh", "tcsh", "fish", ""])],
             "quickstart": lambda: ["--out", self.word("quick"), *self.some("--overwrite")],
+            "features": self.features,
         }
-        weights = [16, 6, 16, 3, 2, 1, 3, 4, 0.2, 0.2, 0.2]
+        weights = [16, 6, 16, 3, 2, 1, 3, 4, 0.2, 0.2, 0.2, 5]
         self.names = chance.choices(list(self.commands), weights, k=10_000)
 
     def line(self) -> list[str]:
@@ -151,6 +152,22 @@ class Draw:
             *self.some("--device", self.word(self.chance.choice(["cpu", "cuda", "meta", "xla"]))),
             *self.some("--on-bad-image", self.word("skip"), share=0.1),
             *self.overrides("probing", [f"probe={task}" for task in choices("probe")]),
+        ]
+
+    def features(self) -> list[str]:
+        dataset = self.word(self.chance.choice([*choices("dataset"), *["toy"] * 6]))
+        root = ["--data-root", self.word(SUITABLE[dataset])] if dataset in SUITABLE else []
+        return [
+            *("--dataset", dataset, "--checkpoint", self.uri(), "--out", self.word("features")),
+            *(*root, *self.some("--split", self.word("val"))),
+            *self.some("--layer", self.word(self.chance.choice(["0", "-1", "0,1", "7", "all"]))),
+            *self.some("--facet", self.word(self.chance.choice(["cls", "token,cls", "key"]))),
+            *self.some("--image-size", self.value()),
+            *self.some("--dtype", self.word("float16")),
+            *self.some("--format", self.word("npz")),
+            *self.some("--batch-size", self.value(), share=0.2),
+            *self.some("--on-bad-image", self.word("skip"), share=0.1),
+            *self.some(f"{self.chance.choice(['dataset.num_val', 'data.limit'])}={self.value()}"),
         ]
 
     def pretraining(self) -> list[str]:
