@@ -1,11 +1,10 @@
 """What a pretraining run is made of."""
 
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import default_convert
 
 from pretrain.logging.mfu import kept_bytes, training_flops
@@ -86,28 +85,32 @@ class Plan:
             return self.objective.images()
         return self.data.open()
 
-    def with_batch(self, images: ImageSet, ranks: TrainingRanks) -> tuple[Self, str]:
-        """The plan with a batch of a size that fits, and why it is that, where none was typed."""
+    def with_batch(
+        self, images: ImageSet, ranks: TrainingRanks
+    ) -> tuple["Plan", str, Needs | None]:
+        """The plan with a batch that fits, why it is that, and its needs, where none was typed."""
         train, count = self.train, len(images)
         if train.batch_size is not None:
-            return self, ""
+            return self, "", None
 
-        def fitted() -> tuple[int, str]:
+        def fitted() -> tuple[int, str, Needs]:
             # No batch is larger, and so no schedule shorter.
             timeline = replace(train, batch_size=max(1, count // 4)).timeline(count)
             learner = self.objective.build(
                 self.encoder, timeline, seed=train.seed, class_names=images.class_names
             )
             needs, parts = self.needs(learner), train.accumulation
-            return fitted_batch(count, needs, ranks.device, ranks=ranks.count, parts=parts)
+            batch = fitted_batch(count, needs, ranks.device, ranks=ranks.count, parts=parts)
+            return *batch, needs
 
-        batch, why = ranks.from_first(fitted)
-        return replace(self, train=replace(train, batch_size=batch)), why
+        batch, why, needs = ranks.from_first(fitted)
+        return replace(self, train=replace(train, batch_size=batch)), why, needs
 
     def needs(self, learner: Learner) -> Needs:
         """What a step needs, counted on blank images without computing anything."""
         assert isinstance(learner, nn.Module)
-        two, three = (self._views(number) for number in (2, 3))
+        one = self._blank_views()
+        two, three = ([_repeated(view, number) for view in one] for number in (2, 3))
         kept = kept_bytes(learner, two, 0)
         image_bytes = kept_bytes(learner, three, 0) - kept
         # Of prototypes the forward pass keeps the gradient, of other weights what is there anyway.
@@ -117,12 +120,11 @@ class Plan:
         saved = whole + holds * weights
         return Needs(training_flops(learner, two, 0) / 2, image_bytes, 2 * saved + weights)
 
-    def _views(self, number: int) -> Views:
+    def _blank_views(self) -> Views:
         crops = self.objective.crops
         sizes = crops.sizes(self.encoder.image_size, self.encoder.patch_size)
         blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
-        generators = [np.random.default_rng(0) for _ in range(number)]
-        cut = default_convert(crops.cut([blank] * number, generators, sizes))
+        cut = default_convert(crops.cut([blank], [np.random.default_rng(0)], sizes))
         with torch.random.fork_rng(devices=[]):
             return crops.finish(cut, torch.device("cpu"), self.data.colours)
 
@@ -139,3 +141,10 @@ class Plan:
             fitted=images if self.data.labels else None,
             allow_overlap=self.data.allow_overlap,
         )
+
+
+def _repeated(view: Tensor, images: int) -> Tensor:
+    """What a view of one image would be of several, without values; a scalar as it is."""
+    if not view.ndim:
+        return view
+    return view.new_empty((images * len(view), *view.shape[1:]), device="meta")

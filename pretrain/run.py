@@ -72,7 +72,7 @@ class Run:
         self.saver = Saver(out, hold) if hold is not None else None
         self.clock = Clock()
         self.images = images = plan.images()
-        plan, self._why = plan.with_batch(images, ranks)
+        plan, self._why, needs = plan.with_batch(images, ranks)
         self.plan = plan
         self.timeline = plan.train.timeline(len(images))
         self.trained_on = ranks.from_first(request.at_once()(partial(trained_on, images)))
@@ -85,7 +85,7 @@ class Run:
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
         )
-        self.needs = plan.needs(learner)
+        self.needs = needs or plan.needs(learner)
         self.observer = plan.observer(learner, self.timeline, images)
         self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
         self.trainer.flops = self.needs.flops * plan.train.batch / ranks.count

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -49,7 +49,7 @@ class Pretraining(Plan):
             require_free(out)
         images = self.images()
         ranks = TrainingRanks(device=choose_device(device and str(device)))
-        plan, why = self.with_batch(images, ranks)
+        plan, why, _ = self.with_batch(images, ranks)
         timeline, batch, noun = plan.train.timeline(len(images)), plan.train.batch, self.noun
         epochs = timeline.total_steps / timeline.steps_per_epoch
         return [
@@ -137,7 +137,7 @@ class Pretraining(Plan):
             run.go()
         return out / ENCODER
 
-    def _recorded(self, state: Mapping[str, Any], _: Path) -> Self:
+    def _recorded(self, state: Mapping[str, Any], _: Path) -> "Pretraining":
         """A batch that nobody types is that of the run which goes on, whatever would fit here."""
         batch = self.train.batch_size or state["configuration"]["train"]["batch_size"]
         return replace(self, train=replace(self.train, batch_size=batch))
