@@ -56,7 +56,7 @@ class DataOptions:
         on_bad_image: "skip" takes for an image that cannot be read the next one that can, and says
             which were left out.
         labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then, or
-            `CLASS/PICTURE`.
+            `CLASS/PICTURE`. Without a word, as the objective needs them.
         fingerprint: How the images are known again when the run is resumed: "content" reads every
             file once, "stat" trusts sizes and times.
         bits: Those that pictures of 16 bits use, where a file does not say it.
@@ -71,7 +71,7 @@ class DataOptions:
     in_memory: bool = False
     keep_encoded: bool = False
     on_bad_image: Literal["fail", "skip"] = "fail"
-    labels: bool = False
+    labels: bool | None = None
     fingerprint: FingerprintKind = "content"
     bits: Bits = None
     allow_overlap: bool = False
@@ -118,7 +118,10 @@ class DataOptions:
                 "own cache: leave both out, or take data.in_memory=true alone"
             )
         if self.labels and self.root is None:
-            raise ConfigurationError("data.labels=true needs images with classes: data.root=DIR")
+            raise ConfigurationError(
+                "data.labels=true, as objective=supervised has it, needs images with classes: "
+                "data.root=DIR"
+            )
         if self.labels:
             return ClassFolders(self.root).to_learn_from()
         return (Toy() if self.root is None else ImageFolder(self.root)).images()
@@ -131,7 +134,8 @@ class TrainOptions:
     Attributes:
         max_steps: Plan this many steps at most; all schedules fit into them.
         max_minutes: Stop after so long, wherever the schedules are; `resume` goes on.
-        batch_size: Images in an optimizer step, over all devices and accumulations.
+        batch_size: Images in an optimizer step, over all devices and accumulations. Without a
+            number as many as fit the data, the memory and the machine, 1,024 at most.
         accumulation: Parts a batch is computed in, to fit into memory.
         repeats: Times that each image of an epoch comes, one after the other, each time in another
             crop. The epoch keeps its length, with as many times fewer images. DeiT takes 3.
@@ -168,7 +172,7 @@ class TrainOptions:
     epochs: Count = 300
     max_steps: Count | None = None
     max_minutes: PositiveOrZero | None = None
-    batch_size: Count = 1024
+    batch_size: Count | None = None
     accumulation: Count = 1
     repeats: Count = 1
     num_workers: Workers | None = None
@@ -217,15 +221,20 @@ class TrainOptions:
             self.keep_every is not None and epoch % self.keep_every == 0
         )
 
+    @property
+    def batch(self) -> int:
+        """`batch_size`, once it is known; see `pretrain.plan.Plan.with_batch`."""
+        assert self.batch_size is not None, "a batch that nobody typed is fitted first"
+        return self.batch_size
+
     def timeline(self, num_images: int) -> Timeline:
         """The planned length of a run over so many images."""
-        if num_images < self.batch_size:
-            fits = 2 ** (num_images.bit_length() - 1)
+        if num_images < self.batch:
             raise ConfigurationError(
-                f"train.batch_size={self.batch_size} is more than the {num_images} images; add "
-                f"train.batch_size={fits}, or --data-root DIR with more of them"
+                f"train.batch_size={self.batch} is more than the {num_images} images; "
+                "train.batch_size=null fits it to them, or give --data-root DIR with more"
             )
-        steps_per_epoch = num_images // self.batch_size
+        steps_per_epoch = num_images // self.batch
         total = self.epochs * steps_per_epoch
         return Timeline(min(total, self.max_steps or total), steps_per_epoch)
 

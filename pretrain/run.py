@@ -32,7 +32,6 @@ from pretrain.runtime.fine_tuning import SHA256, init_from, sha256_at_resume
 from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG, WANDB, SavedEncoder, Saver
 from pretrain.runtime.lock import Hold
 from pretrain.runtime.signals import StopRequest
-from pretrain.runtime.state import load_state
 from pretrain.runtime.workers import arriving, plan_workers
 from pretrain.runtime.writer import copied_module
 from pretrain.step import Trainer
@@ -69,10 +68,12 @@ class Run:
         request: StopRequest,
         hold: Hold | None,
     ) -> None:
-        self.plan, self.out, self.ranks, self.request = plan, out, ranks, request
+        self.out, self.ranks, self.request = out, ranks, request
         self.saver = Saver(out, hold) if hold is not None else None
         self.clock = Clock()
         self.images = images = plan.images()
+        plan, self._why, needs = plan.with_batch(images, ranks)
+        self.plan = plan
         self.timeline = plan.train.timeline(len(images))
         self.trained_on = ranks.from_first(request.at_once()(partial(trained_on, images)))
         which = {"images": _digest(images), _FILES: self.trained_on.fingerprint}
@@ -84,8 +85,10 @@ class Run:
         learner = plan.objective.build(
             plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
         )
+        self.needs = needs or plan.needs(learner)
         self.observer = plan.observer(learner, self.timeline, images)
         self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
+        self.trainer.flops = self.needs.flops * plan.train.batch / ranks.count
         self.step = 0
         self.extensions: list[dict[str, int]] = []
         self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
@@ -102,15 +105,13 @@ class Run:
             colours = self.plan.data.colours
             self.description[SHA256] = init_from(self.plan.init_from, encoders, colours)
 
-    def restore(self, *, extend: bool = False) -> None:
-        """Go back to the last state that was saved, to go on for longer where `extend` says so.
+    def restore(self, state: Mapping[str, Any], path: Path, *, extend: bool = False) -> None:
+        """Go back to a state that was saved in a file, to go on for longer if `extend` says so.
 
         Raises:
             ConfigurationError: it is of a run with another configuration, or has learned from
                 images that are others now.
-            CheckpointError: it is damaged, and the one before too.
         """
-        state, path = load_state(self.out, self.ranks.device)
         # Older states say nothing of the files, nor of options that came later.
         older = {_FILES: self.description[_FILES], **state["configuration"]}
         if self.plan.init_from is not None:
@@ -179,7 +180,8 @@ class Run:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Leave what was asked for, how often it was extended and which images it lacks."""
-        self._config = config
+        train = {**config.get("train", {}), "batch_size": self.plan.train.batch_size}
+        self._config = config = {**config, "train": train}
         more = {"extensions": self.extensions, _LEFT_OUT: self._names(self.left_out)}
         more = {name: values for name, values in more.items() if values}
         plain = yaml.safe_dump({**config, **more}, sort_keys=False)
@@ -196,7 +198,12 @@ class Run:
             first_step=options.warmup_steps(self.timeline),
         )
         report = StepLog(
-            self._journal(), done=self.step, total=total, ranks=self.ranks, watch=watch
+            self._journal(),
+            done=self.step,
+            total=total,
+            ranks=self.ranks,
+            watch=watch,
+            minutes=options.max_minutes,
         )
         with ExitStack() as stack:
             stack.enter_context(closing(report))
@@ -206,6 +213,7 @@ class Run:
                 self._news.append(rise)
             for line in self._news:
                 report.say(line)
+            report.say(self._outlook())
             if self.workers.asked:
                 report.say(str(self.workers))
             try:
@@ -222,6 +230,14 @@ class Run:
                 self._leave(report)
             else:
                 self._record_accuracy(report)
+
+    def _outlook(self) -> str:
+        """What is to come, in a line."""
+        options, noun = self.plan.train, self.plan.noun
+        at_once = options.batch // (options.accumulation * self.ranks.count)
+        line = f"{len(self.images):,} {noun}, {self.timeline.total_steps:,} steps of "
+        line += f"{options.batch:,}, about {max(self.needs.gib(at_once), 0.1):.1f} GiB of memory"
+        return f"{line}; train.batch_size={options.batch} fits: {self._why}" if self._why else line
 
     def _journal(self) -> Journal | None:
         if not self.ranks.is_first:
@@ -380,7 +396,7 @@ class Run:
             "step": self.step + 1,
             "epoch": self.timeline.epoch(self.step),
             **self.trainer.values(self.step),
-            "images_per_second": self.plan.train.batch_size / seconds,
+            "images_per_second": self.plan.train.batch / seconds,
             "data_wait": 100 * waited / seconds,
             "mfu": self.trainer.utilisation(seconds),
         }
@@ -427,10 +443,10 @@ class Run:
 def _batches(plan: Plan, images: ImageSet, ranks: TrainingRanks) -> Batches:
     options, crops = plan.train, plan.objective.crops
     pieces = options.accumulation * ranks.count
-    if options.batch_size % pieces:
+    if options.batch % pieces:
         raise ConfigurationError(
             f"train.batch_size must be a multiple of {pieces} (train.accumulation x processes), "
-            f"got {options.batch_size}"
+            f"got {options.batch}"
         )
     sizes = crops.sizes(plan.encoder.image_size, plan.encoder.patch_size)
     skips = plan.data.on_bad_image == "skip"
@@ -438,7 +454,7 @@ def _batches(plan: Plan, images: ImageSet, ranks: TrainingRanks) -> Batches:
     return Batches(
         images=in_memory(samples) if plan.data.decodes_once else samples,
         cut=partial(crops.cut, sizes=sizes),
-        share=Share(options.batch_size, options.accumulation, ranks.rank, ranks.count),
+        share=Share(options.batch, options.accumulation, ranks.rank, ranks.count),
         seed=options.seed,
         repeats=options.repeats,
         ids=images.ids if skips else (),

@@ -45,7 +45,7 @@ class Trainer:
         )
         self.optimizer = recipe.build(groups)
         total = timeline.total_steps
-        self._asked, self._top = recipe.lr, recipe.lr * options.batch_size / _REFERENCE_BATCH
+        self._asked, self._top = recipe.lr, recipe.lr * options.batch / _REFERENCE_BATCH
         self.lr = options.rate(self._top, timeline)
         self.weight_decay = Cosine(options.weight_decay, options.final_weight_decay, total)
         device = ranks.device
@@ -89,7 +89,7 @@ class Trainer:
         last = self.options.final_lr
         if self.options.schedule != "cosine" or self._top >= last:
             return None
-        share = f"{self.options.batch_size}/{_REFERENCE_BATCH}"
+        share = f"{self.options.batch}/{_REFERENCE_BATCH}"
         return (
             f"the learning rate rises from {self._top:.2g}, optimizer.lr={self._asked:g} times "
             f"{share}, to train.final_lr={last:g}; train.final_lr=0.0 lets it fall"

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from pretrain.objectives.objective import Generating
 from pretrain.plan import Plan
 from pretrain.run import Run
 from pretrain.runtime.determinism import deterministic
-from pretrain.runtime.distributed import training_together
+from pretrain.runtime.distributed import TrainingRanks, training_together
 from pretrain.runtime.fine_tuning import require_apart
 from pretrain.runtime.folder import ENCODER, LOG, claim, require_free
 from pretrain.runtime.lock import held
 from pretrain.runtime.signals import stop_requests
-from pretrain.runtime.state import has_state
+from pretrain.runtime.state import has_state, load_state
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, StateSpaceConfig
 from ssl_bench.system.device import choose_device
@@ -31,12 +31,15 @@ from ssl_bench.system.device import choose_device
 class Pretraining(Plan):
     """A plan that can be carried out."""
 
-    def outline(self, out: Path, *, goes_on: bool = False) -> list[str]:
+    def outline(
+        self, out: Path, *, goes_on: bool = False, device: torch.device | str | None = None
+    ) -> list[str]:
         """What a run would do, in a few lines; nothing is computed or written.
 
         Args:
             out: Folder of the run.
             goes_on: It is resumed or begun anew, so that `out` may hold one.
+            device: Without one, a GPU if there is one.
 
         Raises:
             ConfigurationError: `out` holds a run, or a batch is larger than the data.
@@ -45,15 +48,17 @@ class Pretraining(Plan):
         if not goes_on:
             require_free(out)
         images = self.images()
-        timeline, batch = self.train.timeline(len(images)), self.train.batch_size
+        ranks = TrainingRanks(device=choose_device(device and str(device)))
+        plan, why, _ = self.with_batch(images, ranks)
+        timeline, batch, noun = plan.train.timeline(len(images)), plan.train.batch, self.noun
         epochs = timeline.total_steps / timeline.steps_per_epoch
-        noun = "strings" if isinstance(self.objective, Generating) else "images"
         return [
             f"run folder {out}",
             f"{noun:10} {len(images):,} of {images.name} {images.split}",
             f"encoder    {_sizes(self.encoder)}",
             f"learning   {_word(self.objective)} with {_word(self.optimizer)}",
             f"steps      {timeline.total_steps:,} of {batch:,} {noun}, {epochs:.4g} epochs",
+            *([f"batch      {batch:,} fits: {why}"] if why else []),
         ]
 
     def run(
@@ -119,15 +124,23 @@ class Pretraining(Plan):
                         raise ConfigurationError(f"nothing to resume in {out}; give --out of a run")
                     claim(out, resume=goes_on, overwrite=overwrite)
             with ranks.together():
-                run = Run(self, out, ranks, request, hold)
-                if goes_on and has_state(out):
-                    run.restore(extend=extend)
+                found = load_state(out, ranks.device) if goes_on and has_state(out) else None
+                run = Run(self._recorded(*found) if found else self, out, ranks, request, hold)
+                if found:
+                    run.restore(*found, extend=extend)
                 else:
                     run.begin(instead=goes_on)
+                # As large as the run itself.
+                del found
                 if ranks.is_first:
                     run.write_config(config or describe(self))
             run.go()
         return out / ENCODER
+
+    def _recorded(self, state: Mapping[str, Any], _: Path) -> "Pretraining":
+        """A batch that nobody types is that of the run which goes on, whatever would fit here."""
+        batch = self.train.batch_size or state["configuration"]["train"]["batch_size"]
+        return replace(self, train=replace(self.train, batch_size=batch))
 
     def what_next(self, out: Path) -> str:
         """What to do with a finished run, in a line."""

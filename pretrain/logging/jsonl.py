@@ -11,9 +11,12 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 from ssl_bench.errors import MachineError
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.progress import Bar
+from ssl_bench.system.progress import Bar, in_words
 
 _SECONDS_BETWEEN_LINES = 20.0
+# The time left is known after so many steps; what makes it shorter is said of more than so long.
+_TOLD, _HOUR = 3, 3600.0
+_LONG = 3 * _HOUR
 
 
 @runtime_checkable
@@ -57,12 +60,15 @@ class Journal:
 class ProgressBar:
     """A bar on a terminal, a line now and then elsewhere, nothing where `quiet`."""
 
-    def __init__(self, *, total: int, done: int, quiet: bool) -> None:
+    def __init__(self, *, total: int, done: int, quiet: bool, minutes: float | None = None) -> None:
         self._quiet = quiet
         terminal = sys.stderr.isatty() and not quiet
         self._bar = Bar(total=total, initial=done, unit="step", disable=not terminal)
         self._total, self._first = total, done
+        self._seconds = math.inf if minutes is None else 60 * minutes
         self._start = self._last_line = time.monotonic()
+        # After the first step, which takes longer than others.
+        self._warm: float | None = None
 
     def show(self, row: Mapping[str, Any]) -> None:
         """Say where the run stands after the step of this row."""
@@ -73,13 +79,24 @@ class ProgressBar:
         )
         self._bar.update()
         self._bar.set_postfix_str(facts, refresh=False)
-        now = time.monotonic()
-        if not self._bar.disable or self._quiet or now - self._last_line < _SECONDS_BETWEEN_LINES:
+        now, step = time.monotonic(), row["step"]
+        done = step - self._first
+        self._warm = self._warm or now
+        seconds = (now - self._warm) / (done - 1) if done > 1 else now - self._start
+        left = min((self._total - step) * seconds, self._seconds - (now - self._start))
+        if step == _TOLD and left > _LONG:
+            self.say(
+                f"about {in_words(left)} left on this machine; train.max_steps="
+                f"{max(int(_HOUR / seconds), 1)} takes about an hour, and less take train.epochs, "
+                "data.limit, data.image_size or a smaller model=, such as vit_tiny_skip"
+            )
+        early = done == _TOLD and left > _SECONDS_BETWEEN_LINES
+        is_due = early or now - self._last_line >= _SECONDS_BETWEEN_LINES
+        if not self._bar.disable or self._quiet or not is_due:
             return
         self._last_line = now
-        seconds_a_step = (now - self._start) / max(row["step"] - self._first, 1)
-        left = Bar.format_interval((self._total - row["step"]) * seconds_a_step)
-        self.say(f"step {row['step']}/{self._total}  epoch {row['epoch']}  {facts}  {left} left")
+        where = f"step {step}/{self._total}  epoch {row['epoch']}"
+        self.say(f"{where}  {facts}  {Bar.format_interval(left)} left")
 
     def say(self, line: str) -> None:
         if not self._quiet:

@@ -25,6 +25,7 @@ class StepLog:
         journal: Takes the rows; the first process has it, the others have none.
         done: Steps taken before.
         total: Planned steps.
+        minutes: After which it stops at the latest.
 
     Attributes:
         stop: A process wants to stop; true in all processes after the same step.
@@ -32,10 +33,17 @@ class StepLog:
     """
 
     def __init__(
-        self, journal: Journal | None, *, done: int, total: int, ranks: TrainingRanks, watch: Watch
+        self,
+        journal: Journal | None,
+        *,
+        done: int,
+        total: int,
+        ranks: TrainingRanks,
+        watch: Watch,
+        minutes: float | None = None,
     ) -> None:
         self._ranks, self._watch, self._journal = ranks, watch, journal
-        self._bar = ProgressBar(total=total, done=done, quiet=not ranks.is_first)
+        self._bar = ProgressBar(total=total, done=done, quiet=not ranks.is_first, minutes=minutes)
         self._pending: deque[tuple[dict[str, Any], _Reading]] = deque()
         self._lag = 1 if ranks.device.type == "cuda" else 0
         self.say = self._bar.say

@@ -24,7 +24,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     out = Path(options.out or _default_run(overrides))
     if options.dry_run:
         goes_on = options.resume or options.must_resume or options.extend or options.overwrite
-        print(printable_lines(build(config).outline(out, goes_on=goes_on)))
+        lines = build(config).outline(out, goes_on=goes_on, device=options.device)
+        print(printable_lines(lines))
         return 0
     if is_heard():
         say(f"run folder {out}")

@@ -37,7 +37,7 @@ MISTAKES = [
     ("pretrain --config x", "experiment=NAME"),
     ("options", "`ssl-bench keys`"),
     ("keys tokencut", "`ssl-bench keys probe.tokencut`"),
-    ("pretrain model=vit_tiny_skip", "add train.batch_size=128"),
+    ("pretrain --batch-size 1024", "train.batch_size=null fits it"),
     ("probe --task pca --data-root photos", "--dataset folder"),
     ("data check toy --data-root photos", "takes no --data-root"),
     ("probe --tau 0.3", "KEY=VALUE: probe.tau=0.3"),

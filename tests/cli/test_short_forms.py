@@ -62,8 +62,7 @@ def test_flags_are_short_for_keys_of_runs(place, capsys):
         ("pretrain --batch-size 3 train.batch_size=4", "leave it or train.batch_size=4 out"),
         ("probe --task pca --limit 0", "data.limit expects a whole number in [1, "),
         ("probe --task pca --seed many", "invalid int value: 'many'"),
-        ("pretrain model=vit_tiny_skip", "add train.batch_size=128"),
-        ("pretrain --limit 3", "add train.batch_size=2"),
+        ("pretrain --limit 3 --batch-size 4", "train.batch_size=null fits it"),
     ],
 )
 def test_a_flag_that_cannot_hold_says_what_can(place, capsys, words, mend):

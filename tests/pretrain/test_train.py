@@ -316,9 +316,7 @@ def test_a_broken_picture_is_named_and_the_steps_before_it_are_kept(album, tmp_p
 
 
 def test_a_batch_that_the_images_do_not_fill_is_refused(album, tmp_path):
-    with pytest.raises(
-        ConfigurationError, match=r"more than the 13 images; add train.batch_size=8"
-    ):
+    with pytest.raises(ConfigurationError, match=r"more than the 13 images; train.batch_size=null"):
         tiny(album, batch_size=14).run(tmp_path, device="cpu")
     with pytest.raises(ConfigurationError, match=r"multiple of 3"):
         tiny(album, batch_size=4, accumulation=3).run(tmp_path, device="cpu")

@@ -1,0 +1,151 @@
+"""A batch that nobody typed: how many images a step takes then, what is said, and what stays."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from pretrain.logging import jsonl
+from pretrain.objectives.dino import Dino
+from pretrain.runtime import fitting
+from pretrain.runtime.fitting import Needs, fitted_batch
+from pretrain.runtime.state import load_state
+from pretrain.train import Pretraining
+from ssl_bench.cli.__main__ import main
+from ssl_bench.models import ViTConfig
+from tests.support.faults import PRETRAIN, class_folders, fails, picture
+from tests.support.runs import CPU, assert_same_run, log_rows
+
+UNTYPED = [word for word in PRETRAIN if not word.startswith(("train.batch_size", "train.max"))]
+GIB = 2**30
+SMALL = Needs(flops=1e6, image_bytes=1000, fixed_bytes=1000)
+
+
+def photographs(root: Path, count: int) -> Path:
+    root.mkdir()
+    for number in range(count):
+        picture(number % 5).save(root / f"{number:03d}.jpg")
+    return root
+
+
+def run(root: Path, out: str, *more: str) -> int:
+    words = ["pretrain", "--data-root", str(root), "--out", out, "--device", "cpu"]
+    return main([*words, *UNTYPED, *more])
+
+
+@pytest.mark.parametrize(("count", "batch"), [(20, 4), (200, 32)])
+def test_a_run_of_few_images_trains_and_says_its_batch(place, capsys, count, batch):
+    assert run(photographs(place / "few", count), "run", "train.max_steps=2") == 0
+
+    said = capsys.readouterr().err
+    assert f"{count} images, 2 steps of {batch}, about 0.1 GiB of memory" in said
+    assert f"train.batch_size={batch} fits: {2 * batch} would leave fewer than 4 steps" in said
+    written = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert written["train"]["batch_size"] == batch
+    assert log_rows("run")[0]["lr"] <= 5e-4 * batch / 256
+    assert "next: ssl-bench probe" in said
+
+
+def test_what_is_typed_is_the_batch_and_null_fits(place, capsys):
+    root = photographs(place / "few", 20)
+    assert run(root, "typed", "train.batch_size=10", "train.max_steps=1") == 0
+    assert "20 images, 1 steps of 10, about" in (said := capsys.readouterr().err)
+    assert "fits:" not in said
+
+    words = ["pretrain", "--data-root", str(root), "--batch-size", "21"]
+    assert "train.batch_size=null fits it" in fails(capsys, [*words, "--dry-run", *UNTYPED], 2)
+
+    assert (
+        main([*words[:3], "--dry-run", "experiment=dino_photographs", "train.batch_size=null"]) == 0
+    )
+    assert "batch      4 fits: 8 would leave" in capsys.readouterr().out
+
+
+def test_a_resumed_run_keeps_its_batch_on_another_machine(place, monkeypatch, capsys):
+    root = photographs(place / "few", 20)
+    assert run(root, "whole", "train.max_steps=4") == 0
+    assert run(root, "part", "train.max_steps=4", "train.max_minutes=0") == 0
+    assert load_state(Path("part"), CPU)[0]["step"] < 4
+    # There nothing but single images would fit.
+    monkeypatch.setattr(fitting, "free_host_memory", lambda: 1)
+    assert run(root, "elsewhere", "train.max_steps=1") == 0
+    assert "1 steps of 1, about" in capsys.readouterr().err
+
+    assert run(root, "part", "train.max_steps=4", "--resume") == 0
+
+    assert_same_run(Path("whole"), Path("part"))
+    assert yaml.safe_load(Path("part/config.yaml").read_text())["train"]["batch_size"] == 4
+
+
+def test_a_batch_fits_images_memory_and_patience(monkeypatch):
+    monkeypatch.setattr(fitting, "free_host_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+    assert fitted_batch(10**6, SMALL, CPU) == (1024, "1,024 is the most that is taken unasked")
+    assert fitted_batch(1, SMALL, CPU)[0] == 1
+    assert fitted_batch(100, SMALL, CPU)[0] == 16
+    assert fitted_batch(100, SMALL, CPU, ranks=3, parts=2)[0] == 24
+    large = replace(SMALL, image_bytes=GIB // 2)
+    assert fitted_batch(10**6, large, CPU) == (4, "8 would take 4.0 of 8.0 GiB that are free")
+    # A process computes one image of two at a time.
+    assert fitted_batch(10**6, large, CPU, parts=2)[0] == 8
+    slow = replace(SMALL, flops=30e9)
+    assert fitted_batch(10**6, slow, CPU) == (8, "a step of 16 would take about 12 s on this CPU")
+
+
+PEAK = """
+import resource, sys, torch
+from pretrain.logging import jsonl
+from pretrain.objectives.dino import Dino
+from pretrain.schedules import Timeline
+from ssl_bench.models import ViTConfig
+images = int(sys.argv[1])
+learner = Dino(out_dim=64).build(ViTConfig(dim=192, num_heads=3, depth=4), Timeline(9, 9), seed=0)
+views = [torch.rand(n * images, 3, s, s) for n, s in ((2, 224), (8, 96))]
+learner.loss(learner.student, views, 0)[0].backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_of_an_image_is_about_what_a_step_takes():
+    peaks = [
+        int(subprocess.run([sys.executable, "-c", PEAK, n], capture_output=True, check=True).stdout)
+        for n in ("1", "9")
+    ]
+    plan = Pretraining(model=ViTConfig(dim=192, num_heads=3, depth=4), objective=Dino(out_dim=64))
+    timeline = replace(plan.train, batch_size=1).timeline(9)
+    learner = plan.objective.build(plan.encoder, timeline, seed=0)
+
+    image_bytes = plan.needs(learner).image_bytes
+
+    assert (peaks[1] - peaks[0]) / 8 == pytest.approx(image_bytes, rel=0.5)
+
+
+def test_a_supervised_run_takes_labels_unasked(place, capsys):
+    root = class_folders(place / "classes", 4)
+    words = [word for word in UNTYPED if not word.startswith("objective.")]
+    words = ["pretrain", "--data-root", str(root), "--device", "cpu", *words]
+    words += ["objective=supervised", "train.max_steps=1"]
+
+    assert main([*words, "--out", "run"]) == 0
+
+    assert "train_top1" in log_rows("run")[0]
+    said = fails(capsys, [*words, "--out", "other", "data.labels=false"], 2)
+    assert "two classes or more, got 0; set data.labels=true" in said
+
+
+def test_a_long_run_says_early_what_takes_less(place, monkeypatch, capsys):
+    monkeypatch.setattr(jsonl, "_LONG", 0.0)
+    monkeypatch.setattr(jsonl, "_SECONDS_BETWEEN_LINES", 0.0)
+
+    assert run(photographs(place / "few", 20), "run", "train.max_steps=5") == 0
+
+    said = capsys.readouterr().err.splitlines()
+    (longer,) = [line for line in said if "takes about an hour" in line]
+    assert "left on this machine; train.max_steps=" in longer
+    assert [line.endswith(" left") for line in said if line.startswith("step ")] == [True] * 5
