@@ -12,6 +12,7 @@ from probes.pca.probe import PCA
 from probes.tokencut.probe import TokenCut
 from probes.tokencut.run import TOKENS_A_BATCH
 from probes.tokencut.spectral.eigensolver_batched import krylov_space
+from probes.tokencut.spectral.otsu import otsu_thresholds
 from ssl_bench.composition.fields import Count, check_fields
 from ssl_bench.cost.places import Place
 from ssl_bench.cost.work import Step, Unit
@@ -65,7 +66,9 @@ class TokenCutCost:
             tokens = [values.flatten(1, 2) for of in found.values() for values in of.values()]
             together = torch.cat(tokens)
             valid = torch.ones(together.shape[:2], dtype=torch.bool, device=together.device)
-            space = krylov_space(together, valid, tau=self.probe.tau, eps=self.probe.eps)
+            own = self.probe.tau == "otsu"
+            tau = otsu_thresholds(together) if own else float(self.probe.tau)
+            space = krylov_space(together, valid, tau=tau, eps=self.probe.eps)
             place.fetched([sums, space.projection, space.are_finite])
             weights = torch.ones_like(space.basis[:, 0, : space.projection.shape[-1]])
             vectors = torch.einsum("gtk,gk->gt", space.basis[..., : weights.shape[-1]], weights)
@@ -93,7 +96,8 @@ class PCACost:
         return [Unit("image", self.images, self._features, waits=1)]
 
     def _features(self, place: Place, _: int) -> Step:
-        layers, side = range(self.model.depth), self.probe.image_size
+        layers, own = range(self.model.depth), self.model.image_size
+        side = self.probe.longer_side_of((own, own))
         extractor = extractor_on(place, self.model, layers, [self.probe.scored_facet])
         images = pictures(1, (side, side))
 
