@@ -247,8 +247,8 @@ def find_together(
             some = {n: graph for n, graph in enumerate(graphs) if graph.shape[-1] == width}
             together = torch.stack([*some.values()])
             own = [taus[number] for number in some]
-            found = [one for one in own if isinstance(one, Tensor)]
-            tau = torch.stack(found) if found else float(own[0])
+            on_device = [one for one in own if isinstance(one, Tensor)]
+            tau = torch.stack(on_device) if on_device else float(own[0])
             solved = solve_batch(together, tau=tau, eps=probe.eps, each=pool.map)
             found |= zip(some, solved, strict=True)
         return [found[number] for number in range(len(graphs))]
