@@ -67,7 +67,8 @@ def _with_the_only_size(
                 f"{encoder.name} takes images of {height} x {width} pixels alone, got probe.{name}="
                 f"{size}; leave it out, or let its forward resize its positions"
             )
-    changes = {"image_size": height} if "image_size" in asked else {}
+    has_side = "image_size" in asked or hasattr(probe, "longer_side_of")
+    changes = {"image_size": height} if has_side else {}
     if hasattr(probe, "squash"):
         changes["squash"] = height
     return replace(probe, **changes) if changes else probe
