@@ -51,6 +51,8 @@ def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> lis
     unfit = _leave_out if options.task == "all" else refuse
     sizes = [] if options.batch_size is None else _batch_sizes(tasks, options.batch_size)
     plan = plan_probes(tasks, datasets, [*sizes, *overrides], roots, unfit=unfit)
+    if options.task == "all":
+        plan = [one for planned in plan for one in (planned, *planned.in_further_protocols())]
     if options.on_bad_image == "skip":
         plan = [replace(planned, dataset=ReadableDataset(planned.dataset)) for planned in plan]
     # Those of a dataset that look at the same images follow each other, so that what passed the

@@ -76,7 +76,8 @@ class FeatureExtractor:
         self._widths = dict.fromkeys(self.facets, self.dim)
         if self._taps:
             patch = max((*encoder.strides, self.patch_size))
-            found, _ = self.unchecked(torch.zeros(2, 3, *(n * patch for n in TRIAL_GRID)))
+            trial = [n * patch for n in TRIAL_GRID] if encoder.any_size else encoder.native_size
+            found, _ = self.unchecked(torch.zeros(2, 3, *trial))
             self._widths |= self._taps.widths(found)
 
     def width(self, facet: Facet) -> int:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from omegaconf import DictConfig
@@ -20,7 +20,7 @@ from ssl_bench.composition.compose import (
     with_root,
 )
 from ssl_bench.composition.fields import Bits, Count, Place, Seed, require, shown
-from ssl_bench.composition.presets import protocols
+from ssl_bench.composition.presets import changed_settings, preset_values, protocols
 from ssl_bench.data.corruptions.named import KEY as CORRUPT
 from ssl_bench.data.corruptions.named import asked_corruptions
 from ssl_bench.data.files.fingerprints import FingerprintKind
@@ -31,7 +31,9 @@ from ssl_bench.data.samples import Dataset
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import BrokenFile, ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation, Probe
-from ssl_bench.models import Encoder
+from ssl_bench.evaluation.image_size import SIZES, fit_size, said_size
+from ssl_bench.models import Encoder, EncoderIdentity
+from ssl_bench.system.progress import say
 
 if TYPE_CHECKING:
     import torch
@@ -83,16 +85,61 @@ class PlannedProbe:
         if fitted is not None:
             shared_files(fitted, scored, allowed=self.allow_overlap)
 
+    @property
+    def typed(self) -> frozenset[str]:
+        """Fields of the probe whose values are no preset's."""
+        keys = (override.partition("=")[0] for override in self.overrides)
+        return frozenset(key.removeprefix("probe.") for key in keys if key.startswith("probe."))
+
+    @property
+    def has_typed_size(self) -> bool:
+        """Whether an encoder can be unfit for a size that was typed."""
+        return not self.typed.isdisjoint(SIZES)
+
+    def fitted_to(self, encoder: Encoder | EncoderIdentity) -> "PlannedProbe":
+        """With images of a size that the encoder takes; see `fit_size`.
+
+        Raises:
+            ConfigurationError: a size that was typed does not fit the encoder.
+        """
+        return replace(self, probe=fit_size(self.probe, encoder, self.typed))
+
+    def in_further_protocols(self) -> list["PlannedProbe"]:
+        """The same question in the protocols that its probe names to stand beside this one.
+
+        None where a protocol was chosen, or a value that one of them has of its own.
+        """
+        found = []
+        for name in getattr(self.probe, "further_protocols", ()):
+            own = preset_values(self.probe, name)
+            if self.typed.isdisjoint(own):
+                overrides = (*self.overrides, f"{PROTOCOL}={name}")
+                config = probing_config(*self.choice, overrides, self.root)
+                found.append(replace(self, probe=build(config.probe), overrides=overrides))
+        return found
+
     def evaluation(
         self, encoder: Encoder, layers: tuple[int, ...], device: "torch.device"
     ) -> Evaluation:
-        """What computes the pending cells of this probe and one encoder."""
+        """What computes the pending cells of this probe and one encoder.
+
+        Raises:
+            ConfigurationError: a size that was typed does not fit the encoder.
+        """
         import torch
 
+        probe = self.fitted_to(encoder).probe
+        if said := said_size(self.probe, probe):
+            say(f"{probe.task}, {encoder.name}: {said}")
+        changed = changed_settings(probe)
+        if "image_size" not in self.typed:
+            # The preset's, but for what the encoder takes.
+            changed.pop("image_size", None)
         return Evaluation(
             encoder=encoder,
             dataset=self.dataset,
-            probe=self.probe,
+            probe=probe,
+            changed=changed,
             layers=layers,
             seed=self.seed,
             device=device,

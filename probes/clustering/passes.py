@@ -15,7 +15,7 @@ from probes.clustering.kmeans import Centres
 from probes.clustering.patch_labels import PatchLabels
 from probes.clustering.probe import Clustering
 from probes.features.stream import batches, read_ahead
-from probes.features.views import require_whole_patches, resized, tensors
+from probes.features.views import resized, tensors
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features
@@ -26,18 +26,11 @@ Cell = tuple[int, str]
 
 @dataclass(frozen=True)
 class PatchPasses:
-    """Patches of squashed images, at unit length, of some layers.
-
-    Raises:
-        ConfigurationError: the patch does not divide the side of the square.
-    """
+    """Patches of squashed images, at unit length, of some layers."""
 
     probe: Clustering
     context: ProbeContext
     layers: Sequence[int]
-
-    def __post_init__(self) -> None:
-        require_whole_patches(self.size, self.context.encoder.patch_size)
 
     @property
     def size(self) -> int:

@@ -49,7 +49,7 @@ def block_passes(
     """By layer the passes of all images, which are squeezed to squares of the same size.
 
     Raises:
-        ConfigurationError: The patch does not divide the size, or the encoder has no attention.
+        UnfitEncoder: The encoder has no attention, or stages.
         CheckpointError: Features are not finite.
     """
     if not encoder.num_heads:

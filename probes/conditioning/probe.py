@@ -53,7 +53,8 @@ class Conditioning:
             "mean_log": natural logarithms of the tokens' condition numbers before and after
             attention with its skip, their mean over all blocks up to the asked one.
         num_images: How many images, from the first one on.
-        image_size: Both sides in pixels; a multiple of the patch.
+        image_size: Both sides in pixels; the nearest multiple of the patch unless
+            it is chosen.
         num_steps: Of Lanczos.
         compare_to: Address of the other encoder, for "checkpoints".
         at_initialisation: Instead of the weights of the checkpoint, those that its configuration

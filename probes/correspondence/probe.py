@@ -82,6 +82,7 @@ class Correspondence:
     num_workers: Threads = 4
 
     task = "correspondence"
+    rounds_size = True
     keeps_images = True
 
     def __post_init__(self) -> None:

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
+from probes.tokencut.options import Tau
 from probes.tokencut.probe import TokenCut
-from ssl_bench.composition.fields import Within
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.scores import MOST_DETECTIONS
 
@@ -25,10 +25,11 @@ class ObjectDiscovery(TokenCut):
     """
 
     protocol: Literal["ssl_bench"] = "ssl_bench"  # pyright: ignore[reportIncompatibleVariableOverride]
-    tau: Annotated[float, Within(-1, 1, below=True)] = 0.15
+    tau: Tau = 0.15
     method: Literal["maskcut", "lost"] = "maskcut"
 
     task = "discovery"
+    further_protocols = ()
     # Of pictures without boxes TokenCut already shows what is found.
     role = "boxes"
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from probes.features.sources import parts_of
 from probes.features.stream import batches, read_ahead
-from probes.features.views import require_whole_patches
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import UnfitEncoder
@@ -55,7 +54,6 @@ class ImagePass:
         crop_share: Side of the central square that is looked at, relative to the shorter side.
 
     Raises:
-        ConfigurationError: the patch does not divide `image_size`.
         UnfitEncoder: the encoder has no [CLS] token.
     """
 
@@ -70,8 +68,6 @@ class ImagePass:
         encoder = self.context.encoder
         if "cls_normed" in self._parts and not encoder.has_cls:
             raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
-        if self.image_size:
-            require_whole_patches(self.image_size, encoder.patch_size)
 
     def layers_at_once(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""

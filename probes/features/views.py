@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import DataError
 from ssl_bench.scores import IGNORED
 
 # RGB in [0, 1], and a mask that covers the same part of the scene at a resolution of its own.
@@ -166,20 +166,6 @@ def tensors(
         raise DataError(f"{sample.image_id} has no mask; segmentation needs one for every image")
     pixels = torch.from_numpy(np.ascontiguousarray(sample.image.transpose(2, 0, 1)))
     return pixels.float().div_(255), torch.from_numpy(sample.mask)
-
-
-def require_whole_patches(image_size: int, patch: int) -> None:
-    """Refuse squares that patches do not fill.
-
-    Raises:
-        ConfigurationError: the patch does not divide the side.
-    """
-    if image_size % patch:
-        lower = max(1, image_size // patch) * patch
-        raise ConfigurationError(
-            f"probe.image_size must be a multiple of the patch size {patch}, got {image_size}; "
-            f"nearest are {lower} and {lower + patch}"
-        )
 
 
 def resized(

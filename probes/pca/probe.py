@@ -16,6 +16,7 @@ FILE = "reference.npz"
 """Maps that others are aligned with, beside the pictures."""
 _FACETS: tuple[Facet, ...] = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
 # What is drawn and how, not what the variance is.
+_AT_LEAST = 224
 _NOT_SETTINGS = ("protocol", "facet", "align_to", "grid")
 
 
@@ -29,7 +30,10 @@ class PCA:
         facet: What is projected: token, token_normed, key, query, value, attn_out, attn_skip,
             mlp_hidden, mlp_out, or a submodule of a block.
         num_images: How many images are drawn, from the first one on.
-        image_size: Longer side in pixels; both sides are rounded to multiples of the patch.
+        image_size: Longer side in pixels; both sides are rounded to multiples of the patch. Without
+            it the encoder's own, and at least 224.
+        squash: Side of the square that images are squashed to instead, whatever their shape; that
+            of an encoder that takes no other size.
         background: "keep", or "first_component": patches on one side of the first component are
             left out and the components fitted again without them; see `foreground`.
         align_to: Folder of pictures, or name of a checkpoint that was probed into the same folder
@@ -41,13 +45,15 @@ class PCA:
     protocol: Literal["image", "batch", "dataset"] = "image"
     facet: str = "token"
     num_images: Count = 8
-    image_size: Pixels = 224
+    image_size: Pixels | None = None
+    squash: Pixels | None = None
     background: Literal["keep", "first_component"] = "keep"
     align_to: FilePath | None = None
     grid: Literal["png", "svg", "both"] = "png"
 
     task = "pca"
     role = "images"
+    rounds_size = True
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
@@ -68,7 +74,13 @@ class PCA:
         """Nothing is fitted to other images than those that are scored."""
 
     def settings(self) -> dict[str, Any]:
-        return {name: v for name, v in asdict(self).items() if name not in _NOT_SETTINGS}
+        # Records of before this option had none.
+        left_out = {*_NOT_SETTINGS, *(["squash"] if self.squash is None else [])}
+        return {name: v for name, v in asdict(self).items() if name not in left_out}
+
+    def longer_side_of(self, native_size: tuple[int, int]) -> int:
+        """Longer side of an image that an encoder of that size sees."""
+        return self.image_size or max(_AT_LEAST, *native_size)
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int

@@ -100,7 +100,7 @@ class PCARun:
         moments = {layer: Moments() for layer in self.context.layers} if whole else {}
         for number in self.context.progress(range(total), "pca", total):
             sample = samples[number] if number < len(samples) else images[number]
-            image = resize(sample.image, self.probe.image_size, extractor.patch_size)
+            image = self._resized(sample.image, extractor.patch_size)
             blocks, sums = extractor.unchecked(image[None])
             sums, *maps = fetched(
                 [sums, *(facets[self.probe.scored_facet][0] for facets in blocks.values())]
@@ -112,6 +112,14 @@ class PCARun:
             if number < len(samples):
                 kept.append(found)
         return kept, moments
+
+    def _resized(
+        self, image: UInt8[np.ndarray, "height width 3"], patch: int
+    ) -> Float[Tensor, "3 rows_px cols_px"]:
+        if self.probe.squash is not None:
+            return _as_tensor(image, self.probe.squash, self.probe.squash)
+        side = self.probe.longer_side_of(self.context.encoder.native_size)
+        return resize(image, side, patch)
 
     def _fit(
         self, features: list[Float[Tensor, "_rows _cols _dim"]], sums: Moments | None
@@ -244,5 +252,11 @@ def resize(
     """
     scale = longer_side / max(image.shape[:2])
     height, width = (max(patch, round(side * scale / patch) * patch) for side in image.shape[:2])
+    return _as_tensor(image, height, width)
+
+
+def _as_tensor(
+    image: UInt8[np.ndarray, "height width 3"], height: int, width: int
+) -> Float[Tensor, "3 {height} {width}"]:
     resized = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
     return torch.from_numpy(np.asarray(resized).copy()).permute(2, 0, 1).float() / 255

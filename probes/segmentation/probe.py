@@ -51,7 +51,8 @@ class Segmentation:
         protocol: The preset these values come from; records carry it.
         layers_mode: "single": one head a block. "multi": one head on the blocks at 1/4, 1/2, 3/4
             and all of the depth up to the last asked layer. "last4": on the last four up to it.
-        image_size: Side of the squares that the encoder sees; a multiple of the patch.
+        image_size: Side of the squares that the encoder sees; without a choice the nearest multiple
+            of the patch.
         loss: What the heads are trained to, a file of configs/probe/segmentation/loss.
         training: How, a file of configs/probe/segmentation/training.
         inference: How images are scored, a file of configs/probe/segmentation/inference.
@@ -155,7 +156,6 @@ class Segmentation:
         """Score all heads of all layers.
 
         Raises:
-            ConfigurationError: the patch does not divide `image_size`.
             DataError: the labels hold too few classes.
         """
         yield from self.prepared(context).scores(guesses_of(self, self.guesses))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from probes.tokencut.options import REFERENCE, Cut, PatchGrid
 from probes.tokencut.spectral.eigensolver import FiedlerVector, second_eigenvector
+from probes.tokencut.spectral.otsu import otsu_thresholds
 
 TIE = 1e-6
 
@@ -63,8 +64,9 @@ def discover(
     Source: TokenCut, https://arxiv.org/abs/2202.11539, and object_discovery.py of
     https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
     """
-    tokens = as_array(graph_tokens(cut, features, grid))
-    found = second_eigenvector(tokens, tau=cut.tau, eps=cut.eps, weighted=cut.weighted)
+    tokens = graph_tokens(cut, features, grid)
+    tau = float(threshold(cut, tokens))
+    found = second_eigenvector(as_array(tokens), tau=tau, eps=cut.eps, weighted=cut.weighted)
     return cut_out(found, grid, cut)
 
 
@@ -75,6 +77,11 @@ def graph_tokens(
     rows, cols = cut.graph_shape(grid)
     tokens = features[:rows, :cols].flatten(0, 1)
     return tokens - tokens.mean(0) if cut.centred else tokens
+
+
+def threshold(cut: Cut, tokens: Float[Tensor, "tokens dim"]) -> float | Float[Tensor, ""]:
+    """Cosine above which the patches of an image are linked; on the device if found there."""
+    return otsu_thresholds(tokens[None])[0] if cut.tau == "otsu" else cut.tau
 
 
 def as_array(tokens: Float[Tensor, "tokens dim"]) -> Float32[np.ndarray, "tokens dim"]:

@@ -56,13 +56,13 @@ def grid_of(sample: Sample, patch_size: int) -> PatchGrid:
     return PatchGrid(height, width, patch_size)
 
 
-def resized(sample: Sample, longer_side: int) -> Sample:
-    """An image at another size, bicubic, the shorter side rounded; its boxes, not rounded, with it.
+def resized(sample: Sample, size: tuple[int, int]) -> Sample:
+    """An image at another height and width, bicubic; its boxes, not rounded, with it.
 
     A box in the same part of the image overlaps its true ones as much as before.
     """
-    shape = np.array(sample.image.shape[1::-1])
-    size = np.maximum(1, (shape * longer_side / shape.max()).round().astype(int))
-    image = Image.fromarray(sample.image).resize((*size.tolist(),), Image.Resampling.BICUBIC)
-    boxes = None if sample.boxes is None else sample.boxes * np.tile(size / shape, 2)
+    height, width = sample.image.shape[:2]
+    image = Image.fromarray(sample.image).resize((size[1], size[0]), Image.Resampling.BICUBIC)
+    scale = np.tile([size[1] / width, size[0] / height], 2)
+    boxes = None if sample.boxes is None else sample.boxes * scale
     return replace(sample, image=np.asarray(image), boxes=boxes, mask=None)

@@ -21,7 +21,7 @@ from ssl_bench.scores import is_hit
 
 Cell = dict[str, Any]
 # Raised when lines of older files no longer say everything, or say what a method finds no more.
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True)

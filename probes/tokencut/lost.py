@@ -4,8 +4,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from probes.tokencut.cuts import Discovery, as_array, component_of, graph_tokens
+from probes.tokencut.cuts import Discovery, as_array, component_of, graph_tokens, threshold
 from probes.tokencut.options import REFERENCE, Cut, PatchGrid
+from probes.tokencut.spectral.graph import cosines
 
 
 def lost(
@@ -17,8 +18,9 @@ def lost(
 ) -> Discovery:
     """The object that LOST finds in one image.
 
-    Only the preparation and the connectivity of the cut apply; patches are linked where their
-    features agree in sign. Of patches of equal degree the first comes first.
+    Only the preparation, the connectivity and a `tau` of "otsu" apply; else patches are linked
+    where their features agree in sign. Of patches of equal degree the first comes first. An object
+    that is the whole graph is degenerate: all patches resemble each other.
 
     Args:
         features: Of one image.
@@ -31,8 +33,11 @@ def lost(
     degree, which promises no order and keeps none on CPUs with vector instructions; and a seed
     whose features are zero is an error there, here an object of one patch.
     """
-    tokens, shape = as_array(graph_tokens(cut, features, grid)), cut.graph_shape(grid)
+    graph, shape = graph_tokens(cut, features, grid), cut.graph_shape(grid)
+    tokens = as_array(graph)
     products = tokens @ tokens.T
+    if cut.tau == "otsu":
+        products = cosines(tokens) - float(threshold(cut, graph))
     degrees = _degrees(products)
     by_degree = np.argsort(degrees, kind="stable")
     candidates = by_degree[:num_candidates]
@@ -48,7 +53,8 @@ def lost(
     return Discovery(
         grid.padded(component),
         grid.box(component),
-        degenerate=any(bool((grown(other) != component).any()) for other in others),
+        degenerate=bool(component.all())
+        or any(bool((grown(other) != component).any()) for other in others),
         tied_cutoff=_order_decides(products[seed], degrees, by_degree, num_candidates),
     )
 

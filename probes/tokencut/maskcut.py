@@ -15,6 +15,7 @@ from probes.tokencut.cuts import (
     component_of,
     graph_tokens,
     split_at_mean,
+    threshold,
 )
 from probes.tokencut.options import REFERENCE, Cut, PatchGrid
 from probes.tokencut.spectral.eigensolver import FiedlerVector, solve
@@ -22,7 +23,8 @@ from probes.tokencut.spectral.graph import similarity_graph
 from ssl_bench.system.transfers import sent
 
 Tokens = Float[Tensor, "tokens dim"]
-Solver = Callable[[Sequence[Tokens]], Sequence[FiedlerVector]]
+Taus = Sequence[float | Float[Tensor, ""]]
+Solver = Callable[[Sequence[Tokens], Taus], Sequence[FiedlerVector]]
 
 
 def maskcut(
@@ -47,8 +49,8 @@ def maskcut(
     that LAPACK gives the eigenvector; see `split_off_the_corners`.
     """
     search = MaskCutSearch(features, grid, cut, num_masks)
-    tokens = as_array(search.tokens())
-    graph = similarity_graph(tokens, tau=cut.tau, eps=cut.eps, weighted=cut.weighted)
+    tokens, tau = as_array(search.tokens()), float(search.tau)
+    graph = similarity_graph(tokens, tau=tau, eps=cut.eps, weighted=cut.weighted)
     while not search.finished:
         search.take(solve(graph.isolated(search.painted)))
     return search.found
@@ -57,6 +59,7 @@ def maskcut(
 class MaskCutSearch:
     """The rounds of one image: `tokens` are to be cut, `take` takes the cut, until `finished`.
 
+    All rounds have the `tau` of the whole image, no negative one: painted patches have cosine 0.
     The patches of a mask stay in the graph as zero features, which are linked to nothing. A later
     object may hold them again; its mask is reported without them.
     """
@@ -66,6 +69,9 @@ class MaskCutSearch:
     ) -> None:
         self.found: list[Discovery] = []
         self._all_tokens = graph_tokens(cut, features, grid)
+        self.tau = threshold(cut, self._all_tokens)
+        if isinstance(self.tau, Tensor):
+            self.tau = self.tau.clamp(min=0)
         self._grid, self._connectivity = grid, cut.connectivity
         self._rounds_left = num_masks
         self._painted = np.zeros(cut.graph_shape(grid), bool)
@@ -125,7 +131,7 @@ class MaskCutSearch:
 def search_together(searches: Sequence[MaskCutSearch], solver: Solver) -> None:
     """Finish several searches; the solver is called once a round, for all that go on."""
     while waiting := [search for search in searches if not search.finished]:
-        spectra = solver([search.tokens() for search in waiting])
+        spectra = solver([search.tokens() for search in waiting], [s.tau for s in waiting])
         for search, spectrum in zip(waiting, spectra, strict=True):
             search.take(spectrum)
 

@@ -49,12 +49,17 @@ class PatchGrid:
         return np.pad(values, ((0, rows), (0, cols)))
 
 
+Tau = Annotated[float, Within(-1, 1, below=True)] | Literal["otsu"]
+
+
 @dataclass(frozen=True)
 class Cut:
     """How an object is cut out of the similarity graph; the defaults are TokenCut's.
 
     Attributes:
-        tau: Cosine similarity above which two patches are linked, in [-1, 1).
+        tau: Cosine similarity above which two patches are linked, in [-1, 1); "otsu": of each image
+            the one that splits its cosines best, see `otsu_thresholds`. LOST links where products
+            are positive, and with "otsu" above this cosine.
         eps: Weight of all other links.
         weighted: Links weigh their cosine instead of 1.
         centred: Subtract the image's mean feature first.
@@ -64,7 +69,7 @@ class Cut:
         refuse_degenerate: No object where rounding would choose it.
     """
 
-    tau: Annotated[float, Within(-1, 1, below=True)] = 0.2
+    tau: Tau = 0.2
     eps: InnerShare = 1e-5
     weighted: bool = False
     centred: bool = False

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from probes.tokencut.files import DiscoveryFiles, cell_name
 from probes.tokencut.options import Cut
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels, check_fields
@@ -25,7 +27,8 @@ class TokenCut(Cut):
     """CorLoc of one box an image, for every asked block and facet.
 
     Attributes:
-        protocol: That of the reference code. Changed options stand beside it in tables.
+        protocol: "reference" is that of the reference code, "adaptive" takes the threshold of each
+            image's own cosines. Changed options stand beside it in tables.
         facet: Which features make the graph, one or several of key, query, value, token,
             token_normed, attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
         method: tokencut, lost, or maskcut, whose first mask counts.
@@ -33,16 +36,20 @@ class TokenCut(Cut):
         panels: How many images get a picture of their own, from the first one on, and how many of
             each kind (hits, misses, degenerate) are on the contact sheet of a block.
         longer_side: In pixels, of every image that the encoder sees; without it the image's own.
+        squash: Side of the square that images are squashed to instead, whatever their shape; that
+            of an encoder that takes no other size.
     """
 
-    protocol: Literal["reference"] = "reference"
+    protocol: Literal["reference", "adaptive"] = "reference"
     facet: str | Sequence[str] = "key"
     method: Literal["tokencut", "lost", "maskcut"] = "tokencut"
     max_objects: Count = 3
     panels: CountOrZero = 8
     longer_side: Pixels | None = None
+    squash: Pixels | None = None
 
     task = "tokencut"
+    further_protocols = ("adaptive",)
     is_shared = True
     role = "discovery"
     keeps_images = True
@@ -51,7 +58,7 @@ class TokenCut(Cut):
         check_fields(self, "probe")
         # MaskCut's painted patches have cosine 0 with all: a lower tau would link them to all.
         _require(
-            self.method != "maskcut" or self.tau >= 0,
+            self.method != "maskcut" or self.tau == "otsu" or self.tau >= 0,
             f"tau must lie in [0, 1) for maskcut, got {self.tau}",
         )
         asked_facets(self.facet, FACETS)
@@ -88,15 +95,20 @@ class TokenCut(Cut):
         """An image as the encoder sees it, with its boxes."""
         from probes.tokencut.extraction import resized
 
-        return sample if self.longer_side is None else resized(sample, self.longer_side)
+        if self.squash is not None:
+            return resized(sample, (self.squash, self.squash))
+        if self.longer_side is None:
+            return sample
+        shape = np.array(sample.image.shape[1::-1])
+        width, height = np.maximum(1, (shape * self.longer_side / shape.max()).round().astype(int))
+        return resized(sample, (int(height), int(width)))
 
     def settings(self) -> dict[str, Any]:
         left_out = {"protocol", "facet", "panels"}
         if self.method != "maskcut":
             left_out.add("max_objects")
-        # Records of before this option had none.
-        if self.longer_side is None:
-            left_out.add("longer_side")
+        # Records of before these options had none.
+        left_out |= {name for name in ("longer_side", "squash") if getattr(self, name) is None}
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def pictures(

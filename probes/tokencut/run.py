@@ -13,17 +13,17 @@ from torch import Tensor
 
 from probes.features.stream import read_ahead
 from probes.pictures import sheet
-from probes.tokencut.cuts import Discovery, cut_out, discover, graph_tokens
+from probes.tokencut.cuts import Discovery, cut_out, discover, graph_tokens, threshold
 from probes.tokencut.extraction import BatchFeatures, extracted, grid_of
 from probes.tokencut.files import DiscoveryFiles, cell_name
 from probes.tokencut.log import DiscoveryLog, ImageResult, image_result
 from probes.tokencut.lost import lost
-from probes.tokencut.maskcut import MaskCutSearch, maskcut, search_together
+from probes.tokencut.maskcut import MaskCutSearch, Taus, maskcut, search_together
 from probes.tokencut.options import PatchGrid
 from probes.tokencut.pictures.gallery import Gallery
 from probes.tokencut.pictures.panels import panel, save_masks
 from probes.tokencut.probe import TokenCut
-from probes.tokencut.scores import corloc_score
+from probes.tokencut.scores import corloc_score, flagged
 from probes.tokencut.shape_batches import same_shape
 from probes.tokencut.spectral.eigensolver import FiedlerVector, GraphPool
 from probes.tokencut.spectral.eigensolver_batched import solve_batch
@@ -37,6 +37,8 @@ from ssl_bench.results import encoder_id
 
 TOKENS_A_BATCH = 8192
 _DECODERS = 4
+# Percent of degenerate graphs above which a block's numbers say nothing.
+_MOST = 50.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,31 @@ class DiscoveryRun:
                 f"masks, pictures and boxes are in {folder}"
             )
             return []
+        self._tell_degenerate(list(results.values()))
         return list(results.values())
+
+    def _tell_degenerate(self, results: Sequence[ImageResult]) -> None:
+        """Say why, of the blocks most of whose graphs say nothing of the image, and what helps."""
+        shares = dict[str, float]()
+        for layer, facet in self._blocks():
+            cells = [result.cells[cell_name(layer, facet)] for result in results]
+            share = flagged("degenerate", cells)["degenerate_percent"]
+            if share > _MOST:
+                shares[f"{facet} of block {layer} ({share:.0f} %)"] = share
+        if not shares:
+            return
+        helps = "; take another block or facet"
+        if self.probe.tau != "otsu":
+            adaptive = (
+                "probe.tau=otsu" if self.probe.task != "tokencut" else "probe.protocol=adaptive"
+            )
+            helps = f"; {adaptive} takes a threshold of each image's own"
+        threshold = "0" if self.probe.method == "lost" else f"tau={self.probe.tau}"
+        self.context.say(
+            f"{self.probe.task}: degenerate graphs for {', '.join(shares)}: where all cosines of "
+            f"an image lie above {threshold}, every patch is linked with every other and the box "
+            f"is arbitrary{helps}"
+        )
 
     def _blocks(self) -> list[tuple[int, Facet]]:
         return list(itertools.product(self.context.layers, self.probe.facets))
@@ -214,15 +240,16 @@ def find_together(
 ) -> list[list[Discovery]]:
     """As `find`, for graphs of one shape that are solved together on their device."""
 
-    def solve(
-        graphs: Sequence[Float[Tensor, "tokens dim"]],
-    ) -> Sequence[FiedlerVector]:
+    def solve(graphs: Sequence[Float[Tensor, "tokens dim"]], taus: Taus) -> Sequence[FiedlerVector]:
         found: dict[int, FiedlerVector] = {}
         # Facets differ in their channels.
         for width in dict.fromkeys(graph.shape[-1] for graph in graphs):
             some = {n: graph for n, graph in enumerate(graphs) if graph.shape[-1] == width}
             together = torch.stack([*some.values()])
-            solved = solve_batch(together, tau=probe.tau, eps=probe.eps, each=pool.map)
+            own = [taus[number] for number in some]
+            on_device = [one for one in own if isinstance(one, Tensor)]
+            tau = torch.stack(on_device) if on_device else float(own[0])
+            solved = solve_batch(together, tau=tau, eps=probe.eps, each=pool.map)
             found |= zip(some, solved, strict=True)
         return [found[number] for number in range(len(graphs))]
 
@@ -231,7 +258,8 @@ def find_together(
         searches = [MaskCutSearch(*pair, probe, probe.max_objects) for pair in pairs]
         search_together(searches, solve)
         return [search.found for search in searches]
-    spectra = solve([graph_tokens(probe, *pair) for pair in pairs])
+    tokens = [graph_tokens(probe, *pair) for pair in pairs]
+    spectra = solve(tokens, [threshold(probe, graph) for graph in tokens])
     return [[cut_out(one, grid, probe)] for one, grid in zip(spectra, grids, strict=True)]
 
 

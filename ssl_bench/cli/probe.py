@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import torch
@@ -16,9 +16,10 @@ from ssl_bench.asked import (
 )
 from ssl_bench.cli.plans import plan_table
 from ssl_bench.composition.compose import as_yaml
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.layers import layers_of
+from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_asked
 from ssl_bench.planning import PlannedProbe, probing_config
 from ssl_bench.report.overview.headlines import chosen_metric
@@ -89,9 +90,14 @@ def _probed(
     records, passed = list[Record](), PassedImages()
     left_out: list[str] = []
     among_all = options.task == "all" and len(plan) > 1
-    for uri in ranks.after_first(partial(asked_encoders, options)):
+    uris = ranks.after_first(partial(asked_encoders, options))
+    if len(uris) > 1 and any(planned.has_typed_size for planned in plan):
+        for uri in uris:
+            _require_fitting_sizes(plan, ranks.after_first(partial(identify_encoder, uri)))
+    for uri in uris:
         # The first leaves what it downloads where the others find it.
         encoder = ranks.after_first(partial(announced_encoder, uri))
+        _require_fitting_sizes(plan, encoder)
         added = is_baseline(uri) and uri not in (options.checkpoint or ())
         for planned in plan:
             with _left_out_of_all(planned, left_out, fails=not (among_all or added)):
@@ -104,6 +110,18 @@ def _probed(
             raise ConfigurationError(f"no task was left for {encoder.name}: {left_out[0]}")
         left_out.clear()
     return records
+
+
+def _require_fitting_sizes(
+    plan: Sequence[PlannedProbe], encoder: Encoder | EncoderIdentity
+) -> None:
+    """Refuse, before anything is computed, sizes that were typed and that no patch divides.
+
+    Whatever else a task lacks of the encoder is said when its turn comes.
+    """
+    for planned in plan:
+        with suppress(UnfitEncoder):
+            planned.fitted_to(encoder)
 
 
 @contextmanager

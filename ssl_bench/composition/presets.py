@@ -51,7 +51,9 @@ def changed_settings(probe: Preset) -> dict[str, Any]:
     if not is_dataclass(probe) or (known and probe.protocol not in known):
         return {}
     values = (
-        defaults(type(probe)) | {"protocol": probe.protocol} | (_values(probe) if known else {})
+        defaults(type(probe))
+        | {"protocol": probe.protocol}
+        | (preset_values(probe, probe.protocol) if known else {})
     )
     usual = replace(probe, **values)
     # What only another choice has, such as C of L-BFGS, is compared with its own default.
@@ -89,7 +91,7 @@ def _other_defaults(probe: Preset, usual: Preset) -> dict[str, Any]:
     return found
 
 
-def _values(probe: Preset) -> dict[str, Any]:
+def preset_values(probe: Preset, protocol: str) -> dict[str, Any]:
     """What the file of a protocol says."""
-    file = config_folder() / preset_group(probe.task) / f"{probe.protocol}.yaml"
+    file = config_folder() / preset_group(probe.task) / f"{protocol}.yaml"
     return constructed(read_file(file), "probe")

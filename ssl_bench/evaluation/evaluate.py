@@ -1,11 +1,11 @@
 """Checkpoint x probe x dataset x layers -> records."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.corrupted import corruption_of
@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One probe on one dataset for the asked layers of one encoder."""
+    """One probe on one dataset for the asked layers of one encoder.
+
+    Attributes:
+        changed: Settings that are not those of the protocol, where the probe alone cannot tell.
+    """
 
     encoder: Encoder
     dataset: Dataset
@@ -46,6 +50,7 @@ class Evaluation:
     device: "torch.device"
     dtype: "torch.dtype"
     allow_overlap: bool = False
+    changed: Mapping[str, Any] | None = None
 
     def run(
         self,
@@ -210,7 +215,7 @@ class Evaluation:
                 **({"epoch": epoch} if epoch is not None else {}),
             },
             unit=score.unit,
-            changed=changed_settings(self.probe),
+            changed=changed_settings(self.probe) if self.changed is None else self.changed,
             **provenance(self.device, seconds),
         )
 

@@ -66,12 +66,17 @@ def plan_sweep(options: argparse.Namespace, overrides: Sequence[str]) -> list[Jo
         known_as = encoder_id(encoder.identity())
         asked_layers = layers_asked(encoder.uri, options.layer)
         for planned, images, settings in asked:
-            layers = layers_of(planned.probe, asked_layers, encoder.depth)
+            fitted = planned.fitted_to(encoder)
+            layers = layers_of(fitted.probe, asked_layers, encoder.depth)
             keys = cell_keys(
-                planned, images, layers, identity=encoder.identity(), settings=settings
+                fitted,
+                images,
+                layers,
+                identity=encoder.identity(),
+                settings={**settings, **fitted.probe.settings()},
             )
-            folder = pictures_folder(store, planned.probe.task, images, encoder.name, known_as)
-            found = find_pending(planned.probe, keys, images, store, folder)
+            folder = pictures_folder(store, fitted.probe.task, images, encoder.name, known_as)
+            found = find_pending(fitted.probe, keys, images, store, folder)
             # Where pictures alone are missing, the cells that are run for them.
             left = found.cells or [key for key in keys if key.layer in found.layers]
             pending = tuple(key for key in keys if key in left)

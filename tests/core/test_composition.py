@@ -24,7 +24,7 @@ def test_overrides_reach_the_component_as_plain_python():
 
     probe = build(config.probe)
 
-    assert (probe.num_images, probe.image_size, config.seed) == (3, 224, 7)
+    assert (probe.num_images, probe.image_size, config.seed) == (3, None, 7)
     assert type(probe.num_images) is int
 
 

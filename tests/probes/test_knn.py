@@ -25,7 +25,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.system.progress import show_progress
 from tests.support.coloured_classes import coloured_classes
 from tests.support.configured import configured
-from tests.support.faults import class_folders, encoder_file, fails, probing, records
+from tests.support.faults import class_folders, probing, records
 
 
 def unit(*degrees):
@@ -285,18 +285,6 @@ def test_a_record_says_the_size_of_its_protocol(place, words, size, changed):
         *first, last = record.details["guesses"]
         assert first == ([] if size else ["squares of 32 pixels where theirs are 224"])
         assert last.startswith("a class without votes is never among the five")
-
-
-def test_a_patch_that_does_not_divide_the_size_is_named(place, capsys):
-    encoder_file(
-        place / "encoder.safetensors", config=ViTConfig(27, 9, dim=12, depth=2, num_heads=2)
-    )
-    class_folders(place)
-
-    line = fails(capsys, probing("knn", "class_folders", place, "probe.protocol=dinov2"), 2)
-
-    assert "probe.image_size must be a multiple of the patch size 9, got 224" in line
-    assert "nearest are 216 and 225" in line
 
 
 def test_more_neighbours_than_images_are_refused(context):

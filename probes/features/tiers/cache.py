@@ -25,7 +25,7 @@ from probes.features.tiers.training import (
     TrainingFeatures,
     feature_bytes,
 )
-from probes.features.views import TrainingViews, nearest_labels, require_whole_patches
+from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import MachineError
 from ssl_bench.evaluation import Progress
@@ -60,9 +60,6 @@ class TrainingPass:
         label_size: Height and width of the labels in training.
         say: Gets a line on where features are, and where those of an earlier run are damaged.
         sharing: Which processes do it together.
-
-    Raises:
-        ConfigurationError: the patch does not divide `image_size`.
     """
 
     extractor: FeatureExtractor
@@ -77,9 +74,6 @@ class TrainingPass:
     progress: Progress
     say: Callable[[str], None]
     sharing: Sharing
-
-    def __post_init__(self) -> None:
-        require_whole_patches(self.image_size, self.extractor.patch_size)
 
     def run(self, room: Room) -> TrainingFeatures:
         """Compute the features, take them from a file of an earlier run, or get ready to stream.

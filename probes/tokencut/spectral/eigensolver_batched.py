@@ -18,6 +18,8 @@ from probes.tokencut.spectral.eigensolver import (
 from ssl_bench.errors import DataError
 from ssl_bench.system.transfers import fetched, sent
 
+Tau = float | Float[Tensor, " graphs"]
+"""Of all graphs, or of each."""
 BlockProduct = Callable[[Tensor], Tensor]
 
 _WIDTH = 2
@@ -44,7 +46,7 @@ def second_eigenvectors(
     features: Float[Tensor, "graphs tokens dim"],
     valid: Bool[Tensor, "graphs tokens"],
     *,
-    tau: float,
+    tau: Tau,
     eps: float,
     steps: int = 24,
 ) -> SecondEigenvectors:
@@ -103,7 +105,7 @@ def krylov_space(
     features: Float[Tensor, "graphs tokens dim"],
     valid: Bool[Tensor, "graphs tokens"],
     *,
-    tau: float,
+    tau: Tau,
     eps: float,
     steps: int = 24,
 ) -> KrylovSpace:
@@ -133,7 +135,7 @@ def krylov_space(
 def certified_batch(
     tokens: Float[Tensor, "graphs tokens dim"],
     *,
-    tau: float,
+    tau: Tau,
     eps: float,
     links_at_once: int = 2**29,
 ) -> list[FiedlerVector | None]:
@@ -151,12 +153,18 @@ def certified_batch(
     if tokens.shape[1] <= DENSE_TOKENS:
         # Too few for the steps: directions that do not exist would pass for eigenvectors.
         return [None] * len(tokens)
-    parts = tokens.split(max(1, links_at_once // tokens.shape[1] ** 2))
-    return [found for part in parts for found in _certified(part, tau=tau, eps=eps)]
+    at_once = max(1, links_at_once // tokens.shape[1] ** 2)
+    parts = tokens.split(at_once)
+    taus = tau.split(at_once) if isinstance(tau, Tensor) else [tau] * len(parts)
+    return [
+        found
+        for part, of_part in zip(parts, taus, strict=True)
+        for found in _certified(part, tau=of_part, eps=eps)
+    ]
 
 
 def _certified(
-    tokens: Float[Tensor, "graphs tokens dim"], *, tau: float, eps: float
+    tokens: Float[Tensor, "graphs tokens dim"], *, tau: Tau, eps: float
 ) -> list[FiedlerVector | None]:
     valid = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
     found = second_eigenvectors(tokens, valid, tau=tau, eps=eps)
@@ -173,7 +181,7 @@ def _certified(
 def solve_batch(
     tokens: Float[Tensor, "graphs tokens dim"],
     *,
-    tau: float,
+    tau: Tau,
     eps: float,
     each: Callable[..., Iterable[FiedlerVector]] = map,
 ) -> list[FiedlerVector]:
@@ -186,24 +194,30 @@ def solve_batch(
         each: Maps over the graphs on the host, such as `GraphPool.map`.
     """
 
-    def finished(pair: tuple[Tensor, FiedlerVector | None]) -> FiedlerVector:
-        graph, certified = pair
-        return certified or second_eigenvector(graph.float().cpu().numpy(), tau=tau, eps=eps)
+    def finished(found: tuple[Tensor, float | Tensor, FiedlerVector | None]) -> FiedlerVector:
+        graph, own, certified = found
+        if certified is not None:
+            return certified
+        return second_eigenvector(graph.float().cpu().numpy(), tau=float(own), eps=eps)
 
     certified = certified_batch(tokens, tau=tau, eps=eps)
-    return list(each(finished, zip(tokens, certified, strict=True)))
+    taus = [*tau] if isinstance(tau, Tensor) else [tau] * len(tokens)
+    return list(each(finished, zip(tokens, taus, certified, strict=True)))
 
 
 def _links(
     features: Float[Tensor, "graphs tokens dim"],
     norms: Float32[Tensor, "graphs tokens 1"],
     valid: Bool[Tensor, "graphs tokens"],
-    tau: float,
+    tau: Tau,
 ) -> Float32[Tensor, "graphs tokens tokens"]:
     unit = (features.float() / norms.clamp(min=1e-12)).masked_fill(~valid[..., None], 0)
     links = torch.bmm(unit, unit.mT)
     links.diagonal(dim1=1, dim2=2).copy_(valid & (norms[..., 0] > 0))
-    return links.gt_(tau) if tau >= 0 else links.gt_(tau).mul_(valid[:, None] & valid[..., None])
+    if not isinstance(tau, Tensor) and tau >= 0:
+        return links.gt_(tau)
+    least = tau[:, None, None] if isinstance(tau, Tensor) else tau
+    return links.gt_(least).mul_(valid[:, None] & valid[..., None])
 
 
 def _krylov_space(

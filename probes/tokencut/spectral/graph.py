@@ -74,7 +74,7 @@ def similarity_graph(
     Raises:
         DataError: a token is NaN or infinite.
     """
-    links = _cosines(features)
+    links = cosines(features)
     # Exactly, because the cosine of a token with itself may round to less than 1.
     np.fill_diagonal(links, features.any(1))
     if weighted:
@@ -84,9 +84,14 @@ def similarity_graph(
     return Graph.of(links, scale=1 - eps, eps=eps)
 
 
-def _cosines(
+def cosines(
     features: Float32[np.ndarray, "tokens dim"],
 ) -> Float32[np.ndarray, "tokens tokens"]:
+    """Of every token with every other.
+
+    Raises:
+        DataError: a token is NaN or infinite.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         norms = np.sqrt(np.einsum("td,td->t", features, features))
     num_broken = int((~np.isfinite(norms)).sum())

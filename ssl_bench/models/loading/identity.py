@@ -35,6 +35,8 @@ class EncoderIdentity:
     std: tuple[float, float, float]
     depth: int
     patch_size: int
+    native_size: tuple[int, int]
+    any_size: bool = True
 
     def identity(self) -> dict[str, Any]:
         """As `Encoder.identity`."""
@@ -66,6 +68,7 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
         *stated_colours(path),
         depth=len(strides) if strides else config.depth,
         patch_size=strides[0] if strides else config.patch_size,
+        native_size=(config.image_size, config.image_size),
     )
 
 

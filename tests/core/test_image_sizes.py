@@ -1,0 +1,121 @@
+"""Sizes of images meet the encoder before anything runs, whoever chose them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import ssl_bench
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import ViTConfig
+from tests.support import own_module
+from tests.support.faults import encoder_file, fails, records
+
+FILE = str(Path(__file__).parents[1] / "support/own_module.py")
+TOY = ["--dataset", "toy", "--layer", "-1", "dataset.num_train=2", "dataset.num_val=2"]
+SQUARES = {"segmentation": 504, "retrieval": 504, "clustering": 504, "conditioning": 216}
+QUICK = ["probe.training.epochs=1", "probe.memory_patches=60", "probe.num_images=2"]
+QUICK += ["probe.fit_patches=60", "probe.num_restarts=1", "probe.panels=0", "probe.holdout=0.0"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    """An encoder whose patch divides no preset's size."""
+    monkeypatch.chdir(tmp_path)
+    encoder_file(tmp_path / "a.safetensors", config=ViTConfig(144, 72, 12, 2, 2))
+    return tmp_path
+
+
+def probed(task: str, *more: str, checkpoint: str = "a.safetensors") -> list[str]:
+    return ["probe", "--task", task, "--checkpoint", checkpoint, *TOY, *more]
+
+
+def planned(capsys, words: list[str]) -> list[dict]:
+    capsys.readouterr()
+    assert main(["sweep", *words[1:], "--dry-run", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["jobs"]
+
+
+def test_sizes_of_presets_become_multiples_of_the_patch(place, capsys):
+    words = probed(",".join(SQUARES), *QUICK)
+    assert all(job["pending"] for job in planned(capsys, words))
+
+    assert main(words) == 0
+
+    said = capsys.readouterr().err
+    assert {r.task: r.settings["image_size"] for r in records()} == SQUARES
+    assert all("image_size" not in record.changed for record in records())
+    assert said.count("images of 504 x 504 pixels instead of 512") == 3
+    assert not any(job["pending"] for job in planned(capsys, words))
+
+
+@pytest.mark.parametrize("door", ["probe", "sweep"])
+@pytest.mark.parametrize("task", ["all", "pca,retrieval", "conditioning"])
+def test_typed_sizes_that_do_not_fit_run_nothing(place, capsys, door, task):
+    more = ["--dry-run"] if door == "sweep" else []
+    words = [door, *probed(task, "probe.image_size=100", *more)[1:]]
+
+    line = fails(capsys, words, 2)
+
+    assert "probe.image_size must be a multiple of the patch size 72 of a, got 100" in line
+    assert "nearest are 72 and 144" in line
+    assert not list(Path("results").rglob("*.json"))
+
+
+def test_the_second_encoder_is_asked_first(place, capsys):
+    encoder_file(place / "b.safetensors")
+    words = probed("pca,conditioning", "probe.image_size=32", "--checkpoint", "a.safetensors")
+
+    line = fails(capsys, [*words[:3], "--checkpoint", "b.safetensors", *words[5:]], 2)
+
+    assert "patch size 72 of a, got 32" in line
+    assert not list(Path("results").rglob("*.json"))
+
+
+def test_maps_have_the_size_of_the_encoder_and_at_least_224(place, capsys):
+    encoder_file(place / "b.safetensors", config=ViTConfig(288, 72, 12, 2, 2))
+    for name in ("a", "b"):
+        assert main(probed("pca", "probe.num_images=1", checkpoint=f"{name}.safetensors")) == 0
+
+    assert {r.model: r.settings["image_size"] for r in records()} == {"a": 224, "b": 288}
+    assert all(list(record.changed) == ["num_images"] for record in records())
+    assert not any("squash" in record.settings for record in records())
+    jobs = planned(capsys, probed("pca", "probe.num_images=1", checkpoint="b.safetensors"))
+    assert [job["pending"] for job in jobs] == [0]
+
+
+def test_an_encoder_of_one_size_is_asked_at_that_size(place, capsys):
+    tasks = "tokencut,discovery,pca,retrieval"
+
+    assert main(probed(tasks, *QUICK[1:3], "probe.facet=token", checkpoint=f"{FILE}:own")) == 0
+
+    said = capsys.readouterr().err
+    assert said.count("images are squashed to 32 x 32 pixels, the only size") == 3
+    found = {r.task: r for r in records()}
+    assert set(found) == set(tasks.split(","))
+    assert [found[t].settings["squash"] for t in ("tokencut", "discovery", "pca")] == [32] * 3
+    assert [found[t].settings["image_size"] for t in ("retrieval", "pca")] == [32, 32]
+    # The reference sees images at their own size.
+    assert found["tokencut"].named_protocol == "reference, squash=32"
+    jobs = planned(
+        capsys, probed(tasks, *QUICK[1:3], "probe.facet=token", checkpoint=f"{FILE}:own")
+    )
+    assert not any(job["pending"] for job in jobs if job["task"] != "discovery")
+
+
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        ("geometry", {"image_size": 48}),
+        ("pca", {"image_size": 48}),
+        ("correspondence", {"image_size": 48}),
+        ("tokencut", {"longer_side": 48}),
+        ("discovery", {"squash": 48}),
+    ],
+)
+def test_another_size_than_the_only_one_is_refused(place, task, settings):
+    with pytest.raises(ConfigurationError, match="takes images of 32 x 32") as one:
+        ssl_bench.probe(own_module.own(), task=task, out="results", **settings)
+    assert "\n" not in str(one.value)
+    assert not list(Path("results").rglob("*.json"))
