@@ -19,7 +19,7 @@ from ssl_bench.composition.compose import as_yaml
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.layers import layers_of
-from ssl_bench.models.loading.addresses import is_baseline, layers_asked
+from ssl_bench.models.loading.addresses import expand, is_baseline, layers_asked
 from ssl_bench.planning import PlannedProbe, probing_config
 from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
@@ -89,10 +89,11 @@ def _probed(
     records, passed = list[Record](), PassedImages()
     left_out: list[str] = []
     among_all = options.task == "all" and len(plan) > 1
+    named = expand(options.checkpoint or [])
     for uri in ranks.after_first(partial(asked_encoders, options)):
         # The first leaves what it downloads where the others find it.
         encoder = ranks.after_first(partial(announced_encoder, uri))
-        added = is_baseline(uri) and uri not in (options.checkpoint or ())
+        added = is_baseline(uri) and uri not in named
         for planned in plan:
             with _left_out_of_all(planned, left_out, fails=not (among_all or added)):
                 layers = layers_of(planned.probe, layers_asked(uri, options.layer), encoder.depth)

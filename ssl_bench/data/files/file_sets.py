@@ -178,6 +178,10 @@ class FileImageSet:
         """Of each image a number, another one where what its file holds is."""
         return self._known.marks
 
+    def entries(self) -> list[str]:
+        """What each image is known by, with its mask or boxes, whatever else is in the set."""
+        return [f"{entry:016x}" for entry in self._known.entries.tolist()]
+
     def path(self, index: int) -> Path:
         """The file of an image."""
         return self.images.path(self.ids[index])

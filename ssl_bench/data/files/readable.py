@@ -14,7 +14,7 @@ from jaxtyping import Int64, UInt64
 from ssl_bench.data.files.digest_cache import DigestCache, FileState
 from ssl_bench.data.files.digests import file_state
 from ssl_bench.data.files.file_sets import FileImageSet
-from ssl_bench.data.files.fingerprints import extended, marks_of
+from ssl_bench.data.files.fingerprints import entries_of, extended, marks_of
 from ssl_bench.data.files.images import KINDS
 from ssl_bench.data.files.threads import in_threads
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Sample
@@ -72,6 +72,11 @@ class RemainingImages:
     def marks(self) -> UInt64[np.ndarray, " images"]:
         """Those of the images that are left."""
         return marks_of(self.images)[list(self.kept)]
+
+    def entries(self) -> list[str]:
+        """Those of the images that are left."""
+        entries = entries_of(self.images)
+        return [entries[index] for index in self.kept]
 
     @cached_property
     def _ids(self) -> tuple[str, ...]:
@@ -172,11 +177,13 @@ def _faults_of(
     """What is wrong with each image; pixels of files are decoded as they lie there."""
     behind = files_behind(images)
     if behind is None:
+        states = None
         keys: list[object] = [(images.name, images.split, image_id) for image_id in images.ids]
         decode, cache = images.__getitem__, None
     else:
         files, places = behind
-        keys = [(files.files(place), files.options.bits) for place in places.tolist()]
+        states = [(files.files(place), files.options.bits) for place in places.tolist()]
+        keys = [*states]
         cache = DigestCache(files.images.folder)
 
         def decode(index: int) -> Sample:
@@ -184,7 +191,7 @@ def _faults_of(
 
     def fault(index: int) -> UnreadableImage | None:
         begun = time.time_ns()
-        state = None if behind is None else _state(*keys[index])
+        state = None if states is None else _state(*states[index])
         if cache and state and cache.get(*state):
             return None
         try:
