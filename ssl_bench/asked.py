@@ -4,12 +4,10 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.composition.compose import compose_config, has_key
-from ssl_bench.data.files.readable import ReadableDataset
 from ssl_bench.errors import BrokenFile, CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import Encoder, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
@@ -46,15 +44,21 @@ def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> lis
     if options.task == "all":
         tasks = _importable(tasks)
     datasets = asked_names("dataset", options.dataset, choices("dataset"))
-    require_choice("--on-bad-image", options.on_bad_image, ON_BAD_IMAGE)
+    if options.on_bad_image is not None:
+        require_choice("--on-bad-image", options.on_bad_image, ON_BAD_IMAGE)
     roots = dataset_roots(options.data_root, datasets)
     unfit = _leave_out if options.task == "all" else refuse
     sizes = [] if options.batch_size is None else _batch_sizes(tasks, options.batch_size)
-    plan = plan_probes(tasks, datasets, [*sizes, *overrides], roots, unfit=unfit)
+    plan = plan_probes(
+        tasks,
+        datasets,
+        [*sizes, *overrides],
+        roots,
+        unfit=unfit,
+        on_bad_image=options.on_bad_image,
+    )
     if options.task == "all":
         plan = [one for planned in plan for one in (planned, *planned.in_further_protocols())]
-    if options.on_bad_image == "skip":
-        plan = [replace(planned, dataset=ReadableDataset(planned.dataset)) for planned in plan]
     # Those of a dataset that look at the same images follow each other, so that what passed the
     # encoder for one need not be held for long.
     return sorted(plan, key=lambda one: (datasets.index(one.choice[1]), one.probe.role))

@@ -25,7 +25,15 @@ class DataError(SslBenchError, ValueError):
 
 
 class UnreadableImage(DataError):
-    """A file is empty, cut short or not one image; `--on-bad-image skip` leaves it out."""
+    """A file is empty, cut short or not one image; `--on-bad-image skip` leaves it out.
+
+    Attributes:
+        remedy: What reads files of this kind, which is whole and named HEIC, for example.
+    """
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
 
 
 class CheckpointError(SslBenchError, ValueError):

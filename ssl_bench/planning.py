@@ -25,6 +25,7 @@ from ssl_bench.data.corruptions.named import KEY as CORRUPT
 from ssl_bench.data.corruptions.named import asked_corruptions
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.overlap import shared_files
+from ssl_bench.data.files.readable import Looked, ReadableDataset
 from ssl_bench.data.opened import ListedOnce
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
 PROTOCOL = "probe.protocol"
+OnBadImage = Literal["fail", "skip"]
 DType = Literal["float32", "float16", "bfloat16"]
 """As torch names them."""
 Limit = Count | None
@@ -164,10 +166,12 @@ def plan_probes(
     roots: Mapping[str, str] | None = None,
     *,
     unfit: Callable[[str], None] = refuse,
+    on_bad_image: OnBadImage | None = None,
 ) -> list[PlannedProbe]:
     """Pair tasks with the datasets that have what they need; `roots` says where those lie.
 
-    `unfit` is told, in one line, why tasks are left out.
+    `unfit` is told, in one line, why tasks are left out. `on_bad_image` is "fail", or "skip" for
+    what can be read alone; without it each dataset has its own way.
 
     An override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key; each
     corruption that `corrupt=` names makes a plan of its own.
@@ -193,8 +197,9 @@ def plan_probes(
         for pair, default in zip(pairs, defaults, strict=True)
     ]
     listed: dict[str, Dataset] = {}
+    looked = Looked()
     plan = [
-        _build(pair, [*own, *one], (roots or {}).get(pair[1]), listed)
+        _build(pair, [*own, *one], (roots or {}).get(pair[1]), listed, looked, on_bad_image)
         for one in corruptions
         for pair, own in zip(pairs, taken, strict=True)
     ]
@@ -294,6 +299,8 @@ def _build(
     overrides: Sequence[str],
     root: str | None,
     listed: dict[str, Dataset],
+    looked: Looked,
+    on_bad_image: OnBadImage | None,
 ) -> PlannedProbe:
     config = probing_config(*choice, overrides, root)
     if protocol := _protocol_of_data(config, overrides):
@@ -302,11 +309,16 @@ def _build(
     values = shared_values(config)
     views = views_of(values)
     # Whatever is asked of it, alike in all tasks and before and after a corruption.
-    dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(build(config.dataset)))
+    built = build(config.dataset)
+    dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(built))
     whole = f"{as_yaml(config.dataset)} {views} {values[CORRUPT]}"
+    view = listed.setdefault(whole, as_asked(dataset, **views, corrupt=values[CORRUPT]))
+    skips = getattr(built, "leaves_out_unreadable", False)
+    if on_bad_image is not None:
+        skips = on_bad_image == "skip"
     return PlannedProbe(
         probe=build(config.probe),
-        dataset=listed.setdefault(whole, as_asked(dataset, **views, corrupt=values[CORRUPT])),
+        dataset=ReadableDataset(view, looked) if skips else view,
         seed=values["seed"],
         dtype=values["dtype"],
         choice=choice,

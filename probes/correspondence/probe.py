@@ -18,6 +18,7 @@ from ssl_bench.composition.fields import (
     require_some,
 )
 from ssl_bench.composition.presets import changed_settings
+from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -59,7 +60,7 @@ class Correspondence:
             around it, weighted by similarity.
         sigma: For soft: of a Gaussian around the most similar patch, in patches.
         temperature: For soft: similarities are divided by it.
-        panels: How many pairs are drawn, from the first one on.
+        panels: How many pairs are drawn, from all over the set.
         memory_gib: For features of images that come in several pairs.
 
     Source: the soft prediction is `utils/keypoints.py` of https://github.com/visinf/INSID3
@@ -162,7 +163,7 @@ class Correspondence:
             self.picture(layer, facet, image_id): [layer]
             for layer in layers
             for facet in self.facets
-            for image_id in images.ids[: self.panels]
+            for image_id in sampled(images.ids, self.panels)
         }
 
     def run(self, context: ProbeContext) -> Iterator[Score]:

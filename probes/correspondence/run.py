@@ -17,6 +17,7 @@ from probes.correspondence.pairs import ViewPair, annotated_pair, warped_pair
 from probes.correspondence.probe import Correspondence
 from probes.correspondence.warps import Points
 from probes.features.stream import batches, read_ahead
+from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
@@ -79,7 +80,7 @@ class CorrespondenceRun:
         # Warps come once: nothing of them is worth remembering.
         most_bytes = int(self.probe.memory_gib * 2**30) if is_annotated else 0
         encoded = EncodedViews(extractor, most_bytes)
-        drawn, truth = set(images.ids[: self.probe.panels]), Truth()
+        drawn, truth = set(sampled(images.ids, self.probe.panels)), Truth()
         cells: dict[Cell, Found] = defaultdict(Found)
         order = _by_category(images.ids) if is_annotated else range(len(images))
         pairs = zip(order, self._pairs(images, order, size), strict=True)

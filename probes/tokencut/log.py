@@ -96,19 +96,31 @@ class DiscoveryLog:
 
     Args:
         folder: Where the file is.
-        key: Everything that the results depend on.
+        key: Everything that the results depend on, but for the images.
+        entries: What each image is known by, see `entries_of`; lines of other images are passed
+            over.
         forget: Begin anew.
         part: Of several processes that search together, each has a file of its own beside that of
             the first, process 0, which takes up what it finds there when it opens its own.
     """
 
     def __init__(
-        self, folder: Path, key: Mapping[str, Any], *, forget: bool = False, part: int = 0
+        self,
+        folder: Path,
+        key: Mapping[str, Any],
+        entries: Mapping[str, str],
+        *,
+        forget: bool = False,
+        part: int = 0,
     ) -> None:
         self._header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
         digest = hashlib.sha256(self._header.encode(errors="surrogateescape")).hexdigest()
         self.path = folder / f"images_{digest[:12]}.jsonl"
         self.images: dict[str, ImageResult] = {}
+        self._entries = entries
+        self._ids: dict[str, list[str]] = {}
+        for image_id, entry in entries.items():
+            self._ids.setdefault(entry, []).append(image_id)
         self._own = self.path.with_suffix(f".{part}.jsonl") if part else self.path
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -144,9 +156,27 @@ class DiscoveryLog:
         for line in text.splitlines()[1:]:
             # Bytes that a failing disk or another writer left say nothing of any image.
             with suppress(ValueError, TypeError, KeyError, RecursionError):
-                self._merge(_whole(json.loads(line)))
-                whole.append(line)
+                content = _whole(json.loads(line))
+                if self._entries.get(content["image"]) == content["entry"]:
+                    self._merge(content)
+                    whole.append(line)
         return whole
+
+    def take_up(self, path: Path) -> list[tuple[str, str, list[str]]]:
+        """Have what the log of another set says of images that this one holds too.
+
+        Returns:
+            For each image its id there, its id here, and the cells that were not known here.
+        """
+        taken = []
+        for line in path.read_text(errors="replace").splitlines()[1:]:
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                content = _whole(json.loads(line))
+                for image_id in self._ids.get(content["entry"], ()):
+                    if not self.has(image_id, list(content["cells"])):
+                        self._keep({**content, "image": image_id})
+                        taken.append((content["image"], image_id, list(content["cells"])))
+        return taken
 
     def has(self, image_id: str, cells: Sequence[str]) -> bool:
         """Whether all cells of an image are known."""
@@ -157,6 +187,7 @@ class DiscoveryLog:
         """Keep a result; it is in the file when this returns."""
         line = {
             "image": image_id,
+            "entry": self._entries[image_id],
             "num_boxes": result.num_boxes,
             "largest_box": result.largest_box,
             "grid": list(result.grid),
@@ -165,6 +196,9 @@ class DiscoveryLog:
             "size": result.size,
             "pixels": result.pixels,
         }
+        self._keep(line)
+
+    def _keep(self, line: dict[str, Any]) -> None:
         try:
             self._begin()
             self._append(json.dumps({**line, "crc32": _checksum(line)}))

@@ -11,6 +11,7 @@ from probes.tokencut.files import DiscoveryFiles, cell_name
 from probes.tokencut.options import Cut
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels, check_fields
 from ssl_bench.composition.presets import changed_settings
+from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -33,7 +34,7 @@ class TokenCut(Cut):
             token_normed, attn_out, attn_skip, mlp_hidden, mlp_out, and submodules of a block.
         method: tokencut, lost, or maskcut, whose first mask counts.
         max_objects: Rounds of maskcut in an image, each of which gives a mask at most.
-        panels: How many images get a picture of their own, from the first one on, and how many of
+        panels: How many images, from all over the set, get a picture of their own, and how many of
             each kind (hits, misses, degenerate) are on the contact sheet of a block.
         longer_side: In pixels, of every image that the encoder sees; without it the image's own.
         squash: Side of the square that images are squashed to instead, whatever their shape; that
@@ -115,7 +116,7 @@ class TokenCut(Cut):
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
-        drawn, files = images.ids[: self.panels], DiscoveryFiles(Path(self.folder))
+        drawn, files = sampled(images.ids, self.panels), DiscoveryFiles(Path(self.folder))
         shown: dict[str, Sequence[int]] = {}
         for layer, facet, _ in self.cells(layers) if drawn else []:
             cell = cell_name(layer, facet)

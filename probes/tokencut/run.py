@@ -1,8 +1,9 @@
 """Discovery with one encoder on one dataset: features, objects, pictures, scores."""
 
+import glob
 import itertools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,15 @@ from probes.tokencut.shape_batches import same_shape
 from probes.tokencut.spectral.eigensolver import FiedlerVector, GraphPool
 from probes.tokencut.spectral.eigensolver_batched import solve_batch
 from ssl_bench import __version__
+from ssl_bench.data.files.fingerprints import entries_of
+from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.results import encoder_id
+from ssl_bench.system.files import write_atomically
 
 TOKENS_A_BATCH = 8192
 _DECODERS = 4
@@ -62,16 +66,17 @@ class DiscoveryRun:
         """
         images = self.probe.split(self.context.dataset)
         folder = self.context.artifacts / self.probe.folder
-        key = self._log_key(images)
         ranks = self.context.ranks
-        forget = self.context.overwrite and ranks.is_first
-        log = ranks.after_first(lambda: DiscoveryLog(folder, key, forget=forget, part=ranks.rank))
+        entries = dict(zip(images.ids, entries_of(images), strict=True))
+        log = ranks.after_first(lambda: self._opened_log(folder, entries))
         # The first must not take up files to which another still writes.
         with ranks.together():
             self._discover_all(images, log)
         if ranks.count > 1:
             # The first takes up what the others have found.
-            log = ranks.after_first(lambda: DiscoveryLog(folder, key, part=ranks.rank))
+            log = ranks.after_first(
+                lambda: DiscoveryLog(folder, self._log_key(), entries, part=ranks.rank)
+            )
         results = {image_id: log.images[image_id] for image_id in images.ids}
         if ranks.is_first:
             self._draw_sheets(images, results, folder)
@@ -110,8 +115,29 @@ class DiscoveryRun:
     def _blocks(self) -> list[tuple[int, Facet]]:
         return list(itertools.product(self.context.layers, self.probe.facets))
 
+    def _opened_log(self, folder: Path, entries: Mapping[str, str]) -> DiscoveryLog:
+        """What was found before, also in other sets that have some of the same images."""
+        ranks, anew = self.context.ranks, self.context.overwrite
+        forget = anew and ranks.is_first
+        log = DiscoveryLog(folder, self._log_key(), entries, forget=forget, part=ranks.rank)
+        names, sets = [cell_name(*block) for block in self._blocks()], folder.parents[2]
+        is_stored = folder.parent == self.context.artifacts and sets.name == self.probe.task
+        if anew or not (ranks.is_first and is_stored):
+            return log
+        ours = DiscoveryFiles(folder)
+        for path in sorted(sets.glob(f"*/*/{glob.escape(folder.name)}/{log.path.name}")):
+            if path == log.path or all(log.has(image_id, names) for image_id in entries):
+                continue
+            theirs = DiscoveryFiles(path.parent)
+            for there, here, cells in log.take_up(path):
+                for cell in cells:
+                    _copy(theirs.mask(cell, there), ours.mask(cell, here))
+                    _copy(theirs.panel(cell, there), ours.panel(cell, here))
+        return log
+
     def _discover_all(self, images: ImageSet, log: DiscoveryLog) -> None:
-        drawn, files = set(images.ids[: self.probe.panels]), DiscoveryFiles(log.path.parent)
+        drawn = set(sampled(images.ids, self.probe.panels))
+        files = DiscoveryFiles(log.path.parent)
         ranks = self.context.ranks
         missing = ranks.from_first(
             lambda: [i for i, n in enumerate(images.ids) if not self._has(n, log, files, drawn)]
@@ -205,14 +231,19 @@ class DiscoveryRun:
             f"score with; the boxes that were found are in {log}"
         )
 
-    def _log_key(self, images: ImageSet) -> dict[str, Any]:
+    def _log_key(self) -> dict[str, Any]:
         return {
             "encoder": encoder_id(self.context.encoder.identity()),
-            "dataset_fingerprint": images.fingerprint(),
             "dtype": str(self.context.dtype),
             "settings": self.probe.settings(),
             "version": __version__,
         }
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_file() and not target.exists():
+        content = source.read_bytes()
+        write_atomically(target, lambda file: file.write(content))
 
 
 def find_all(

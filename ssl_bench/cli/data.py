@@ -235,6 +235,11 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
                 f"{source.name} in {root} is a part of what is published, first {broken[0].role}: "
                 f"{broken[0].problems[0]}; --subset checks a part as it is; {_remedy(source)}"
             )
+        if not source.counts or source.is_generated:
+            raise DataError(
+                f"{source.name} in {root} has {count} faults, first {broken[0].role}: "
+                f"{broken[0].problems[0]}"
+            )
         raise DataError(
             f"{source.name} in {root} is not as published, {count} in all, first {broken[0].role}: "
             f"{broken[0].problems[0]}; `ssl-bench data list {source.name}` shows what belongs "

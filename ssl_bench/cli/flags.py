@@ -28,9 +28,9 @@ def add_probing(add: Callable[..., object]) -> None:
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     add(
         "--on-bad-image",
-        default="fail",
         metavar="fail|skip",
-        help="skip: leave out images that cannot be read and say so in the records (default fail)",
+        help="skip: leave out images that cannot be read and say so in the records (default fail; "
+        "of folder skip)",
     )
     add_short(add)
 

@@ -93,6 +93,7 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="such as tokencut, segmentation, pca, knn, retrieval; several with commas, or all",
     )
     add_probing(add)
+    add("--pictures", type=int, metavar="N", help="draw so many of the images: probe.panels=N")
     add("--overwrite", action="store_true", help="compute finished cells again")
     add_showing(add)
     add("--json", action="store_true", help="print the records as JSON instead of tables")

@@ -20,7 +20,7 @@ from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.layers import layers_of
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
-from ssl_bench.models.loading.addresses import is_baseline, layers_asked
+from ssl_bench.models.loading.addresses import expand, is_baseline, layers_asked
 from ssl_bench.planning import PlannedProbe, probing_config
 from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
@@ -90,6 +90,7 @@ def _probed(
     records, passed = list[Record](), PassedImages()
     left_out: list[str] = []
     among_all = options.task == "all" and len(plan) > 1
+    named = expand(options.checkpoint or [])
     uris = ranks.after_first(partial(asked_encoders, options))
     if len(uris) > 1 and any(planned.has_typed_size for planned in plan):
         for uri in uris:
@@ -98,7 +99,7 @@ def _probed(
         # The first leaves what it downloads where the others find it.
         encoder = ranks.after_first(partial(announced_encoder, uri))
         _require_fitting_sizes(plan, encoder)
-        added = is_baseline(uri) and uri not in (options.checkpoint or ())
+        added = is_baseline(uri) and uri not in named
         for planned in plan:
             with _left_out_of_all(planned, left_out, fails=not (among_all or added)):
                 layers = layers_of(planned.probe, layers_asked(uri, options.layer), encoder.depth)

@@ -8,7 +8,7 @@ from ssl_bench.errors import ConfigurationError
 _PROBING = {"limit": "data.limit", "seed": "seed"}
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "features": {"limit": "data.limit"},
-    "probe": _PROBING,
+    "probe": _PROBING | {"pictures": "probe.panels"},
     "sweep": _PROBING,
     "pretrain": {
         "limit": "data.limit",

@@ -1,5 +1,9 @@
 """The first try of something on few images: data of which each split gives so many, and says so."""
 
+import hashlib
+import os
+from collections.abc import Sequence
+
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 
@@ -28,6 +32,13 @@ def limited(images: ImageSet, limit: int) -> ImageSet:
     count = min(limit, len(images))
     kept = [index * len(images) // count for index in range(count)]
     return some_of(images, _limited_name(images.name, limit), kept)
+
+
+def sampled(ids: Sequence[str], count: int) -> tuple[str, ...]:
+    """So many ids from all over a set, in its order; few change when other images come or go."""
+    by_digest = sorted(ids, key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+    chosen = set(by_digest[:count])
+    return tuple(image_id for image_id in ids if image_id in chosen)
 
 
 def _limited_name(name: str, limit: int) -> str:

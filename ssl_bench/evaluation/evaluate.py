@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.corrupted import corruption_of
-from ssl_bench.data.files.readable import (
-    ReadableDataset,
-    counts_and_first,
-    summary,
-    with_a_way_out,
-)
+from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, with_a_way_out
 from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
@@ -63,9 +58,6 @@ class Evaluation:
     ) -> list[Record]:
         """Compute the cells that the store lacks, each saved as soon as it is known.
 
-        Where `dataset` is a `ReadableDataset`, images that cannot be read are left out of all
-        splits, and the probe begins again.
-
         Args:
             store: Where finished cells are looked up and new ones go.
             say: Gets one line on what was skipped and what runs.
@@ -79,26 +71,21 @@ class Evaluation:
         Raises:
             UnreadableImage: an image cannot be read, and is not to be left out.
         """
-        while True:
-            try:
-                whole = replace(self, dataset=OpenedOnce(self.dataset))
-                with ranks.together():
-                    return whole._run(
-                        store,
-                        say=say,
-                        overwrite=overwrite,
-                        ranks=ranks,
-                        passed=passed or PassedImages(),
-                    )
-            except UnreadableImage as error:
-                sieve = self.dataset
-                if not isinstance(sieve, ReadableDataset):
-                    raise with_a_way_out(error) from error
-                with ranks.together():
-                    if not sieve.leave_out_unreadable(show_progress):
-                        raise
-                gone = summary(sieve.left_out())
-                say(f"{error}; left out as unreadable: {gone}; beginning again")
+        try:
+            whole = replace(self, dataset=OpenedOnce(self.dataset))
+            with ranks.together():
+                return whole._run(
+                    store,
+                    say=say,
+                    overwrite=overwrite,
+                    ranks=ranks,
+                    passed=passed or PassedImages(),
+                )
+        except UnreadableImage as error:
+            # Of images that were looked through, one was replaced since.
+            if isinstance(self.dataset, ReadableDataset):
+                raise
+            raise with_a_way_out(error) from error
 
     def _run(
         self,

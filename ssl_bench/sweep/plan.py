@@ -132,7 +132,7 @@ def _arguments(options: argparse.Namespace, planned: PlannedProbe, uri: str) -> 
         "--data-root": planned.root,
         "--out": options.out,
         "--device": options.device,
-        "--on-bad-image": None if options.on_bad_image == "fail" else options.on_bad_image,
+        "--on-bad-image": options.on_bad_image,
     }
     words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
     return ("probe", *words, *planned.overrides)

@@ -4,7 +4,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from ssl_bench.system.ranks import is_heard
 
 T = TypeVar("T")
 _FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
+_REMEMBERED = 1000
 
 
 class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]
@@ -52,20 +54,41 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
 
 
 def _logged(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:
-    start, wait, done = time.monotonic(), _FIRST_SECONDS, 0
+    start = last = time.monotonic()
+    wait, durations = _FIRST_SECONDS, deque[float](maxlen=_REMEMBERED)
     for done, item in enumerate(items, 1):
         yield item
-        passed = time.monotonic() - start
+        now = time.monotonic()
+        durations.append(now - last)
+        last, passed = now, now - start
         if passed >= wait:
             wait = passed + min(passed, _LATEST_SECONDS)
-            say(_line(description, done, total, passed))
+            say(_line(description, done, total, passed, durations))
 
 
-def _line(description: str, done: int, total: int | None, seconds: float) -> str:
+def _line(
+    description: str, done: int, total: int | None, seconds: float, durations: Sequence[float]
+) -> str:
     if not total:
         return f"{description}: {done} in {in_words(seconds)}"
-    left = seconds / done * (total - done)
+    if done == 1 < total:
+        # It waited for what is loaded once.
+        return f"{description}: {done} of {total} in {in_words(seconds)}"
+    left = _usual(durations) * (total - done)
     return f"{description}: {done} of {total}, about {in_words(left)} left"
+
+
+def _usual(durations: Sequence[float]) -> float:
+    """Seconds of the median item, whose batch came as a whole if others followed it at once."""
+    # The longest may have waited for what is loaded once.
+    second = sorted(durations)[-2:][0]
+    batches: list[list[float]] = []
+    for duration in durations:
+        if not batches or duration > second / 10:
+            batches.append([])
+        batches[-1].append(duration)
+    each = sorted(sum(batch) / len(batch) for batch in batches for _ in batch)
+    return each[(len(each) - 1) // 2]
 
 
 def in_words(seconds: float) -> str:

@@ -42,8 +42,9 @@ def stops_or_skips(capsys, place: Path, how: str) -> None:
     photos = photo_folder(place / "photos")
     spoil(photos / "1.jpg", how)
 
-    assert "photos/1.jpg" in fails(capsys, probing("pca", "folder", photos), 3)
-    assert main(probing("pca", "folder", photos, "--on-bad-image", "skip")) == 0
+    stopping = probing("pca", "folder", photos, "--on-bad-image", "fail")
+    assert "photos/1.jpg" in fails(capsys, stopping, 3)
+    assert main(probing("pca", "folder", photos)) == 0
 
     (skipping,) = records()
     assert skipping.num_images == 3
@@ -191,7 +192,7 @@ def test_fault_05_a_decompression_bomb_is_refused_in_little_memory(place, capsys
     (photos / "0.png").write_bytes(bomb(side))
 
     with peak_memory_mib() as peak:
-        said = fails(capsys, probing("pca", "folder", photos), 3)
+        said = fails(capsys, probing("pca", "folder", photos, "--on-bad-image", "fail"), 3)
 
     assert "0.png" in said
     assert peak() < 60

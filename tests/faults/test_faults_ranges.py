@@ -270,10 +270,10 @@ def test_fault_80_what_is_no_picture_is_called_by_what_it_is(place, capfd, other
 
 def test_fault_80_a_stack_stops_a_run_or_is_left_out(place, capsys):
     put(OTHERS["stack"][0], "photos/9.tif")
-    words = probing("pca", "folder", place / "photos")
+    words = probing("pca", "folder", place / "photos", "--on-bad-image")
 
-    assert "photos/9.tif is a TIFF of 3 pages" in fails(capsys, words, 3)
-    assert main([*words, "--on-bad-image", "skip"]) == 0
+    assert "photos/9.tif is a TIFF of 3 pages" in fails(capsys, [*words, "fail"], 3)
+    assert main([*words, "skip"]) == 0
     assert records()[0].details["left_out"] == {"all": {"count": 1, "first": ["9.tif"]}}
 
 

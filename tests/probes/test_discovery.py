@@ -304,12 +304,12 @@ def test_settings_say_what_was_guessed():
 
 
 def test_a_line_of_a_log_from_before_true_boxes_is_still_known(tmp_path):
-    log = DiscoveryLog(tmp_path, {"a": 1})
+    log = DiscoveryLog(tmp_path, {"a": 1}, {"x": "of x"})
     log.add("x", result([LEFT], None))
     text = log.path.read_text()
     line = json.loads(text.splitlines()[1])
     del line["true_boxes"], line["crc32"]
-    old = DiscoveryLog(tmp_path / "old", {"a": 1})
+    old = DiscoveryLog(tmp_path / "old", {"a": 1}, {"x": "of x"})
 
     old._merge(line)
 

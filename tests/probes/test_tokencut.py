@@ -395,7 +395,7 @@ def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
 
     with pytest.raises(MachineError, match="cannot write"):
-        DiscoveryLog(tmp_path / "file", {})
+        DiscoveryLog(tmp_path / "file", {}, {})
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from PIL import Image
 from probes.pictures import heading, sheet, tile_size, titled
 from probes.tokencut.log import Cell, ImageResult, unpack_mask
 from probes.tokencut.pictures.panels import LEGEND, at_pixels, draw_boxes, highlight
+from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import DataError
 
@@ -37,7 +38,7 @@ class Gallery:
 
     Attributes:
         results: By image id.
-        per_kind: How many images of each kind are shown, from the first one on.
+        per_kind: How many images of each kind, from all over the set, are shown.
         seen: An image as it was searched, with its boxes.
     """
 
@@ -52,8 +53,8 @@ class Gallery:
         """One sheet: the title, then the kinds that occur, each with its number of images."""
         rows: list[list[Image.Image]] = [[heading(f"{title}   ({LEGEND})")]]
         for kind, ids in kinds_of(self.results, name).items():
-            shown = [self._tile(image_id, name) for image_id in ids[: self.per_kind]]
-            left = f", the first {len(shown)}; probe.panels={len(ids)} draws all"
+            shown = [self._tile(image_id, name) for image_id in sampled(ids, self.per_kind)]
+            left = f", {len(shown)} of them; --pictures {len(ids)} draws all"
             first = left if len(shown) < len(ids) else ""
             rows.append([heading(f"{kind}: {len(ids)} of {len(self.results)} images{first}")])
             rows += [shown[i : i + _TILES_PER_ROW] for i in range(0, len(shown), _TILES_PER_ROW)]

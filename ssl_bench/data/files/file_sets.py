@@ -1,10 +1,11 @@
 """Image sets over files that share one naming scheme."""
 
+import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -12,12 +13,14 @@ import numpy as np
 from jaxtyping import Float64, UInt8, UInt64
 
 from ssl_bench.data.files.digests import Part, Reading, identities
-from ssl_bench.data.files.fingerprints import Known
-from ssl_bench.data.files.images import read_image, read_indices
+from ssl_bench.data.files.fingerprints import Known, extended
+from ssl_bench.data.files.images import file_orientation, read_image, read_indices
 from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
+
+_UPRIGHT = hashlib.sha256(b"1").hexdigest()
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class FileImageSet:
     Attributes:
         source: Where the ids come from, for messages.
         options: How the files are read.
+        upright: Turn the images as EXIF says; not where masks or boxes are drawn on the files.
     """
 
     name: str
@@ -136,6 +140,7 @@ class FileImageSet:
     masks: Masks | None = None
     boxes: Boxes | None = None
     options: ReadOptions = field(default_factory=ReadOptions)
+    upright: bool = False
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -148,7 +153,8 @@ class FileImageSet:
                 none in it.
         """
         image_id = self.ids[index]
-        image = read_image(self.images.path(image_id), self.options.bits)
+        path = self.images.path(image_id)
+        image = read_image(path, self.options.bits, upright=self.upright)
         mask = self.masks.read(image_id) if self.masks else None
         if self.masks and mask is not None and mask.shape != image.shape[:2]:
             raise DataError(
@@ -172,24 +178,45 @@ class FileImageSet:
         """Of each image a number, another one where what its file holds is."""
         return self._known.marks
 
+    def entries(self) -> list[str]:
+        """What each image is known by, with its mask or boxes, whatever else is in the set."""
+        return [f"{entry:016x}" for entry in self._known.entries.tolist()]
+
     def path(self, index: int) -> Path:
         """The file of an image."""
         return self.images.path(self.ids[index])
 
+    def files(self, index: int) -> tuple[Path, ...]:
+        """All files of an image: its own, then those of its mask and its boxes."""
+        return tuple(kind.path(self.ids[index]) for kind in self._kinds)
+
+    @property
+    def _kinds(self) -> list[Files]:
+        masks, boxes = self.masks, self.boxes
+        more = [masks.files if masks else None, boxes.files if boxes else None]
+        return [self.images, *(kind for kind in more if kind)]
+
     @cached_property
     def _known(self) -> Known:
-        files = [self.images]
-        if self.masks:
-            files.append(self.masks.files)
-        if self.boxes and self.boxes.files:
-            files.append(self.boxes.files)
-        parts = (Part(kind.path(image_id)) for image_id in self.ids for kind in files)
-        title, total = f"{self.name} {self.split}", len(files) * len(self)
-        reading = Reading(title, self.images.folder, total)
+        # Files that are known by their times alone are not opened to look how they are turned.
+        turned = self.upright and self.options.fingerprint == "content"
+        in_a_row = len(self._kinds) + turned
+        parts = (part for index in range(len(self)) for part in self._parts(index, turned=turned))
+        reading = Reading(f"{self.name} {self.split}", self.images.folder, in_a_row * len(self))
         with closing(identities(parts, reading, self.options.fingerprint)) as found:
-            # As many in a row as there are files of an image.
-            rows = zip(self.ids, *[found] * len(files), self._meanings(), strict=True)
-            return self.options.known_by(self._meaning(), rows)
+            rows = zip(self.ids, *[found] * in_a_row, self._meanings(), strict=True)
+            known = self.options.known_by(
+                self._meaning(), map(_with_turn, rows) if turned else rows
+            )
+        if self.upright and not turned:
+            return known._replace(fingerprint=extended(known.fingerprint, ["upright"]))
+        return known
+
+    def _parts(self, index: int, *, turned: bool) -> Iterator[Part]:
+        yield from map(Part, self.files(index))
+        if turned:
+            path = self.path(index)
+            yield Part(path, "orientation", partial(_orientation, path))
 
     def _meaning(self) -> list[object]:
         """What the numbers in masks stand for; nothing for pictures alone."""
@@ -230,6 +257,16 @@ class FileImageSet:
                 f"{len(missing)} of {len(self.ids)} {what} of the split {self.split} are missing "
                 f"in {folder}: {first}; the ids come from {self.source}"
             )
+
+
+def _orientation(path: Path) -> bytes:
+    return b"%d" % file_orientation(path)
+
+
+def _with_turn(row: tuple[str, ...]) -> tuple[str, ...]:
+    """A row in which the file of an image that is turned has another identity."""
+    image_id, file, *others, turn, meaning = row
+    return (image_id, file if turn == _UPRIGHT else f"{file} {turn}", *others, meaning)
 
 
 def _size(pixels: np.ndarray) -> str:

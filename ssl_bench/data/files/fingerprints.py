@@ -28,10 +28,15 @@ def fingerprint_of(rows: Iterable[Sequence[object]], kind: FingerprintKind = "co
 
 
 class Known(NamedTuple):
-    """By what the images of a split are known again: all together, and each of them."""
+    """By what the images of a split are known again: all together, and each of them.
+
+    Attributes:
+        entries: Of each image and what belongs to it a number that no other image changes.
+    """
 
     fingerprint: str
     marks: UInt64[np.ndarray, " images"]
+    entries: UInt64[np.ndarray, " images"]
 
 
 @runtime_checkable
@@ -44,18 +49,42 @@ class Marked(Protocol):
 
 
 def known_by(
-    first: Sequence[object], rows: Iterable[tuple[str, ...]], kind: FingerprintKind
+    first: Sequence[object], rows: Iterable[tuple[str, ...]], kind: FingerprintKind, seen: object
 ) -> Known:
-    """The fingerprint of a first row and of one for each image: its id, its file, what else."""
+    """The fingerprint of a first row and of one for each image: its id, its file, what else.
+
+    `seen` is how the files are read; the fingerprint leaves it to the caller.
+    """
     marks: list[int] = []
+    entries: list[int] = []
 
     def noted() -> Iterator[Sequence[object]]:
         yield first
         for row in rows:
             marks.append(_mark(row[1]))
+            entries.append(_mark(repr((first, row[1:], seen))))
             yield row
 
-    return Known(fingerprint_of(noted(), kind), np.array(marks, np.uint64))
+    found = fingerprint_of(noted(), kind)
+    return Known(found, np.array(marks, np.uint64), np.array(entries, np.uint64))
+
+
+@runtime_checkable
+class Entered(Protocol):
+    """An `ImageSet` that tells its images from any others, whatever set these are in."""
+
+    def entries(self) -> list[str]:
+        """What each image and its labels are known by."""
+        ...
+
+
+def entries_of(images: ImageSet) -> list[str]:
+    """What each image is known by; where a set cannot say, its fingerprint and the id."""
+    fingerprint = images.fingerprint()
+    # Of times and sizes nothing is sure but for a set as a whole.
+    if isinstance(images, Entered) and kind_of(fingerprint) == "content":
+        return images.entries()
+    return [f"{fingerprint} {image_id}" for image_id in images.ids]
 
 
 def marks_of(images: ImageSet) -> UInt64[np.ndarray, " images"]:

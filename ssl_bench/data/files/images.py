@@ -2,12 +2,14 @@
 
 import io
 import re
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import cv2
 import numpy as np
 from jaxtyping import Integer, UInt8, UInt16
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import TiffImageFile
 
 from ssl_bench.data.files import tiff
@@ -28,27 +30,72 @@ _FULL = 65535
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF")
 # What it calls a JPEG, and one with further pictures behind it.
 _JPEG = frozenset({"JPEG", "MPO"})
+_HEIC = frozenset({b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"})
+_AVIF = frozenset({b"avif", b"avis"})
+KINDS = {"pip install 'ssl-bench[heic]'": "HEIC", "pip install 'pillow>=11.3'": "AVIF"}
+"""What reads files that are whole, and what those are."""
+_ORIENTATION = 0x0112
+_PNG_EXIF = (b"eXIf", b"Raw profile type", b"XML:com.adobe.xmp")
 _INDEXED = frozenset({"1", "L", "P"}) | _SIXTEEN_BIT
 _LOSSY_IN_TIFF = frozenset({"jpeg", "tiff_jpeg", "webp"})
 _VOC = voc_colours()
 _VOC_CLASSES = (*range(21), 255)
 
 
-def read_image(path: Path, bits: int | None = None) -> UInt8[np.ndarray, "height width 3"]:
+def read_image(
+    path: Path, bits: int | None = None, *, upright: bool = False
+) -> UInt8[np.ndarray, "height width 3"]:
     """Read a photograph as 8-bit RGB, whatever its colour space.
 
-    Transparency is dropped. The rotation that a camera notes in EXIF is not applied: the masks
-    and boxes of VOC, ADE20K and COCO are drawn on the pixels as they are stored.
+    Transparency is dropped.
 
     Args:
         path: The file.
         bits: How many of its 16 a picture uses, 12 for values up to 4095, where it does not say so.
+        upright: Turn it as the camera notes in EXIF. Not where masks or boxes belong to it: those
+            of VOC, ADE20K and COCO are drawn on the pixels as they are stored.
 
     Raises:
         DataError: the file is missing, empty, cut short, no image, several, or too large, or its
             values leave open what is white.
     """
-    return decode_image(_bytes_of(path), path, bits)
+    data = _bytes_of(path)
+    pixels = decode_image(data, path, bits)
+    return _turned(pixels, orientation_of(data)) if upright else pixels
+
+
+def file_orientation(path: Path) -> int:
+    """How the pixels of a file are to be turned, as `orientation_of` says.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    return orientation_of(_bytes_of(path))
+
+
+def orientation_of(data: bytes) -> int:
+    """EXIF's number, 2 to 8, where pixels as they are decoded are not upright; else 1."""
+    # A TIFF is decoded upright; of a PNG all pixels would be decoded to look for it.
+    if tiff.is_tiff(data) or (data[1:4] == b"PNG" and not any(mark in data for mark in _PNG_EXIF)):
+        return 1
+    try:
+        with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
+            found = image.getexif().get(_ORIENTATION, 1)
+    # What damaged files make Pillow raise is anything; whoever decodes them says so.
+    except Exception as error:
+        pass_on_memory(error)
+        return 1
+    return found if found in range(2, 9) else 1
+
+
+def _turned(
+    pixels: UInt8[np.ndarray, "height width 3"], orientation: int
+) -> UInt8[np.ndarray, "rows cols 3"]:
+    if orientation in (5, 6, 7, 8):
+        pixels = pixels.transpose(1, 0, 2)
+    down = -1 if orientation in (3, 4, 7, 8) else 1
+    right = -1 if orientation in (2, 3, 6, 7) else 1
+    return np.ascontiguousarray(pixels[::down, ::right])
 
 
 def decode_image(
@@ -134,11 +181,11 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
     try:
         if tiff.is_tiff(data) and (other := tiff.what_else(data)):
             raise _not_one_picture(name, other)
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=_formats(data)) as image:
             _refuse_large(image, name)
             # Of a TIFF they were pages; a JPEG of a telephone has a small copy or a depth behind.
             frames = getattr(image, "n_frames", 1)
-            if frames > 1 and image.format not in _JPEG | {"TIFF"}:
+            if frames > 1 and image.format not in _JPEG | {"TIFF", "HEIF"}:
                 raise _not_one_picture(name, f"a {image.format} of {frames} frames")
             image.load()
             if image.format in _JPEG:
@@ -149,6 +196,9 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
     except UnidentifiedImageError as error:
         if tiff.is_tiff(data) and (kind := tiff.unknown(data)):
             raise _not_one_picture(name, kind) from error
+        for (remedy, kind), brands in zip(KINDS.items(), (_HEIC, _AVIF), strict=True):
+            if _brand(data) in brands and _formats(data) is _FORMATS:
+                raise UnreadableImage(f"{name} is {kind}, which {remedy} reads", remedy) from error
         raise UnreadableImage(f"{name} {_what_else(data)}; fetch it again") from error
     # Damaged files make the decoders raise OSError, SyntaxError, struct.error, IndexError ...
     except Exception as error:
@@ -156,6 +206,33 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
         raise UnreadableImage(
             f"{name} is damaged or cut short ({error}); fetch it again"
         ) from error
+
+
+def _formats(data: bytes) -> tuple[str, ...]:
+    """Of Pillow's formats those that a file may have; HEIC and AVIF where they can be read."""
+    brand = _brand(data)
+    if brand in _HEIC and _has_heif():
+        return ("HEIF",)
+    return ("AVIF",) if brand in _AVIF and features.check("avif") else _FORMATS
+
+
+def _brand(data: bytes) -> bytes:
+    """What a file of boxes, as HEIC and AVIF are, says it is."""
+    brand = data[8:12] if data[4:8] == b"ftyp" else b""
+    # A general name; those that it is compatible with tell more.
+    is_avif = brand in (b"mif1", b"msf1") and b"avif" in data[16:64]
+    return b"avif" if is_avif else brand
+
+
+@cache
+def _has_heif() -> bool:
+    """Whether pillow-heif is there, which adds the format; at its first file."""
+    with suppress(ImportError):
+        import pillow_heif  # pyright: ignore[reportMissingImports]
+
+        pillow_heif.register_heif_opener()
+        return True
+    return False
 
 
 def _require_all_pixels(image: Image.Image, data: bytes) -> None:

@@ -1,11 +1,9 @@
 """Whether images that something is fitted to come again among those that are scored."""
 
 import numpy as np
-from jaxtyping import Int64
 
 from ssl_bench.data.files.digests import digest_of
-from ssl_bench.data.files.file_sets import FileImageSet
-from ssl_bench.data.files.readable import RemainingImages
+from ssl_bench.data.files.readable import files_behind
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 
@@ -21,7 +19,7 @@ def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
     Raises:
         DataError: there are such images, and they are not `allowed`.
     """
-    one, other = _files(fitted), _files(scored)
+    one, other = files_behind(fitted), files_behind(scored)
     if one is None or other is None:
         return 0
     (fitted_set, fitted_places), (scored_set, scored_places) = one, other
@@ -44,14 +42,3 @@ def shared_files(fitted: ImageSet, scored: ImageSet, *, allowed: bool) -> int:
             "data.allow_overlap=true"
         )
     return count
-
-
-def _files(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " images"]] | None:
-    """The set of files that a set is made from, and which of them it has."""
-    if isinstance(images, FileImageSet):
-        return images, np.arange(len(images))
-    inner = getattr(images, "images", None)
-    found = _files(inner) if isinstance(inner, ImageSet) else None
-    if found is not None and isinstance(images, RemainingImages):
-        return found[0], found[1][list(images.kept)]
-    return found

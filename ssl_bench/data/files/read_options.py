@@ -33,7 +33,7 @@ class ReadOptions:
 
     def known_by(self, first: Sequence[object], rows: Iterable[tuple[str, ...]]) -> Known:
         """The same, with a mark of each image; see `ssl_bench.data.files.fingerprints`."""
-        found = known_by(first, rows, self.fingerprint)
+        found = known_by(first, rows, self.fingerprint, None if self.bits == 16 else self.bits)
         return found._replace(fingerprint=self._in_range(found.fingerprint))
 
     def _in_range(self, fingerprint: str) -> str:

@@ -1,21 +1,29 @@
 """Doing without images whose files cannot be read, and saying which."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import UInt64
+from jaxtyping import Int64, UInt64
 
-from ssl_bench.data.files.fingerprints import extended, marks_of
+from ssl_bench.data.files.digest_cache import DigestCache, FileState
+from ssl_bench.data.files.digests import file_state
+from ssl_bench.data.files.file_sets import FileImageSet
+from ssl_bench.data.files.fingerprints import entries_of, extended, marks_of
+from ssl_bench.data.files.images import KINDS
 from ssl_bench.data.files.threads import in_threads
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Sample
 from ssl_bench.errors import DataError, UnreadableImage
+from ssl_bench.system.progress import say, show_progress
 
 _SHOWN = 5
-_Key = tuple[str, tuple[str, ...]]
+_READABLE = hashlib.sha256(b"readable").digest()
+_Key = tuple[str, str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,11 @@ class RemainingImages:
         """Those of the images that are left."""
         return marks_of(self.images)[list(self.kept)]
 
+    def entries(self) -> list[str]:
+        """Those of the images that are left."""
+        entries = entries_of(self.images)
+        return [entries[index] for index in self.kept]
+
     @cached_property
     def _ids(self) -> tuple[str, ...]:
         return tuple(self.images.ids[index] for index in self.kept)
@@ -86,61 +99,56 @@ def some_of(images: ImageSet, name: str, kept: Sequence[int]) -> ImageSet:
     return RemainingImages(images, tuple(kept), name)
 
 
-class ReadableDataset(DatasetView):
-    """A dataset that leaves out the images that were found to be unreadable.
+@dataclass
+class Looked:
+    """What a command has found while it looked through its images, for all of its tasks.
 
-    Nothing is looked at beforehand: where every image can be read, it costs nothing. Whoever meets
-    an unreadable one calls `leave_out_unreadable` and begins again, so that everything that is
-    computed is computed on the same images.
+    Attributes:
+        faults: By what they were found in; None where all was well.
+        said: Lines that were printed.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    faults: dict[object, UnreadableImage | None] = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
+
+
+class ReadableDataset(DatasetView):
+    """A dataset without the images that cannot be read, and a line that says which they are.
+
+    A set is looked through when it is opened, before anything is computed: each file is decoded
+    once, and not again by later commands as long as its size and times are the same.
+    """
+
+    def __init__(self, dataset: Dataset, looked: Looked) -> None:
         super().__init__(dataset)
-        # By role and ids, not by fingerprint, for which all files would be read.
-        self._opened: dict[_Key, ImageSet] = {}
-        self._kept: dict[_Key, tuple[int, ...]] = {}
-
-    def leave_out_unreadable(
-        self, shown: Callable[[Iterable[int], str, int], Iterable[int]]
-    ) -> int:
-        """Decode every image of the sets that were opened; from now on those that fail are gone.
-
-        Args:
-            shown: Gives back the indices it gets, perhaps showing how far they are.
-
-        Returns:
-            How many were found that were not known before.
-
-        Raises:
-            DataError: a set has no image left, or is faulty in another way.
-        """
-        found = 0
-        for key, images in self._opened.items():
-            if key in self._kept:
-                continue
-            unreadable = set(_unreadable(images, shown))
-            if len(unreadable) == len(images):
-                raise DataError(f"none of the {len(images)} images of {_title(images)} can be read")
-            self._kept[key] = tuple(i for i in range(len(images)) if i not in unreadable)
-            found += len(unreadable)
-        return found
+        self._looked = looked
+        self._left_out: dict[_Key, list[str]] = {}
 
     def left_out(self) -> dict[str, list[str]]:
         """Split to the ids that are gone from it; splits without any are not named."""
         gone: dict[str, list[str]] = {}
-        for key, kept in self._kept.items():
-            images = self._opened[key]
-            if len(kept) < len(images):
-                present = set(kept)
-                missing = [i for n, i in enumerate(images.ids) if n not in present]
-                gone.setdefault(images.split, []).extend(missing)
+        for (_, split, _), missing in self._left_out.items():
+            if missing:
+                gone.setdefault(split, []).extend(missing)
         return gone
 
     def _given(self, role: str, images: ImageSet) -> ImageSet:
-        key = (role, images.ids)
-        self._opened.setdefault(key, images)
-        kept = self._kept.get(key)
-        return images if kept is None or len(kept) == len(images) else RemainingImages(images, kept)
+        """The images that can be read.
+
+        Raises:
+            DataError: there is none, or one is faulty in another way.
+        """
+        faults = _faults_of(images, self._looked.faults)
+        kept = tuple(index for index, fault in enumerate(faults) if fault is None)
+        line = _taken(images, faults)
+        if line not in self._looked.said:
+            self._looked.said.add(line)
+            say(line)
+        if not kept:
+            raise DataError(f"none of the {len(images)} images of {_title(images)} can be read")
+        gone = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
+        self._left_out[role, images.split, images.ids] = gone
+        return RemainingImages(images, kept) if gone else images
 
 
 def summary(left_out: dict[str, list[str]]) -> str:
@@ -163,18 +171,80 @@ def counts_and_first(left_out: dict[str, list[str]]) -> dict[str, dict[str, int 
     return {split: {"count": len(i), "first": i[:_SHOWN]} for split, i in left_out.items()}
 
 
-def _unreadable(
-    images: ImageSet, shown: Callable[[Iterable[int], str, int], Iterable[int]]
-) -> Iterator[int]:
-    def fails(index: int) -> bool:
-        try:
-            images[index]
-        except UnreadableImage:
-            return True
-        return False
+def _faults_of(
+    images: ImageSet, known: dict[object, UnreadableImage | None]
+) -> list[UnreadableImage | None]:
+    """What is wrong with each image; pixels of files are decoded as they lie there."""
+    behind = files_behind(images)
+    if behind is None:
+        states = None
+        keys: list[object] = [(images.name, images.split, image_id) for image_id in images.ids]
+        decode, cache = images.__getitem__, None
+    else:
+        files, places = behind
+        states = [(files.files(place), files.options.bits) for place in places.tolist()]
+        keys = [*states]
+        cache = DigestCache(files.images.folder)
 
-    indices = shown(range(len(images)), f"reading {_title(images)}", len(images))
-    return (index for index, failed in in_threads(fails, indices) if failed)
+        def decode(index: int) -> Sample:
+            return files[int(places[index])]
+
+    def fault(index: int) -> UnreadableImage | None:
+        begun = time.time_ns()
+        state = None if states is None else _state(*states[index])
+        if cache and state and cache.get(*state):
+            return None
+        try:
+            decode(index)
+        except UnreadableImage as error:
+            return error
+        if cache and state and state[1].is_settled(begun):
+            cache.put(*state, _READABLE)
+        return None
+
+    missing = [index for index, key in enumerate(keys) if key not in known]
+    shown = show_progress(missing, f"looking through {_title(images)}", len(missing))
+    try:
+        for index, found in in_threads(fault, shown):
+            known[keys[index]] = found
+    finally:
+        if cache:
+            cache.save()
+    return [known[key] for key in keys]
+
+
+def _state(files: Sequence[Path], bits: int | None) -> tuple[str, FileState]:
+    """By what it is remembered that the files of an image could be read, and their state."""
+    first, *others = map(file_state, files)
+    return f"{files[0].absolute()}\0readable {bits} {others}", first
+
+
+def _taken(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> str:
+    """The line that says what is taken, what cannot be read, and what would read it."""
+    gone: dict[str, list[str]] = {}
+    for image_id, fault in zip(images.ids, faults, strict=True):
+        if fault is not None:
+            gone.setdefault(fault.remedy, []).append(image_id)
+    where = images.name if images.split == "all" else _title(images)
+    parts = [f"taken: {faults.count(None)} photographs of {where}"]
+    for remedy, ids in sorted(gone.items()):
+        names = ", ".join(ids[:_SHOWN])
+        more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
+        verb = "is" if len(ids) == 1 else "are"
+        kind = remedy and f"{len(ids)} {verb} {KINDS[remedy]}, which {remedy} reads"
+        parts.append(f"{kind or f'{len(ids)} cannot be read'}: {names}{more}")
+    return "; ".join(parts)
+
+
+def files_behind(images: ImageSet) -> tuple[FileImageSet, Int64[np.ndarray, " images"]] | None:
+    """The set of files that a set is made from, and which of them it has."""
+    if isinstance(images, FileImageSet):
+        return images, np.arange(len(images))
+    inner = getattr(images, "images", None)
+    found = files_behind(inner) if isinstance(inner, ImageSet) else None
+    if found is not None and isinstance(images, RemainingImages):
+        return found[0], found[1][list(images.kept)]
+    return found
 
 
 def _title(images: ImageSet) -> str:

@@ -237,7 +237,12 @@ class ClassFolders:
         _require_known(classes, self._class_names, folder)
         ids = _share_of_each_class(split, classes)
         files = FileImageSet(
-            name=self.name, split=split, source=folder, ids=ids, images=Files(folder, "")
+            name=self.name,
+            split=split,
+            source=folder,
+            ids=ids,
+            images=Files(folder, ""),
+            upright=True,
         ).checked()
         numbers = {name: number for number, name in enumerate(self._class_names)}
         return LabelledImages(files, self._class_names, tuple(numbers[classes[i]] for i in ids))

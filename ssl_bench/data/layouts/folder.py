@@ -12,12 +12,17 @@ from ssl_bench.errors import DataError
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.written import files_below
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff"),
+    *(".avif", ".heic", ".heif"),
+)
 
 
 @dataclass(frozen=True)
 class ImageFolder:
     """Every picture below a folder, in the order of its path, as `files_below` finds them.
+
+    They are turned as EXIF says; those that cannot be read are left out of probes, and named.
 
     Attributes:
         root: The folder. Links to other folders are followed.
@@ -25,6 +30,7 @@ class ImageFolder:
     """
 
     supports = frozenset({"images", "discovery"})
+    leaves_out_unreadable = True
 
     root: Place = None
     name: str = "folder"
@@ -58,7 +64,12 @@ class ImageFolder:
         if not ids:
             raise DataError(f"{root} holds no picture; known are {', '.join(SUFFIXES)}")
         return FileImageSet(
-            name=self.name, split="all", source=root, ids=ids, images=Files(root, "")
+            name=self.name,
+            split="all",
+            source=root,
+            ids=ids,
+            images=Files(root, ""),
+            upright=True,
         )
 
 

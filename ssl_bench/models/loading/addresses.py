@@ -13,6 +13,7 @@ LAST = "last.safetensors"
 RANDOM, COLOURS = "random", "colours"
 """Schemes of encoders that learned nothing: `random:URI` and `colours:PATCH`."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
+_STATED_BEGINS = re.compile(r"(^|:)mean=[^:]*$")
 _KEPT = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 
@@ -65,15 +66,35 @@ def name_of(path: Path) -> str:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Addresses of encoders, from addresses and patterns of files and run folders.
+    """Addresses of encoders, from addresses and patterns of files and run folders, or several.
 
     Raises:
         CheckpointError: a pattern matches no weights.
     """
     found: list[str] = []
-    for pattern in patterns:
+    for pattern in (part for text in patterns for part in _separated(text)):
         found += _matching(pattern) if _is_pattern(pattern) else [pattern]
     return list(dict.fromkeys(found))
+
+
+def _separated(text: str) -> list[str]:
+    """The parts of "a,b" where one of them is known; commas of other addresses stay."""
+    parts: list[str] = []
+    for word in text.split(","):
+        # Numbers of mean=0.5,std=0.5:URI, however many addresses stand before it.
+        if parts and _STATED_BEGINS.search(parts[-1]):
+            parts[-1] += f",{word}"
+        else:
+            parts.append(word)
+    is_list = not _is_there(text) and any(":" in part or _is_there(part) for part in parts)
+    return [part for part in parts if part] if is_list else [text]
+
+
+def _is_there(text: str) -> bool:
+    """Whether a path, or the run before an epoch, exists, or a pattern matches something."""
+    paths = [str(expanded(one)) for one in (text, re.sub(r"@\d{1,9}$", "", text)) if one]
+    # Path.glob takes no absolute pattern.
+    return any(Path(p).exists() or (_is_pattern(p) and glob.glob(p)) for p in paths)  # noqa: PTH207
 
 
 def is_baseline(uri: str) -> bool:

@@ -1,0 +1,268 @@
+"""One's own photographs: what is taken, how they are turned, what of them is kept and drawn."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps, features
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.data.files.images import _has_heif
+from ssl_bench.data.layouts.class_folders import ClassFolders
+from ssl_bench.data.layouts.folder import ImageFolder
+from ssl_bench.models.loading.addresses import expand
+from ssl_bench.system import progress
+from tests.support.faults import (
+    encoder_file,
+    fails,
+    photo_folder,
+    picture,
+    probing,
+    records,
+    spoil,
+    voc,
+)
+
+HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(99)
+ORIENTATION = 0x0112
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    encoder_file(tmp_path / "encoder.safetensors")
+    return tmp_path
+
+
+def turned(path: Path, orientation: int, seed: int = 0) -> Path:
+    """A photograph that a camera was held aslant for."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    picture(seed, 24, 40).save(path, exif=exif, quality=95)
+    return path
+
+
+def searched() -> dict[str, list[str]]:
+    """Images by log, as often as lines name them."""
+    logs = Path("results/pictures").glob("*/*/*/*/images_*.jsonl")
+    return {
+        str(log): [json.loads(line)["image"] for line in log.read_text().splitlines()[1:]]
+        for log in logs
+    }
+
+
+def test_a_folder_is_looked_through_before_a_model_is_loaded(place, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pillow_heif", None)
+    _has_heif.cache_clear()
+    photos = photo_folder(place / "photos", 5)
+    spoil(photos / "1.jpg", "half")
+    spoil(photos / "3.jpg", "empty")
+    (photos / "phone.HEIC").write_bytes(HEIC)
+
+    words = [word.replace("pca", "pca,tokencut") for word in probing("pca", "folder", photos)]
+    assert main(words) == 0
+    _has_heif.cache_clear()
+
+    first, second = capsys.readouterr().err.splitlines()[:2]
+    assert first == (
+        "taken: 3 photographs of folder; 2 cannot be read: 1.jpg, 3.jpg; "
+        "1 is HEIC, which pip install 'ssl-bench[heic]' reads: phone.HEIC"
+    )
+    assert second.startswith("encoder ")
+    (record,) = records()
+    gone = {"count": 3, "first": ["1.jpg", "3.jpg", "phone.HEIC"]}
+    assert record.details["left_out"] == {"all": gone}
+    assert "photos/1.jpg" in fails(capsys, [*words, "--on-bad-image", "fail"], 3)
+
+
+def test_a_second_command_decodes_none_of_them_to_look(place, capsys, monkeypatch):
+    photos = photo_folder(place / "photos")
+    for path in photos.iterdir():
+        # Files that were written this moment may change and keep their times.
+        subprocess.run(["touch", "-d", "-1 hour", str(path)], check=True)
+    monkeypatch.setattr("ssl_bench.data.files.digest_cache._RACY_NS", -(10**12))
+    words = probing("pca", "folder", photos, "--dry-run")
+    assert main(words) == 0
+
+    def read(*_, **__):
+        raise AssertionError("was decoded")
+
+    monkeypatch.setattr("ssl_bench.data.files.file_sets.read_image", read)
+    assert main(words) == 0
+    assert "taken: 4 photographs of folder" in capsys.readouterr().err
+
+
+def test_images_of_other_datasets_are_left_out_without_beginning_again(place, capsys):
+    spoil(voc(place) / "JPEGImages/v2.jpg", "half")
+    words = probing("segmentation", "voc2012", place)
+
+    assert "v2.jpg" in fails(capsys, words, 3)
+    assert main([*words, "--on-bad-image", "skip"]) == 0
+    said = capsys.readouterr().err
+    assert "taken: 2 photographs of voc2012-7 val; 1 cannot be read: v2" in said
+    assert "beginning again" not in said
+
+
+def test_heic_is_read_where_pillow_heif_is(place):
+    heif = pytest.importorskip("pillow_heif")
+    heif.register_heif_opener()
+    (place / "photos").mkdir()
+    picture(0, 64, 96).save(place / "photos/a.heic", quality=95)
+
+    (sample,) = images_of(place / "photos")
+
+    assert np.abs(sample.image - np.asarray(picture(0, 64, 96), int)).mean() < 30
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_fault_07_photographs_are_turned_as_exif_says(place, orientation):
+    (place / "photos").mkdir()
+    names = ["a.jpg", "b.png", "c.webp", "d.tif"]
+    names += ["e.avif"] if features.check("avif") else []
+    for name in names:
+        path = turned(place / "photos" / name, orientation)
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+        (read,) = [s for s in images_of(place / "photos") if s.image_id == name]
+        assert np.array_equal(read.image, np.asarray(upright)), name
+
+
+def images_of(folder: Path):
+    images = ImageFolder(folder).images()
+    return [images[index] for index in range(len(images))]
+
+
+def test_fault_07_turning_changes_fingerprints_only_where_it_changes_pixels(place):
+    photos = photo_folder(place / "photos")
+    plain = ImageFolder(photos).images()
+    turned(photos / "9.jpg", 6)
+    both = ImageFolder(photos).images()
+
+    stored = type(both)(**{**vars_of(both), "upright": False})
+    assert stored.fingerprint() != both.fingerprint()
+    assert type(plain)(**{**vars_of(plain), "upright": False}).fingerprint() == plain.fingerprint()
+
+
+def vars_of(images) -> dict:
+    return {name: getattr(images, name) for name in images.__dataclass_fields__}
+
+
+def test_fault_07_photographs_in_class_folders_are_turned_too(place):
+    for kind in ("cat", "dog"):
+        (place / "classes/train" / kind).mkdir(parents=True)
+        turned(place / "classes/train" / kind / "a.jpg", 6)
+
+    assert ClassFolders(place / "classes").train()[0].image.shape == (40, 24, 3)
+
+
+@pytest.mark.parametrize("method", ["tokencut", "lost"])
+def test_another_photograph_costs_its_own_time_alone(place, method):
+    photos = photo_folder(place / "photos", 5)
+    words = probing("tokencut", "folder", photos, "--pictures", "0", f"probe.method={method}")
+    assert main(words) == 0
+    picture(77).save(photos / "2.jpg", quality=95)
+    picture(78).save(photos / "new.jpg", quality=95)
+    (photos / "0.jpg").unlink()
+    (photos / "1.jpg").rename(photos / "renamed.jpg")
+    (first,) = searched()
+    before = Path(first).read_text().splitlines()
+
+    assert main(words) == 0
+
+    (other,) = set(searched()) - {first}
+    assert sorted(searched()[other]) == ["2.jpg", "3.jpg", "4.jpg", "new.jpg", "renamed.jpg"]
+    known = {json.loads(line)["entry"]: line for line in before[1:]}
+    lines = [json.loads(line) for line in Path(other).read_text().splitlines()[1:]]
+    taken = {line["image"] for line in lines if line["entry"] in known}
+    assert taken == {"3.jpg", "4.jpg", "renamed.jpg"}
+    masks = {path.name for path in Path(other).parent.glob("masks/*/*.png")}
+    assert masks == {f"{line['image']}.png" for line in lines}
+    shutil.rmtree("results")
+    assert main(words) == 0
+    (alone,) = searched()
+    cells = {
+        json.loads(x)["image"]: json.loads(x) for x in Path(alone).read_text().splitlines()[1:]
+    }
+    assert {line["image"]: line["cells"] for line in lines} == {
+        name: line["cells"] for name, line in cells.items()
+    }
+
+
+def test_boxes_that_changed_are_no_result_of_before(place):
+    base = voc(place)
+    words = probing("tokencut", "voc2012", place)
+    assert main(words) == 0
+    path = base / "Annotations/t0.xml"
+    path.write_text(path.read_text().replace("<xmin>9", "<xmin>20"))
+    assert main([*words, "--out", "results"]) == 0
+
+    found = [json.loads(line) for log in searched() for line in Path(log).read_text().splitlines()]
+    boxes = {str(line["true_boxes"]) for line in found if line.get("image") == "t0"}
+    assert len(boxes) == 2
+
+
+def test_pictures_are_from_all_over_a_set_and_as_many_as_asked(place):
+    photos = photo_folder(place / "photos", 20)
+
+    assert main(probing("tokencut", "folder", photos, "--pictures", "5")) == 0
+
+    (folder,) = Path("results/pictures").glob("tokencut/folder/*/reference")
+    drawn = {int(path.name.partition(".")[0]) for path in folder.glob("block01_key/*.png")}
+    assert len(drawn) == 5
+    names = sorted(f"{number}.jpg" for number in range(20))
+    assert drawn != {int(name.partition(".")[0]) for name in names[:5]}
+
+
+def test_pictures_and_its_key_say_the_same(place, capsys):
+    words = probing("tokencut", "folder", place, "--pictures", "5", "probe.panels=4")
+
+    assert "--pictures 5 is short for probe.panels=5" in fails(capsys, words, 2)
+
+
+def test_checkpoints_stand_behind_commas(place, capsys):
+    (place / "runs,all").mkdir()
+    encoder_file(place / "runs,all/a.safetensors")
+    stated = "mean=0.5,std=0.5:encoder.safetensors"
+
+    assert expand(["demo:skip,encoder.safetensors"]) == ["demo:skip", "encoder.safetensors"]
+    assert expand([f"{stated},demo:skip"]) == [stated, "demo:skip"]
+    assert expand([f"demo:skip,random:{stated}"]) == ["demo:skip", f"random:{stated}"]
+    assert expand(["runs,all/a.safetensors"]) == ["runs,all/a.safetensors"]
+    assert expand(["enc*,demo:skip"]) == ["encoder.safetensors", "demo:skip"]
+    assert expand([stated]) == [stated]
+    words = ["probe", "--task", "pca", "--checkpoint", "encoder.safetensors,nowhere.pth"]
+    words += ["--dataset", "folder", "--data-root", str(photo_folder(place / "photos", 1))]
+    assert "nowhere.pth" in fails(capsys, words, 4)
+
+
+def test_a_check_of_ones_own_photographs_knows_nothing_published(place, capsys):
+    spoil(photo_folder(place / "photos") / "1.jpg", "half")
+
+    assert main(["data", "check", "folder", "--data-root", "photos"]) == 3
+
+    said = capsys.readouterr().err
+    assert "folder in photos has 1 faults" in said
+    assert "published" not in said
+
+
+def test_time_left_is_that_of_the_usual_image(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr(progress, "say", said.append)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    durations = [30.0, *[2.0] * 20]
+    batches = [*[20.0, 0.0, 0.0, 0.0] * 5]
+    for total, these in ((100, durations), (40, batches)):
+        for number, _ in enumerate(progress.show_progress(range(total), "images", total)):
+            if number == len(these):
+                break
+            now[0] += these[number]
+
+    assert said[0] == "images: 1 of 100 in 30 s"
+    assert said[1] == "images: 16 of 100, about 3 min left"
+    assert "images: 5 of 40, about 3 min left" in said
