@@ -187,7 +187,7 @@ def test_one_class_and_one_image_have_no_agreement_and_no_interval(tmp_path):
             r"at most the 288 clusters that patches of colours train can make, got 292; ask for",
         ),
         ({"fit_patches": 3}, ColourDataset(), ConfigurationError, "larger probe.fit_patches"),
-        ({"image_size": 36}, ColourDataset(), ConfigurationError, "32 and 40"),
+        ({"image_size": 36}, ColourDataset(), ConfigurationError, "patch size 8, got 36"),
         (
             {}, ColourDataset(val_masks=dict.fromkeys(range(7), IGNORED)), DataError,
             "colours val has no labelled pixel",

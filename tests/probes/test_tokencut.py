@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from PIL import Image
 
 from probes.tokencut.cuts import discover
@@ -18,6 +16,7 @@ from probes.tokencut.probe import TokenCut
 from probes.tokencut.run import find, find_together
 from probes.tokencut.scores import corloc_score
 from probes.tokencut.spectral.eigensolver import GraphPool
+from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
@@ -386,9 +385,9 @@ def test_a_changed_option_does_not_pass_for_the_reference():
 
 
 def test_the_configuration_file_is_the_reference():
-    config = Path(__file__).parents[2] / "configs" / "probe" / "tokencut.yaml"
+    config = compose_config("probing", ["probe=tokencut", "dataset=toy"])
 
-    assert instantiate(OmegaConf.load(config), _convert_="all") == TokenCut()
+    assert build(config.probe) == TokenCut()
 
 
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path):
