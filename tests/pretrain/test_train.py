@@ -69,7 +69,8 @@ def do_at(monkeypatch, call, action):
 
     def counted(self, *arguments):
         calls.append(1)
-        if len(calls) == call:
+        # The first are blank: what a step needs is counted on them.
+        if len(calls) == call + 1:
             action()
         return finish(self, *arguments)
 

@@ -159,7 +159,7 @@ def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monk
     def slow(out, state):
         # Until two more steps have begun.
         end = time.monotonic() + 10
-        while state["step"] == 2 and len(taken) < 4 and time.monotonic() < end:
+        while state["step"] == 2 and len(taken) < 5 and time.monotonic() < end:
             time.sleep(0.005)
         written[state["step"]] = len(taken)
         usual(out, state)
@@ -172,8 +172,8 @@ def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monk
     assert main(pretraining(place / "photos", "run", *words)) == 0
     monkeypatch.setattr(folder, "save_state", usual)
 
-    assert written[2] >= 4
-    assert written[6] == 6
+    assert written[2] >= 5
+    assert written[6] == 7
     # Two runs of one step each.
     stopped = pretraining(place / "photos", "two", *words, "train.max_minutes=0.0")
     assert main(stopped) == 0
@@ -218,9 +218,9 @@ def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(
         taken.append(1)
         # The fifth step ends after the fault.
         end = time.monotonic() + 10
-        while len(taken) == 5 and not full and time.monotonic() < end:
+        while len(taken) == 6 and not full and time.monotonic() < end:
             time.sleep(0.005)
-        time.sleep(0.3 * (len(taken) == 5))
+        time.sleep(0.3 * (len(taken) == 6))
         return finish(self, *arguments)
 
     def filling(values, file) -> None:
