@@ -96,12 +96,19 @@ def data_named(asked: Typed) -> None:
         compose_config("data", [f"dataset={asked.options.target}", *asked.overrides])
 
 
+def extracted(asked: Typed) -> None:
+    options = asked.options
+    words = [f"dataset={require_choice('dataset', options.dataset, choices('dataset'))}"]
+    compose_config("data", [*words, *with_root(asked.overrides, options.data_root)])
+
+
 def nothing_more(asked: Typed) -> None:
     """The words are all that there is."""
 
 
 CHECKS: Mapping[str, Callable[[Typed], object]] = {
     "probe": probed,
+    "features": extracted,
     "sweep": probed,
     "pretrain": pretrained,
     "reproduce": reproduced,
