@@ -68,7 +68,7 @@ def test_what_is_typed_is_the_batch_and_null_fits(place, capsys):
 def test_a_resumed_run_keeps_its_batch_on_another_machine(place, monkeypatch, capsys):
     root = photographs(place / "few", 20)
     assert run(root, "whole", "train.max_steps=4") == 0
-    assert run(root, "part", "train.max_steps=4", "train.max_minutes=0") == 0
+    assert run(root, "part", "train.max_steps=4", "train.max_minutes=0.0") == 0
     assert load_state(Path("part"), CPU)[0]["step"] < 4
     # There nothing but single images would fit.
     monkeypatch.setattr(fitting, "free_host_memory", lambda: 1)
