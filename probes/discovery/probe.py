@@ -30,6 +30,7 @@ class ObjectDiscovery(TokenCut):
 
     task = "discovery"
     further_protocols = ()
+    metrics_of_sets = ("ap_coco",)
     # Of pictures without boxes TokenCut already shows what is found.
     role = "boxes"
 

@@ -26,7 +26,7 @@ class DrawingProbe(Protocol):
 
 @runtime_checkable
 class ImageKeepingProbe(Protocol):
-    """A probe all of whose scores come with what each image contributes."""
+    """A probe whose scores come with what each image contributes, but for `metrics_of_sets`."""
 
     @property
     def keeps_images(self) -> bool: ...
@@ -68,7 +68,12 @@ def find_pending(
     A picture of several layers is drawn by a run of all of them, so that none ever shows a part.
     """
     keeps_images = isinstance(probe, ImageKeepingProbe) and probe.keeps_images
-    found = {key: _finished(key, store, keeps_images=keeps_images) for key in keys}
+    # Scores of a whole set, to which no image contributes alone.
+    of_sets = getattr(probe, "metrics_of_sets", ())
+    found = {
+        key: _finished(key, store, keeps_images=keeps_images and key.metric not in of_sets)
+        for key in keys
+    }
     finished = {key: record for key, record in found.items() if record is not None}
     cells = frozenset(key for key in keys if key not in finished)
     asked, layers = _layers(keys), {key.layer for key in cells}

@@ -26,6 +26,7 @@ from tests.support.page_commands import COMMANDS, ROOT, PageCommand
 NOT_OURS: Mapping[str, str] = {
     "pip install .": "needs the network",
     "pip install ssl-bench[slurm]": "needs the network",
+    "pip install 'ssl-bench[heic]'": "needs the network",
     "pre-commit install": "changes the checkout",
     "sha256sum --binary": "another system's, named for the format of its lists",
     "sha256sum --check": "another system's, named for the format of its lists",
