@@ -115,7 +115,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 def test_memory_of_an_image_is_about_what_a_step_takes():
     peaks = [
         int(subprocess.run([sys.executable, "-c", PEAK, n], capture_output=True, check=True).stdout)
-        for n in ("1", "9")
+        # Enough for what an import takes at its peak not to matter.
+        for n in ("16", "32")
     ]
     plan = Pretraining(model=ViTConfig(dim=192, num_heads=3, depth=4), objective=Dino(out_dim=64))
     timeline = replace(plan.train, batch_size=1).timeline(9)
@@ -123,7 +124,7 @@ def test_memory_of_an_image_is_about_what_a_step_takes():
 
     image_bytes = plan.needs(learner).image_bytes
 
-    assert (peaks[1] - peaks[0]) / 8 == pytest.approx(image_bytes, rel=0.5)
+    assert (peaks[1] - peaks[0]) / 16 == pytest.approx(image_bytes, rel=0.5)
 
 
 def test_a_supervised_run_takes_labels_unasked(place, capsys):
