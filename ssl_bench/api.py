@@ -194,7 +194,7 @@ def _as_encoder(
     if isinstance(given, Encoder):
         yield given, choose_device(device)
         return
-    if not isinstance(given, nn.Module):
+    if not isinstance(given, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigurationError(
             f"expected an address, an Encoder or a torch.nn.Module, got {type(given).__name__}"
         )

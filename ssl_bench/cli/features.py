@@ -83,7 +83,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _require_parquet() -> None:
     try:
-        import pyarrow  # noqa: F401  # pyright: ignore[reportMissingImports]
+        import pyarrow  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
     except ImportError as error:
         raise MachineError(
             "the index of features needs the package pyarrow; pip install 'ssl-bench[frames]'"

@@ -330,7 +330,7 @@ def test_the_row_of_the_cifar10_table_has_the_recipe_of_the_thesis():
     assert (model.image_size, model.patch_size) == (32, 2)
     assert isinstance(crops, SingleCrop)
     assert (train.epochs, train.batch_size, train.weight_decay) == (100, 512, 0.01)
-    assert plan.optimizer.lr * train.batch_size / 256 == pytest.approx(3e-3)
+    assert plan.optimizer.lr * train.batch / 256 == pytest.approx(3e-3)
     assert min(crops.num_ops, crops.cutout) > 0
     shares = initialiser_of(model.init, model.init_options)
     assert isinstance(shares, MimeticInit)

@@ -396,6 +396,6 @@ def test_the_mnist_recipe_is_that_of_appendix_d():
     assert (train.epochs, train.batch_size, train.max_grad_norm) == (10, 128, 1.0)
     timeline = train.timeline(60_000)
     assert timeline.total_steps == 4680
-    assert plan.optimizer.lr * train.batch_size / 256 == pytest.approx(3e-4)
+    assert plan.optimizer.lr * train.batch / 256 == pytest.approx(3e-4)
     assert (train.final_lr, train.warmup_steps(timeline)) == (3e-4, 0)
     assert (train.weight_decay, train.final_weight_decay) == (0.05, 0.05)

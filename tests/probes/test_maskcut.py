@@ -223,9 +223,9 @@ def test_images_that_are_searched_together_keep_their_own_masks():
     searches = [MaskCutSearch(mosaic(seed), SQUARE, PAPER, 3) for seed in ORIGINAL_MASKS]
     sizes = []
 
-    def solver(graphs):
+    def solver(graphs, taus):
         sizes.append(len(graphs))
-        return solve_batch(torch.stack([*graphs]), tau=PAPER.tau, eps=PAPER.eps)
+        return solve_batch(torch.stack([*graphs]), tau=torch.tensor(taus), eps=PAPER.eps)
 
     search_together(searches, solver)
 
