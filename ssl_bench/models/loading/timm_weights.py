@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.loading.foreign import ASSUMED_GRID
+from ssl_bench.models.loading.weights import shape_text
 
 _KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 Weights = Mapping[str, Tensor]
@@ -103,8 +104,8 @@ def wrong_shapes(model: nn.Module, weights: Weights, path: Path, name: str) -> s
 
 def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
     shown = "; ".join(
-        f"{ours} is {_shape(weights[ours]) if ours in weights else 'of no such name'}, expected "
-        f"{_shape(value)}"
+        f"{ours} is {shape_text(weights[ours]) if ours in weights else 'of no such name'}, "
+        f"expected {shape_text(value)}"
         for ours, value in list(wrong.items())[:3]
     )
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -129,7 +130,3 @@ def _bits(value: Tensor) -> Int[Tensor, " numbers"]:
 
 def _key(bits: Int[Tensor, " numbers"]) -> tuple[int, ...]:
     return (len(bits), *bits[:1].tolist(), *bits[-1:].tolist())
-
-
-def _shape(tensor: Tensor) -> str:
-    return " x ".join(str(size) for size in tensor.shape) or "one number"

@@ -373,7 +373,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
         "missing": [name for name in wanted if name not in weights],
         "unknown": [name for name in weights if name not in wanted],
         "of another shape": [
-            f"{name} ({_shape(weights[name])}, expected {_shape(wanted[name])})"
+            f"{name} ({shape_text(weights[name])}, expected {shape_text(wanted[name])})"
             for name in wanted
             if name in weights and weights[name].shape != wanted[name].shape
         ],
@@ -398,8 +398,9 @@ def _pickle_message(path: Path, reason: str) -> str:
     )
 
 
-def _shape(tensor: Tensor) -> str:
-    return " x ".join(str(size) for size in tensor.shape)
+def shape_text(tensor: Tensor) -> str:
+    """Such as `192 x 3 x 16 x 16`, for messages."""
+    return " x ".join(str(size) for size in tensor.shape) or "one number"
 
 
 def _first(names: list[str]) -> str:
