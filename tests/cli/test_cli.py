@@ -196,7 +196,7 @@ def test_a_broken_image_loses_no_finished_cell(workplace, capsys):
     assert main([*PROBE, "--layer", "0"]) == 0
     (workplace / "photos" / "1.png").write_bytes(b"<html>404</html>")
 
-    assert main([*PROBE, "--layer", "1"]) == 3
+    assert main([*PROBE, "--layer", "1", "--on-bad-image", "fail"]) == 3
 
     assert "1.png" in capsys.readouterr().err
     assert len(ResultStore(workplace / "results").records()) == 1

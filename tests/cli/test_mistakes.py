@@ -15,7 +15,7 @@ MISTAKES = [
     ("list", "`ssl-bench models` or `ssl-bench data list`"),
     ("plot", "`ssl-bench table --figure FILE`"),
     ("pretain", "`ssl-bench pretrain`"),
-    ("nonsense", "commands: probe, sweep, pretrain"),
+    ("nonsense", "commands: probe, features, sweep"),
     ("--device cpu probe", "the command comes first"),
     ("probe --model x", "--checkpoint"),
     ("probe --weights x", "--checkpoint"),
