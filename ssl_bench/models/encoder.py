@@ -102,7 +102,7 @@ class Encoder:
         std: Sequence[float] = IMAGENET_STD,
         num_registers: int = 0,
         name: str | None = None,
-        epoch: float | None = None,
+        epoch: int | float | None = None,
     ) -> "Encoder":
         """An encoder of one's own: any module that takes images and has a list of blocks.
 

@@ -57,7 +57,7 @@ def encoder_of_module(
     std: Sequence[float] = IMAGENET_STD,
     num_registers: int = 0,
     name: str | None = None,
-    epoch: float | None = None,
+    epoch: int | float | None = None,
     uri: str = "memory",
 ) -> Encoder:
     """See `ssl_bench.Encoder.from_module`."""
@@ -101,7 +101,7 @@ def encoder_of_module(
         std=(std[0], std[1], std[2]),
         colours_from="assumed, ImageNet's" if mean is IMAGENET_MEAN else "from_module",
         num_registers=num_registers,
-        contents=Contents("module", epoch=epoch),
+        contents=Contents("module", epoch=None if epoch is None else float(epoch)),
         channels_last=channels_last,
         any_size=any_size,
     )
