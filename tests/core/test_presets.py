@@ -42,7 +42,7 @@ def recorded(**changed: Any) -> Record:
 
 
 def test_every_protocol_of_the_suite_is_seen():
-    assert len(PRESETS) == 28
+    assert len(PRESETS) == 29
     assert {task for task, _ in PRESETS} == set(choices("probe"))
 
 

@@ -102,9 +102,11 @@ def test_the_state_before_is_known_by_its_own_line(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"1\n"])
-def test_states_without_a_sha256_are_not_trusted(tmp_path, content):
+def test_states_without_a_sha256_are_taken_by_their_checksums(tmp_path, content, capsys):
     save_state(tmp_path, {"step": 1, "learner": {}})
     (tmp_path / f"{STATE}.sha256").write_bytes(content)
 
-    with pytest.raises(CheckpointError, match=r"state\.pt is cut or changed"):
-        load_state(tmp_path, CPU)
+    state, path = load_state(tmp_path, CPU)
+
+    assert (state["step"], path.name) == (1, STATE)
+    assert "is taken by its checksums" in capsys.readouterr().err

@@ -74,7 +74,9 @@ def tiny_imagenet(root: Path) -> Path:
 
 
 def named_folders(root: Path) -> Path:
-    (paired(root, "images/{}", "masks/{}") / "classes.txt").write_text("sky\nsea")
+    (paired(root, "images/{}", "masks/{}") / "classes.txt").write_text(
+        "sky\nsea\na\nb\nc\nd\ne\nf\ng"
+    )
     return root
 
 
@@ -210,7 +212,7 @@ def test_copies_and_touched_files_have_the_same_fingerprint(tmp_path, files_read
     del files_read[:]
 
     assert ImageFolder(root).images().fingerprint() == first
-    assert files_read == ["1.jpg"]
+    assert set(files_read) == {"1.jpg"}
     assert ImageFolder(tmp_path / "copy").images().fingerprint() == first
     root.rename(tmp_path / "moved")
     assert ImageFolder(tmp_path / "moved").images().fingerprint() == first

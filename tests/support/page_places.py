@@ -68,7 +68,7 @@ def _pairs(
             (root / folder / split).mkdir(parents=True)
         for image in range(2):
             name = f"{2 * first + image:012d}"
-            picture(image).save(root / images / split / f"{name}{suffix}")
+            picture(2 * first + image).save(root / images / split / f"{name}{suffix}")
             labels = np.where(mask() == 8, *reversed(numbers)).astype(np.uint8)
             save_mask(root / masks / split / f"{name}.png", labels)
 
