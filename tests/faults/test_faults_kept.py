@@ -119,7 +119,9 @@ def probing(facts: Facts, **usual: Any) -> dict[str, Any]:
 def discovery_log(folder: Path, facts: Facts) -> str:
     list(TokenCut(**probing(facts, panels=0)).run(context(folder, facts)))
     (path,) = folder.glob("pictures/*/images_*.jsonl")
-    return path.name
+    # A line is found again by what its image is known by.
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return f"{path.name} {sorted({line['entry'] for line in lines if 'entry' in line})}"
 
 
 def features(folder: Path, facts: Facts) -> str:
