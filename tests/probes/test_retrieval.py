@@ -106,7 +106,6 @@ def test_pixels_without_a_label_are_neither_remembered_nor_counted(tmp_path):
     [
         ({"neighbours": 500}, ColourDataset(), ConfigurationError, "at most the 288 patches"),
         ({}, ColourDataset(masks=dict.fromkeys(range(18), 255)), DataError, "no training patch"),
-        ({"image_size": 36}, ColourDataset(), ConfigurationError, "32 and 40"),
     ],
 )
 def test_what_cannot_be_retrieved_is_named(tmp_path, changes, dataset, error, message):

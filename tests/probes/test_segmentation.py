@@ -260,11 +260,6 @@ def test_data_that_cannot_be_scored_is_named(tmp_path, dataset, message):
         list(quick_probe(epochs=1).run(probe_context(tmp_path, dataset=dataset)))
 
 
-def test_a_size_that_the_patch_does_not_divide_is_refused_with_the_nearest(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"multiple of the patch size 8.* 32 and 40"):
-        list(quick_probe(image_size=36).run(probe_context(tmp_path)))
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -302,7 +297,10 @@ def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
         )
     )
     names = sorted(path.name for path in (tmp_path / "pictures").glob("*.png"))
-    assert names == ["ssl_bench-token-val_0.png", "ssl_bench-token-val_1.png"]
+    assert [name.partition("~")[0] for name in names] == [
+        "ssl_bench-token-val_0",
+        "ssl_bench-token-val_1",
+    ]
     with Image.open(tmp_path / "pictures" / names[0]) as picture:
         pixels = np.asarray(picture.convert("RGB")).astype(int)
     # 24 x 32 pixels are shown 144 high and 192 wide, four beside each other and the legend.

@@ -28,7 +28,11 @@ def test_a_point_is_the_mean_of_its_seeds_with_the_interval_of_one():
 
     (line,) = panels_of(records, checkpoints_of(records))[0].lines
 
-    assert [point.text for point in line.points] == ["45.0 [40.5, 50.5]", NO_VALUE, "9.0"]
+    assert [point.text for point in line.points] == [
+        "45.0 [40.5, 50.5] (2 seeds)",
+        NO_VALUE,
+        "9.0 (1 seed)",
+    ]
     assert (line.points[0].entry.low, line.points[0].entry.high) == (40.5, 50.5)
     assert line.points[0].records == (0, 1)
     assert line.best == line.points[0]

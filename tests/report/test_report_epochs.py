@@ -66,7 +66,7 @@ def test_seeds_are_averaged_and_other_settings_stand_apart():
 
     one, other = followed(records)
 
-    assert one.courses[0].points[100.0, 0].text == "30.0 ± 5.0"
+    assert one.courses[0].points[100.0, 0].text == "30.0 ± 5.0 (2 seeds)"
     assert one.courses[0].points[100.0, 0].records == (0, 4)
     assert [point.records for point in other.courses[0].points.values()] == [(6,), (5,)]
 

@@ -6,12 +6,11 @@ import re
 from dataclasses import replace
 
 import pytest
-from matplotlib import pyplot
 
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.tables.depth import depth_tables, render
-from ssl_bench.tables.drawing import draw_curves
+from ssl_bench.tables.drawing import curves_figure, draw_curves
 from ssl_bench.tables.notes import provenance
 from ssl_bench.tables.printing.documents import MARKERS, insert_between_markers
 from ssl_bench.tables.printing.sheets import NO_VALUE, render_tables
@@ -200,22 +199,19 @@ def test_curves_are_drawn_with_one_line_a_model(tmp_path):
     assert drawing.count('id="FillBetweenPolyCollection') == 2
 
 
-def drawn_figure(monkeypatch, tmp_path, records):
+def drawn_figure(tmp_path, records):
     """What matplotlib has of it."""
-    found = []
-    monkeypatch.setattr(pyplot, "close", found.append)
-    draw_curves(depth_tables(records), tmp_path / "curves.svg")
-    monkeypatch.undo()
-    pyplot.close(found[0])
-    return found[0]
+    figure = curves_figure(depth_tables(records))
+    figure.savefig(tmp_path / "curves.svg")
+    return figure
 
 
-def drawn_axes(monkeypatch, tmp_path, records):
-    return drawn_figure(monkeypatch, tmp_path, records).axes[0]
+def drawn_axes(tmp_path, records):
+    return drawn_figure(tmp_path, records).axes[0]
 
 
 @pytest.mark.parametrize(("panels", "models"), [(1, 6), (2, 3), (4, 1)])
-def test_titles_and_legend_of_a_drawing_lie_inside_and_apart(tmp_path, monkeypatch, panels, models):
+def test_titles_and_legend_of_a_drawing_lie_inside_and_apart(tmp_path, panels, models):
     records = [
         replace(
             RECORD, dataset=f"a_dataset_of_a_rather_long_name_{panel}", layer=layer,
@@ -225,7 +221,7 @@ def test_titles_and_legend_of_a_drawing_lie_inside_and_apart(tmp_path, monkeypat
         for panel in range(panels) for model in range(models) for layer in (0, 1)
     ]  # fmt: skip
 
-    figure = drawn_figure(monkeypatch, tmp_path, records)
+    figure = drawn_figure(tmp_path, records)
 
     axes = [axis for axis in figure.axes if axis.axison]
     texts = [axis.title for axis in axes] + [figure.legends[0]]
@@ -240,10 +236,10 @@ def test_titles_and_legend_of_a_drawing_lie_inside_and_apart(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(("unit", "scale"), [("", "log"), ("%", "linear")])
-def test_the_unit_chooses_the_axis_and_the_band_is_the_interval(tmp_path, monkeypatch, unit, scale):
+def test_the_unit_chooses_the_axis_and_the_band_is_the_interval(tmp_path, unit, scale):
     record = replace(RECORD, metric="spread", unit=unit, value=2.0, ci95=(1.0, 9.0))
 
-    axis = drawn_axes(monkeypatch, tmp_path, [record, replace(record, layer=4)])
+    axis = drawn_axes(tmp_path, [record, replace(record, layer=4)])
 
     assert axis.get_yscale() == scale
     (band,) = axis.collections
@@ -251,10 +247,10 @@ def test_the_unit_chooses_the_axis_and_the_band_is_the_interval(tmp_path, monkey
     assert (heights.min(), heights.max()) == (1.0, 9.0)
 
 
-def test_an_endless_interval_reaches_the_top_of_the_drawing(tmp_path, monkeypatch):
+def test_an_endless_interval_reaches_the_top_of_the_drawing(tmp_path):
     record = replace(RECORD, metric="spread", unit="", value=2e6, ci95=(1e6, math.inf))
 
-    axis = drawn_axes(monkeypatch, tmp_path, [record, replace(record, layer=4, value=math.inf)])
+    axis = drawn_axes(tmp_path, [record, replace(record, layer=4, value=math.inf)])
 
     heights = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert heights.max() == axis.lines[0].get_ydata()[1] == axis.get_ylim()[1]
