@@ -80,7 +80,7 @@ def test_fault_66_what_is_no_picture_of_this_folder_is_left_out_and_said(
     assert report_of(store) == {f"{PICTURES}/good.png"}
 
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"1 pictures cannot be shown: {place}: ")
+    assert said.startswith(f"1 picture cannot be shown: {place}: ")
     assert why in said
     (page,) = (store.root / "report").glob("checkpoint-*.html")
     assert "evil" not in page.read_text()
