@@ -95,7 +95,7 @@ def test_fault_66_no_folder_of_pictures_is_reached_through_a_link(store, capsys,
 
     assert report_of(store) == set()
 
-    assert f"pictures cannot be shown: {place}: a link" in capsys.readouterr().err
+    assert f"picture cannot be shown: {place}: a link" in capsys.readouterr().err
 
 
 def test_fault_66_a_picture_that_became_a_link_since_is_not_followed(store):
