@@ -13,7 +13,13 @@ from ssl_bench.models import Encoder, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
 from ssl_bench.models.loading.addresses import expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.identity import read_metadata
-from ssl_bench.planning import PlannedProbe, dataset_roots, plan_probes, refuse
+from ssl_bench.planning import (
+    PlannedProbe,
+    dataset_roots,
+    plan_probes,
+    refuse,
+    sharing_datasets,
+)
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import remove_orphans_below
 from ssl_bench.system.progress import in_words, say
@@ -33,7 +39,7 @@ def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[
         DataError: nothing fits, or files are missing.
     """
     plan = planned_probes(options, overrides)
-    for planned in plan:
+    for planned in sharing_datasets(plan):
         planned.require_images()
     return plan
 

@@ -26,7 +26,7 @@ from ssl_bench.data.corruptions.named import asked_corruptions
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import Looked, ReadableDataset
-from ssl_bench.data.opened import ListedOnce
+from ssl_bench.data.opened import ListedOnce, OpenedOnce
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
 from ssl_bench.data.views import as_asked
@@ -210,6 +210,18 @@ def plan_probes(
     if without := [planned for planned in plan if planned.choice[0] not in found]:
         unfit(_misfit(without))
     return fitting
+
+
+def sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
+    """The same questions, each dataset opened and its files known once for all of them."""
+    opened: list[OpenedOnce] = []
+    for planned in plan:
+        if not any(planned.dataset == one.dataset for one in opened):
+            opened.append(OpenedOnce(planned.dataset))
+    return [
+        replace(planned, dataset=next(one for one in opened if one.dataset == planned.dataset))
+        for planned in plan
+    ]
 
 
 def _misfit(plan: Sequence[PlannedProbe]) -> str:

@@ -2,17 +2,16 @@
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from ssl_bench.asked import asked_encoders, asked_probes
-from ssl_bench.data.opened import OpenedOnce
+from ssl_bench.asked import asked_encoders, planned_probes
 from ssl_bench.evaluation import cell_keys, cell_settings
 from ssl_bench.evaluation.pending import find_pending, pictures_folder
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import layers_asked
-from ssl_bench.planning import PlannedProbe
+from ssl_bench.planning import PlannedProbe, sharing_datasets
 from ssl_bench.results import CellKey, ResultStore, encoder_id
 from ssl_bench.results.store import first_few
 from ssl_bench.system.progress import say
@@ -54,12 +53,16 @@ def plan_sweep(options: argparse.Namespace, overrides: Sequence[str]) -> list[Jo
 
         named_device(options.device)
     uris = asked_encoders(options)
-    plan = asked_probes(options, overrides)
+    plan = planned_probes(options, overrides)
+    # For the plan alone: what runs later looks at the files as they are then.
+    questions = sharing_datasets(plan)
+    for question in questions:
+        question.require_images()
     encoders = _distinct(identify_encoder(uri) for uri in uris)
     store = ResultStore(Path(options.out))
     asked = [
         (planned, question.probe.split(question.dataset), cell_settings(question))
-        for planned, question in zip(plan, _sharing_datasets(plan), strict=True)
+        for planned, question in zip(plan, questions, strict=True)
     ]
     jobs = []
     for encoder in encoders:
@@ -95,21 +98,6 @@ def plan_sweep(options: argparse.Namespace, overrides: Sequence[str]) -> list[Jo
     if store.unreadable:
         say(f"to be computed again: {first_few(store.unreadable)}")
     return jobs
-
-
-def _sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
-    """The same questions, each dataset opened and its files known once for all tasks and encoders.
-
-    For the plan alone: what runs later looks at the files as they are then.
-    """
-    opened: list[OpenedOnce] = []
-    for planned in plan:
-        if not any(planned.dataset == one.dataset for one in opened):
-            opened.append(OpenedOnce(planned.dataset))
-    return [
-        replace(planned, dataset=next(one for one in opened if one.dataset == planned.dataset))
-        for planned in plan
-    ]
 
 
 def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:
