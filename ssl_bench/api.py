@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ssl_bench.asked import opened_store
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.features import FeatureExtractor, Features
+from ssl_bench.features import FeatureExtractor, Features, squashed
 from ssl_bench.layers import Facet, layers_of, resolve_layers
 from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.planning import plan_probes
@@ -162,7 +162,7 @@ def extract_features(
             batch = images
         else:
             sides = (image_size, image_size) if image_size else found.native_size
-            batch = torch.stack([_squashed(image, sides) for image in images])
+            batch = torch.stack([_pixels(image, sides) for image in images])
         parts = [extractor(part) for part in batch.split(batch_size)]
     return {
         layer: {facet: torch.cat([part[layer][facet].cpu() for part in parts]) for facet in facets}
@@ -170,17 +170,12 @@ def extract_features(
     }
 
 
-def _squashed(image: Images, sides: tuple[int, int]) -> Float[Tensor, "3 height width"]:
+def _pixels(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 height width"]:
     from ssl_bench.data.files.images import read_image
 
-    if isinstance(image, str | Path):
-        image = read_image(Path(image))
-    if isinstance(image, np.ndarray):
-        image = torch.from_numpy(image.copy()).permute(2, 0, 1).float() / 255
-    resized = nn.functional.interpolate(
-        image[None].float(), size=sides, mode="bilinear", antialias=True
-    )
-    return resized[0]
+    if isinstance(image, Tensor):
+        return nn.functional.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
+    return squashed(image if isinstance(image, np.ndarray) else read_image(Path(image)), size)
 
 
 @contextmanager

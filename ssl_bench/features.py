@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
@@ -174,14 +175,13 @@ class FeatureExtractor:
                 "diverged, or the encoder needs dtype=float32"
             )
 
-    def _prepared(
-        self, images: Float[Tensor, "batch 3 height width"]
-    ) -> Float[Tensor, "batch 3 padded_height padded_width"]:
-        height, width = images.shape[-2:]
-        images = (sent(images, self.device).to(torch.float32) - self._mean) / self._std
-        if self.pad:
-            images = pad_to_patch(images, self.patch_size)
-            height, width = images.shape[-2:]
+    def require_size(self, height: int, width: int) -> None:
+        """Refuse images that the encoder does not take as they are; with `pad` they are filled up.
+
+        Raises:
+            UnfitEncoder: It takes one other size alone.
+            ConfigurationError: The patch does not divide height and width.
+        """
         if not self.encoder.any_size and (height, width) != self.encoder.native_size:
             rows, cols = self.encoder.native_size
             raise UnfitEncoder(
@@ -196,6 +196,15 @@ class FeatureExtractor:
                 f"height and width must be multiples of the patch size {self.patch_size}, got "
                 f"{height} x {width}; resize to {near[0]} x {near[1]} or extract with pad=True"
             )
+
+    def _prepared(
+        self, images: Float[Tensor, "batch 3 height width"]
+    ) -> Float[Tensor, "batch 3 padded_height padded_width"]:
+        images = (sent(images, self.device).to(torch.float32) - self._mean) / self._std
+        if self.pad:
+            images = pad_to_patch(images, self.patch_size)
+        height, width = images.shape[-2:]
+        self.require_size(height, width)
         return images
 
     @contextmanager
@@ -296,6 +305,14 @@ class _DeepestLayerDone(Exception):
 
 def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
     raise _DeepestLayerDone
+
+
+def squashed(
+    image: UInt8[np.ndarray, "height width 3"], size: tuple[int, int]
+) -> Float[Tensor, "3 new_height new_width"]:
+    """The whole image at another size, RGB in [0, 1]; over all pixels where it shrinks."""
+    pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None].float() / 255
+    return F.interpolate(pixels, size=size, mode="bilinear", antialias=True)[0]
 
 
 def pad_to_patch(

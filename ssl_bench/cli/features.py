@@ -1,6 +1,7 @@
 """`ssl-bench features`: features of every image of a dataset, of any blocks, as files."""
 
 import argparse
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +16,12 @@ from ssl_bench.asked import announced_encoder, newest_checkpoint, require_writab
 from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.composition.fields import Count, require
+from ssl_bench.data.files.readable import with_a_way_out
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import ConfigurationError, MachineError, UnreadableImage
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
-from ssl_bench.models import Encoder
 from ssl_bench.planning import shared_values, views_of
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
@@ -45,6 +46,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_choice("--dtype", options.dtype, DTYPES)
     require_choice("--on-bad-image", options.on_bad_image, ("fail", "skip"))
     require("--batch-size", Count | None, options.batch_size)
+    require("--image-size", Count | None, options.image_size)
     _require_parquet()
     dataset = _dataset(options, overrides)
     splits = {images.split: images for images in _splits(dataset, options.split)}
@@ -59,7 +61,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         facets=[name.strip() for name in options.facet.split(",")],
         device=device,
     )
-    size = _size(encoder, options.image_size)
+    asked = options.image_size
+    size = encoder.native_size if asked is None else (asked, asked)
+    extractor.require_size(*size)
     about = {
         "encoder": {"name": encoder.name, "uri": encoder.uri, **encoder.identity()},
         "dataset": {
@@ -106,29 +110,6 @@ def _splits(dataset: Dataset, asked: str | None) -> list[ImageSet]:
     else:
         names = ["images" if "images" in dataset.supports else "discovery"]
     return [getattr(dataset, name)() for name in names]
-
-
-def _size(encoder: Encoder, asked: int | None) -> tuple[int, int]:
-    """Height and width that the encoder sees.
-
-    Raises:
-        ConfigurationError: no multiple of the patch, or another than the only one it takes.
-    """
-    if asked is None:
-        return encoder.native_size
-    patch = max((*encoder.strides, encoder.patch_size))
-    if asked < patch or asked % patch:
-        near = max(1, round(asked / patch)) * patch
-        raise ConfigurationError(
-            f"--image-size must be a multiple of the patch, {patch}, got {asked}; say {near}"
-        )
-    if not encoder.any_size and (asked, asked) != encoder.native_size:
-        height, width = encoder.native_size
-        raise ConfigurationError(
-            f"{encoder.name} takes images of {height} x {width} alone, got --image-size {asked}; "
-            "leave it out"
-        )
-    return asked, asked
 
 
 def _require_same(path: Path, about: Mapping[str, Any]) -> None:
@@ -232,16 +213,10 @@ def _batches(
             sample = images[number]
         except UnreadableImage as error:
             if options.on_bad_image == "fail":
-                raise UnreadableImage(
-                    f"{error}, or leave such images out with --on-bad-image skip"
-                ) from error
+                raise with_a_way_out(error) from error
             say(f"left out: {error}")
             continue
-        pixels = torch.from_numpy(sample.image.copy()).permute(2, 0, 1)[None].float() / 255
-        squashed = torch.nn.functional.interpolate(
-            pixels, size=size, mode="bilinear", antialias=True
-        )
-        batch.append((squashed[0], sample.image_id, sample.label))
+        batch.append((squashed(sample.image, size), sample.image_id, sample.label))
         if len(batch) == (options.batch_size or _BATCH):
             yield batch
             batch = []
@@ -250,8 +225,6 @@ def _batches(
 
 
 def _bytes(found: dict[str, np.ndarray], options: argparse.Namespace) -> bytes:
-    import io
-
     if options.format == "npz":
         buffer = io.BytesIO()
         np.savez(buffer, **found)  # pyright: ignore[reportArgumentType]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,6 +35,33 @@ class Contents:
     note: str = ""
     file: Path | None = None
     epoch: float | None = None
+
+
+class ModuleFacts(TypedDict, total=False):
+    """What `Encoder.from_module` can be told; the rest is found out.
+
+    Attributes:
+        patch_size: Pixels; else the kernel of the convolution that makes patches.
+        blocks: Name of the list of blocks, such as "blocks" or "encoder.layers"; else the longest
+            list of modules of one kind.
+        norm: Name of the final norm; else the usual names are looked for.
+        image_size: Height and width that it was trained on; else what it says, or 224.
+        mean: Of its training images, RGB in [0, 1]; else ImageNet's.
+        std: Of the same images.
+        num_registers: How many of the tokens before the patches are no [CLS].
+        name: How tables call it; else that of its class.
+        epoch: Stands in records, for curves over epochs.
+    """
+
+    patch_size: int | None
+    blocks: str | None
+    norm: str | None
+    image_size: int | tuple[int, int] | None
+    mean: Sequence[float]
+    std: Sequence[float]
+    num_registers: int
+    name: str | None
+    epoch: int | float | None
 
 
 @dataclass(frozen=True)
@@ -93,16 +120,7 @@ class Encoder:
     def from_module(
         cls,
         module: "nn.Module",
-        *,
-        patch_size: int | None = None,
-        blocks: str | None = None,
-        norm: str | None = None,
-        image_size: int | tuple[int, int] | None = None,
-        mean: Sequence[float] = IMAGENET_MEAN,
-        std: Sequence[float] = IMAGENET_STD,
-        num_registers: int = 0,
-        name: str | None = None,
-        epoch: int | float | None = None,
+        **facts: Unpack[ModuleFacts],
     ) -> "Encoder":
         """An encoder of one's own: any module that takes images and has a list of blocks.
 
@@ -113,26 +131,14 @@ class Encoder:
         Args:
             module: Takes batch x 3 x height x width, normalised by `mean` and `std`; its blocks
                 give tokens (batch x tokens x dim), maps, or tuples that begin with one.
-            patch_size: Pixels; else the kernel of the convolution that makes patches.
-            blocks: Name of the list of blocks, such as "blocks" or "encoder.layers"; else the
-                longest list of modules of one kind.
-            norm: Name of the final norm; else the usual names are looked for.
-            image_size: Height and width that it was trained on; else what it says, or 224.
-            mean: Of its training images, RGB in [0, 1].
-            std: Of the same images.
-            num_registers: How many of the tokens before the patches are no [CLS].
-            name: How tables call it; else that of its class.
-            epoch: Stands in records, for curves over epochs.
+            facts: What is known of it, see `ModuleFacts`.
 
         Raises:
             CheckpointError: What was expected of the module, what came and what to say.
         """
         from ssl_bench.models.from_module import encoder_of_module
 
-        return encoder_of_module(
-            module, patch_size=patch_size, blocks=blocks, norm=norm, image_size=image_size,
-            mean=mean, std=std, num_registers=num_registers, name=name, epoch=epoch,
-        )  # fmt: skip
+        return encoder_of_module(module, **facts)
 
     def stride(self, layer: int) -> int:
         """Pixels along a side of what a token of a block stands for."""

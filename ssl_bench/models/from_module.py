@@ -7,14 +7,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, UnfitEncoder
 from ssl_bench.models.architecture import of_library
-from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Contents, Encoder
+from ssl_bench.models.encoder import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    Contents,
+    Encoder,
+    ModuleFacts,
+)
 from ssl_bench.models.kinds import state_dict_sha256
 from ssl_bench.system.imports import broken_file
 from ssl_bench.system.paths import expanded, real
@@ -47,32 +53,23 @@ class _NoNorm(nn.Module):
 
 
 def encoder_of_module(
-    module: nn.Module,
-    *,
-    patch_size: int | None = None,
-    blocks: str | None = None,
-    norm: str | None = None,
-    image_size: int | tuple[int, int] | None = None,
-    mean: Sequence[float] = IMAGENET_MEAN,
-    std: Sequence[float] = IMAGENET_STD,
-    num_registers: int = 0,
-    name: str | None = None,
-    epoch: int | float | None = None,
-    uri: str = "memory",
+    module: nn.Module, *, uri: str = "memory", **facts: Unpack[ModuleFacts]
 ) -> Encoder:
     """See `ssl_bench.Encoder.from_module`."""
-    called = name or type(module).__name__
-    blocks = blocks or _found_blocks(module, called)
+    called = facts.get("name") or type(module).__name__
+    mean, std = facts.get("mean", IMAGENET_MEAN), facts.get("std", IMAGENET_STD)
+    epoch = facts.get("epoch")
+    blocks = facts.get("blocks") or _found_blocks(module, called)
     found = dict(module.named_modules()).get(blocks)
     if found is None or not list(found.children()):
         raise CheckpointError(
             f"{called} has no list of blocks called {blocks!r}; expected the name of a ModuleList "
             f"or Sequential, such as {', '.join(_lists(module)) or 'blocks'}"
         )
-    patch = patch_size or _found_patch(module, called)
-    own = OwnModule(module, blocks, _norm_of(module, norm, blocks, called))
+    patch = facts.get("patch_size") or _found_patch(module, called)
+    own = OwnModule(module, blocks, _norm_of(module, facts.get("norm"), blocks, called))
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    sizes = _sizes(module, image_size, patch)
+    sizes = _sizes(module, facts.get("image_size"), patch)
     own.eval()
     size, outputs = _first_that_runs(own, sizes, device, called)
     any_size = _runs_at(own, (size[0] + patch, size[1] + 2 * patch), device)
@@ -99,8 +96,8 @@ def encoder_of_module(
         native_size=size,
         mean=(mean[0], mean[1], mean[2]),
         std=(std[0], std[1], std[2]),
-        colours_from="assumed, ImageNet's" if mean is IMAGENET_MEAN else "from_module",
-        num_registers=num_registers,
+        colours_from="from_module" if "mean" in facts else "assumed, ImageNet's",
+        num_registers=facts.get("num_registers", 0),
         contents=Contents("module", epoch=None if epoch is None else float(epoch)),
         channels_last=channels_last,
         any_size=any_size,

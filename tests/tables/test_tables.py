@@ -5,6 +5,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ssl_bench.errors import ConfigurationError, DataError
@@ -243,7 +244,7 @@ def test_the_unit_chooses_the_axis_and_the_band_is_the_interval(tmp_path, unit, 
 
     assert axis.get_yscale() == scale
     (band,) = axis.collections
-    heights = band.get_paths()[0].vertices[:, 1]
+    heights = np.asarray(band.get_paths()[0].vertices)[:, 1]
     assert (heights.min(), heights.max()) == (1.0, 9.0)
 
 
@@ -252,8 +253,8 @@ def test_an_endless_interval_reaches_the_top_of_the_drawing(tmp_path):
 
     axis = drawn_axes(tmp_path, [record, replace(record, layer=4, value=math.inf)])
 
-    heights = axis.collections[0].get_paths()[0].vertices[:, 1]
-    assert heights.max() == axis.lines[0].get_ydata()[1] == axis.get_ylim()[1]
+    heights = np.asarray(axis.collections[0].get_paths()[0].vertices)[:, 1]
+    assert heights.max() == np.asarray(axis.lines[0].get_ydata())[1] == axis.get_ylim()[1]
     assert 1e5 < axis.get_ylim()[0] < 1e6
     assert [text.get_text() for text in axis.texts] == ["∞"]
 
