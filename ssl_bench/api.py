@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Images = str | Path | np.ndarray | Tensor
-"""A file, height x width x 3 of 0 to 255, or 3 x height x width in [0, 1]."""
+"""A file, turned as EXIF says; height x width x 3 of 0 to 255; 3 x height x width in [0, 1]."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,9 @@ def _pixels(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 height wid
 
     if isinstance(image, Tensor):
         return nn.functional.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
-    return squashed(image if isinstance(image, np.ndarray) else read_image(Path(image)), size)
+    return squashed(
+        image if isinstance(image, np.ndarray) else read_image(Path(image), upright=True), size
+    )
 
 
 @contextmanager

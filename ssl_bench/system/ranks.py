@@ -226,7 +226,7 @@ def place_of_process() -> Place:
 
 def _number(name: str, legal: range, default: str = "") -> int:
     text = os.environ.get(name) or default
-    if text.isdecimal() and int(text) in legal:
+    if text.isascii() and text.isdecimal() and int(text) in legal:
         return int(text)
     raise _wrong(name, f"a number of {legal[0]} to {legal[-1]}" if len(legal) > 1 else "0")
 

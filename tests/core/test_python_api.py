@@ -203,6 +203,18 @@ def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, form):
             np.testing.assert_allclose(held[f"block{layer:02}.{facet}"], value, atol=1e-5)
 
 
+def test_a_photograph_is_turned_as_its_camera_says(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 255, (24, 40, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
+    upright = np.ascontiguousarray(pixels[::-1, ::-1])
+
+    found = ssl_bench.extract_features(own_module.own(), [tmp_path / "turned.png", upright])
+
+    assert torch.equal(*found[2]["token"])
+
+
 def test_features_go_on_after_a_kill(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos", 12)
