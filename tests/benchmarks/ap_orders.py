@@ -25,7 +25,7 @@ def main() -> None:
     records = {(record.metric, record.layer): record for record in store.records()}
     first = next(iter(records.values()))
     print("# COCO's AP and the order of images\n")
-    print(f"{provenance()}; of {first.num_images} images of {first.dataset} {first.split}, ")
+    print(f"{provenance()}; of {first.num_images} images of {first.dataset} {first.split},")
     print(f"{first.model}, recorded at {(first.git_commit or 'unknown')[:10]} on {first.device}\n")
     print("| block | `ap` | `ap_coco`, order of files | of 200 random orders | all equally sure |")
     print("|---:|---:|---:|---:|---:|")
