@@ -11,7 +11,6 @@ import pytest
 from PIL import Image, ImageOps, features
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.images import _has_heif
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.models.loading.addresses import expand
@@ -58,7 +57,6 @@ def searched() -> dict[str, list[str]]:
 
 def test_a_folder_is_looked_through_before_a_model_is_loaded(place, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pillow_heif", None)
-    _has_heif.cache_clear()
     photos = photo_folder(place / "photos", 5)
     spoil(photos / "1.jpg", "half")
     spoil(photos / "3.jpg", "empty")
@@ -66,7 +64,6 @@ def test_a_folder_is_looked_through_before_a_model_is_loaded(place, capsys, monk
 
     words = [word.replace("pca", "pca,tokencut") for word in probing("pca", "folder", photos)]
     assert main(words) == 0
-    _has_heif.cache_clear()
 
     first, second = capsys.readouterr().err.splitlines()[:2]
     assert first == (

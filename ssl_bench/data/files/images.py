@@ -3,7 +3,6 @@
 import io
 import re
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import cv2
@@ -224,9 +223,8 @@ def _brand(data: bytes) -> bytes:
     return b"avif" if is_avif else brand
 
 
-@cache
 def _has_heif() -> bool:
-    """Whether pillow-heif is there, which adds the format; at its first file."""
+    """Whether pillow-heif is there, which adds the format."""
     with suppress(ImportError):
         import pillow_heif  # pyright: ignore[reportMissingImports]
 
