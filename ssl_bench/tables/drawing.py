@@ -83,19 +83,23 @@ def _inches(titles: Sequence[str], columns: int, keys: int) -> tuple[float, floa
 
 def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> None:
     ends = [end for e in table.entries.values() for end in (e.value, e.low, e.high)]
-    heights = [end for end in ends if end is not None and math.isfinite(end)]
+    records = [record for entry in table.entries.values() for record in entry.records]
+    answers = {answer: values[0] for answer, values in baselines(records).items()}
+    heights = [end for end in (*ends, *answers.values()) if end is not None and math.isfinite(end)]
+    # What is drawn at zero on a logarithmic axis lies at infinity, which ends no layout.
     if not table.unit and min(heights, default=0.0) > 0:
         axis.set_yscale("log")
     top = 2 * max(heights, default=0.5)
     for model in table.models:
         _draw_curve(axis, table, model, colours[model], top)
-    records = [record for entry in table.entries.values() for record in entry.records]
-    for answer, values in baselines(records).items():
-        axis.axhline(values[0], color="0.4", linestyle=":", linewidth=1)
-        axis.annotate(in_figure(printable(answer)), (0, values[0]), fontsize=6, va="bottom",
+    for answer, value in answers.items():
+        axis.axhline(value, color="0.4", linestyle=":", linewidth=1)
+        axis.annotate(in_figure(printable(answer)), (0, value), fontsize=6, va="bottom",
                       xycoords=("axes fraction", "data"))  # fmt: skip
     if math.inf in ends:
         axis.set_ylim(top=top)
+    if table.rows == "block":
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel(table.rows)
     axis.set_ylabel(table.unit)
     axis.grid(alpha=0.3)

@@ -248,6 +248,16 @@ def test_the_unit_chooses_the_axis_and_the_band_is_the_interval(tmp_path, unit, 
     assert (heights.min(), heights.max()) == (1.0, 9.0)
 
 
+def test_an_answer_that_scores_zero_is_drawn_on_a_linear_axis(tmp_path):
+    by_chance = {"baseline": {"answer": "random clusters", "value": 0.0}}
+    record = replace(RECORD, metric="ari", unit="", value=0.2, ci95=None, details=by_chance)
+
+    axis = drawn_axes(tmp_path, [record, replace(record, layer=4)])
+
+    assert axis.get_yscale() == "linear"
+    assert axis.get_ylim()[0] < 0.0 < axis.get_ylim()[1]
+
+
 def test_an_endless_interval_reaches_the_top_of_the_drawing(tmp_path):
     record = replace(RECORD, metric="spread", unit="", value=2e6, ci95=(1e6, math.inf))
 
