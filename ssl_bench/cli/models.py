@@ -158,8 +158,8 @@ def file_report(encoder: Encoder) -> FileReport:
 def _format(file: Path | None) -> str:
     if file is None:
         return "no file"
-    if file.suffix == ".safetensors":
-        return "safetensors"
+    if named := {".safetensors": "safetensors", ".onnx": "ONNX"}.get(file.suffix):
+        return named
     try:
         with open_regular(file) as opened:
             return "PyTorch zip" if opened.read(2) == b"PK" else "PyTorch pickle"

@@ -16,7 +16,8 @@ from ssl_bench.models.loading.demo import DEMO, NAMES, demo_folder, file_name
 from tests.benchmarks.evidence.page import ROOT
 
 STORE = "results/demo_probes"
-PROBES = (
+Probes = tuple[str, str, str | None, tuple[str, ...]]
+PROBES: tuple[Probes, ...] = (
     ("knn,classification", "class_folders", "cifar10",
      ("dataset.name=cifar10", "dataset.val_split=test", "probe.image_size=64", "--limit", "3000")),
     ("segmentation,retrieval", "voc2012", "photos", ("probe.image_size=256",)),
@@ -28,19 +29,22 @@ PROBES = (
 """Tasks, dataset, its root in DATA where it has one, options."""
 
 
-def commands(data: Path, out: Path, encoders: Sequence[str]) -> Iterator[list[str]]:
+def commands(
+    data: Path, out: Path, encoders: Sequence[str], probes: Sequence[Probes] = PROBES
+) -> Iterator[list[str]]:
     """A call of `ssl-bench probe` for each group of probes.
 
     Args:
         data: The folder of data.
         out: Where the records go.
         encoders: Addresses.
+        probes: The groups.
     """
     asked = [part for encoder in encoders for part in ("--checkpoint", encoder)]
-    for task, dataset, root, options in PROBES:
+    for task, dataset, root, options in probes:
         where = ["--data-root", str(data / root)] if root else []
         written = ["--dataset", dataset, *where, "--out", str(out)]
-        yield [*("probe", "--task", task), *asked, "--baselines", *written, *options]
+        yield ["probe", "--task", task, *asked, *written, *options]
 
 
 def main() -> None:
@@ -50,7 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     there = [name for name in NAMES if (demo_folder() / file_name(name)).is_file()]
     for words in commands(options.data, options.out, [f"{DEMO}:{name}" for name in there]):
-        subprocess.run([sys.executable, "-m", "ssl_bench", *words], check=True)
+        subprocess.run([sys.executable, "-m", "ssl_bench", *words, "--baselines"], check=True)
 
 
 if __name__ == "__main__":
