@@ -21,8 +21,7 @@ from tests.benchmarks.evidence.page import ROOT
 STORE = "results/real_probes"
 ENCODER = "vit_s_focus.onnx"
 CUTS = tuple(
-    (f"probe.facet={facet}", f"probe.protocol={protocol}", "probe.num_images=8")
-    for facet in ("key", "token")
+    ("probe.facet=[key,token]", f"probe.protocol={protocol}", "probe.num_images=8")
     for protocol in ("reference", "adaptive")
 )
 PROBES: tuple[Probes, ...] = (
