@@ -21,7 +21,7 @@ from tests.benchmarks.evidence.page import ROOT
 STORE = "results/real_probes"
 ENCODER = "vit_s_focus.onnx"
 CUTS = tuple(
-    ("probe.facet=[key,token]", f"probe.protocol={protocol}", "probe.num_images=8")
+    ("probe.facet=[key,token]", f"probe.protocol={protocol}")
     for protocol in ("reference", "adaptive")
 )
 PROBES: tuple[Probes, ...] = (
