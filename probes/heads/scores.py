@@ -33,14 +33,14 @@ class ScoredStream:
 
     Attributes:
         batch_size: Images that pass the encoder together.
-        keep: How many of the first predictions are kept, to be drawn.
+        keep: Whether predictions are given back, to be drawn.
     """
 
     heads: TrainedHeads
     scoring: Scoring
     classes: int
     batch_size: int
-    keep: int
+    keep: bool = False
 
     def count(
         self,
@@ -50,7 +50,7 @@ class ScoredStream:
         per_image: ImageCounts,
         written: Callable[[ImageCounts], None] = lambda _: None,
     ) -> list[Tensor]:
-        """Add counts of every image to `per_image`; give what all heads predict for the first few.
+        """Add counts of every image to `per_image`; give what all heads predict, if it is kept.
 
         The images pass the encoder once; nothing of them is kept. `written` is told of the counts
         after every batch.
@@ -67,7 +67,7 @@ class ScoredStream:
                 features = {layer: blocks[some] for layer, blocks in by_layer.items()}
                 predicted = self.predict(features, item)
                 counts.append(self.count_one(predicted, item.mask))
-                if len(kept) + len(drawn) < self.keep:
+                if self.keep:
                     drawn.append(predicted)
                 first = some.stop
             # Together, because the host waits for each fetching.

@@ -27,6 +27,7 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.composition.presets import guesses_of
+from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -65,7 +66,7 @@ class Segmentation:
         views: How many crops of each image are drawn, once; with "whole", 2 adds its mirror image.
         holdout: Share of the training images that choose the rate or C and train nothing.
         train_images: At most so many, drawn with the seed.
-        panels: How many of the first scored images are drawn.
+        panels: How many of the scored images are drawn, from all over the set.
         tier: Where features are until the heads are trained: in "memory", on "disk", or nowhere:
             "stream" computes them in every epoch. "auto": the first that has the room.
         memory_gib: What features may take in memory; half of what is free if None.
@@ -142,7 +143,7 @@ class Segmentation:
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         names, shown = self.names(seed), [source[-1] for source in self.sources(layers)]
-        panels = [names.panel(image_id) for image_id in images.ids[: self.panels]]
+        panels = [names.panel(image_id) for image_id in sampled(images.ids, self.panels)]
         return dict.fromkeys([*panels, names.training_images], shown)
 
     def names(self, seed: int) -> FileNames:

@@ -27,6 +27,7 @@ from probes.heads.sgd import TrainedHeads, Training, trained_together
 from probes.segmentation.files import FileNames
 from probes.segmentation.panels import draw_panel
 from probes.segmentation.report import SourceReport
+from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
@@ -159,39 +160,43 @@ class SegmentationRun:
         return reports, drawn
 
     def _counted(self, heads: TrainedHeads) -> tuple[ImageCounts, list[Tensor]]:
-        """Counts of every scored image, and what is drawn of the first ones.
+        """Counts of every scored image, and what is predicted of those that are drawn.
 
         Each process counts a share.
         """
-        per_image, drawn = self._counted_share(heads, self._ranks.share(len(self.val_images)))
+        share = self._ranks.share(len(self.val_images))
+        per_image = self._counted_share(heads, share)
+        # Once more, since a killed run may have counted them long ago.
+        stream = replace(self._stream(heads), keep=True)
+        own = [index for index in self._drawn_images if index in share]
+        drawn = self._passed(stream, own, stream.nothing()) if own else []
         drawn = [one for some in self._ranks.gathered(drawn) for one in some]
         return per_image.of_all(self._ranks), drawn
 
-    def _counted_share(self, heads: TrainedHeads, share: range) -> tuple[ImageCounts, list[Tensor]]:
-        """Of what a killed run had counted nothing passes again.
+    @property
+    def _drawn_images(self) -> list[int]:
+        ids = self.val_images.ids
+        chosen = set(sampled(ids, self.panels))
+        return [index for index, image_id in enumerate(ids) if image_id in chosen]
 
-        But the first ones do, for they are drawn.
-        """
+    def _counted_share(self, heads: TrainedHeads, share: range) -> ImageCounts:
+        """Of what a killed run had counted nothing passes again."""
         stream, kept = self._stream(heads), self._kept(self._counts_path(share))
-        per_image, panels = stream.nothing(), max(0, min(self.panels - share.start, len(share)))
+        per_image = stream.nothing()
         if kept.found:
             per_image.extend(kept.found)
-        done = len(per_image)
-        before = replace(stream, keep=panels)
-        drawn = self._passed(before, share[: min(done, panels)], stream.nothing())
 
         def write(counts: ImageCounts) -> None:
             if kept.is_due():
                 kept.write(counts.state())
 
-        left = replace(stream, keep=panels - len(drawn))
-        drawn += self._passed(left, share[done:], per_image, write)
-        return per_image, drawn
+        self._passed(stream, share[len(per_image) :], per_image, write)
+        return per_image
 
     def _passed(
         self,
         stream: ScoredStream,
-        indices: range,
+        indices: Sequence[int],
         per_image: ImageCounts,
         written: Callable[[ImageCounts], None] = lambda _: None,
     ) -> list[Tensor]:
@@ -258,7 +263,6 @@ class SegmentationRun:
             scoring=self.scoring,
             classes=self.training.classes,
             batch_size=self.training_pass.batch_size,
-            keep=self.panels,
         )
 
     def _details(
@@ -287,7 +291,7 @@ class SegmentationRun:
         write_text_atomically(self.folder / self.names.training_images, text)
 
     def _draw(self, drawn: Sequence[Tensor], rates: Sequence[int]) -> None:
-        for index, predicted in enumerate(drawn):
+        for index, predicted in zip(self._drawn_images, drawn, strict=True):
             sample = self.val_images[index]
             image = self.scoring.prepare(sample)
             masks = {"ground truth": image.mask}

@@ -31,7 +31,7 @@ from ssl_bench.system.progress import say, show_progress
 FORMATS = ("safetensors", "npz")
 DTYPES = ("float32", "float16")
 _SPLITS = ("train", "val", "images", "discovery")
-_MOST_BYTES, _MOST_IMAGES, _BATCH = 128 * 2**20, 1024, 16
+_MOST_BYTES, _MOST_IMAGES, _BATCH = 64 * 2**20, 1024, 16
 _ABOUT, _INDEX = "about.json", "index.parquet"
 
 
@@ -151,8 +151,7 @@ def _write_split(
     lacking = [start for start in starts if start not in there]
     for start in show_progress(lacking, f"features of {images.split}"):
         numbers = range(start, min(start + per_file, len(images)))
-        found = _features(images, numbers, extractor, size, options)
-        write_atomically(names[start], lambda file, found=found: file.write(_bytes(found, options)))
+        _write_file(names[start], _features(images, numbers, extractor, size, options), options)
     for start in starts:
         ids, labels = listed[start] or _read(names[start])
         rows += [
@@ -169,8 +168,12 @@ def _write_split(
     return rows
 
 
+def _write_file(path: Path, found: dict[str, np.ndarray], options: argparse.Namespace) -> None:
+    write_atomically(path, lambda file: file.write(_bytes(found, options)))
+
+
 def _images_a_file(extractor: FeatureExtractor, size: tuple[int, int], dtype: str) -> int:
-    """As many as stay below 128 MiB together."""
+    """As many as stay below 64 MiB together."""
     numbers = 0
     for layer in extractor.layers:
         stride, width = extractor.encoder.stride(layer), extractor.encoder.width(layer)

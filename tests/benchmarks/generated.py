@@ -110,6 +110,7 @@ WHOLE: Mapping[str, Make] = {
         "initialisation_readings", "initialisation_readings.json"
     ),
     "results/tables/photographs.md": partial(_records, "results/photographs"),
+    "results/tables/real_probes.md": partial(_records, "results/real_probes"),
     "results/tables/segmentation_full_size.md": _by(
         "segmentation_full_size", "segmentation_full_size-cpu.json"
     ),
@@ -147,7 +148,8 @@ NOT_MADE = {
     "results/figures/dino_photographs.png": "the logs of the runs are not committed",
     "results/figures/mimetic_copying.png": "PNG, whose bytes change with the library",
     "results/figures/osa_mnist.png": "the logs of the runs are not committed",
-    "docs/front.png": "PNG, whose bytes change with the library; a test draws it again",
+    "docs/front.png": "the weights of its encoder are not committed",
+    "docs/front_demo.png": "PNG, whose bytes change with the library; a test draws it again",
     "docs/python.ipynb": "runs an encoder, half a minute; a test compares its code",
 }
 """And why."""

@@ -43,7 +43,7 @@ def test_its_pictures_are_drawn_from_these_records(gallery, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_picture_on_the_first_page_is_of_an_encoder_that_comes_along(tmp_path, monkeypatch):
+def test_a_photograph_over_the_blocks_of_an_encoder_that_comes_along(tmp_path, monkeypatch):
     front = runpy.run_path(str(ROOT / "docs/_front.py"))
     drawn = tmp_path / "front.png"
     monkeypatch.setattr("sys.argv", ["_front.py", "--out", str(drawn)])

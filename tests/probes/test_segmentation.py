@@ -290,7 +290,7 @@ def test_logistic_regression_cannot_be_fitted_again_without_held_out_images():
 
 
 def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
-    dataset = ColourDataset(val_masks={1: 3})
+    dataset = ColourDataset(num_val=2, val_masks={1: 3})
     list(
         quick_probe(panels=2, epochs=20).run(
             probe_context(tmp_path, dataset=dataset, layers=(0, 3))
@@ -310,8 +310,20 @@ def test_panels_show_the_photograph_the_truth_and_every_layer(tmp_path):
     assert abs(truth - layers[1]).mean() < 10
 
 
+def test_panels_are_of_images_from_all_over_the_set(tmp_path):
+    dataset = ColourDataset(num_val=12)
+    probe = quick_probe(panels=3, epochs=1)
+    list(probe.run(probe_context(tmp_path, dataset=dataset, layers=(3,))))
+
+    drawn = {path.name for path in (tmp_path / "pictures").glob("*.png")}
+    assert drawn == set(probe.pictures([3], dataset.val(), 0)) & drawn
+    assert len(drawn) == 3
+    assert not all(any(f"val_{n}~" in name for n in range(3)) for name in drawn)
+
+
 def test_panels_have_the_size_of_the_photograph_whatever_size_was_scored(tmp_path):
-    list(quick_probe(panels=1, epochs=1, score_size=10).run(probe_context(tmp_path, layers=(3,))))
+    context = probe_context(tmp_path, dataset=ColourDataset(num_val=1), layers=(3,))
+    list(quick_probe(panels=1, epochs=1, score_size=10).run(context))
     with Image.open(next((tmp_path / "pictures").glob("*.png"))) as picture:
         assert picture.width >= 3 * 192
 
