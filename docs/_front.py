@@ -1,11 +1,12 @@
-"""A photograph, its PCA maps and TokenCut's boxes over the blocks of an encoder.
+r"""A photograph, its PCA maps and TokenCut's boxes over the blocks of an encoder.
 
     python docs/_front.py [CHECKPOINT] [--photograph FILE] [--height 160] [--blocks N]
         [--name TEXT] [--out FILE]
 
 The picture of the first page, of the encoder that `tests.benchmarks.evidence.real_probes` probes:
 
-    python docs/_front.py vit_s_focus.onnx --height 434 --name "DINOv2 ViT-S/14" --out docs/front.png
+    python docs/_front.py vit_s_focus.onnx --height 434 --name "DINOv2 ViT-S/14" \\
+        --out docs/front.png
 """
 
 import argparse

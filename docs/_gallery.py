@@ -45,8 +45,8 @@ subsets of a hundred photographs: compare blocks by them, and not with published
 ![TokenCut's box and PCA maps of one photograph over six blocks](front.png)
 
 TokenCut's box, in the protocol `adaptive`, and PCA maps of a photograph over the blocks:
-`python docs/_front.py vit_s_focus.onnx --height 434`. The same of `demo:skip`, a small ViT that comes
-along ([card](../results/demo/demo_skip.md), [tables](../results/tables/demo_probes.md)), with
+`python docs/_front.py vit_s_focus.onnx --height 434`. The same of `demo:skip`, a small ViT that
+comes along ([card](../results/demo/demo_skip.md), [tables](../results/tables/demo_probes.md)), with
 `python docs/_front.py`:
 
 ![The same over six blocks of demo:skip](front_demo.png)

@@ -24,7 +24,6 @@ from probes.conditioning.scores import (
     save_spectra,
     spectra_scores,
 )
-from probes.features.first import first_samples
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -51,7 +50,11 @@ class ConditioningRun:
     def scores(self) -> Iterator[Score]:
         """Score block after block, then draw."""
         images, encoder = self.probe.split(self.context.dataset), self.context.encoder
-        samples = first_samples(images, self.probe.num_images, self.context, task=self.probe.task)
+        count = min(self.probe.num_images, len(images))
+        if count < len(images):
+            words = f"conditioning: the first {count} of {len(images)} images"
+            self.context.say(f"{words}; probe.num_images={len(images)} takes all")
+        samples = [images[number] for number in range(count)]
         if self.probe.protocol == "mean_log":
             yield from self._averaged(samples)
             return

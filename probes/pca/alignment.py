@@ -20,7 +20,7 @@ from ssl_bench.system.paths import expanded
 
 @dataclass(frozen=True)
 class MapReference:
-    """Aligned maps of the first images of a dataset.
+    """Aligned maps of some images of a dataset.
 
     Attributes:
         source: Name of the checkpoint.
@@ -56,7 +56,7 @@ class MapReference:
             raise DataError(
                 f"the maps of {self.source} to align with lack the images {', '.join(missing[:3])}"
                 f"{', ...' if len(missing) > 3 else ''}; probe that checkpoint on the same images "
-                "with at least as many probe.num_images first"
+                "with at least as many --pictures first"
             )
         return [self.maps[image] for image in images]
 

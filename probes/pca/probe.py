@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from probes.pictures import blocks_name
 from ssl_bench.composition.fields import Count, FilePath, Pixels, check_fields
+from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
@@ -22,14 +23,14 @@ _NOT_SETTINGS = ("protocol", "facet", "align_to", "grid")
 
 @dataclass(frozen=True)
 class PCA:
-    """PCA maps of the first images of a dataset, in colours that agree between blocks.
+    """PCA maps of some images of a dataset, in colours that agree between blocks.
 
     Attributes:
         protocol: "image" fits the components on each image, "batch" on all drawn images, "dataset"
             on all images of the dataset; with these two a colour means the same in every image.
         facet: What is projected: token, token_normed, key, query, value, attn_out, attn_skip,
             mlp_hidden, mlp_out, or a submodule of a block.
-        num_images: How many images are drawn, from the first one on.
+        panels: How many images are projected and drawn, from all over the set.
         image_size: Longer side in pixels; both sides are rounded to multiples of the patch. Without
             it the encoder's own, and at least 224.
         squash: Side of the square that images are squashed to instead, whatever their shape; that
@@ -44,7 +45,7 @@ class PCA:
 
     protocol: Literal["image", "batch", "dataset"] = "image"
     facet: str = "token"
-    num_images: Count = 8
+    panels: Count = 8
     image_size: Pixels | None = None
     squash: Pixels | None = None
     background: Literal["keep", "first_component"] = "keep"
@@ -88,7 +89,7 @@ class PCA:
         del seed
         together = [f"{blocks_name(layers)}.{kind}" for kind in self.grid_kinds]
         shown = {f"{self.kind}/{name}": layers for name in (*together, FILE)}
-        for image_id in images.ids[: self.num_images]:
+        for image_id in sampled(images.ids, self.panels):
             for layer in layers:
                 shown[f"{self.kind}/block{layer:02d}/{image_name(image_id)}"] = [layer]
         return shown

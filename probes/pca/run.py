@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, UInt8
 from PIL import Image
 from torch import Tensor
 
-from probes.features.first import first_samples
 from probes.features.moments import Moments
 from probes.pca.alignment import MapReference, load_reference, reference_folder
 from probes.pca.components import (
@@ -27,6 +26,7 @@ from probes.pca.components import (
 from probes.pca.drawing import SMALL_SPREAD, draw_overview, draw_tiles
 from probes.pca.probe import FILE, PCA
 from probes.pictures import Picture
+from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
@@ -71,7 +71,12 @@ class PCARun:
     def scores(self) -> Iterator[Score]:
         """See `PCA.run`."""
         images = self.probe.split(self.context.dataset)
-        samples = first_samples(images, self.probe.num_images, self.context, task=self.probe.task)
+        chosen = set(sampled(images.ids, self.probe.panels))
+        drawn = [number for number, image_id in enumerate(images.ids) if image_id in chosen]
+        if len(drawn) < len(images):
+            words = f"pca: {len(drawn)} of {len(images)} images"
+            self.context.say(f"{words}; --pictures {len(images)} takes all")
+        samples = [images[number] for number in drawn]
         reference = self._given_reference([sample.image_id for sample in samples])
         features, moments = self._features(images, samples)
         blocks = {
@@ -96,10 +101,11 @@ class PCARun:
         )
         whole = self.probe.protocol == "dataset"
         total = len(images) if whole else len(samples)
+        shown = {sample.image_id for sample in samples}
         kept: list[Features] = []
         moments = {layer: Moments() for layer in self.context.layers} if whole else {}
         for number in self.context.progress(range(total), "pca", total):
-            sample = samples[number] if number < len(samples) else images[number]
+            sample = images[number] if whole else samples[number]
             image = self._resized(sample.image, extractor.patch_size)
             blocks, sums = extractor.unchecked(image[None])
             sums, *maps = fetched(
@@ -109,7 +115,7 @@ class PCARun:
             found = dict(zip(blocks, maps, strict=True))
             for layer, sums in moments.items():
                 sums.add(found[layer].flatten(0, 1))
-            if number < len(samples):
+            if not whole or sample.image_id in shown:
                 kept.append(found)
         return kept, moments
 

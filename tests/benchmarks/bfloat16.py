@@ -65,7 +65,7 @@ QUESTIONS = (
         for task, more in {
             "segmentation": (*SMALL, "probe.panels=0", *_HEADS),
             "retrieval": SMALL,
-            "pca": (*SMALL, "probe.num_images=8"),
+            "pca": (*SMALL, "probe.panels=8"),
         }.items()
     ),
     Question("tokencut", "toy", ("probe.panels=0", *TOY)),
@@ -158,7 +158,7 @@ def _half_width(record: Record) -> float | None:
 
 def feature_errors(name: str, uri: str, roots: Mapping[str, str]) -> Iterator[Row]:
     """Norm of the difference over the norm, all patches of four photographs, in percent."""
-    (plan,) = plan_probes(["pca"], ["voc2012"], ["probe.num_images=4"], roots)
+    (plan,) = plan_probes(["pca"], ["voc2012"], ["probe.panels=4"], roots)
     pictures: Any = plan.dataset
     images = torch.stack([_square(pictures.images()[index].image) for index in range(4)])
     encoder = load_encoder(uri)

@@ -143,7 +143,7 @@ def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):
         (["probe"], 2, "--task"),
         ([*PROBE, "--layer", "3"], 2, "layers must lie in 0..2"),
         ([*PROBE, "--layer", "last"], 2, "layers must be"),
-        ([*PROBE, "probe.num_imagse=2"], 2, "did you mean probe.num_images"),
+        ([*PROBE, "probe.panesl=2"], 2, "did you mean probe.panels"),
         ([*PROBE, "probe.protocol=vidoe"], 2, "unknown protocol 'vidoe'"),
         ([*PROBE, "dtype=float8"], 2, "got 'float8'"),
         ([*PROBE, "--device", "gpu"], 2, "expected --device cpu"),
@@ -209,7 +209,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(workplace):
     for i in range(1, 400):
         shutil.copy("photos/many0.png", f"photos/many{i}.png")
 
-    options = ["probe.num_images=403", "probe.image_size=640"]
+    options = ["probe.panels=403", "probe.image_size=640"]
     # A test run that was started in the background would hand down an ignored SIGINT.
     with subprocess.Popen(
         [*command, *options],

@@ -35,9 +35,9 @@ def test_of_many_tables_the_headline_is_printed_and_the_others_are_named(capsys)
 
 
 def test_images_that_are_left_out_are_counted(capsys):
-    assert main(probed("pca", "probe.image_size=32", "probe.num_images=3")) == 0
-    assert "pca: the first 3 of 4 images; probe.num_images=4 takes all" in capsys.readouterr().err
-    assert main(probed("pca", "probe.image_size=32", "probe.num_images=4", "--overwrite")) == 0
+    assert main(probed("pca", "probe.image_size=32", "probe.panels=3")) == 0
+    assert "pca: 3 of 4 images; --pictures 4 takes all" in capsys.readouterr().err
+    assert main(probed("pca", "probe.image_size=32", "probe.panels=4", "--overwrite")) == 0
     assert "the first" not in capsys.readouterr().err
 
 

@@ -57,9 +57,9 @@ def planned(capsys, *arguments: str) -> dict:
 
 def test_the_plan_counts_finished_cells_as_probe_left_them(place, capsys):
     probe = ["probe", *PHOTOS, "--checkpoint", "runs/two", "--layer", "1"]
-    assert main([*probe, "probe.num_images=1"]) == 0
+    assert main([*probe, "probe.panels=1"]) == 0
 
-    plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*", "probe.num_images=1")
+    plan = planned(capsys, *PHOTOS, "--checkpoint", "runs/*", "probe.panels=1")
 
     rows = [(job["model"], job["layers"], job["cells"], job["pending"]) for job in plan["jobs"]]
     assert rows == [("one", [0, 1], 2, 2), ("two", [0, 1], 2, 1)]
@@ -311,7 +311,7 @@ def test_jobs_in_two_processes_leave_the_same_cells(place, capsys):
         (["--jobs", "0"], 2, "--jobs must be at least 1"),
         (["--dry-run", "--print"], 2, "not allowed with"),
         (["--layer", "7"], 2, "layers must lie in 0..1"),
-        (["probe.num_imgs=1"], 2, "did you mean probe.num_images"),
+        (["probe.panles=1"], 2, "did you mean probe.panels"),
         (["--data-root", "absent"], 3, "absent"),
         (["--checkpoint", "runs/none"], 4, "no checkpoint at runs/none"),
     ],

@@ -20,12 +20,12 @@ PCA = ["probe=pca", "dataset=toy"]
 
 
 def test_overrides_reach_the_component_as_plain_python():
-    config = compose_config("probing", [*PCA, "probe.num_images=3", "seed=7"])
+    config = compose_config("probing", [*PCA, "probe.panels=3", "seed=7"])
 
     probe = build(config.probe)
 
-    assert (probe.num_images, probe.image_size, config.seed) == (3, None, 7)
-    assert type(probe.num_images) is int
+    assert (probe.panels, probe.image_size, config.seed) == (3, None, 7)
+    assert type(probe.panels) is int
 
 
 def test_as_plain_resolves_references():
@@ -37,16 +37,16 @@ def test_as_plain_resolves_references():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("probe.num_image=3", r"unknown key 'probe.num_image'; did you mean probe.num_images"),
-        ("probe.num_images=many", r"probe.num_images expects a whole number .*got 'many'"),
-        ("probe.num_images=2.5", r"expects a whole number"),
-        ("probe.num_images=true", r"expects a whole number"),
+        ("probe.panel=3", r"unknown key 'probe.panel'; did you mean probe.panels"),
+        ("probe.panels=many", r"probe.panels expects a whole number .*got 'many'"),
+        ("probe.panels=2.5", r"expects a whole number"),
+        ("probe.panels=true", r"expects a whole number"),
         ("probe.facet=3", r"probe.facet expects text, got"),
         ("probe.facet=[key,3]", r"probe.facet expects text, got"),
         ("dataset=voc2021", r"unknown dataset='voc2021' .*did you mean voc2012"),
-        ("probe.num_images", r"expected KEY=VALUE, got 'probe.num_images'"),
-        ("probe.num_images=[1", r"num_images"),
-        ("probe.num_images=???", r"expects a whole number .*, got '\?\?\?'"),
+        ("probe.panels", r"expected KEY=VALUE, got 'probe.panels'"),
+        ("probe.panels=[1", r"panels"),
+        ("probe.panels=???", r"expects a whole number .*, got '\?\?\?'"),
         ("probe={a: 1}", r"unknown probe="),
         ("probe.new=1", r"unknown key 'probe.new'"),
         ("dataset.cache=[1]", r"dataset.cache expects a path"),
@@ -54,11 +54,11 @@ def test_as_plain_resolves_references():
         ("dataset.cache=''", r"dataset.cache expects a path"),
         ("dataset.num_train=1e9", r"dataset.num_train expects a whole number"),
         ("data=3", r"data is no value; override its keys, such as data.KEY=VALUE"),
-        (f"probe.num_images={'9' * 5000}", r"cannot read"),
-        (f"probe.num_images={'[' * 2000}", r"cannot read"),
-        ("probe.num_images=choice(1,2)", r"cannot read"),
-        ("probe.num_images=1,2", r"num_images"),
-        ("probe.num_images=0", r"num_images expects a whole number in \[1, 1000000000\], got 0"),
+        (f"probe.panels={'9' * 5000}", r"cannot read"),
+        (f"probe.panels={'[' * 2000}", r"cannot read"),
+        ("probe.panels=choice(1,2)", r"cannot read"),
+        ("probe.panels=1,2", r"panels"),
+        ("probe.panels=0", r"panels expects a whole number in \[1, 1000000000\], got 0"),
     ],
 )
 def test_a_wrong_override_is_one_line_that_says_what_to_do(override, message):

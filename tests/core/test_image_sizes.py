@@ -76,12 +76,12 @@ def test_the_second_encoder_is_asked_first(place, capsys):
 def test_maps_have_the_size_of_the_encoder_and_at_least_224(place, capsys):
     encoder_file(place / "b.safetensors", config=ViTConfig(288, 72, 12, 2, 2))
     for name in ("a", "b"):
-        assert main(probed("pca", "probe.num_images=1", checkpoint=f"{name}.safetensors")) == 0
+        assert main(probed("pca", "probe.panels=1", checkpoint=f"{name}.safetensors")) == 0
 
     assert {r.model: r.settings["image_size"] for r in records()} == {"a": 224, "b": 288}
-    assert all(list(record.changed) == ["num_images"] for record in records())
+    assert all(list(record.changed) == ["panels"] for record in records())
     assert not any("squash" in record.settings for record in records())
-    jobs = planned(capsys, probed("pca", "probe.num_images=1", checkpoint="b.safetensors"))
+    jobs = planned(capsys, probed("pca", "probe.panels=1", checkpoint="b.safetensors"))
     assert [job["pending"] for job in jobs] == [0]
 
 

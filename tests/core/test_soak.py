@@ -35,7 +35,7 @@ def test_hundreds_of_cells_leave_memory_and_open_files_flat(tmp_path):
 
     def cells(seed: int) -> int:
         evaluation = Evaluation(
-            encoder=encoder, dataset=dataset, probe=PCA(num_images=1, image_size=16),
+            encoder=encoder, dataset=dataset, probe=PCA(panels=1, image_size=16),
             layers=(0, 1), seed=seed, device=torch.device("cpu"), dtype=torch.float32,
         )  # fmt: skip
         return len(evaluation.run(store, say=lambda _: None))

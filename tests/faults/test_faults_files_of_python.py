@@ -25,7 +25,7 @@ for words in json.loads(sys.argv[1]):
         code = end.code
     print(f"exit {code}", file=sys.stderr, flush=True)
 """
-SMALL = ["dataset.num_train=3", "dataset.num_val=2", "probe.num_images=2", "probe.image_size=32"]
+SMALL = ["dataset.num_train=3", "dataset.num_val=2", "probe.panels=2", "probe.image_size=32"]
 
 
 @pytest.mark.parametrize(

@@ -266,9 +266,8 @@ def test_fault_87_no_two_images_share_a_panel(place, task):
         path = place / "named" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         picture(number).save(path)
-    most = "num_images" if task == "pca" else "panels"
 
-    assert main([*probing(task, "folder", place / "named"), f"probe.{most}=9"]) == 0
+    assert main([*probing(task, "folder", place / "named"), "--pictures", "9"]) == 0
     assert main(["report", "--out", "results"]) == 0
 
     panels = re.compile(r"[^/]*/[^/]*/[^/]*/[^/]*/block01[^/]*/[^/]*png")

@@ -495,7 +495,7 @@ def evaluated(
 
 
 def test_a_probe_looks_at_the_layers_of_every_stage_and_records_say_the_stride(tmp_path):
-    found = evaluated(PCA(num_images=2, image_size=32), tmp_path)
+    found = evaluated(PCA(panels=2, image_size=32), tmp_path)
 
     assert {record.layer: record.stride for record in found} == {0: 2, 2: 8, 4: 16}
 
@@ -503,8 +503,8 @@ def test_a_probe_looks_at_the_layers_of_every_stage_and_records_say_the_stride(t
 def test_what_every_stage_would_say_is_said_once_and_nothing_is_drawn_again(tmp_path):
     first, second = [], []
 
-    evaluated(PCA(num_images=1, image_size=32), tmp_path, first.append)
-    evaluated(PCA(num_images=1, image_size=32), tmp_path, second.append)
+    evaluated(PCA(panels=1, image_size=32), tmp_path, first.append)
+    evaluated(PCA(panels=1, image_size=32), tmp_path, second.append)
 
     assert len([line for line in first if "the first 1 of" in line]) == 1
     assert second == ["pca on toy train, swin: 3 of 3 cells finished before, skipped (--overwrite)"]

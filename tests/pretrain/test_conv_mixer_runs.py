@@ -146,7 +146,7 @@ def test_a_checkpoint_goes_from_pretraining_through_the_probes(pictures, tmp_pat
         "knn": knn,
         "clustering": [*classes, "probe.facet=patch_mean"],
         "segmentation": [*toy, "probe.protocol=fast", *small, "probe.training.epochs=2"],
-        "pca": [*toy, "probe.image_size=64", "probe.num_images=2"],
+        "pca": [*toy, "probe.image_size=64", "probe.panels=2"],
         "retrieval": [*toy, *small, "probe.neighbours=5"],
         "geometry": [*toy, *small, "probe.views=2", "probe.facet=patch_mean"],
         "tokencut": [*toy, "probe.facet=token"],

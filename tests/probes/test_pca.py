@@ -44,7 +44,7 @@ def probe(photographs, store, said=None, *, encoder=encoder(), layers=(0, 1, 2),
     evaluation = Evaluation(
         encoder=encoder,
         dataset=photographs,
-        probe=PCA(num_images=2, image_size=48, **options),
+        probe=PCA(panels=2, image_size=48, **options),
         layers=layers,
         seed=0,
         device=torch.device("cpu"),
@@ -78,7 +78,7 @@ def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, prot
 
 def test_the_dataset_is_fitted_as_if_it_were_one_batch(photographs, tmp_path):
     whole = probe(photographs, ResultStore(tmp_path / "one"), protocol="dataset")
-    everything = PCA(protocol="batch", num_images=3, image_size=48)
+    everything = PCA(protocol="batch", panels=3, image_size=48)
     evaluation = Evaluation(
         encoder(), photographs, everything, (0, 1, 2), 0, torch.device("cpu"), torch.float32
     )
@@ -219,7 +219,7 @@ def test_the_longer_side_is_as_asked_and_the_patch_divides_both():
     "wrong",
     [
         {"protocol": "video"},
-        {"num_images": 0},
+        {"panels": 0},
         {"grid": "pdf"},
         {"background": "black"},
         {"background": "first_component", "protocol": "dataset"},

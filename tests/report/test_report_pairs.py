@@ -152,7 +152,7 @@ def test_a_probe_leaves_the_ids_that_name_its_images(tmp_path):
     encoder = load_encoder(str(encoder_file(tmp_path / "encoder.safetensors")))
     dataset = ImageFolder(photo_folder(tmp_path / "photos", 2))
     store, cpu = ResultStore(tmp_path / "results"), torch.device("cpu")
-    probe = PCA(num_images=1, image_size=32)
+    probe = PCA(panels=1, image_size=32)
 
     evaluation = Evaluation(encoder, dataset, probe, (0,), 0, cpu, torch.float32)
     (record,) = evaluation.run(store, say=print)

@@ -40,6 +40,7 @@ TRAINING: Mapping[str, object] = {
 PROBING: Mapping[str, object] = {
     "probe.training.epochs": 1,
     "probe.num_images": 2,
+    "probe.panels": 2,
     "probe.num_points": 16,
     "probe.view_images": 2,
     "probe.pool.queries": 4,

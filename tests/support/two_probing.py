@@ -63,7 +63,7 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "left_out": (
         *("--task", "all", "--dataset", "class_folders", "--data-root", "classes"),
-        *("--layer", "2", "probe.num_images=2", "probe.image_size=32"),
+        *("--layer", "2", "probe.panels=2", "probe.num_images=2", "probe.image_size=32"),
     ),
     "retrieval": ("--task", "retrieval", *VOC, "probe.neighbours=5", "probe.batch_size=2"),
     "memory": (*SGD, "probe.tier=memory"),

@@ -22,7 +22,7 @@ PROBES: tuple[Probes, ...] = (
      ("dataset.name=cifar10", "dataset.val_split=test", "probe.image_size=64", "--limit", "3000")),
     ("segmentation,retrieval", "voc2012", "photos", ("probe.image_size=256",)),
     ("segmentation,retrieval", "toy", None, ("probe.image_size=128", "--limit", "60")),
-    ("tokencut,pca", "voc2012", "photos", ("probe.num_images=8",)),
+    ("tokencut,pca", "voc2012", "photos", ("--pictures", "8")),
     # As many times the 64 pixels of training as VOC's 500 are the 224 of published ViTs.
     ("tokencut", "voc2012", "photos", ("probe.longer_side=144",)),
 )  # fmt: skip

@@ -26,9 +26,9 @@ CUTS = tuple(
 )
 PROBES: tuple[Probes, ...] = (
     *(("tokencut", "voc2012", "voc2012_real100", cut) for cut in CUTS),
-    ("segmentation", "voc2012", "voc2012_real100", ("--baselines",)),
-    ("pca", "voc2012", "voc2012_real100", ("probe.num_images=8",)),
-    ("retrieval", "voc2012", "voc2012_real100", ("probe.image_size=224", "--baselines")),
+    ("pca", "voc2012", "voc2012_real100", ("--pictures", "8")),
+    ("segmentation,retrieval", "voc2012", "voc2012_real100",
+     ("probe.image_size=224", "--baselines")),
     ("knn,classification", "class_folders", "cifar10",
      ("dataset.name=cifar10", "dataset.val_split=test", "probe.image_size=112", "--limit", "1000",
       "--baselines")),
