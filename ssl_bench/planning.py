@@ -227,7 +227,9 @@ def sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
 def _misfit(plan: Sequence[PlannedProbe]) -> str:
     tasks = defaultdict[tuple[str, str], set[str]](set)
     for one in plan:
-        tasks[one.dataset.name, OFFERED[one.probe.role]].add(one.probe.task)
+        others = {} if "truth" in one.typed else getattr(one.probe, "truths_by_role", {})
+        wanted = " or ".join(OFFERED[role] for role in others or [one.probe.role])
+        tasks[one.dataset.name, wanted].add(one.probe.task)
     return "; ".join(
         f"{dataset} has no {what} for {' and '.join(sorted(asked))}"
         for (dataset, what), asked in sorted(tasks.items())
@@ -315,8 +317,8 @@ def _build(
     on_bad_image: OnBadImage | None,
 ) -> PlannedProbe:
     config = probing_config(*choice, overrides, root)
-    if protocol := _protocol_of_data(config, overrides):
-        overrides = [*overrides, f"{PROTOCOL}={protocol}"]
+    if fitting := _chosen_by_data(config, overrides):
+        overrides = [*overrides, *fitting]
         config = probing_config(*choice, overrides, root)
     values = shared_values(config)
     views = views_of(values)
@@ -340,18 +342,24 @@ def _build(
     )
 
 
-def _protocol_of_data(config: DictConfig, overrides: Sequence[str]) -> str | None:
-    """The protocol for what a dataset has, of a probe that asks about it in several ways.
+def _chosen_by_data(config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """The protocol, or the ground truth, that a dataset has, of a probe that takes several.
 
-    None where a protocol is named, the usual one fits, or none does.
+    Nothing where one is named, the usual one fits, or none does.
     """
     kind = component_class(config.probe[TARGET], f"probe.{TARGET}")
-    by_role: Mapping[str, str] = getattr(kind, "protocols_by_role", {})
-    if not by_role or any(override.partition("=")[0] == PROTOCOL for override in overrides):
-        return None
-    dataset: Dataset = build(config.dataset)
-    fitting = [protocol for role, protocol in by_role.items() if role in dataset.supports]
-    return fitting[0] if fitting and config.probe.protocol not in fitting else None
+    typed = {override.partition("=")[0] for override in overrides}
+    chosen = []
+    for field, name in (("protocol", "protocols_by_role"), ("truth", "truths_by_role")):
+        by_role: Mapping[str, str] = getattr(kind, name, {})
+        if not by_role or f"probe.{field}" in typed:
+            continue
+        dataset: Dataset = build(config.dataset)
+        fitting = [value for role, value in by_role.items() if role in dataset.supports]
+        usual = value_of(config, f"probe.{field}")
+        if fitting and usual not in fitting:
+            chosen.append(f"probe.{field}={fitting[0]}")
+    return chosen
 
 
 def _names(override: str, task: str) -> list[str]:

@@ -4,6 +4,8 @@ Counts are integers, so only the mean over classes is rounded, in an order that 
 the same on every machine.
 """
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Integer, Real
 
@@ -19,6 +21,12 @@ IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
 MOST_DETECTIONS = 100
 """Boxes that count of an image, the surest."""
 _RECALLS = np.linspace(0, 1, 101)
+
+_BETA_SQUARED = 0.3
+
+ObjectCounts = Integer[np.ndarray, "*some 4"]
+"""Pixels of an image: of the object in the answer and in truth, in the answer, in truth, and all
+that count."""
 
 DetectionCounts = Real[np.ndarray, "*some ranks_and_truth thresholds_and_all"]
 """Of boxes of an image or of many: at [0, 0] those that are true; at [1 + rank, 0] those that were
@@ -71,6 +79,50 @@ def pixel_accuracy(counts: Counts) -> Float64[np.ndarray, "*some"]:
     """Percent of counted pixels whose class is right; NaN where none was counted."""
     right, true = (counts[..., which, :].sum(-1, dtype=np.int64) for which in (0, 2))
     return np.where(true > 0, 100.0 * right / np.maximum(true, 1), np.nan)
+
+
+def object_f_beta(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
+    """F-beta with beta squared = .3 in percent, of each image alone.
+
+    An answer without a pixel has precision 1, an image without an object recall 1, and where both
+    precision and recall are 0 so is this.
+
+    Source: metric.py of unsupervised_saliency_detection in
+    https://github.com/YangtaoWANG95/TokenCut/tree/0d86de5.
+    """
+    both, found, true, _ = (counts[..., which].astype(np.float64) for which in range(4))
+    precision = np.where(found > 0, both / np.maximum(found, 1), 1.0)
+    recall = np.where(true > 0, both / np.maximum(true, 1), 1.0)
+    total = _BETA_SQUARED * precision + recall
+    weighted = (1 + _BETA_SQUARED) * precision * recall
+    return np.where(total > 0, 100.0 * weighted / np.where(total > 0, total, 1.0), 0.0)
+
+
+def object_iou(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
+    """Intersection over union in percent, of each image alone; 100 where neither has a pixel."""
+    both, found, true, _ = (counts[..., which].astype(np.int64) for which in range(4))
+    union = found + true - both
+    return np.where(union > 0, 100.0 * both / np.maximum(union, 1), 100.0)
+
+
+def object_accuracy(counts: ObjectCounts) -> Float64[np.ndarray, "*some"]:
+    """Percent of the pixels on whose side answer and truth agree, of each image alone.
+
+    100 where no pixel counts.
+    """
+    both, found, true, all_ = (counts[..., which].astype(np.int64) for which in range(4))
+    return np.where(all_ > 0, 100.0 * (all_ - found - true + 2 * both) / np.maximum(all_, 1), 100.0)
+
+
+OBJECT_SCORES: Mapping[str, Callable[[ObjectCounts], Float64[np.ndarray, "*some"]]] = {
+    "max_f_beta": object_f_beta,
+    "iou": object_iou,
+    "accuracy": object_accuracy,
+}
+"""By metric what is said of each image; its value is the mean over images.
+
+The largest mean F-beta over thresholds (`max_f_beta`) is that at any threshold below 1, because an
+answer is 0 or 1 at every pixel."""
 
 
 def is_hit(box: Float[np.ndarray, " 4"], ground_truth: Float[np.ndarray, "boxes 4"]) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from probes.tokencut.options import Tau
@@ -25,14 +26,19 @@ class ObjectDiscovery(TokenCut):
     """
 
     protocol: Literal["ssl_bench"] = "ssl_bench"  # pyright: ignore[reportIncompatibleVariableOverride]
+    truth: Literal["boxes"] = "boxes"  # pyright: ignore[reportIncompatibleVariableOverride]
     tau: Tau = 0.15
     method: Literal["maskcut", "lost"] = "maskcut"
 
     task = "discovery"
     further_protocols = ()
+    truths_by_role = MappingProxyType({})
     metrics_of_sets = ("ap_coco",)
-    # Of pictures without boxes TokenCut already shows what is found.
-    role = "boxes"
+
+    @property
+    def role(self) -> str:
+        """Of pictures without boxes TokenCut already shows what is found."""
+        return "boxes"
 
     @property
     def num_ranks(self) -> int:

@@ -57,12 +57,18 @@ def grid_of(sample: Sample, patch_size: int) -> PatchGrid:
 
 
 def resized(sample: Sample, size: tuple[int, int]) -> Sample:
-    """An image at another height and width, bicubic; its boxes, not rounded, with it.
+    """An image at another height and width, bicubic; its boxes, not rounded, and mask with it.
 
-    A box in the same part of the image overlaps its true ones as much as before.
+    A box in the same part of the image overlaps its true ones as much as before. Of the mask each
+    pixel is the nearest one of before.
     """
     height, width = sample.image.shape[:2]
     image = Image.fromarray(sample.image).resize((size[1], size[0]), Image.Resampling.BICUBIC)
     scale = np.tile([size[1] / width, size[0] / height], 2)
     boxes = None if sample.boxes is None else sample.boxes * scale
-    return replace(sample, image=np.asarray(image), boxes=boxes, mask=None)
+    mask = sample.mask
+    if mask is not None:
+        mask = np.asarray(
+            Image.fromarray(mask).resize((size[1], size[0]), Image.Resampling.NEAREST)
+        )
+    return replace(sample, image=np.asarray(image), boxes=boxes, mask=mask)

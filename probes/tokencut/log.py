@@ -34,11 +34,13 @@ class ImageResult:
         grid: Rows and columns of patches, of cells that `grids` does not name.
         cells: By "LAYER/FACET": box, mask (see `unpack_mask`), hit (None without ground truth),
             degenerate; eigenvalue and gap with a spectrum, tied_cutoff without; further_boxes and
-            further_masks where several objects were found.
+            further_masks where several objects were found; object with a true mask, see
+            `ssl_bench.scores.ObjectCounts`.
         true_boxes: Ground truth in pixels; None where nobody drew any, and of lines that are
             older than this field.
         size: Height and width in pixels; None of lines that are older than this field.
         pixels: CRC-32 of what was searched; None of lines that are older than this field.
+        centre: What `object` of the centre box is; None without a true mask.
     """
 
     num_boxes: int | None
@@ -49,6 +51,17 @@ class ImageResult:
     size: tuple[int, int] | None = None
     grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     pixels: int | None = None
+    centre: list[int] | None = None
+
+    @property
+    def has_truth(self) -> bool:
+        """Whether somebody drew boxes, perhaps none, or a mask."""
+        return self.num_boxes is not None or self.centre is not None
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether there is something to hit."""
+        return bool(self.num_boxes) or self.centre is not None
 
     def is_of(self, sample: Sample) -> bool:
         """Whether this is what was found in these pixels, as far as it says which they were."""
@@ -195,6 +208,7 @@ class DiscoveryLog:
             "true_boxes": result.true_boxes,
             "size": result.size,
             "pixels": result.pixels,
+            **({} if result.centre is None else {"centre": result.centre}),
         }
         self._keep(line)
 
@@ -220,6 +234,7 @@ class DiscoveryLog:
             size=None if line.get("size") is None else tuple(line["size"]),
             grids=grids | dict.fromkeys(line["cells"], (rows, cols)),
             pixels=line.get("pixels"),
+            centre=line.get("centre"),
         )
 
     def _append(self, line: str) -> None:

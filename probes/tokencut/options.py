@@ -49,6 +49,14 @@ class PatchGrid:
         return np.pad(values, ((0, rows), (0, cols)))
 
 
+def at_pixels(
+    mask: Bool[np.ndarray, "rows cols"], shape: tuple[int, ...], patch_size: int
+) -> Bool[np.ndarray, "height width"]:
+    """A mask of patches for the pixels of an image of this height and width."""
+    large = mask.repeat(patch_size, 0).repeat(patch_size, 1)
+    return large[: shape[0], : shape[1]]
+
+
 Tau = Annotated[float, Within(-1, 1, below=True)] | Literal["otsu"]
 
 

@@ -1,8 +1,10 @@
 """TokenCut: does the normalised cut of a block's features find an object?"""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +18,7 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.scores import OBJECT_SCORES
 
 FACETS: tuple[Facet, ...] = (
     *("key", "query", "value", "token", "token_normed"),
@@ -25,9 +28,11 @@ FACETS: tuple[Facet, ...] = (
 
 @dataclass(frozen=True)
 class TokenCut(Cut):
-    """CorLoc of one box an image, for every asked block and facet.
+    """One object an image against its true boxes or mask, for every asked block and facet.
 
     Attributes:
+        truth: "boxes" scores CorLoc of the box, "masks" maximal F-beta, IoU and accuracy of the
+            mask; of a dataset with masks of one object and no boxes it is "masks".
         protocol: "reference" is that of the reference code, "adaptive" takes the threshold of each
             image's own cosines. Changed options stand beside it in tables.
         facet: Which features make the graph, one or several of key, query, value, token,
@@ -42,6 +47,7 @@ class TokenCut(Cut):
     """
 
     protocol: Literal["reference", "adaptive"] = "reference"
+    truth: Literal["boxes", "masks"] = "boxes"
     facet: str | Sequence[str] = "key"
     method: Literal["tokencut", "lost", "maskcut"] = "tokencut"
     max_objects: Count = 3
@@ -51,8 +57,8 @@ class TokenCut(Cut):
 
     task = "tokencut"
     further_protocols = ("adaptive",)
+    truths_by_role = MappingProxyType({"discovery": "boxes", "saliency": "masks"})
     is_shared = True
-    role = "discovery"
     keeps_images = True
 
     def __post_init__(self) -> None:
@@ -63,6 +69,10 @@ class TokenCut(Cut):
             f"tau must lie in [0, 1) for maskcut, got {self.tau}",
         )
         asked_facets(self.facet, FACETS)
+
+    @property
+    def role(self) -> str:
+        return "saliency" if self.truth == "masks" else "discovery"
 
     @property
     def folder(self) -> str:
@@ -84,16 +94,17 @@ class TokenCut(Cut):
         return asked_facets(self.facet, FACETS)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        return [(layer, facet, "corloc") for layer in layers for facet in self.facets]
+        metrics = OBJECT_SCORES if self.truth == "masks" else ("corloc",)
+        return [(layer, f, metric) for layer in layers for f in self.facets for metric in metrics]
 
     def split(self, dataset: Dataset) -> ImageSet:
-        return dataset.discovery()
+        return dataset.val() if self.truth == "masks" else dataset.discovery()
 
     def training_images(self, dataset: Dataset) -> None:
         """Nothing is fitted to other images than those that are scored."""
 
     def seen(self, sample: Sample) -> Sample:
-        """An image as the encoder sees it, with its boxes."""
+        """An image as the encoder sees it, with its boxes and mask."""
         from probes.tokencut.extraction import resized
 
         if self.squash is not None:
@@ -105,7 +116,8 @@ class TokenCut(Cut):
         return resized(sample, (int(height), int(width)))
 
     def settings(self) -> dict[str, Any]:
-        left_out = {"protocol", "facet", "panels"}
+        # The truth is another one where the metric is.
+        left_out = {"protocol", "facet", "panels", "truth"}
         if self.method != "maskcut":
             left_out.add("max_objects")
         # Records of before these options had none.
@@ -118,7 +130,7 @@ class TokenCut(Cut):
         del seed
         drawn, files = sampled(images.ids, self.panels), DiscoveryFiles(Path(self.folder))
         shown: dict[str, Sequence[int]] = {}
-        for layer, facet, _ in self.cells(layers) if drawn else []:
+        for layer, facet in itertools.product(layers, self.facets) if drawn else []:
             cell = cell_name(layer, facet)
             paths = [files.sheet(cell), *(files.panel(cell, image_id) for image_id in drawn)]
             shown |= {path.as_posix(): [layer] for path in paths}

@@ -24,6 +24,7 @@ from probes.tokencut.options import PatchGrid
 from probes.tokencut.pictures.gallery import Gallery
 from probes.tokencut.pictures.panels import panel, save_masks
 from probes.tokencut.probe import TokenCut
+from probes.tokencut.saliency import against_mask, saliency_scores
 from probes.tokencut.scores import corloc_score, flagged
 from probes.tokencut.shape_batches import same_shape
 from probes.tokencut.spectral.eigensolver import FiedlerVector, GraphPool
@@ -56,7 +57,10 @@ class DiscoveryRun:
         """See `TokenCut.run`."""
         results = self.results()
         for layer, facet in self._blocks() if results else []:
-            yield corloc_score(layer, facet, results)
+            if self.probe.truth == "masks":
+                yield from saliency_scores(layer, facet, results)
+            else:
+                yield corloc_score(layer, facet, results)
 
     def results(self) -> list[ImageResult]:
         """What is in each image; empty, and said so, where none has ground truth.
@@ -153,9 +157,13 @@ class DiscoveryRun:
         found_in = self._each_image(images, pending, extractor)
         for sample, found in self.context.progress(found_in, self.probe.method, len(pending)):
             grid = grid_of(sample, extractor.patch_size)
+            result = image_result(sample, found, grid)
+            if self.probe.truth == "masks":
+                result = against_mask(result, sample, found, grid)
             with_panel = sample.image_id in drawn
-            self._draw(sample, found, grid, files, with_panel=with_panel)
-            log.add(sample.image_id, image_result(sample, found, grid))
+            with_masks = not result.has_truth
+            self._draw(sample, found, grid, files, with_panel=with_panel, with_masks=with_masks)
+            log.add(sample.image_id, result)
 
     def _has(
         self, image_id: str, log: DiscoveryLog, files: DiscoveryFiles, drawn: Set[str]
@@ -164,7 +172,7 @@ class DiscoveryRun:
         names = [cell_name(*block) for block in self._blocks()]
         if not log.has(image_id, names):
             return False
-        has_masks = log.images[image_id].num_boxes is None
+        has_masks = not log.images[image_id].has_truth
         return files.has_all(image_id, names, drawn, has_masks=has_masks)
 
     def _each_image(
@@ -195,9 +203,10 @@ class DiscoveryRun:
         files: DiscoveryFiles,
         *,
         with_panel: bool,
+        with_masks: bool,
     ) -> None:
         for name, objects in found.items():
-            if sample.boxes is None:
+            if with_masks:
                 save_masks(objects, grid, files.mask(name, sample.image_id))
             if with_panel:
                 layer, facet = name.split("/")
@@ -222,9 +231,9 @@ class DiscoveryRun:
             gallery.draw(name, title, DiscoveryFiles(folder).sheet(name))
 
     def _is_scored(self, images: ImageSet, results: Sequence[ImageResult], log: Path) -> bool:
-        if any(result.num_boxes for result in results):
+        if any(result.is_scored for result in results):
             return True
-        if results and all(result.num_boxes is None for result in results):
+        if results and not any(result.has_truth for result in results):
             return False
         raise DataError(
             f"none of the {len(images)} images of {images.name} has a box to "

@@ -27,7 +27,10 @@ from ssl_bench.system.progress import say, show_progress
 
 _MARKS = ".ssl-bench"
 _SAMPLE = 64
-_ROLES = ("segmentation", "classification", "correspondence", "discovery", "images")
+_ROLES = (
+    *("segmentation", "classification", "correspondence"),
+    *("discovery", "saliency", "images"),
+)
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

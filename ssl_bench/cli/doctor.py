@@ -216,6 +216,7 @@ def _roles(name: str, root: str) -> str | None:
         "classification": (dataset.train, dataset.val),
         "correspondence": (dataset.val,),
         "discovery": (dataset.discovery,),
+        "saliency": (dataset.val,),
         "images": (dataset.images,),
     }
     roles = [

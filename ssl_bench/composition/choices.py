@@ -51,6 +51,7 @@ _CALLED = {
         "nn": "knn",
         "object_discovery": "discovery for many objects of an image, tokencut for one",
         "corloc": "tokencut",
+        "saliency": "tokencut, on a dataset with masks of one object such as ecssd",
         "lost": "tokencut or discovery, with probe.method=lost",
         "maskcut": "discovery, or tokencut with probe.method=maskcut",
         "cutler": "discovery",

@@ -14,6 +14,7 @@ PUBLISHED: Mapping[str, Mapping[str, int]] = MappingProxyType(
         "coco20k": {"discovery": 19817},
         "cityscapes": {"train": 2975, "val": 500},
         "camvid": {"train": 367, "val": 101},
+        "ecssd": {"val": 1000},
         # Pairs of its split test, and all pictures.
         "spair71k": {"val": 12234, "images": 1800},
     }

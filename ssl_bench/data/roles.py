@@ -4,6 +4,7 @@ import pkgutil
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ssl_bench.errors import DataError
 
@@ -14,6 +15,7 @@ OFFERED = {
     # A folder of pictures has the first as well: objects can be looked for and shown.
     "discovery": "boxes",
     "boxes": "boxes",
+    "saliency": "masks of one object",
     "images": "images",
 }
 """What a dataset holds that has a role."""
@@ -31,6 +33,8 @@ def datasets_with(role: str) -> list[str]:
     names = set()
     for module in pkgutil.iter_modules([str(Path(__file__).parent / "layouts")]):
         for adapter in vars(import_module(f"ssl_bench.data.layouts.{module.name}")).values():
-            if is_dataclass(adapter) and role in getattr(adapter, "supports", ()):
-                names.add(adapter().name)  # type: ignore[operator]
+            # What it offers may hang on its fields.
+            if is_dataclass(adapter) and hasattr(adapter, "supports"):
+                dataset: Any = adapter()  # type: ignore[operator]
+                names |= {dataset.name} if role in dataset.supports else set()
     return sorted(names)

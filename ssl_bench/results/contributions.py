@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 
 from ssl_bench.results.record import PerImage, Record
-from ssl_bench.scores import average_precision, average_recall, mean_iou, pixel_accuracy
+from ssl_bench.scores import (
+    OBJECT_SCORES,
+    average_precision,
+    average_recall,
+    mean_iou,
+    pixel_accuracy,
+)
 from ssl_bench.system.memory import pass_on_memory
 
 WHOLE = "biu"
@@ -61,6 +67,11 @@ def _points(per_image: PerImage) -> float:
     return float((100.0 * right / points).mean())
 
 
+def _mean_of(score: Callable[[Any], Any]) -> Callable[[PerImage], float]:
+    """Of a score that each image has alone."""
+    return lambda per_image: float(score(per_image).mean())
+
+
 _HITS = Kind(((),), _share)
 _KINDS = {
     "miou.*": Kind(((3, None),), _of_total(mean_iou)),
@@ -69,6 +80,7 @@ _KINDS = {
     "pck_.*": Kind(((2,),), _points),
     "ap|ap50": Kind(((None, None),), _of_total(average_precision)),
     "ar100": Kind(((None, None),), _of_total(average_recall)),
+    **{name: Kind(((4,),), _mean_of(score)) for name, score in OBJECT_SCORES.items()},
 }
 """By the names of metrics, as regular expressions; all others are hits."""
 

@@ -151,7 +151,7 @@ def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):
         (
             ["probe", "--task", "tokencut", "--dataset", "ade20k"],
             3,
-            "ade20k has no boxes for tokencut",
+            "ade20k has no boxes or masks of one object for tokencut",
         ),
         (["probe", "--task", "pca", "--dataset", "voc2012", "--data-root", "x"], 3, "x"),
         (["table", "--task", "pca"], 3, "no records"),

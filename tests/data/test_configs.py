@@ -34,7 +34,7 @@ DEFAULTS = {
     "toy_objects": ToyObjects(),
 }
 # Folders that a file describes, and how many classes they have.
-DESCRIBED = {"cityscapes": 19, "camvid": 11}
+DESCRIBED = {"cityscapes": 19, "camvid": 11, "ecssd": 2}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)

@@ -9,6 +9,7 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from PIL import Image
 
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import ConfigurationError, DataError
@@ -283,3 +284,38 @@ def test_an_absent_split_is_named_with_those_that_are_there(cityscapes):
 def test_options_that_contradict_each_other_are_refused(folders, changes, complaint):
     with pytest.raises(ConfigurationError, match=complaint):
         ImageMaskFolders(folders, **NAMED, **changes).val()
+
+
+def test_ecssd_is_one_set_of_masks_of_one_object(tmp_path, capsys):
+    for name in ("0001", "0002"):
+        picture(tmp_path, f"images/{name}.jpg")
+        save(tmp_path, f"ground_truth_mask/{name}.png", [[0, 255, 255], [0, 0, 255]])
+    dataset = from_config("ecssd", tmp_path)
+
+    assert dataset.supports == {"saliency", "images"}
+    assert (dataset.val().name, dataset.val().split) == ("ecssd-2", "all")
+    assert dataset.val()[0].mask.tolist() == [[0, 1, 1], [0, 0, 1]]  # type: ignore[union-attr]
+    assert dataset.images().ids == ("0001", "0002")
+    with pytest.raises(DataError, match="ecssd has no masks; datasets for segmentation"):
+        dataset.train()
+    words = ["data", "check", "ecssd", "--data-root", str(tmp_path), "--subset"]
+    assert main(words) == 0
+    save(tmp_path, "ground_truth_mask/0002.png", [[0, 255, 127], [0, 0, 255]])
+    capsys.readouterr()
+
+    assert main(words) == 3
+
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "ground_truth_mask/0002.png holds label 127, expected 0, 255" in last
+
+
+def test_masks_of_one_object_have_both_roles_where_there_are_two_splits(folders):
+    both = ImageMaskFolders(folders, one_object=True, numbers=[0, 1])
+
+    assert both.supports == {"saliency", "segmentation", "images"}
+    assert both.val().class_names == ("background", "object")
+    assert (len(both.train()), len(both.val())) == (2, 1)
+    halves = {"train_split": "all:0-50%", "val_split": "all:50-100%"}
+    assert "segmentation" in from_config("ecssd", folders, **halves).supports
+    with pytest.raises(ConfigurationError, match="share images"):
+        ImageMaskFolders(folders, train_split="a:0-60%", val_split="a:50-100%", one_object=True)

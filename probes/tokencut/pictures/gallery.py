@@ -10,7 +10,8 @@ from PIL import Image
 
 from probes.pictures import heading, sheet, tile_size, titled
 from probes.tokencut.log import Cell, ImageResult, unpack_mask
-from probes.tokencut.pictures.panels import LEGEND, at_pixels, draw_boxes, highlight
+from probes.tokencut.options import at_pixels
+from probes.tokencut.pictures.panels import LEGEND, draw_boxes, highlight, outlined
 from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import DataError
@@ -25,11 +26,13 @@ class Thumbnail:
     Attributes:
         boxes: Ground truth in pixels of the photograph.
         size: Height and width of the photograph.
+        truth: Mask of the true object, at the size of a tile.
     """
 
     image: UInt8[np.ndarray, "height width 3"]
     boxes: Float64[np.ndarray, "boxes 4"]
     size: tuple[int, int]
+    truth: UInt8[np.ndarray, "height width"] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,9 @@ class Gallery:
         scale = np.tile(np.divide(thumbnail.image.shape[1::-1], thumbnail.size[::-1]), 2)
         further = np.array(cell.get("further_boxes", []), np.float64).reshape(-1, 4)
         pixels = draw_boxes(
-            highlight(thumbnail.image, self._mask(result, name, thumbnail)),
+            outlined(
+                highlight(thumbnail.image, self._mask(result, name, thumbnail)), thumbnail.truth
+            ),
             scale * thumbnail.boxes,
             scale * np.array(cell["box"]),
             scale * further,
@@ -95,7 +100,11 @@ class Gallery:
             small = Image.fromarray(sample.image).resize(tile_size(sample.image))
             boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
             size = (sample.image.shape[0], sample.image.shape[1])
-            self._thumbnails[image_id] = Thumbnail(np.asarray(small), boxes, size)
+            truth = None
+            if sample.mask is not None:
+                mask = Image.fromarray(sample.mask).resize(small.size, Image.Resampling.NEAREST)
+                truth = np.asarray(mask)
+            self._thumbnails[image_id] = Thumbnail(np.asarray(small), boxes, size, truth)
         return self._thumbnails[image_id]
 
 
@@ -114,7 +123,7 @@ def kinds_of(results: Mapping[str, ImageResult], name: str) -> dict[str, Sequenc
 
 def scored_hit(result: ImageResult, cell: Cell) -> bool | None:
     """Whether the box hits; None for an image without ground truth."""
-    return cell["hit"] if result.num_boxes else None
+    return cell["hit"] if result.is_scored else None
 
 
 def _caption(cell: Cell) -> str:

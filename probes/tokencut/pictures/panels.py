@@ -5,12 +5,13 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import scipy.ndimage
 from jaxtyping import Bool, Float64, UInt8
 from PIL import Image, ImageDraw
 
 from probes.pictures import save_png, titled
 from probes.tokencut.cuts import Discovery
-from probes.tokencut.options import PatchGrid
+from probes.tokencut.options import PatchGrid, at_pixels
 from ssl_bench.data.samples import Sample
 
 FOUND = (255, 0, 255)
@@ -31,8 +32,9 @@ def panel(
     boxes = _NO_BOXES if sample.boxes is None else sample.boxes
     patches = np.any([one.mask for one in objects], axis=0)
     mask = at_pixels(patches, sample.image.shape[:2], patch_size)
+    image = outlined(sample.image, sample.mask)
     tiles = [
-        titled(draw_boxes(sample.image, boxes, found.box, further), sample.image_id),
+        titled(draw_boxes(image, boxes, found.box, further), sample.image_id),
         titled(highlight(sample.image, mask), title + (", degenerate" if found.degenerate else "")),
     ]
     if found.eigenvector is not None:
@@ -60,7 +62,7 @@ def draw_boxes(
     """Outline boxes inside their edges, the found one above the others."""
     picture = Image.fromarray(image)
     pen = ImageDraw.Draw(picture)
-    width = max(1, round(max(image.shape[:2]) / 90))
+    width = _line_width(image)
     below = [*((box, GROUND_TRUTH) for box in true), *((box, FURTHER) for box in further)]
     for box, colour in [*below, (found, FOUND)]:
         x0, y0, x1, y1 = (int(edge) for edge in box)
@@ -69,19 +71,28 @@ def draw_boxes(
     return np.asarray(picture)
 
 
+def outlined(
+    image: UInt8[np.ndarray, "height width 3"], truth: UInt8[np.ndarray, "height width"] | None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """The rim of a true object, class 1 of its mask; the image itself without one."""
+    if truth is None:
+        return image
+    inside, width = truth == 1, _line_width(image)
+    core = np.empty_like(inside)
+    scipy.ndimage.binary_erosion(inside, iterations=width, output=core)
+    rim = (inside & ~core)[..., None]
+    return np.where(rim, np.array(GROUND_TRUTH, np.uint8), image)
+
+
+def _line_width(image: UInt8[np.ndarray, "height width 3"]) -> int:
+    return max(1, round(max(image.shape[:2]) / 90))
+
+
 def highlight(
     image: UInt8[np.ndarray, "height width 3"], mask: Bool[np.ndarray, "height width"]
 ) -> UInt8[np.ndarray, "height width 3"]:
     """Darken what lies outside of a mask."""
     return np.where(mask[..., None], image, image // 4).astype(np.uint8)
-
-
-def at_pixels(
-    mask: Bool[np.ndarray, "rows cols"], shape: tuple[int, ...], patch_size: int
-) -> Bool[np.ndarray, "height width"]:
-    """A mask of patches for the pixels of an image of this height and width."""
-    large = mask.repeat(patch_size, 0).repeat(patch_size, 1)
-    return large[: shape[0], : shape[1]]
 
 
 def _colours(vector: Float64[np.ndarray, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:

@@ -10,7 +10,7 @@ from ssl_bench.errors import DataError
 
 _ROLES: Mapping[str, tuple[str, ...]] = {
     "train": ("segmentation", "classification"),
-    "val": ("segmentation", "classification", "correspondence"),
+    "val": ("segmentation", "classification", "correspondence", "saliency"),
     "discovery": ("discovery",),
 }
 

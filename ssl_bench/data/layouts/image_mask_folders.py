@@ -20,6 +20,7 @@ from ssl_bench.data.layouts.paired_folders import (
 )
 from ssl_bench.data.locations import find_root
 from ssl_bench.data.published import PUBLISHED, name_of_images
+from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, absent_split, read_lines, read_list, require_disjoint
 from ssl_bench.errors import ConfigurationError, DataError
@@ -111,15 +112,16 @@ class ImageMaskFolders(PairedFolders):
         mask_folder: Below the root, with `{split}` for the name of the split.
         image_suffix: What follows the common part of the names.
         lists: File with the names of a split, one a line, in place of all that is in the folders.
-        class_names: Without them those in classes.txt, one a line.
+        class_names: Without them those in classes.txt, one a line; with `one_object` neither is
+            needed.
         numbers: What the masks store for each class; 0, 1, 2 ... if None.
         reduce_zero: The classes begin at one and zero is ignored.
         ignored: Numbers that do not count; any other is an error. 255 if None.
         colours: Red, green and blue of each class, where masks are pictures.
         ignored_colours: Colours that do not count.
+        one_object: Masks are of the background, class 0, and of one object, class 1. Then both
+            splits may be the same one, to which nothing can be fitted.
     """
-
-    supports = frozenset({"segmentation", "images"})
 
     root: Place = None
     name: str = "paired_folders"
@@ -136,10 +138,22 @@ class ImageMaskFolders(PairedFolders):
     ignored: Sequence[MaskValue] | None = None
     colours: Sequence[Rgb] | None = None
     ignored_colours: Sequence[Rgb] = ()
+    one_object: bool = False
+
+    @property
+    def supports(self) -> frozenset[str]:
+        """Heads are fitted where there are two splits."""
+        saliency = {"saliency"} if self.one_object else set()
+        return frozenset({"images", *saliency, *(["segmentation"] if self._has_two else [])})
+
+    @property
+    def _has_two(self) -> bool:
+        return not self.one_object or self.train_split != self.val_split
 
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
-        require_disjoint(self.train_split, self.val_split)
+        if self._has_two:
+            require_disjoint(self.train_split, self.val_split)
         if self.colours is not None and (self.numbers is not None or self.reduce_zero):
             raise ConfigurationError(
                 "dataset.colours and dataset.numbers or reduce_zero exclude each other: masks hold "
@@ -156,6 +170,16 @@ class ImageMaskFolders(PairedFolders):
                 "apart by dataset.mask_folder or dataset.mask_suffix"
             )
 
+    def train(self) -> FileImageSet:
+        """Images with masks to fit to.
+
+        Raises:
+            DataError: both splits are the same one, or files are missing.
+        """
+        if not self._has_two:
+            raise lacking(self.name, "segmentation")
+        return super().train()
+
     def images(self) -> FileImageSet:
         """The pictures of `train_split`."""
         files = self._files(self.image_folder, self.image_suffix, self.train_split)
@@ -167,6 +191,11 @@ class ImageMaskFolders(PairedFolders):
         images = self._files(self.image_folder, self.image_suffix, split)
         files = self._files(self.mask_folder, self.mask_suffix, split)
         names = self._class_names()
+        if self.one_object and len(names) != 2:
+            raise ConfigurationError(
+                "dataset.one_object=true wants two names, background and object, got "
+                f"{shown(list(names))}"
+            )
         masks = self._masks(files, len(names))
         if self.lists is None:
             name = self._images_name
@@ -226,6 +255,8 @@ class ImageMaskFolders(PairedFolders):
         if self.class_names:
             return tuple(self.class_names)
         path = self._root() / CLASSES_FILE
+        if self.one_object and not path.is_file():
+            return ("background", "object")
         if not path.is_file():
             raise DataError(
                 f"{self.name} needs the names of its classes: dataset.class_names=[road,sky], or "

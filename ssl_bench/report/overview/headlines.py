@@ -12,6 +12,7 @@ _METRICS = (
     "miou_holdout",
     "ap50",
     "corloc",
+    "max_f_beta",
     "miou",
     "top1_holdout",
     "top1_k20",

@@ -19,7 +19,7 @@ from ssl_bench.intervals import (
 )
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.contributions import adds_up, kind_of
-from ssl_bench.scores import average_precision, average_recall
+from ssl_bench.scores import OBJECT_SCORES, average_precision, average_recall
 
 FOLDS = 5
 
@@ -38,6 +38,10 @@ def _points_estimate(per_image: PerImage) -> Estimate:
     return mean_estimate(100.0 * right / points)
 
 
+def _mean_of(score: Callable[[PerImage], PerImage], per_image: PerImage) -> Estimate:
+    return mean_estimate(score(per_image))
+
+
 _ESTIMATES: dict[str, Callable[[PerImage], Estimate]] = {
     "miou.*": mean_iou_estimate,
     "pixel_accuracy": pixel_accuracy_estimate,
@@ -45,6 +49,7 @@ _ESTIMATES: dict[str, Callable[[PerImage], Estimate]] = {
     "pck_.*": _points_estimate,
     "ap|ap50": partial(bootstrap_estimate, score=average_precision),
     "ar100": partial(bootstrap_estimate, score=average_recall),
+    **{name: partial(_mean_of, score) for name, score in OBJECT_SCORES.items()},
 }
 """By the names of metrics, as values in `ssl_bench.results.contributions`; others are hits."""
 

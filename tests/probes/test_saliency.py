@@ -1,0 +1,217 @@
+"""Masks of one object: what was found in each image, scored again in plain numpy."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from probes.tokencut.log import unpack_mask
+from probes.tokencut.probe import TokenCut
+from probes.tokencut.saliency import object_counts
+from ssl_bench.cli.__main__ import main
+from ssl_bench.planning import plan_probes
+from ssl_bench.results import Baseline, ResultStore
+from ssl_bench.scores import OBJECT_SCORES, object_accuracy, object_f_beta, object_iou
+from ssl_bench.tables.pairs.image_scores import stored_curve
+from tests.support.faults import encoder_file, fails, picture, probing, records
+
+ONE_OBJECT = ("dataset.one_object=true", "dataset.numbers=[0,255]", "dataset.ignored=[]")
+SIZES = ((32, 40), (33, 47), (40, 24), (24, 56))
+PATCH = 8
+
+
+def object_folders(root: Path, sizes: Sequence[tuple[int, int]] = SIZES) -> Path:
+    """Noise with a bright square, of which the masks hold another part each."""
+    for folder in ("images/val", "masks/val"):
+        (root / folder).mkdir(parents=True)
+    for number, size in enumerate(sizes):
+        truth = np.zeros(size, np.uint8)
+        truth[8 : 20 + number, 8 + number : 24] = 255
+        picture(number, *size).save(root / f"images/val/{number}.jpg", quality=95)
+        Image.fromarray(truth).save(root / f"masks/val/{number}.png")
+    return root
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    encoder_file(tmp_path / "encoder.safetensors")
+    return tmp_path
+
+
+def plain_scores(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    """Of answers in 0..1 and true masks, as saliency is scored: threshold after threshold."""
+    by_threshold, ious, accuracies = [], [], []
+    for answer, truth in pairs:
+        per_image = []
+        for step in range(255):
+            found = answer > step / 255
+            right = int((found & truth).sum())
+            precision = right / found.sum() if found.any() else 1.0
+            recall = right / truth.sum() if truth.any() else 1.0
+            below = 0.3 * precision + recall
+            per_image.append(1.3 * precision * recall / below if below else 0.0)
+        by_threshold.append(per_image)
+        half = answer > 0.5
+        ious.append((half & truth).sum() / (half | truth).sum())
+        accuracies.append((half == truth).mean())
+    return {
+        "max_f_beta": 100 * float(np.mean(by_threshold, axis=0).max()),
+        "iou": 100 * float(np.mean(ious)),
+        "accuracy": 100 * float(np.mean(accuracies)),
+    }
+
+
+def kept(out: str = "results") -> Iterator[dict]:
+    (path,) = Path(out).glob("pictures/tokencut/*/*/*/images_*.jsonl")
+    yield from map(json.loads, path.read_text().splitlines()[1:])
+
+
+def true_mask(root: Path, image_id: str) -> np.ndarray:
+    return np.array(Image.open(root / f"masks/val/{image_id}.png")) > 0
+
+
+@pytest.mark.parametrize("method", ["tokencut", "lost", "maskcut"])
+def test_records_are_what_plain_numpy_makes_of_the_masks(place, method, capsys):
+    root = object_folders(place / "objects")
+    words = probing("tokencut", "paired_folders", root, *ONE_OBJECT, f"probe.method={method}")
+
+    assert main(words) == 0
+
+    shown = capsys.readouterr().out
+    found, centred = [], []
+    for line in kept():
+        truth = true_mask(root, line["image"])
+        patches = unpack_mask(line["cells"]["1/key"]["mask"], tuple(line["grid"]))
+        pixels = np.kron(patches, np.ones((PATCH, PATCH)))[: truth.shape[0], : truth.shape[1]]
+        found.append((pixels, truth))
+        centre = np.zeros(truth.shape)
+        for y, x in np.ndindex(truth.shape):
+            off = [
+                abs((at + 0.5) / side - 0.5) for at, side in zip((y, x), truth.shape, strict=True)
+            ]
+            centre[y, x] = max(off) < np.sqrt(0.125)
+        centred.append((centre, truth))
+    of = {record.metric: record for record in records()}
+    assert of.keys() == {"max_f_beta", "iou", "accuracy"}
+    for metric, record in of.items():
+        assert record.value == pytest.approx(plain_scores(found)[metric])
+        assert (record.unit, record.num_images, record.split) == ("%", 4, "val")
+        assert record.ci95 is not None
+        assert record.ci95[0] < record.value < record.ci95[1]
+        baseline = Baseline.of(record.details)
+        assert baseline is not None
+        assert baseline.answer == "centre box"
+        assert baseline.value == pytest.approx(plain_scores(centred)[metric])
+        assert f"tokencut: {metric} (%) on paired_folders val" in shown
+
+
+def test_one_score_is_counted_by_hand():
+    # Of 100 pixels 20 are found, 16 true, 10 both: precision 1/2, recall 5/8.
+    counts = np.array([10, 20, 16, 100])
+
+    assert object_iou(counts) == pytest.approx(100 * 10 / 26)
+    assert object_accuracy(counts) == pytest.approx(84)
+    assert object_f_beta(counts) == pytest.approx(100 * 1.3 * 0.5 * 0.625 / (0.15 + 0.625))
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([0, 0, 16, 100], (0, 0, 84)),
+        ([0, 20, 0, 100], (0, 0, 80)),
+        ([0, 20, 16, 100], (0, 0, 64)),
+        ([0, 0, 0, 100], (100, 100, 100)),
+        ([100, 100, 100, 100], (100, 100, 100)),
+    ],
+)
+def test_an_empty_answer_or_truth_has_a_score(counts, expected):
+    scores = [float(score(np.array(counts))) for score in OBJECT_SCORES.values()]
+
+    assert scores == pytest.approx(expected)
+
+
+def test_ignored_pixels_are_neither_right_nor_wrong():
+    truth = np.array([[0, 1, 255, 1], [0, 0, 255, 255]], np.uint8)
+    answer = np.array([[1, 1, 1, 0], [0, 0, 0, 1]], bool)
+
+    assert object_counts(answer, truth).tolist() == [1, 2, 2, 5]
+
+
+def test_images_seen_smaller_are_scored_at_that_size(place):
+    root = object_folders(place / "objects", [(32, 40)])
+    words = probing("tokencut", "paired_folders", root, *ONE_OBJECT, "probe.longer_side=20")
+
+    assert main(words) == 0
+
+    (line,) = kept()
+    # Rows 8 to 19 and columns 8 to 23, at half the size.
+    assert line["cells"]["1/key"]["object"][2:] == [6 * 8, 16 * 20]
+    assert line["size"] == [16, 20]
+
+
+def test_compare_and_the_chosen_block_read_what_each_image_contributes(place):
+    root = object_folders(place / "objects")
+    assert main(probing("tokencut", "paired_folders", root, *ONE_OBJECT)) == 0
+    store = ResultStore(Path("results"))
+
+    for record in store.records():
+        curve = stored_curve(store, [record])
+
+        (per_image,) = curve.per_image.values()
+        estimate = curve.estimate(per_image)
+        assert estimate.value == curve.value(per_image) == pytest.approx(record.value)
+        assert estimate.ci95() == pytest.approx(record.ci95)
+        assert curve.best_layer() == 1
+    assert not store.damaged
+
+
+def test_a_second_run_finds_all_cells_finished_and_files_in_place(place, capsys):
+    root = object_folders(place / "objects")
+    words = probing("tokencut", "paired_folders", root, *ONE_OBJECT)
+    assert main(words) == 0
+    capsys.readouterr()
+
+    assert main(words) == 0
+
+    assert "3 of 3 cells finished before, skipped" in capsys.readouterr().err
+    # A truth is not saved again as a guess is.
+    assert not list(Path("results").glob("**/masks"))
+    assert list(Path("results").glob("pictures/tokencut/*/*/reference/block01_key.png"))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "truth", "metrics"),
+    [
+        ("ecssd", "masks", ["max_f_beta", "iou", "accuracy"]),
+        ("voc2012", "boxes", ["corloc"]),
+        ("folder", "boxes", ["corloc"]),
+    ],
+)
+def test_what_a_dataset_has_decides_what_is_scored(dataset, truth, metrics):
+    (planned,) = plan_probes(["tokencut"], [dataset], [])
+    (adaptive,) = planned.in_further_protocols()
+
+    for probe in (planned.probe, adaptive.probe):
+        assert isinstance(probe, TokenCut)
+        assert probe.truth == truth
+        assert [metric for _, _, metric in probe.cells([2])] == metrics
+    assert planned.probe.settings() == TokenCut().settings()
+
+
+def test_data_without_the_asked_truth_is_refused_in_a_line(place, capsys):
+    root = object_folders(place / "objects")
+
+    plain = fails(capsys, probing("tokencut", "paired_folders", root), 3)
+    typed = fails(capsys, probing("tokencut", "voc2012", root, "probe.truth=masks"), 3)
+    other = fails(capsys, probing("discovery", "ecssd", root), 3)
+    three = [*ONE_OBJECT[:1], "dataset.class_names=[a,b,c]"]
+    names = fails(capsys, probing("tokencut", "paired_folders", root, *three), 2)
+
+    assert "paired_folders has no boxes or masks of one object for tokencut" in plain
+    assert "voc2012 has no masks of one object for tokencut" in typed
+    assert "ecssd has no boxes for discovery" in other
+    assert "one_object=true wants two names, background and object, got" in names
