@@ -225,7 +225,7 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
     return PanelView(panel, lines, chart, published)
 
 
-def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
+def pair_view(compared: PanelPair, first: Checkpoint) -> PairView:
     """Draw the differences block by block."""
     differences = [row.difference for row in compared.rows]
     spots = tuple(
@@ -238,7 +238,7 @@ def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
         )
         for one in differences
     )
-    curve = Curve(second.name, second.style, second.number, spots)
+    curve = Curve(first.name, first.style, first.number, spots)
     measured = f"difference in {compared.panel.metric} (points)"
     return PairView(compared, draw([curve], measured=measured))
 

@@ -117,7 +117,7 @@ class Report:
         sides = [[(pair.first.name, g.first), (pair.second.name, g.second)] for g in shared]
         return PairPage(
             pair=pair,
-            views=tuple(pair_view(one, pair.second) for one in compared),
+            views=tuple(pair_view(one, pair.first) for one in compared),
             galleries=sections_of(sides),
         )
 
