@@ -14,11 +14,10 @@ from ssl_bench.data.files.fingerprints import extended, marks_of
 from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
-from ssl_bench.data.layouts.paired_folders import split_folder
 from ssl_bench.data.published import require_own_name
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.data.splits import Split, read_lines, require_disjoint
+from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say_once
@@ -220,7 +219,16 @@ class ClassFolders:
                     f"split of them; dataset.train_split={_ALL_TRAIN} dataset.val_split={_ALL_VAL}"
                 )
             return self._root
-        return split_folder(self._root, split)
+        folder = self._root / name
+        if folder.is_dir():
+            return folder
+        present = [one for one in self._root.iterdir() if one.is_dir()]
+        if whole := [one.name for one in present if len(list(one.glob("*/"))) > 1]:
+            raise absent_split(name, [one.name for one in present], self._root, whole)
+        raise DataError(
+            f"{self._root} has no split {name}, and none of its folders holds two classes; "
+            "expected SPLIT/CLASS/PICTURE or CLASS/PICTURE; see docs/data.md"
+        )
 
     @cached_property
     def _train_ids(self) -> tuple[str, ...]:
