@@ -13,7 +13,6 @@ from ssl_bench.report.model import (
     Line,
     Panel,
     Point,
-    said_units,
 )
 from ssl_bench.report.overview.board import Board
 from ssl_bench.report.overview.headlines import by_task, headline_metric
@@ -132,8 +131,9 @@ class IndexPage:
         return task_tables([view.panel for view in self.views])
 
     @property
-    def units(self) -> str:
-        return said_units([view.panel for view in self.views])
+    def has_labels(self) -> bool:
+        """Whether there is more to read than to look at."""
+        return any(view.panel.has_labels for view in self.views)
 
     @property
     def has_skipless(self) -> bool:
