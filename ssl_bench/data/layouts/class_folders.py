@@ -93,8 +93,9 @@ class ClassFolders:
 
     Attributes:
         root: The folder that holds those of the splits.
-        train_split: Without it `train`.
-        val_split: Without it `val`, else `test`.
+        train_split: Folder of the training images, or a share such as `train:0-75%`; without it
+            `train`.
+        val_split: Folder of the scored images, or a share of it; without it `val`, else `test`.
         known_only: Leave out validation images of classes that the training split lacks, where
             they are an error otherwise.
         name: By which records and tables call it.
