@@ -13,6 +13,7 @@ from ssl_bench.models import Encoder, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
 from ssl_bench.models.loading.addresses import expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.identity import read_metadata
+from ssl_bench.models.loading.layouts import DINO
 from ssl_bench.planning import (
     PlannedProbe,
     dataset_roots,
@@ -132,14 +133,19 @@ def announced_encoder(uri: str) -> Encoder:
     )
     if encoder.contents.note:
         say(encoder.contents.note)
-    if encoder.colours_from == ASSUMED and encoder.contents.file is not None:
-        file = encoder.contents.file
+    file = encoder.contents.file
+    if encoder.colours_from == ASSUMED and file is not None and _may_be_of_timm(encoder, file):
         named = _name_in_timm(encoder)
         other = (
             f"timm:{named}@{file} takes timm's" if named else f"mean=0.5,std=0.5:{file} takes it"
         )
         say(f"trained with timm, whose ViTs often have mean 0.5? --checkpoint {other}")
     return encoder
+
+
+def _may_be_of_timm(encoder: Encoder, file: Path) -> bool:
+    """Whether the file has timm's names, which are those of DINO, and does not call itself that."""
+    return encoder.contents.layout == DINO.name and "dino" not in file.name.lower()
 
 
 def _name_in_timm(encoder: Encoder) -> str | None:

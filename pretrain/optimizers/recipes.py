@@ -51,7 +51,7 @@ class AdamW:
     """AdamW of the DINO recipe, one fused kernel per step.
 
     Args:
-        lr: At batch 256.
+        lr: Learning rate at batch 256.
     """
 
     lr: RateOrZero = 5e-4
@@ -71,10 +71,14 @@ class Soap:
     """SOAP with its published betas and frequency; see `SOAP` for the fields.
 
     Args:
-        lr: At batch 256. No rate is published for DINO: AdamW's is the starting point of a sweep
-            over 0.25 to 2 times its value. The optimizer's own default, 3e-3, is for language
-            models.
-        stagger: On CUDA if not said.
+        lr: Learning rate at batch 256. No rate is published for DINO: AdamW's is the starting point
+            of a sweep over 0.25 to 2 times its value. The optimizer's own default, 3e-3, is for
+            language models.
+        shampoo_beta: Decay of the statistics; `betas[1]` if None.
+        precondition_frequency: Steps between two refreshes of a basis.
+        max_precond_dim: A longer axis keeps its own coordinates.
+        stagger: Spread the refreshes over the period; on CUDA if not said.
+        shard_refreshes: Share the decompositions out over the processes of a run.
     """
 
     lr: RateOrZero = 5e-4

@@ -1,6 +1,7 @@
 """`ssl-bench compare`: two checkpoints, or the blocks of one, over the same images."""
 
 import argparse
+from collections import defaultdict
 from collections.abc import Sequence
 
 from ssl_bench.cli.records import (
@@ -13,12 +14,15 @@ from ssl_bench.cli.records import (
     shown,
 )
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.epochs import by_run
 from ssl_bench.tables.pairs.comparison import Comparison, comparisons
 from ssl_bench.tables.pairs.epoch_comparison import EpochComparison, epoch_comparisons
-from ssl_bench.tables.printing.sheets import Printable
+
+Table = Comparison | EpochComparison
+_ASKED = ("task", "dataset", "split", "facet", "protocol", "seed")
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -31,12 +35,29 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         records = of_tasks(options.task, store.records())
         if not records:
             raise none_of(options.task, store)
+        tables: Sequence[Table]
         if options.over_epochs:
-            tables: Sequence[Printable] = _over_epochs(options, records, store)
+            tables = _over_epochs(options, records, store)
         else:
             tables = _compared(options, records, store)
-        print_tables(tables, style)
+        print_tables(tables if options.metric or options.all_metrics else _main(tables), style)
     return 0
+
+
+def _main(tables: Sequence[Table]) -> list[Table]:
+    """Of each task, dataset, facet, protocol and seed the metric that stands for the task."""
+    groups: dict[tuple[object, ...], list[Table]] = defaultdict(list)
+    for table in tables:
+        record = table.record
+        groups[tuple(getattr(record, name) for name in _ASKED)].append(table)
+    kept = []
+    for those in groups.values():
+        metric = chosen_metric([(one.record.metric, one.record.is_ranked) for one in those])
+        kept += [one for one in those if one.record.metric == metric]
+    metrics = {table.record.metric for table in kept}
+    if more := sorted({table.record.metric for table in tables} - metrics):
+        say(f"not shown: {', '.join(more)}; --metric {more[0]} shows one, --all-metrics all")
+    return kept
 
 
 def _over_epochs(
@@ -72,7 +93,7 @@ def _compared(
     names = [model for _, model in chosen]
     if len(set(names)) < len(names):
         names = [f"{model} {encoder[:6]}" for encoder, model in chosen]
-    heads = (names[0], names[1]) if len(names) == 2 else ("best block", names[0])
+    heads = (names[0], names[1]) if len(names) == 2 else (names[0], "best block")
     encoders = tuple(by_id[encoder] for encoder, _ in chosen)
     found = comparisons(store, records, [encoder for encoder, _ in chosen])
     own = {record.task for record in records if record.encoder_id in dict(chosen)}

@@ -240,8 +240,8 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             )
         if not source.counts or source.is_generated:
             raise DataError(
-                f"{source.name} in {root} has {count} faults, first {broken[0].role}: "
-                f"{broken[0].problems[0]}"
+                f"{source.name} in {root} has {count} fault{'s' if count != 1 else ''}, first "
+                f"{broken[0].role}: {broken[0].problems[0]}"
             )
         raise DataError(
             f"{source.name} in {root} is not as published, {count} in all, first {broken[0].role}: "

@@ -196,7 +196,7 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "compare two checkpoints, or the blocks of one, over the same images"
+    summary = "compare two checkpoints (A - B), or the blocks of one, over the same images"
     add = _command(commands, "compare", summary).add_argument
     add(
         "checkpoints",
@@ -207,6 +207,7 @@ def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--over-epochs", action="store_true", help="two runs, at each epoch that both kept")
     add("--task", default="all", help="several with commas, or all (default all)")
     add_filters(add)
+    add("--all-metrics", action="store_true", help="all metrics, not the main one of each task")
     add_format(add)
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
 

@@ -6,6 +6,8 @@ what an installed package declares as an entry point of the group `ssl_bench.pro
 `ssl_bench.dataset`, `ssl_bench.objective` or `ssl_bench.optimizer`.
 """
 
+import inspect
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -131,8 +133,11 @@ def defaults(kind: type) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
-def legal_values(value: Any, key: str = "") -> dict[str, str]:
-    """What every key below a `_target_` takes, such as "a number in [0, 1]", by its full name.
+def legal_values(value: Any, key: str = "") -> dict[str, tuple[str, str]]:
+    """What every key below a `_target_` takes and means, by its full name.
+
+    Such as "a number in [0, 1]" and the first sentence on it in the docstring of the class, if
+    there is one.
 
     Raises:
         ConfigurationError: a class that must not be built.
@@ -140,15 +145,31 @@ def legal_values(value: Any, key: str = "") -> dict[str, str]:
     if not isinstance(value, Mapping):
         return {}
     found = {}
-    kinds = {}
+    kinds, meanings = {}, {}
     if TARGET in value:
         kind = component_class(value[TARGET], _joined(key, TARGET))
         kinds = {item.name: item.type for item in fields(kind)}
+        meanings = attributes(kind)
     for name, item in value.items():
         full = _joined(key, name)
-        if name in kinds and not (isinstance(item, Mapping) and TARGET in item):
-            found[full] = described(kinds[name])
+        if name in kinds:
+            is_choice = isinstance(item, Mapping) and TARGET in item
+            takes = "" if is_choice else described(kinds[name])
+            found[full] = takes, meanings.get(name, "")
         found |= legal_values(item, full)
+    return found
+
+
+def attributes(kind: type) -> dict[str, str]:
+    """The first sentence on each attribute in the docstrings of a class and its bases."""
+    found = {}
+    for one in reversed(kind.__mro__):
+        words = inspect.cleandoc(one.__dict__.get("__doc__") or "")
+        section = re.split(r"^(?:Attributes|Args):\n", words, flags=re.MULTILINE)[-1]
+        # An attribute begins after four blanks, what goes on after more.
+        for text in re.split(r"^ {4}(?=\w)", section.partition("\n\n")[0], flags=re.MULTILINE)[1:]:
+            name, _, meaning = " ".join(text.split()).partition(": ")
+            found[name] = re.split(r"(?<=[\w)%`'\]]{2})\. ", meaning)[0].rstrip(".")
     return found
 
 

@@ -173,7 +173,7 @@ _WORDS = {
     float: "a number",
     bool: "true or false",
     str: "text",
-    Path: "text",
+    Path: "a path",
     NoneType: "null",
 }
 

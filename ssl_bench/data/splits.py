@@ -87,14 +87,24 @@ def read_lines(path: Path) -> list[str]:
         raise DataError(f"{path} is not a text file ({error}); fetch it again") from error
 
 
-def absent_split(name: str, present: Sequence[str], where: Path) -> DataError:
-    """The error for a split that is not there, with the overrides that do without it."""
+def absent_split(
+    name: str, present: Sequence[str], where: Path, whole: Sequence[str] | None = None
+) -> DataError:
+    """The error for a split that is not there, with the overrides that do without it.
+
+    Args:
+        name: Of the split.
+        present: Splits that are there.
+        where: The folder or list that holds them.
+        whole: Those that can be cut in two; all if None.
+    """
     if not present:
         return DataError(f"{where} has no split {name}, nor any other; see docs/data.md")
     # VOC has 60 lists for single classes beside the few that are meant: those have short names.
     nearest = sorted(present, key=lambda other: (len(other), other))[:5]
-    whole = next((other for other in nearest if other.startswith("train")), nearest[0])
+    ordered = nearest if whole is None else sorted(whole)
+    first = next((other for other in ordered if other.startswith("train")), ordered[0])
     return DataError(
         f"{where} has no split {name}, but {', '.join(nearest)}; see docs/data.md, or cut one in "
-        f"two: dataset.train_split={whole}:0-75% dataset.val_split={whole}:75-100%"
+        f"two: dataset.train_split={first}:0-75% dataset.val_split={first}:75-100%"
     )

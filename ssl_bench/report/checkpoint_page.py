@@ -72,8 +72,23 @@ class CheckpointPage:
     runs: tuple[SettingsGroup, ...]
 
     @property
-    def groups(self) -> tuple[BlockGroup, ...]:
-        return block_groups(self.lines)
+    def has_labels(self) -> bool:
+        """Whether there is more to read than to look at."""
+        return any(panel.has_labels for panel, _ in self.lines)
+
+    @property
+    def scores(self) -> tuple[BlockGroup, ...]:
+        """Of tasks in which more is better."""
+        return block_groups([one for one in self.lines if one[0].task in self._ranked])
+
+    @property
+    def properties(self) -> tuple[BlockGroup, ...]:
+        """Of all other tasks."""
+        return block_groups([one for one in self.lines if one[0].task not in self._ranked])
+
+    @property
+    def _ranked(self) -> set[str]:
+        return {panel.task for panel, _ in self.lines if panel.is_ranked}
 
     @property
     def has_arbitrary(self) -> bool:

@@ -74,7 +74,7 @@ class PanelPair:
     """Two checkpoints in one panel.
 
     Attributes:
-        rows: Second minus first block by block.
+        rows: First minus second block by block.
         summary: Best blocks on the scored images, then those that held-out images choose.
         layers: The best block of each side.
         images: Those whose scores at these blocks differ most.
@@ -138,7 +138,7 @@ def side_of(
 
 
 def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
-    """Second minus first; None where they share no block, images or seed."""
+    """First minus second; None where they share no block, images or seed."""
     rows = block_by_block(first.scored, second.scored)
     if not rows or len(first.names) != len(second.names) or first.seed != second.seed:
         return None
@@ -206,11 +206,11 @@ def _images(
     if not metric.startswith("miou") or sides[0].ndim != 3:
         return ()
     found = [
-        ImageDifference(name, f"{one:.1f}", f"{other:.1f}", other - one)
+        ImageDifference(name, f"{one:.1f}", f"{other:.1f}", one - other)
         for name, one, other in zip(names, *map(image_scores, sides), strict=True)
-        if np.isfinite(other - one) and other != one
+        if np.isfinite(one - other) and other != one
     ]
-    found.sort(key=lambda image: image.difference)
+    found.sort(key=lambda image: -image.difference)
     if len(found) <= 2 * _NUM_SHOWN:
         return tuple(found)
     return (*found[:_NUM_SHOWN], *found[-_NUM_SHOWN:])

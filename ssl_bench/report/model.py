@@ -16,6 +16,9 @@ PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""
 
 
+_UNLABELLED = ("pca", "conditioning", "geometry", "warps")
+"""Tasks and protocols that take photographs as they are."""
+
 MOST_DRAWN = 24
 """Curves of checkpoints, or drawings of runs, in a panel; with more nobody tells them apart."""
 
@@ -152,6 +155,11 @@ class Panel:
     @property
     def is_ranked(self) -> bool:
         return any(line.best for line in self.lines)
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether its scores come from labels, and not from the pictures alone."""
+        return self.task not in _UNLABELLED and self.protocol not in _UNLABELLED
 
     @property
     def is_corrupted(self) -> bool:

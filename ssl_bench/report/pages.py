@@ -13,7 +13,6 @@ from ssl_bench.report.model import (
     Line,
     Panel,
     Point,
-    said_units,
 )
 from ssl_bench.report.overview.board import Board
 from ssl_bench.report.overview.headlines import by_task, headline_metric
@@ -132,8 +131,9 @@ class IndexPage:
         return task_tables([view.panel for view in self.views])
 
     @property
-    def units(self) -> str:
-        return said_units([view.panel for view in self.views])
+    def has_labels(self) -> bool:
+        """Whether there is more to read than to look at."""
+        return any(view.panel.has_labels for view in self.views)
 
     @property
     def has_skipless(self) -> bool:
@@ -225,7 +225,7 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
     return PanelView(panel, lines, chart, published)
 
 
-def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
+def pair_view(compared: PanelPair, first: Checkpoint) -> PairView:
     """Draw the differences block by block."""
     differences = [row.difference for row in compared.rows]
     spots = tuple(
@@ -238,7 +238,7 @@ def pair_view(compared: PanelPair, second: Checkpoint) -> PairView:
         )
         for one in differences
     )
-    curve = Curve(second.name, second.style, second.number, spots)
+    curve = Curve(first.name, first.style, first.number, spots)
     measured = f"difference in {compared.panel.metric} (points)"
     return PairView(compared, draw([curve], measured=measured))
 

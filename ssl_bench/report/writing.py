@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
@@ -26,7 +27,7 @@ from ssl_bench.report.model import Panel, panels_of
 from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
 from ssl_bench.report.overview.board import board_of
 from ssl_bench.report.overview.headlines import by_task
-from ssl_bench.report.overview.profiles import profiles_of
+from ssl_bench.report.overview.profiles import Profile, profiles_of
 from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
 from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.pictures.panels import Gallery, galleries_of, of_layers, told_apart
@@ -70,16 +71,24 @@ class Report:
     pictures: PictureFiles
     num_unreadable: int
 
+    @property
+    def plain(self) -> Sequence[Panel]:
+        """One number a task: of images as they are, where there are any."""
+        return [panel for panel in self.panels if not panel.is_corrupted] or self.panels
+
+    @cached_property
+    def profiles(self) -> Mapping[Checkpoint, Profile]:
+        found = profiles_of(self.store, self.records, self.plain, self.checkpoints)
+        return {profile.checkpoint: profile for profile in found}
+
     def index_page(self) -> IndexPage:
-        # One number a task: of images as they are, where there are any.
-        plain = [panel for panel in self.panels if not panel.is_corrupted] or self.panels
-        board = board_of(plain, self.checkpoints)
+        board = board_of(self.plain, self.checkpoints)
         return IndexPage(
             num_records=len(self.records),
             num_unreadable=self.num_unreadable,
             checkpoints=self.checkpoints,
             pairs=self.pairs,
-            profiles=profiles_of(plain, self.checkpoints),
+            profiles=tuple(self.profiles.values()),
             board=board,
             strips=strips_of(
                 self.checkpoints, self.galleries, [one.panel.record for one in board.columns]
@@ -98,7 +107,7 @@ class Report:
         extremes = [extremes_of(self.store, self.records, panel, line) for panel, line in lines]
         return CheckpointPage(
             checkpoint=checkpoint,
-            profile=next(iter(profiles_of(self.panels, [checkpoint])), None),
+            profile=self.profiles.get(checkpoint),
             lines=tuple(lines),
             pairs=tuple(p for p in self.pairs if checkpoint in (p.first, p.second)),
             galleries=sections_of([[(checkpoint.name, gallery)] for gallery in galleries]),
@@ -117,7 +126,7 @@ class Report:
         sides = [[(pair.first.name, g.first), (pair.second.name, g.second)] for g in shared]
         return PairPage(
             pair=pair,
-            views=tuple(pair_view(one, pair.second) for one in compared),
+            views=tuple(pair_view(one, pair.first) for one in compared),
             galleries=sections_of(sides),
         )
 

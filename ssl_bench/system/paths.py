@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ssl_bench.errors import ConfigurationError
 
-LEGAL = "a path of names up to 255 bytes, of which ~ or ~USER may be the first"
+LEGAL = "a path"
+_LEGAL_NAMES = "a path of names up to 255 bytes, of which ~ or ~USER may be the first"
 _LONGEST_NAME = 255
 _LONGEST = 4095
 
@@ -20,7 +21,7 @@ def expanded(text: str | Path) -> Path:
         ConfigurationError: no such user, or nothing that the system takes for a path.
     """
     if not is_path(text):
-        raise ConfigurationError(f"expected {LEGAL}, got {str(text)[:100]!r}")
+        raise ConfigurationError(f"expected {_LEGAL_NAMES}, got {str(text)[:100]!r}")
     return Path(text).expanduser()
 
 

@@ -5,9 +5,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Sized
 from functools import cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -24,7 +24,21 @@ class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]
 
     tqdm shares its own with processes that are forked: one that is killed while it writes would
     keep all others from writing for ever.
+
+    Attributes:
+        durations: Of the last items in seconds, whose median gives the time that is left; the mean
+            of tqdm would go on with the first, which waited for what is loaded once.
     """
+
+    durations: Sequence[float] = ()
+
+    @property
+    def format_dict(self) -> MutableMapping[str, Any]:
+        """What is shown."""
+        shown = super().format_dict
+        if len(self.durations) > 1 and (usual := _usual(self.durations)) > 0:
+            shown["rate"] = 1 / usual
+        return shown
 
 
 # One of its own for each process; a thread that holds it at a fork is not there to let it go.
@@ -42,15 +56,26 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
         return items
     if not sys.stderr.isatty():
         return _logged(items, description, total)
+    durations = deque[float](maxlen=_REMEMBERED)
     bar = Bar(
-        items,
+        _timed(items, durations),
         desc=printable(description),
-        total=total,
+        total=len(items) if total is None and isinstance(items, Sized) else total,
         disable=None,
         dynamic_ncols=True,
         leave=False,
     )
+    bar.durations = durations
     return iter(bar)
+
+
+def _timed(items: Iterable[T], durations: deque[float]) -> Iterator[T]:
+    last = time.monotonic()
+    for item in items:
+        yield item
+        now = time.monotonic()
+        durations.append(now - last)
+        last = now
 
 
 def _logged(items: Iterable[T], description: str, total: int | None) -> Iterator[T]:

@@ -21,6 +21,7 @@ from ssl_bench.composition.choices import choices
 from ssl_bench.data.files import unpacking
 from ssl_bench.data.sources import SOURCES, Download
 from ssl_bench.system.files import sha256_of
+from tests.support.faults import picture
 
 NAMES = ("2007_1", "2007_2", "2008_3")
 XML = (
@@ -399,3 +400,31 @@ def test_a_part_of_a_dataset_is_checked_as_it_is(tmp_path, capsys):
     assert "2 images, 2 read as a sample: ok" in capsys.readouterr().out
     (root / "VOCdevkit/VOC2012/JPEGImages/2007_1.jpg").write_bytes(b"cut")
     assert main([*words, "--subset"]) == 3
+
+
+@pytest.mark.parametrize(
+    "folders", [("a/cat", "b/cat", "b/dog"), ("photos/cat", "photos/dog", "notes")]
+)
+def test_the_hint_of_a_share_works_when_it_is_typed(tmp_path, capsys, folders):
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+        for number in range(4 * folder.count("/")):
+            picture(number).save(tmp_path / folder / f"{number}.jpg")
+    words = ["data", "check", "class_folders", "--data-root", str(tmp_path)]
+    assert main(words) == 3
+
+    hint = re.findall(r"dataset\.\w+_split=\S+%", capsys.readouterr().err)
+    assert len(hint) == 2
+    assert main([*words, *hint]) == 0
+
+
+def test_folders_without_two_classes_are_no_splits_to_cut(tmp_path, capsys):
+    for folder in ("cat/old", "dog/old"):
+        (tmp_path / folder).mkdir(parents=True)
+        picture(0).save(tmp_path / folder / "0.jpg")
+
+    assert main(["data", "check", "class_folders", "--data-root", str(tmp_path)]) == 3
+
+    said = capsys.readouterr().err
+    assert "expected SPLIT/CLASS/PICTURE or CLASS/PICTURE" in said
+    assert "_split=" not in said

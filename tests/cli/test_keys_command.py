@@ -20,7 +20,7 @@ def test_every_key_of_a_run_is_listed_with_what_it_takes(place, capsys):
     found = listed(capsys, "pretrain", "objective=supervised", "train.max_grad_norm=2")
 
     assert set(found) == set(keys(compose_config("pretraining", ["objective=supervised"])))
-    line = r"train\.max_grad_norm=2 +a number in \(0, 1000000000\] or null"
+    line = r"train\.max_grad_norm=2 +a number in \(0, 1000000000\] or null: .+"
     assert re.fullmatch(line, found["train.max_grad_norm"])
     assert "a number in [0, 1)" in found["objective.label_smoothing"]
     assert not Path("runs").exists()
@@ -33,8 +33,8 @@ def test_the_keys_of_a_probe_are_its_own_and_those_of_all(capsys, task):
     composed = set(keys(compose_config("probing", [f"probe={task}"])))
     named = {f"probe.{part.name}" for part in (config_folder() / "probe").glob(f"{task}/*")}
     assert set(found) == {one for one in composed | named if not one.startswith("dataset.")}
-    assert found["seed"].split(None, 1)[1] == "a whole number in [0, 4294967295]"
-    assert found["data.limit"].endswith("or null")
+    assert found["seed"].split(None, 1)[1].startswith("a whole number in [0, 4294967295]: ")
+    assert "or null: at most" in found["data.limit"]
 
 
 def test_a_choice_by_name_decides_which_keys_there_are(capsys):
@@ -95,3 +95,20 @@ def test_what_is_not_there_gets_the_nearest_name(capsys, words, mend):
     assert main(["keys", *words.split()]) == 2
 
     assert mend in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "pretrain",
+        *(f"{g}.{n}" for g in ("probe", "dataset", "objective", "optimizer") for n in choices(g)),
+    ],
+)
+def test_every_key_says_what_it_means_in_a_sentence(capsys, target):
+    found = listed(capsys, target)
+
+    without = [line for line in found.values() if not re.search(r" +\S[^:]*: \S", line)]
+    assert without == []
+    assert "255 bytes" not in "".join(found.values())
+    if "data.root" in found:
+        assert " a path or null: " in found["data.root"]

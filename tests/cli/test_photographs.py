@@ -246,7 +246,7 @@ def test_a_check_of_ones_own_photographs_knows_nothing_published(place, capsys):
     assert main(["data", "check", "folder", "--data-root", "photos"]) == 3
 
     said = capsys.readouterr().err
-    assert "folder in photos has 1 faults" in said
+    assert "folder in photos has 1 fault," in said
     assert "published" not in said
 
 

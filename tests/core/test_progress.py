@@ -63,6 +63,20 @@ def test_a_terminal_shows_how_far_how_fast_and_how_long_still():
     assert "\r" in shown
 
 
+def load_then_crawl() -> None:
+    for number in show_progress(range(100), "loading"):
+        time.sleep(0.01 if number else 1.0)
+
+
+def test_a_terminal_shows_the_time_left_by_the_usual_item():
+    shown = on_a_terminal(load_then_crawl)
+
+    left = re.findall(r" (\d+)/100 \[\d+:\d+<(\d+):(\d+),", shown)
+    late = [60 * int(minutes) + int(seconds) for done, minutes, seconds in left if int(done) > 3]
+    assert late
+    assert max(late) <= 3
+
+
 def test_without_a_terminal_nothing_is_written_of_what_is_quick(capfd):
     crawl()
 

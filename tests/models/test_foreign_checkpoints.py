@@ -309,3 +309,15 @@ def test_every_name_of_timm_that_is_told_exists():
     for size in asked._SIZES_IN_TIMM.values():
         for side in asked._SIDES_IN_TIMM:
             assert timm.is_model(f"vit_{size}_patch{asked._PATCH_IN_TIMM}_{side}")
+
+
+@pytest.mark.parametrize("file", ["dinov2_vits14.pth", "mine.pth"])
+def test_who_is_dinov2_by_name_or_tensors_is_not_asked_for_timm(tmp_path, capsys, file):
+    weights = timm_model().state_dict() if "dino" in file else dinov2_weights(0)[1]
+    saved(tmp_path / file, weights)
+
+    announced_encoder(str(tmp_path / file))
+
+    said = capsys.readouterr().err
+    assert "encoder " in said
+    assert "timm" not in said

@@ -136,7 +136,7 @@ def test_a_choice_hides_what_does_not_match_and_show_all_brings_it_back(browser,
     find(browser, "select[data-field=task] option[value=tokencut]").click()
     assert len(shown("#best tbody tr")) == len(shown("article")) == 1
     assert [e.text for e in shown("main section h2")] == [
-        "One encoder, all questions",
+        "In short",
         "Checkpoints",
         "Pictures",
         "tokencut",
@@ -248,3 +248,21 @@ def test_everything_has_a_name_for_those_who_listen(browser, report, pattern):
         name, _, place = link.partition("#")
         assert not place or name or place in ids
         assert not name.endswith(".html") or (report / name).is_file()
+
+
+def test_a_picture_is_never_larger_than_it_is(browser, report):
+    browser.set_window_size(1280, 900)
+    open_page(browser, report, "index.html")
+
+    script = (
+        "const all = [...document.querySelectorAll('.strip img')];"
+        "all.forEach(one => { one.loading = 'eager'; });"
+        "await Promise.all(all.map(one => one.decode()));"
+        "return all.map(one => [one.clientWidth, one.naturalWidth]);"
+    )
+    sizes = browser.execute_async_script(
+        f"const done = arguments[0]; (async () => {{ {script} }})().then(done)"
+    )
+
+    assert sizes
+    assert [one for one in sizes if one[0] > one[1]] == []

@@ -390,3 +390,30 @@ def test_pictures_of_other_blocks_stay_out_of_a_report_of_some():
     kept = of_layers(both, {5, -1}, 12)
     assert [list(one.prefixes) for one in kept] == [[5, 11], [None]]
     assert of_layers(both, None, 12) == both
+
+
+@pytest.mark.parametrize("page", ["index.html", "checkpoint-*.html"])
+def test_pictures_come_first_where_there_are_no_labels(tmp_path, page):
+    pca = cell(task="pca", metric="explained_variance", dataset="folder")
+    conditioning = [plain(layer=layer, dataset="folder") for layer in (0, 3)]
+    for root, labelled in ((tmp_path / "a", []), (tmp_path / "b", [cell()])):
+        for task in ("pca", "conditioning"):
+            save_pictures(root, f"{task}/folder/{folder_of(pca)}/image/block03/dog")
+        found = ids(written(root, pca, *conditioning, *labelled, page=page))
+
+        pictures = [i for i in found if i.startswith("pictures")]
+        assert (found.index(pictures[0]) < found.index("blocks")) == (not labelled)
+        if "checkpoint" in page:
+            assert pictures == ["pictures-pca", "pictures-conditioning"]
+            assert found.index(pictures[-1]) < found.index("properties")
+
+
+def test_the_label_of_a_baseline_stays_above_the_axis(tmp_path):
+    told = Baseline("constant class", 0.4).as_details()
+    records = [replace(cell(layer=n, value=v), details=told) for n, v in enumerate((0.0, 90.0))]
+
+    page = written(tmp_path, *records)
+
+    (height,) = re.findall(r'class="floor" x="\d+" y="([\d.]+)">constant class', page)
+    axis = re.findall(r'class="axis" d="M\d+ (\d+)H', page)
+    assert 0 < float(height) < float(axis[0])

@@ -110,7 +110,7 @@ def test_images_are_listed_from_the_worst_from_the_best_and_from_the_largest_los
     assert found is not None
     assert [round(score.value) for score in found.worst] == [0, 25]
     assert [round(score.value) for score in found.best] == [100, 60]
-    assert [round(image.difference) for image in compared.images] == [-100, 25, 75]
+    assert [round(image.difference) for image in compared.images] == [100, -25, -75]
 
 
 @pytest.mark.parametrize("metric", ["corloc", "miou", "pixel_accuracy"])

@@ -2,15 +2,21 @@
 
 import math
 import random
+import re
+from dataclasses import replace
+from html import unescape
 
+import numpy as np
 import pytest
 
+from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.drawing.ranks import Known, Question, draw_ranks, places
 from ssl_bench.report.model import panels_of
 from ssl_bench.report.overview.profiles import profiles_of
+from ssl_bench.results import Baseline, ResultStore
 from tests.report.test_report_overview import written
-from tests.support.report_cells import Elements, cell, skipless
+from tests.support.report_cells import Elements, cell, plain, save, skipless
 
 
 def known(*values: float | tuple[float, float, float]) -> list[Known]:
@@ -42,7 +48,7 @@ def test_places_know_nothing_of_the_scale():
 def test_rows_lie_below_each_other_over_the_same_blocks():
     first, second = known(1, 3, 2), known(3, 2, math.nan)
     chart = draw_ranks(
-        [Question("a", "", "c0", tuple(first)), Question("b", "", "c0", tuple(second))]
+        [Question("a", (), "c0", tuple(first)), Question("b", (), "c0", tuple(second))]
     )
     one, other = chart.rows
     assert one.bottom < other.top < other.bottom < chart.height
@@ -53,7 +59,7 @@ def test_rows_lie_below_each_other_over_the_same_blocks():
     assert chart.said == "a highest at 3; b highest at 3"
 
 
-def test_a_profile_has_a_row_a_headline_and_says_where_more_is_not_better():
+def test_a_profile_has_a_row_a_headline_and_says_where_more_is_not_better(tmp_path):
     values = {0: 20.0, 1: 30.0}
     records = [
         *(cell(layer=layer, value=v) for layer, v in values.items()),
@@ -65,25 +71,99 @@ def test_a_profile_has_a_row_a_headline_and_says_where_more_is_not_better():
     ]  # fmt: skip
     checkpoints = checkpoints_of(records)
 
-    (profile,) = profiles_of(panels_of(records, checkpoints), checkpoints)
+    panels, store = panels_of(records, checkpoints), ResultStore(tmp_path)
+    profile, other = profiles_of(store, records, panels, checkpoints)
 
+    assert other.chart is None
+    assert profile.chart is not None
     assert [row.name for row in profile.chart.rows] == ["segmentation", "tokencut", "conditioning"]
     assert [row.style for row in profile.chart.rows] == [*2 * [profile.checkpoint.style], "c7 d0"]
     assert profile.has_unranked
 
 
+def answers(root, *records) -> list[str]:
+    """The sentences on the first page."""
+    for record, per_image in records:
+        if per_image is None:
+            ResultStore(root).save(record)
+        else:
+            save(ResultStore(root), record, per_image)
+    assert main(["report", "--out", str(root)]) == 0
+    page = unescape((root / "report/index.html").read_text())
+    lists = re.findall(r'<ul class="answers">(.*?)</ul>', page)
+    return [said for found in lists for said in re.findall("<li>(.*?)</li>", found)]
+
+
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("hits", "said"),
     [
-        (((1, 2, 4), (3, 5, 6), (7, 8, 9)), "block 2 highest, 1 of 3 may be it"),
-        (((1, 2, 4), (3, 5, 8), (7, 8, 9)), "block 2 highest, 2 of 3 may be it"),
-        ((3, 5, 5), "blocks 1, 2 highest"),
-        ((4, 4), "all 2 blocks are alike"),
+        (
+            (0, 13, 20, 14),
+            "best at block 2, CorLoc 100.0; all others are lower on the same 20 images.",
+        ),
+        (
+            (1, 17, 20, 18),
+            "best at block 2, CorLoc 100.0; two of the other three blocks cannot be told from it "
+            "on 20 images.",
+        ),
+        (
+            (9, 10),
+            "no block stands out; CorLoc is highest at block 1, 50.0, but not even the other one "
+            "can be told from it on 20 images.",
+        ),
+        (
+            (10, 10, 9, 8),
+            "no block stands out; CorLoc is highest at blocks 0 and 1, 50.0, but none of the other "
+            "two can be told from them on 20 images.",
+        ),
+        ((10, 10), "all two blocks are alike, CorLoc 50.0."),
+        ((10,), "CorLoc 50.0 at block 0, the only one with a value."),
     ],
 )
-def test_a_row_says_which_block_is_highest_and_how_many_may_be(values, said):
-    chart = draw_ranks([Question("a", "", "c0", tuple(known(*values)))])
-    assert chart.rows[0].verdict == said
+def test_the_overview_answers_in_a_sentence_by_pairs_of_images(tmp_path, hits, said):
+    made = [(cell(layer=layer), np.arange(20) < count) for layer, count in enumerate(hits)]
+
+    assert answers(tmp_path, *made) == [f"tokencut on toy: {said}"]
+
+
+def test_without_values_of_images_intervals_tell_blocks_apart(tmp_path):
+    ends = ((1, 2, 4), (3, 5, 6.5), (6, 7, 9))
+    made = [
+        (cell(layer=layer, value=float(v), ci95=(float(low), float(high))), None)
+        for layer, (low, v, high) in enumerate(ends)
+    ]
+
+    (said,) = answers(tmp_path, *made)
+
+    assert "best at block 2, CorLoc 7.0; one of the other two blocks cannot be told from it" in said
+
+
+def test_what_is_no_better_for_more_is_said_by_its_ends(tmp_path):
+    told = Baseline("centre box", 55.0).as_details()
+    made = [(replace(cell(layer=0, value=50.0), details=told), None)]
+    made += [(plain(layer=layer, value=v), None) for layer, v in enumerate((7.0, 3.0, 5.0))]
+
+    first, second = answers(tmp_path, *made)
+
+    assert first.endswith("the only one with a value; that is not above centre box 55.0.")
+    assert second == (
+        "conditioning on toy: condition number from 3 at block 1 to 7 at block 0, where more is "
+        "not better."
+    )
+
+
+def test_no_name_beside_a_drawing_is_cut_short(tmp_path):
+    name = "a_folder_of_photographs_with_a_long_name-limit1000"
+    made = [(cell(layer=layer, value=v, dataset=name), None) for layer, v in ((0, 1.0), (1, 2.0))]
+    answers(tmp_path, *made)
+
+    page = (tmp_path / "report/index.html").read_text()
+
+    drawing = page[page.index('class="chart ranks"') :]
+    drawing = drawing[: drawing.index("</svg>")]
+    words = re.findall(r"<text[^>]*>(.*?)</text>", drawing)
+    assert "…" not in drawing
+    assert name in "".join(words)
 
 
 @pytest.mark.parametrize(("page", "count"), [("index.html", 2), ("checkpoint-*.html", 1)])

@@ -37,7 +37,7 @@ def curve(**layers):
 
 
 def between(first, second, metric="corloc"):
-    """The row that compares two arrays of contributions."""
+    """The row of the first minus the second of two arrays of contributions."""
     curve = ImageCurve(metric, {})
     return difference("0", curve.estimate(first), curve.estimate(second), ((0,), (0,)))
 
@@ -56,12 +56,12 @@ def test_a_difference_of_what_has_no_value_is_a_dash():
 
 
 def test_a_difference_shows_its_sign_and_interval():
-    assert Difference("0", 10.0, 12.5, -1.0, 6.0, ((0,), (0,))).text == "+2.5 [-1.0, +6.0]"
+    assert Difference("0", 12.5, 10.0, -1.0, 6.0, ((0,), (0,))).text == "+2.5 [-1.0, +6.0]"
 
 
 def test_four_images_that_all_change_do_not_prove_that_every_image_does():
     same = between(hits(1, 0, 1, 0), hits(1, 0, 1, 0))
-    every = between(hits(0, 0, 0, 0), hits(1, 1, 1, 1))
+    every = between(hits(1, 1, 1, 1), hits(0, 0, 0, 0))
 
     assert (same.value, same.low, same.is_clear) == (0, -same.high, False)
     assert 40 < same.high < 50
@@ -91,9 +91,9 @@ def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
         right, predicted, true = of.sum(0).astype(float)
         return 100 * np.mean(right / (predicted + true - right))
 
-    gap = miou(counts[1]) - miou(counts[0])
+    gap = miou(counts[0]) - miou(counts[1])
     without = [np.delete(counts, i, axis=1) for i in range(30)]
-    pseudo = [30 * gap - 29 * (miou(two) - miou(one)) for one, two in without]
+    pseudo = [30 * gap - 29 * (miou(one) - miou(two)) for one, two in without]
     assert found.value == pytest.approx(gap)
     ends = scipy.stats.t.interval(0.95, 29, gap, np.std(pseudo, ddof=1) / 30**0.5)
     assert (found.low, found.high) == pytest.approx(ends)
@@ -179,8 +179,8 @@ def test_the_command_takes_names_and_digests(tmp_path, capsys):
     assert main(["compare", "skip", "dddd", "--out", str(tmp_path), "--format", "markdown"]) == 0
 
     printed = capsys.readouterr().out
-    assert "| block | skip | skipless | second - first [95 %] |" in printed
-    assert "| 0 | 33.3 | 100.0 | " in printed
+    assert "| block | skip | skipless | first - second [95 %] |" in printed
+    assert "| 0 | 33.3 | 100.0 | -66.7 [" in printed
     assert main(["compare", "skip", "dddd", "--out", str(tmp_path), "--format", "json"]) == 0
     (table,) = json.loads(capsys.readouterr().out)
     assert table["checkpoint_sha256"] == ["a" * 64, "d" * 64]
@@ -191,7 +191,7 @@ def test_the_command_takes_names_and_digests(tmp_path, capsys):
     )
     first = table["rows"][0]
     assert (first["block"], first["second"]) == ("0", 100.0)
-    assert first["difference"] == pytest.approx(200 / 3)
+    assert first["difference"] == pytest.approx(-200 / 3)
     assert main(["compare", "skipp", "skip", "--out", str(tmp_path)]) == 3
     assert f"skip {known_as('a')[:8]}" in capsys.readouterr().err
 
@@ -210,3 +210,42 @@ def test_tables_and_comparisons_are_chosen_by_every_field_that_tells_them_apart(
     assert "key, protocol" not in printed
     assert main(["table", "--out", str(tmp_path), "--facet", "keys"]) == 2
     assert "did you mean key?" in capsys.readouterr().err
+
+
+def test_blocks_are_shown_minus_the_best_one(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0, 0, 0), 3: hits(1, 1, 1, 0)})
+
+    assert main(["compare", "skip", "--out", str(tmp_path), "--format", "markdown"]) == 0
+
+    printed = capsys.readouterr().out
+    assert "| block | skip | best block | first - second [95 %] |" in printed
+    assert "| 0 | 25.0 | 75.0 | -50.0 [" in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        ([], {"miou_holdout"}),
+        (["--metric", "pixel_accuracy"], {"pixel_accuracy"}),
+        (["--all-metrics"], {"miou_holdout", "miou_oracle", "pixel_accuracy"}),
+    ],
+)
+def test_one_metric_a_task_is_compared_unless_others_are_asked_for(tmp_path, capsys, words, shown):
+    store = ResultStore(tmp_path)
+    counts = np.ones((3, 3, 2), np.int64)
+    for metric in ("miou_holdout", "miou_oracle", "pixel_accuracy"):
+        for sha in "ad":
+            save(store, sha, {0: counts}, task="segmentation", metric=metric, facet="token")
+
+    assert (
+        main(["compare", "skip", "skipless", "--out", str(tmp_path), "--format", "json", *words])
+        == 0
+    )
+
+    said = capsys.readouterr()
+    assert {table["metric"] for table in json.loads(said.out)} == shown
+    left = (
+        "not shown: miou_oracle, pixel_accuracy; --metric miou_oracle shows one, --all-metrics all"
+    )
+    assert (left in said.err) == (not words)

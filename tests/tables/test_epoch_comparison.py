@@ -60,9 +60,9 @@ def test_blocks_are_compared_at_the_epochs_that_both_have(store):
     }
     assert differences == {
         (100.0, "0"): (20, 20, 0),
-        (100.0, "11"): (40, 10, -30),
-        (300.0, "0"): (30, 50, 20),
-        (300.0, "11"): (50, 100, 50),
+        (100.0, "11"): (40, 10, 30),
+        (300.0, "0"): (30, 50, -20),
+        (300.0, "11"): (50, 100, -50),
     }
 
 
@@ -95,7 +95,7 @@ def test_other_settings_images_and_seeds_are_never_paired(store):
 def test_the_command_prints_epochs_below_one_another(store, capsys):
     lines = printed(capsys, store, *RUNS, "--format", "markdown").strip().splitlines()
 
-    assert lines[2] == "| block | epoch | skip | skipless | second - first [95 %] |"
+    assert lines[2] == "| block | epoch | skip | skipless | first - second [95 %] |"
     rows = [[word.strip() for word in line.strip("|").split("|")] for line in lines[4:8]]
     assert [row[:4] for row in rows] == [
         ["0", "100", "20.0", "20.0"],
@@ -104,7 +104,7 @@ def test_the_command_prints_epochs_below_one_another(store, capsys):
         ["11", "300", "50.0", "100.0"],
     ]
     assert rows[0][4].startswith("+0.0 [-")
-    assert rows[3][4].startswith("**+50.0 [+")
+    assert rows[3][4].startswith("**-50.0 [-")
     assert "paired over 10 images" in lines[-1]
     assert "skipless" in printed(capsys, store, *RUNS, "--format", "text")
 
@@ -116,9 +116,9 @@ def test_the_command_writes_csv_and_json(store, capsys):
     shown = [(row["epoch"], row["block"], float(row["difference"])) for row in rows]
     assert shown == [
         ("100.0", "0", 0),
-        ("100.0", "11", pytest.approx(-30)),
-        ("300.0", "0", pytest.approx(20)),
-        ("300.0", "11", 50),
+        ("100.0", "11", pytest.approx(30)),
+        ("300.0", "0", pytest.approx(-20)),
+        ("300.0", "11", -50),
     ]
     assert table["kind"] == "comparison_over_epochs"
     assert [(one["epoch"], one["names"]) for one in table["epochs"]] == [

@@ -14,11 +14,10 @@ from ssl_bench.data.files.fingerprints import extended, marks_of
 from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
-from ssl_bench.data.layouts.paired_folders import split_folder
 from ssl_bench.data.published import require_own_name
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.data.splits import Split, read_lines, require_disjoint
+from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say_once
@@ -94,8 +93,9 @@ class ClassFolders:
 
     Attributes:
         root: The folder that holds those of the splits.
-        train_split: Without it `train`.
-        val_split: Without it `val`, else `test`.
+        train_split: Folder of the training images, or a share such as `train:0-75%`; without it
+            `train`.
+        val_split: Folder of the scored images, or a share of it; without it `val`, else `test`.
         known_only: Leave out validation images of classes that the training split lacks, where
             they are an error otherwise.
         name: By which records and tables call it.
@@ -220,7 +220,16 @@ class ClassFolders:
                     f"split of them; dataset.train_split={_ALL_TRAIN} dataset.val_split={_ALL_VAL}"
                 )
             return self._root
-        return split_folder(self._root, split)
+        folder = self._root / name
+        if folder.is_dir():
+            return folder
+        present = [one for one in self._root.iterdir() if one.is_dir()]
+        if whole := [one.name for one in present if len(list(one.glob("*/"))) > 1]:
+            raise absent_split(name, [one.name for one in present], self._root, whole)
+        raise DataError(
+            f"{self._root} has no split {name}, and none of its folders holds two classes; "
+            "expected SPLIT/CLASS/PICTURE or CLASS/PICTURE; see docs/data.md"
+        )
 
     @cached_property
     def _train_ids(self) -> tuple[str, ...]:

@@ -107,6 +107,7 @@ class Chart:
         zero: Height of the line at zero where values of both signs are shown, else None.
         levels: Values of references and what they stand for.
         floors: The same of answers that look at no image, drawn from side to side.
+        floor_texts: Their labels, which neither touch each other nor leave the axes.
     """
 
     x_ticks: tuple[Tick, ...]
@@ -114,6 +115,7 @@ class Chart:
     curves: tuple[DrawnCurve, ...]
     levels: tuple[Tick, ...]
     floors: tuple[Tick, ...]
+    floor_texts: tuple[Tick, ...]
     zero: float | None
     measured: str
     along: str
@@ -177,6 +179,11 @@ def draw(
     labels = [curve.label for curve in curves] if len(curves) <= MOST_LABELLED else []
     right = WIDTH - _RIGHT - round(_LETTER * max(map(len, labels), default=0))
     frame = Frame(places[0], places[-1], ticks[0], ticks[-1], right, is_log)
+    lines = [Tick(frame.y(floor.value), floor.name) for floor in floors]
+    # Baselines of text, below the lines where there is room above the ticks.
+    low_end = float(HEIGHT - _BOTTOM)
+    beneath = [one.place + _LINE if one.place + _LINE < low_end else one.place - 4 for one in lines]
+    heights_of_text = spread(beneath, _LINE, float(_TOP) + _LINE, low_end - 3)
     return Chart(
         x_ticks=_apart([Tick(frame.x(place), f"{place:g}") for place in places]),
         y_ticks=tuple(Tick(frame.y(value), _label(value)) for value in ticks),
@@ -186,7 +193,10 @@ def draw(
             for level in references
             if frame.low <= level.value <= frame.high
         ),
-        floors=tuple(Tick(frame.y(floor.value), floor.name) for floor in floors),
+        floors=tuple(lines),
+        floor_texts=tuple(
+            Tick(place, one.label) for place, one in zip(heights_of_text, lines, strict=True)
+        ),
         zero=frame.y(0.0) if frame.low < 0 < frame.high else None,
         measured=measured or unit,
         along=along,

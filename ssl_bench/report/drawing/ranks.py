@@ -1,13 +1,15 @@
 """How high each block stands among the others, question by question, as lengths in a drawing."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 WIDTH = 380
 _LEFT, _RIGHT, _ROW, _GAP, _TOP, _BOTTOM = 142, 12, 34, 10, 6, 34
 _TICK_GAP = 20
-_LONGEST = 23
+# Letters beside a row, and the height of a line of them.
+_LETTERS, _LINE = 21, 13
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,12 @@ class Question:
     """One question and what its answers over the blocks are; two of them at least.
 
     Attributes:
-        about: What is measured, and on what.
+        about: What is measured, and on what, a line each or more.
         style: Classes of the style sheet.
     """
 
     name: str
-    about: str
+    about: tuple[str, ...]
     style: str
     known: tuple[Known, ...]
 
@@ -64,19 +66,18 @@ class RankRow:
     """A question in the drawing; `line` and `band` are SVG paths.
 
     Attributes:
+        texts: Its name and what it is about with their heights, line by line.
         top: Of its part of the drawing, which ends at `bottom`.
-        verdict: Which block is highest, and how many may be.
     """
 
     name: str
-    about: str
+    texts: tuple[tuple[int, str], ...]
     style: str
     top: int
     bottom: int
     line: str
     band: str
     marks: tuple[RankMark, ...]
-    verdict: str
 
 
 @dataclass(frozen=True)
@@ -125,19 +126,24 @@ def draw_ranks(questions: Sequence[Question]) -> RankChart:
     layers = sorted({one.layer for question in questions for one in question.known})
     step = (WIDTH - _RIGHT - _LEFT - 20) / ((layers[-1] - layers[0]) or 1)
     x = {layer: round(_LEFT + 10 + step * (layer - layers[0]), 1) for layer in layers}
-    tops = [_TOP + number * (_ROW + _GAP) for number in range(len(questions))]
+    lines = [
+        [part for words in (one.name, *one.about) for part in textwrap.wrap(words, _LETTERS)]
+        for one in questions
+    ]
+    heights = [max(_ROW, _LINE * len(texts)) + _GAP for texts in lines]
+    tops = [_TOP + sum(heights[:number]) for number in range(len(questions))]
     ticks = [(x[layers[0]], layers[0])]
     for layer in layers[1:]:
         if x[layer] - ticks[-1][0] >= _TICK_GAP:
             ticks.append((x[layer], layer))
     return RankChart(
-        tuple(_row(question, top, x) for question, top in zip(questions, tops, strict=True)),
+        tuple(_row(*row, x) for row in zip(questions, lines, tops, strict=True)),
         tuple(ticks),
-        _TOP + len(questions) * (_ROW + _GAP) + _BOTTOM - _GAP,
+        _TOP + sum(heights) + _BOTTOM - _GAP,
     )
 
 
-def _row(question: Question, top: int, x: dict[int, float]) -> RankRow:
+def _row(question: Question, texts: Sequence[str], top: int, x: dict[int, float]) -> RankRow:
     known = [one for one in question.known if not math.isnan(one.value)]
     found = places(known)
 
@@ -149,8 +155,8 @@ def _row(question: Question, top: int, x: dict[int, float]) -> RankRow:
     upper = [(at, y(place.high)) for at, place in zip(xs, found, strict=True)]
     lower = [(at, y(place.low)) for at, place in zip(xs, found, strict=True)]
     return RankRow(
-        name=_short(question.name),
-        about=_short(question.about),
+        name=question.name,
+        texts=tuple((top + _LINE * (number + 1), text) for number, text in enumerate(texts)),
         style=question.style,
         top=top,
         bottom=top + _ROW,
@@ -160,21 +166,7 @@ def _row(question: Question, top: int, x: dict[int, float]) -> RankRow:
             RankMark(at, y(place.share), one.hint, place.share == best)
             for at, place, one in zip(xs, found, known, strict=True)
         ),
-        verdict=_verdict(known, found),
     )
-
-
-def _verdict(known: Sequence[Known], found: Sequence[Place]) -> str:
-    """Such as "block 7 highest, any of 12 may be it"; without intervals the first part alone."""
-    best = max(place.share for place in found)
-    highest = [one.layer for one, place in zip(known, found, strict=True) if place.share == best]
-    if len(highest) == len(known):
-        return f"all {len(known)} blocks are alike"
-    what = f"block{'s' if len(highest) > 1 else ''} {', '.join(map(str, highest))} highest"
-    if all(one.low == one.high for one in known):
-        return what
-    able = sum(place.high == 1 for place in found)
-    return f"{what}, {'any' if able == len(known) else able} of {len(known)} may be it"
 
 
 def _below(value: int | float, known: Sequence[Known]) -> int:
@@ -187,7 +179,3 @@ def _equal(value: int | float, known: Sequence[Known]) -> int:
 
 def _path(corners: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x:g} {y:g}" for x, y in corners)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

@@ -1,13 +1,16 @@
-"""One encoder, all questions: at which blocks its values are high."""
+"""One encoder, all questions: what its scores say, and at which blocks they are high."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ssl_bench.report.checkpoints import Checkpoint
+from ssl_bench.report.comparing import MOST_PAIRED
 from ssl_bench.report.drawing.ranks import Known, Question, RankChart, draw_ranks
 from ssl_bench.report.model import Line, Panel, Point
+from ssl_bench.report.overview.answers import answer, told_apart
 from ssl_bench.report.overview.headlines import headline_panels
+from ssl_bench.results import Record, ResultStore
 
 _UNRANKED = "c7 d0"
 FEWEST_BLOCKS = 2
@@ -18,40 +21,53 @@ class Profile:
     """The headline metrics of an encoder over its blocks.
 
     Attributes:
+        answers: A sentence each.
+        chart: Of those with values at several blocks, if there are any.
         has_unranked: Whether more is not better in some of them.
     """
 
     checkpoint: Checkpoint
-    chart: RankChart
+    answers: tuple[str, ...]
+    chart: RankChart | None
     has_unranked: bool
 
 
-def profiles_of(panels: Sequence[Panel], checkpoints: Sequence[Checkpoint]) -> tuple[Profile, ...]:
-    """One a checkpoint of which several blocks were asked."""
-    chosen = headline_panels(panels)
-    found = ((c, [(p, line) for p in chosen if (line := _asked(p, c))]) for c in checkpoints)
-    return tuple(_profile(checkpoint, lines) for checkpoint, lines in found if lines)
+def profiles_of(
+    store: ResultStore,
+    records: Sequence[Record],
+    panels: Sequence[Panel],
+    checkpoints: Sequence[Checkpoint],
+) -> tuple[Profile, ...]:
+    """One a checkpoint with scores; of a few its blocks are told apart by pairs of images."""
+    chosen, paired = headline_panels(panels), len(checkpoints) <= MOST_PAIRED
+    profiles = []
+    for checkpoint in checkpoints:
+        lines = [(p, line) for p in chosen if (line := p.line(checkpoint))]
+        answers = [
+            answer(p, line, told_apart(store, records, p, line, paired=paired)) for p, line in lines
+        ]
+        several = [(p, line) for p, line in lines if _has_several(line)]
+        unranked = any(not panel.is_ranked for panel, _ in several)
+        chart = draw_ranks(_questions(checkpoint, several)) if several else None
+        if lines:
+            profiles.append(Profile(checkpoint, tuple(answers), chart, unranked))
+    return tuple(profiles)
 
 
-def _asked(panel: Panel, checkpoint: Checkpoint) -> Line | None:
-    """Its line, if it has values at several blocks."""
-    line = panel.line(checkpoint)
-    values = [point.value for point in line.points] if line else []
-    return line if sum(not math.isnan(value) for value in values) >= FEWEST_BLOCKS else None
+def _has_several(line: Line) -> bool:
+    return sum(not math.isnan(point.value) for point in line.points) >= FEWEST_BLOCKS
 
 
-def _profile(checkpoint: Checkpoint, lines: Sequence[tuple[Panel, Line]]) -> Profile:
-    questions = [
+def _questions(checkpoint: Checkpoint, lines: Sequence[tuple[Panel, Line]]) -> list[Question]:
+    return [
         Question(
             panel.task,
-            f"{panel.metric}, {panel.dataset}",
+            (panel.metric, panel.dataset),
             checkpoint.style if panel.is_ranked else _UNRANKED,
             tuple(_known(point) for point in line.points),
         )
         for panel, line in lines
     ]
-    unranked = any(not panel.is_ranked for panel, _ in lines)
-    return Profile(checkpoint, draw_ranks(questions), unranked)
 
 
 def _known(point: Point) -> Known:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.pictures.panels import Gallery
-from ssl_bench.report.pictures.viewers import address
+from ssl_bench.report.pictures.viewers import address, place_of
 from ssl_bench.results import Record
 from ssl_bench.system.naming import image_digits
 
 MOST_SHOWN = 6
 MOST_TASKS = 2
-_FIRST_TASKS = ("pca", "tokencut", "segmentation")
 
 
 @dataclass(frozen=True)
@@ -78,8 +77,7 @@ def _shown_tasks(galleries: Sequence[Gallery]) -> list[str]:
 
     def place(task: str) -> tuple[bool, int, str]:
         own = [gallery for gallery in galleries if gallery.task == task]
-        rank = _FIRST_TASKS.index(task) if task in _FIRST_TASKS else len(_FIRST_TASKS)
-        return not any(gallery.layers for gallery in own), rank, task
+        return not any(gallery.layers for gallery in own), place_of(task), task
 
     return sorted({gallery.task for gallery in galleries}, key=place)[:MOST_TASKS]
 

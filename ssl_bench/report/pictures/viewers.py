@@ -29,6 +29,17 @@ _CAPTIONS = {
 }
 
 
+_FIRST_PICTURES = ("pca", "tokencut", "segmentation")
+_LAST_PICTURES = ("conditioning", "geometry")
+
+
+def place_of(task: str) -> int:
+    """Which pictures are looked at first; spectra say least to the eye."""
+    if task in _FIRST_PICTURES:
+        return _FIRST_PICTURES.index(task)
+    return len(_FIRST_PICTURES) + (task in _LAST_PICTURES)
+
+
 @dataclass(frozen=True)
 class Side:
     """One picture of a viewer as it is first shown."""
@@ -72,7 +83,7 @@ def sections_of(shown: Sequence[Sequence[tuple[str, Gallery]]]) -> tuple[Gallery
     """Viewers by task; each shows galleries of the same kind with their checkpoints' names."""
     by_task: dict[str, list[Viewer]] = defaultdict(list)
     # Single images before sheets of many.
-    for sides in sorted(shown, key=lambda sides: sides[0][1].key):
+    for sides in sorted(shown, key=lambda sides: (place_of(sides[0][1].task), sides[0][1].key)):
         by_task[sides[0][1].task].append(viewer(sides))
     return tuple(
         GallerySection(

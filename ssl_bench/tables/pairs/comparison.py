@@ -22,7 +22,7 @@ _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
 
 @dataclass(frozen=True)
 class Difference:
-    """Second minus first, in points, over the same images.
+    """First minus second, in points, over the same images.
 
     Attributes:
         low: Of the 95 % interval, NaN where the images do not tell.
@@ -39,7 +39,7 @@ class Difference:
 
     @property
     def value(self) -> float:
-        return self.second - self.first
+        return self.first - self.second
 
     @property
     def is_clear(self) -> bool:
@@ -65,7 +65,7 @@ class Difference:
 
 def difference(name: str, first: Estimate, second: Estimate, layers: Layers) -> Difference:
     """Compare two estimates from the same images; nothing is uncertain between one and itself."""
-    interval = None if first is second else second.difference_ci95(first)
+    interval = None if first is second else first.difference_ci95(second)
     low, high = interval or (math.nan, math.nan)
     return Difference(name, first.value, second.value, low, high, layers)
 
@@ -103,15 +103,15 @@ def best_blocks(first: Scored, second: Scored) -> list[Difference]:
 
 
 def between_blocks(scored: Scored) -> list[Difference]:
-    """Every block, and the one of the held-out choice, against the best on the scored images."""
+    """Every block, and the held-out choice, minus the best block on the scored images."""
     best, blocks = scored.blocks[scored.best], sorted(scored.blocks)
     rows = [
-        difference(str(layer), best, scored.blocks[layer], ((scored.best,), (layer,)))
+        difference(str(layer), scored.blocks[layer], best, ((layer,), (scored.best,)))
         for layer in blocks
     ]
     name = f"held-out choice ({_named(scored.layers_held_out)})"
-    layers = ((scored.best,), tuple(blocks))
-    return [*rows, difference(name, best, scored.held_out, layers)]
+    layers = (tuple(blocks), (scored.best,))
+    return [*rows, difference(name, scored.held_out, best, layers)]
 
 
 def comparisons(
@@ -225,7 +225,7 @@ class Comparison:
                 f"{record.facet}, protocol {record.named_protocol}"
                 f"{said_training(record)}, seed {record.seed}"
             ),
-            head=("block", *self.names, "second - first [95 %]"),
+            head=("block", *self.names, "first - second [95 %]"),
             rows=tuple(cells),
             notes=(
                 f"paired over {record.num_images} images{trusted_note([record])}; no correction "

@@ -21,6 +21,11 @@ class EpochComparison:
 
     by_epoch: Mapping[float, Comparison]
 
+    @property
+    def record(self) -> Record:
+        """One of those that were compared."""
+        return next(iter(self.by_epoch.values())).record
+
     def sheet(self, style: str) -> Sheet:
         """The epochs of a block below one another."""
         sheets = {epoch: one.sheet(style) for epoch, one in self.by_epoch.items()}
@@ -54,7 +59,7 @@ class EpochComparison:
 def epoch_comparisons(
     store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
 ) -> list[EpochComparison]:
-    """Second run minus first at every epoch of which both have a scored encoder.
+    """First run minus second at every epoch of which both have a scored encoder.
 
     Args:
         store: Holds the images' contributions.
