@@ -84,13 +84,13 @@ class DiscoveryRun:
         results = {image_id: log.images[image_id] for image_id in images.ids}
         if ranks.is_first:
             self._draw_sheets(images, results, folder)
+        self._tell_degenerate(list(results.values()))
         if not self._is_scored(images, list(results.values()), log.path):
             self.context.say(
                 f"{images.name} has no boxes to compare with: nothing was scored; "
                 f"masks, pictures and boxes are in {folder}"
             )
             return []
-        self._tell_degenerate(list(results.values()))
         return list(results.values())
 
     def _tell_degenerate(self, results: Sequence[ImageResult]) -> None:
@@ -188,9 +188,17 @@ class DiscoveryRun:
             return max(1, TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
 
         samples = read_ahead(images, pending, self.probe.seen, workers=_DECODERS)
+        largest = TOKENS_A_BATCH
         with GraphPool(torch.get_num_threads()) as pool:
             for batch in same_shape(samples, shape, size):
                 grids = [grid_of(sample, extractor.patch_size) for sample in batch]
+                if (patches := math.prod(grids[0].shape)) > largest:
+                    largest = patches
+                    self.context.say(
+                        f"{self.probe.task}: {batch[0].image_id} has {patches:,} patches, whose "
+                        f"graph takes minutes; probe.longer_side={64 * extractor.patch_size} shows every "
+                        "image smaller"
+                    )
                 with extracted(extractor, batch, grids[0]) as features:
                     found = find_all(self.probe, features, grids, pool)
                 yield from zip(batch, found, strict=True)

@@ -158,7 +158,7 @@ def file_report(encoder: Encoder) -> FileReport:
 def _format(file: Path | None) -> str:
     if file is None:
         return "no file"
-    if named := {".safetensors": "safetensors", ".onnx": "ONNX"}.get(file.suffix):
+    if named := {".safetensors": "safetensors", ".onnx": "ONNX", ".py": "Python"}.get(file.suffix):
         return named
     try:
         with open_regular(file) as opened:

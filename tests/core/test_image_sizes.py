@@ -15,7 +15,7 @@ from tests.support.faults import encoder_file, fails, records
 FILE = str(Path(__file__).parents[1] / "support/own_module.py")
 TOY = ["--dataset", "toy", "--layer", "-1", "dataset.num_train=2", "dataset.num_val=2"]
 SQUARES = {"segmentation": 504, "retrieval": 504, "clustering": 504, "conditioning": 216}
-QUICK = ["probe.training.epochs=1", "probe.memory_patches=60", "probe.num_images=2"]
+QUICK = ["probe.training.epochs=1", "probe.memory_patches=60", "probe.panels=2"]
 QUICK += ["probe.fit_patches=60", "probe.num_restarts=1", "probe.panels=0", "probe.holdout=0.0"]
 
 

@@ -30,6 +30,7 @@ from tests.support.faults import (
     encoded,
     fails,
     mask,
+    photo_folder,
     picture,
     pretraining,
     probing,
@@ -137,6 +138,19 @@ def test_fault_80_pictures_of_fewer_bits_are_never_black(place, capsys):
     assert values["results"] == values["usual"]
     (read, dark) = ({r.dataset_fingerprint for r in records(out)} for out in ("results", "dark"))
     assert read.isdisjoint(dark)
+
+
+def test_fault_80_one_picture_of_fewer_bits_does_not_stop_a_folder(place, capsys):
+    photos = photo_folder(place / "photos")
+    (photos / "scan.png").write_bytes(png(GREY.astype(np.uint16) * 257, 16))
+    (photos / "cells.png").write_bytes(png(stretched(GREY, 12)))
+    words = probing("pca", "folder", photos)
+
+    assert main(words) == 0
+    said = "1 is of 16 bits, but dark or of fewer, which data.bits=12 reads: cells.png"
+    assert said in capsys.readouterr().err
+    assert main([*words, "data.bits=12"]) == 0
+    assert "taken: 6 photographs of folder" in capsys.readouterr().err
 
 
 def test_fault_80_data_check_says_it_too(place, capsys):

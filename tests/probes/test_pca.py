@@ -72,7 +72,7 @@ def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, prot
     assert all(sum(r.details["explained_by_component"]) == pytest.approx(r.value) for r in records)
     (folder,) = (store.root / "pictures" / "pca" / "folder").glob(f"tiny-*/{protocol}")
     drawn = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    images = {f"block{layer:02d}/{name}.png" for layer in range(3) for name in ("a.png", "b.png")}
+    images = {f"block{layer:02d}/{name}.png" for layer in range(3) for name in ("b.png", "c.png")}
     assert drawn == images | {"blocks-0-2.png", "blocks-0-2.svg", FILE}
 
 
@@ -149,7 +149,7 @@ def test_the_foreground_alone_is_fitted_and_shown(photographs, tmp_path):
     assert 0 < share < 100
     assert records[0].settings["background"] == "first_component"
     assert probe(photographs, store, layers=(2,))[0].settings["background"] == "keep"
-    (path,) = (store.root / "pictures").rglob("image-foreground/block02/a.png.png")
+    (path,) = (store.root / "pictures").rglob("image-foreground/block02/b.png.png")
     black = (tile(path)[30:140, -100:] == 0).all(-1).mean()
     assert 0 < black < 1
 

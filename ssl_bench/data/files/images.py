@@ -50,7 +50,8 @@ def read_image(
 
     Args:
         path: The file.
-        bits: How many of its 16 a picture uses, 12 for values up to 4095, where it does not say so.
+        bits: How many of its 16 a picture uses, 12 for values up to 4095, where it does not say so
+            and no value needs all.
         upright: Turn it as the camera notes in EXIF. Not where masks or boxes belong to it: those
             of VOC, ADE20K and COCO are drawn on the pixels as they are stored.
 
@@ -308,7 +309,8 @@ def _squeezed_to_eight_bits(
     PNG's sBIT says nothing of it: values of fewer bits are shifted up to the whole range there.
 
     Raises:
-        DataError: nobody says it, and the values may use less than 16 bits; or they use more.
+        DataError: nobody says it, and the values may use less than 16 bits; or they use more than
+            `bits`, and not all 16.
     """
     full = _full_scale(image, data)
     says_itself = full < _FULL
@@ -319,14 +321,16 @@ def _squeezed_to_eight_bits(
     lowest, most = int(values.min()), int(values.max())
     if lowest < 0 or most > _FULL:
         raise DataError(f"{name} holds values outside 0..65535; save it with 8 or 16 bits")
-    if not says_itself and bits is not None:
+    if not says_itself and 0 < most <= _FULL // 2:
+        remedy = f"data.bits={max(8, most.bit_length())}"
+        if bits is None:
+            raise UnreadableImage(
+                f"{name} has 16 bits and values up to {most} alone: is it dark, or does it use "
+                f"fewer? {remedy}, or as many as its camera has, makes the largest of these "
+                "white; data.bits=16 reads it as it is",
+                remedy,
+            )
         full = 2**bits - 1
-    elif not says_itself and 0 < most <= _FULL // 2:
-        raise DataError(
-            f"{name} has 16 bits and values up to {most} alone: is it dark, or does it use fewer? "
-            f"data.bits={max(8, most.bit_length())}, or as many as its camera has, makes the "
-            "largest of these white; data.bits=16 reads it as it is"
-        )
     if most > full:
         raise DataError(
             f"{name} holds values up to {most}, more than the {full} that its header gives as the "

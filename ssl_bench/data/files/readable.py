@@ -231,7 +231,8 @@ def _taken(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> str:
         names = ", ".join(ids[:_SHOWN])
         more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
         verb = "is" if len(ids) == 1 else "are"
-        kind = remedy and f"{len(ids)} {verb} {KINDS[remedy]}, which {remedy} reads"
+        kind = KINDS.get(remedy, "of 16 bits, but dark or of fewer")
+        kind = remedy and f"{len(ids)} {verb} {kind}, which {remedy} reads"
         parts.append(f"{kind or f'{len(ids)} cannot be read'}: {names}{more}")
     return "; ".join(parts)
 

@@ -13,7 +13,7 @@ from ssl_bench.system.paths import expanded
 from ssl_bench.system.written import files_below
 
 SUFFIXES = (
-    *(".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff"),
+    *(".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".ppm", ".tif", ".tiff"),
     *(".avif", ".heic", ".heif"),
 )
 
