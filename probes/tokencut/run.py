@@ -196,8 +196,8 @@ class DiscoveryRun:
                     largest = patches
                     self.context.say(
                         f"{self.probe.task}: {batch[0].image_id} has {patches:,} patches, whose "
-                        f"graph takes minutes; probe.longer_side={64 * extractor.patch_size} shows every "
-                        "image smaller"
+                        "graph takes minutes; every image is smaller with "
+                        f"probe.longer_side={64 * extractor.patch_size}"
                     )
                 with extracted(extractor, batch, grids[0]) as features:
                     found = find_all(self.probe, features, grids, pool)

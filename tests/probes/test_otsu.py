@@ -131,7 +131,7 @@ def test_photographs_without_boxes_are_explained_too(linked, capsys, monkeypatch
 
     said = capsys.readouterr().err
     assert "tokencut: degenerate graphs for token of block 0" in said
-    assert "patches, whose graph takes minutes; probe.longer_side=" in said
+    assert "patches, whose graph takes minutes; every image is smaller with probe" in said
 
 
 def test_all_tasks_cut_in_both_protocols(linked, capsys):
