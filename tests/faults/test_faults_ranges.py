@@ -141,7 +141,7 @@ def test_fault_80_pictures_of_fewer_bits_are_never_black(place, capsys):
 
 
 def test_fault_80_one_picture_of_fewer_bits_does_not_stop_a_folder(place, capsys):
-    photos = photo_folder(place / "photos")
+    photos = photo_folder(place / "mixed")
     (photos / "scan.png").write_bytes(png(GREY.astype(np.uint16) * 257, 16))
     (photos / "cells.png").write_bytes(png(stretched(GREY, 12)))
     words = probing("pca", "folder", photos)
