@@ -23,11 +23,11 @@ def test_its_text_is_of_the_records_that_there_are(gallery):
 
 
 def test_no_curve_is_of_a_handful_of_images(gallery, monkeypatch):
-    # 26 photographs are segmented.
-    few = "voc2012-62 val"
-    assert {"toy-limit60 val", few} <= _places(gallery)
-    monkeypatch.setitem(gallery["shown"].__globals__, "FEWEST_IMAGES", 27)
-    assert "toy-limit60 val" in _places(gallery)
+    # 54 photographs are segmented.
+    few, many = "voc2012-100 val", "cifar10-limit1000 test"
+    assert {few, many} <= _places(gallery)
+    monkeypatch.setitem(gallery["shown"].__globals__, "FEWEST_IMAGES", 55)
+    assert many in _places(gallery)
     assert few not in _places(gallery)
 
 
