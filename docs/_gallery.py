@@ -56,9 +56,15 @@ comes along ([card](../results/demo/demo_skip.md), [tables](../results/tables/de
 """
 
 
+def shown_records() -> list[Record]:
+    """All but those of the demonstration encoders, which are there to be compared with."""
+    records = ResultStore(ROOT / STORE).records()
+    return [record for record in records if not record.model.startswith("demo_")]
+
+
 def shown() -> dict[str, tuple[Panel, ...]]:
     """The panels of each task's headline metric, in the report's order."""
-    records = ResultStore(ROOT / STORE).records()
+    records = shown_records()
     panels = [
         panel
         for panel in headline_panels(panels_of(records, checkpoints_of(records)))
@@ -87,7 +93,7 @@ def records_of(panels: Sequence[Panel], records: Sequence[Record]) -> list[Recor
 
 def draw(folder: Path) -> None:
     """Write a picture a task into a folder."""
-    records = ResultStore(ROOT / STORE).records()
+    records = shown_records()
     for task, panels in shown().items():
         draw_curves(depth_tables(records_of(panels, records)), folder / f"{task}.png")
 

