@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from ssl_bench.evaluation import called
 from ssl_bench.results import encoder_id
 from ssl_bench.sweep.plan import Job
 from ssl_bench.system.escaping import printable
@@ -16,7 +17,7 @@ def plan_table(jobs: Sequence[Job]) -> str:
         done = len(job.keys) - len(job.pending)
         what = (
             names[encoder_id(job.encoder.identity())],
-            job.planned.probe.task,
+            called(job.planned.probe),
             f"{job.dataset} {job.split}",
         )
         rows.append((*what, str(done), str(len(job.pending))))

@@ -2,7 +2,7 @@
 
 from ssl_bench.evaluation.cells import Question, cell_keys, cell_settings, trained_on
 from ssl_bench.evaluation.evaluate import Evaluation
-from ssl_bench.evaluation.probe import Probe, ProbeContext, Progress, Score
+from ssl_bench.evaluation.probe import Probe, ProbeContext, Progress, Score, called
 
 __all__ = [
     "Evaluation",
@@ -11,6 +11,7 @@ __all__ = [
     "Progress",
     "Question",
     "Score",
+    "called",
     "cell_keys",
     "cell_settings",
     "trained_on",

@@ -16,7 +16,7 @@ from ssl_bench.errors import UnreadableImage
 from ssl_bench.evaluation.cells import cell_keys, cell_settings, left_out
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.evaluation.pending import DrawingProbe, Pending, find_pending, pictures_folder
-from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, SharedProbe
+from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, SharedProbe, called
 from ssl_bench.models import Encoder
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
 from ssl_bench.results.ranges import holds
@@ -166,7 +166,7 @@ class Evaluation:
         store: ResultStore,
         say: Callable[[str], None],
     ) -> None:
-        where = f"{self.probe.task} on {images.name} {images.split}, {self.encoder.name}"
+        where = f"{called(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
         if done := len(keys) - len(pending.cells):
             say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
         broken = {path: store.unreadable.get(path) for path in map(store.path, pending.cells)}

@@ -125,3 +125,10 @@ class SharedProbe(Protocol):
 
     @property
     def is_shared(self) -> bool: ...
+
+
+def called(probe: Probe) -> str:
+    """Its task, such as "tokencut", or "tokencut, adaptive" in one of its further protocols."""
+    protocol = getattr(probe, "protocol", None)
+    is_further = protocol in getattr(probe, "further_protocols", ())
+    return f"{probe.task}, {protocol}" if is_further else probe.task
