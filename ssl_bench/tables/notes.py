@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from ssl_bench.data.files.fingerprints import kind_of
 from ssl_bench.results import Baseline, Record
+from ssl_bench.system.escaping import printable
 from ssl_bench.tables.entry import Entry
 
 
@@ -72,7 +73,9 @@ def provenance(records: Sequence[Record]) -> str:
 
     commits = [(record.git_commit or "wheel")[:10] for record in records]
     left_out = [r.settings["left_out"] for r in records if "left_out" in r.settings]
-    unreadable = f", unreadable and left out: {distinct(left_out)}" if left_out else ""
+    counts = [one for r in records for one in r.details.get("left_out", {}).values()]
+    names = ", ".join(dict.fromkeys(printable(name) for one in counts for name in one["first"]))
+    unreadable = f", unreadable and left out: {distinct(left_out)}: {names}" if left_out else ""
     return (
         f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}"
         f"{corruption_note(records)}; "
