@@ -47,8 +47,8 @@ class _NoNorm(nn.Module):
     def forward(self, _tokens: Tensor) -> Tensor:
         """Raise: there is none."""
         raise UnfitEncoder(
-            "this module has no final norm that is known; ask for facet=token or cls, or name it: "
-            "Encoder.from_module(..., norm='NAME')"
+            "this module has no final norm that is known; name it: return "
+            "ssl_bench.Encoder.from_module(module, norm='NAME') in place of the module"
         )
 
 
