@@ -13,7 +13,6 @@ from ssl_bench.models import Encoder, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
 from ssl_bench.models.loading.addresses import expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.identity import read_metadata
-from ssl_bench.models.loading.layouts import DINO
 from ssl_bench.planning import (
     PlannedProbe,
     dataset_roots,
@@ -145,6 +144,9 @@ def announced_encoder(uri: str) -> Encoder:
 
 def _may_be_of_timm(encoder: Encoder, file: Path) -> bool:
     """Whether the file has timm's names, which are those of DINO, and does not call itself that."""
+    # A plan, which this file makes too, loads no torch.
+    from ssl_bench.models.loading.layouts import DINO
+
     return encoder.contents.layout == DINO.name and "dino" not in file.name.lower()
 
 

@@ -86,7 +86,7 @@ def test_one_flag_probes_them_beside_the_encoder(place, capsys):
 
 def test_a_baseline_that_has_no_answer_is_left_out_and_an_asked_one_ends_the_command(place, capsys):
     asked = ["probe", "--task", "conditioning", "--dataset", "folder", "--data-root", "photos"]
-    asked += ["probe.panels=1", "probe.image_size=16", "--layer", "0"]
+    asked += ["probe.num_images=1", "probe.image_size=16", "--layer", "0"]
 
     assert main([*asked, "--checkpoint", "encoder.safetensors", "--baselines"]) == 0
     assert "left out: conditioning on folder: " in capsys.readouterr().err

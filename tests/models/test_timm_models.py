@@ -506,7 +506,7 @@ def test_what_every_stage_would_say_is_said_once_and_nothing_is_drawn_again(tmp_
     evaluated(PCA(panels=1, image_size=32), tmp_path, first.append)
     evaluated(PCA(panels=1, image_size=32), tmp_path, second.append)
 
-    assert len([line for line in first if "the first 1 of" in line]) == 1
+    assert len([line for line in first if "pca: 1 of" in line]) == 1
     assert second == ["pca on toy train, swin: 3 of 3 cells finished before, skipped (--overwrite)"]
 
 

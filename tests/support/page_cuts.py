@@ -59,6 +59,9 @@ def cut_down(words: Sequence[str], place: Path) -> list[str]:
     here = HERE | (RUNS if found[0] == "compare" else {})
     found = [PUBLISHED.sub(r"\1", here.get(word, word)) for word in found]
     found = [re.sub(r"^(corrupt=.*):1-5$", r"\1:5", word) for word in found]
+    if "--pictures" in found:
+        place_of = found.index("--pictures")
+        found = [*found[:place_of], *found[place_of + 2 :]]
     if found[0] in ("probe", "sweep"):
         if "--jobs" in found and "--task" not in found:
             found += ["--task", "pca"]

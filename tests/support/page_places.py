@@ -35,6 +35,8 @@ def furnish(place: Path) -> None:
     _pairs(place / "data/coco", "images", "stuffthingmaps", "train2017,val2017")
     _pairs(place / "DIR", "images", "masks", "train,val", numbers=(0, 1), suffix=".png")
     _coco20k(place / "data/coco")
+    _ecssd(place / "data/ecssd")
+    _pairs(place / "my_masks", "images", "masks", "train,val", numbers=(0, 255))
     spair(place / "data/spair")
     for name in ("data/imagenet", "data/tiny_imagenet", "photos", "classes"):
         _classes(place / name, kinds=2, count=101)
@@ -71,6 +73,18 @@ def _pairs(
             picture(2 * first + image).save(root / images / split / f"{name}{suffix}")
             labels = np.where(mask() == 8, *reversed(numbers)).astype(np.uint8)
             save_mask(root / masks / split / f"{name}.png", labels)
+
+
+def _ecssd(root: Path) -> None:
+    """Two images with masks of one object, 255 where it is."""
+    for folder in ("images", "ground_truth_mask"):
+        (root / folder).mkdir(parents=True)
+    for number in (0, 1):
+        picture(number).save(root / f"images/{number:04d}.jpg")
+        save_mask(
+            root / f"ground_truth_mask/{number:04d}.png",
+            np.where(mask() == 8, 255, 0).astype(np.uint8),
+        )
 
 
 def _coco20k(root: Path) -> None:
