@@ -36,7 +36,7 @@ def furnish(place: Path) -> None:
     _pairs(place / "DIR", "images", "masks", "train,val", numbers=(0, 1), suffix=".png")
     _coco20k(place / "data/coco")
     _ecssd(place / "data/ecssd")
-    _pairs(place / "my_masks", "images", "masks", "train,val", numbers=(0, 255))
+    _pairs(place / "my_masks", "images", "masks", "train,val", numbers=(0, 1))
     spair(place / "data/spair")
     for name in ("data/imagenet", "data/tiny_imagenet", "photos", "classes"):
         _classes(place / name, kinds=2, count=101)
