@@ -26,7 +26,7 @@ from probes.pca.components import (
 from probes.pca.drawing import SMALL_SPREAD, draw_overview, draw_tiles
 from probes.pca.probe import FILE, PCA
 from probes.pictures import Picture
-from ssl_bench.data.limited import sampled
+from ssl_bench.data.limited import sampled_numbers
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
@@ -71,8 +71,7 @@ class PCARun:
     def scores(self) -> Iterator[Score]:
         """See `PCA.run`."""
         images = self.probe.split(self.context.dataset)
-        chosen = set(sampled(images.ids, self.probe.panels))
-        drawn = [number for number, image_id in enumerate(images.ids) if image_id in chosen]
+        drawn = sampled_numbers(images.ids, self.probe.panels)
         if len(drawn) < len(images):
             words = f"pca: {len(drawn)} of {len(images)} images"
             self.context.say(f"{words}; --pictures {len(images)} takes all")

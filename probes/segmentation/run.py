@@ -27,7 +27,7 @@ from probes.heads.sgd import TrainedHeads, Training, trained_together
 from probes.segmentation.files import FileNames
 from probes.segmentation.panels import draw_panel
 from probes.segmentation.report import SourceReport
-from ssl_bench.data.limited import sampled
+from ssl_bench.data.limited import sampled_numbers
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
@@ -175,9 +175,7 @@ class SegmentationRun:
 
     @property
     def _drawn_images(self) -> list[int]:
-        ids = self.val_images.ids
-        chosen = set(sampled(ids, self.panels))
-        return [index for index, image_id in enumerate(ids) if image_id in chosen]
+        return sampled_numbers(self.val_images.ids, self.panels)
 
     def _counted_share(self, heads: TrainedHeads, share: range) -> ImageCounts:
         """Of what a killed run had counted nothing passes again."""

@@ -169,6 +169,7 @@ def _write_split(
 
 
 def _write_file(path: Path, found: dict[str, np.ndarray], options: argparse.Namespace) -> None:
+    # Nobody else holds what was found, so that it is gone before the next is computed.
     write_atomically(path, lambda file: file.write(_bytes(found, options)))
 
 

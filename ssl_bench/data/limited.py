@@ -41,5 +41,11 @@ def sampled(ids: Sequence[str], count: int) -> tuple[str, ...]:
     return tuple(image_id for image_id in ids if image_id in chosen)
 
 
+def sampled_numbers(ids: Sequence[str], count: int) -> list[int]:
+    """Where in a set the ids of `sampled` stand."""
+    chosen = set(sampled(ids, count))
+    return [number for number, image_id in enumerate(ids) if image_id in chosen]
+
+
 def _limited_name(name: str, limit: int) -> str:
     return f"{name}-limit{limit}"

@@ -294,17 +294,8 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
     {
         source.name: source
         for source in (
-            *(
-                _VOC_2012,
-                _VOC_2007,
-                _ADE20K,
-                _COCO_STUFF,
-                _COCO20K,
-                _CITYSCAPES,
-                _CAMVID,
-                _ECSSD,
-                _SPAIR,
-            ),
+            *(_VOC_2012, _VOC_2007, _ADE20K, _COCO_STUFF, _COCO20K),
+            *(_CITYSCAPES, _CAMVID, _ECSSD, _SPAIR),
             *_OWN,
         )
     }
