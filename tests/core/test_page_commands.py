@@ -3,6 +3,7 @@
 import argparse
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,9 +25,6 @@ from tests.core.test_extending import commands as copied_commands
 from tests.support.page_commands import COMMANDS, ROOT, PageCommand
 
 NOT_OURS: Mapping[str, str] = {
-    "pip install .": "needs the network",
-    "pip install ssl-bench[slurm]": "needs the network",
-    "pip install 'ssl-bench[heic]'": "needs the network",
     "pre-commit install": "changes the checkout",
     "sha256sum --binary": "another system's, named for the format of its lists",
     "sha256sum --check": "another system's, named for the format of its lists",
@@ -166,8 +164,19 @@ def chosen_tests(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> Non
     assert any(words[2] in path.read_text() for path in ROOT.glob("tests/*/test_*.py"))
 
 
+def installed_by_pip(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours by the names of its extras, or another's by its version; nothing is fetched."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = set(project["optional-dependencies"])
+    name = next(word for word in words[2:] if not word.startswith("-"))
+    ours = re.fullmatch(r"(?:ssl-bench|\.)(?:\[(.+)\])?", name)
+    assert ours is not None or "==" in name
+    assert ours is None or set((ours[1] or "dev").split(",")) <= extras
+
+
 PROGRAMS: Mapping[str, Callable[[tuple[str, ...], pytest.MonkeyPatch], None]] = {
     "make": made,
+    "pip": installed_by_pip,
     "python": run_by_python,
     "torchrun": started_by_torchrun,
     "pytest": chosen_tests,
