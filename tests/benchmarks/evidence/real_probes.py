@@ -34,11 +34,15 @@ PROBES: tuple[Probes, ...] = (
       "--baselines")),
 )  # fmt: skip
 # A threshold is to serve all encoders and sets.
-PASCAL = tuple(("tokencut", "voc2012", "pascal10", (*cut, "--limit", "100")) for cut in CUTS)
+MORE = tuple(
+    ("tokencut", dataset, root, (*cut, "--limit", "100"))
+    for dataset, root in (("voc2012", "pascal10"), ("ecssd", "ecssd"))
+    for cut in CUTS
+)
 # Demonstration encoders learned from 64 pixels: 144 are to them what 500 are to published ViTs.
 SMALL = tuple(
     (task, dataset, root, (*options, "probe.longer_side=144"))
-    for task, dataset, root, options in (*PROBES[: len(CUTS)], *PASCAL)
+    for task, dataset, root, options in (*PROBES[: len(CUTS)], *MORE)
 )
 
 
@@ -61,7 +65,7 @@ def main() -> None:
     for encoders, probes in (
         ([encoder], PROBES),
         (["demo:skip", "demo:skipless"], SMALL),
-        ([encoder], PASCAL),
+        ([encoder], MORE),
     ):
         for words in commands(options.data, options.out, encoders, probes):
             subprocess.run([sys.executable, "-m", "ssl_bench", *words], check=True)
