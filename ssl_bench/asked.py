@@ -5,9 +5,11 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.composition.compose import compose_config, has_key
+from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import BrokenFile, CheckpointError, ConfigurationError, MachineError
 from ssl_bench.models import Encoder, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
@@ -24,7 +26,6 @@ from ssl_bench.results import ResultStore
 from ssl_bench.system.files import remove_orphans_below
 from ssl_bench.system.progress import in_words, say
 
-ON_BAD_IMAGE = ("fail", "skip")
 # By width and depth; timm has all of them for patches and images of these sizes.
 _SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
 _PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
@@ -44,14 +45,23 @@ def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[
     return plan
 
 
+def require_on_bad_image(options: argparse.Namespace) -> None:
+    """The value of --on-bad-image is one, or the dataset's own way is left.
+
+    Raises:
+        ConfigurationError: it is another.
+    """
+    if options.on_bad_image is not None:
+        require_choice("--on-bad-image", options.on_bad_image, get_args(OnBadImage))
+
+
 def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[PlannedProbe]:
     """As `asked_probes`, before any file is looked for."""
     tasks = asked_names("task", options.task, choices("probe"))
     if options.task == "all":
         tasks = _importable(tasks)
     datasets = asked_names("dataset", options.dataset, choices("dataset"))
-    if options.on_bad_image is not None:
-        require_choice("--on-bad-image", options.on_bad_image, ON_BAD_IMAGE)
+    require_on_bad_image(options)
     roots = dataset_roots(options.data_root, datasets)
     unfit = _leave_out if options.task == "all" else refuse
     sizes = [] if options.batch_size is None else _batch_sizes(tasks, options.batch_size)

@@ -25,7 +25,7 @@ from ssl_bench.data.corruptions.named import KEY as CORRUPT
 from ssl_bench.data.corruptions.named import asked_corruptions
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.overlap import shared_files
-from ssl_bench.data.files.readable import Looked, ReadableDataset
+from ssl_bench.data.files.readable import Looked, OnBadImage, as_readable
 from ssl_bench.data.opened import ListedOnce, OpenedOnce
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     import torch
 
 PROTOCOL = "probe.protocol"
-OnBadImage = Literal["fail", "skip"]
 DType = Literal["float32", "float16", "bfloat16"]
 """As torch names them."""
 Limit = Count | None
@@ -327,12 +326,9 @@ def _build(
     dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(built))
     whole = f"{as_yaml(config.dataset)} {views} {values[CORRUPT]}"
     view = listed.setdefault(whole, as_asked(dataset, **views, corrupt=values[CORRUPT]))
-    skips = getattr(built, "leaves_out_unreadable", False)
-    if on_bad_image is not None:
-        skips = on_bad_image == "skip"
     return PlannedProbe(
         probe=build(config.probe),
-        dataset=ReadableDataset(view, looked) if skips else view,
+        dataset=as_readable(view, built, on_bad_image, looked),
         seed=values["seed"],
         dtype=values["dtype"],
         choice=choice,

@@ -12,14 +12,20 @@ import safetensors
 import safetensors.numpy
 import torch
 
-from ssl_bench.asked import announced_encoder, newest_checkpoint, require_writable
+from ssl_bench.asked import (
+    announced_encoder,
+    newest_checkpoint,
+    require_on_bad_image,
+    require_writable,
+)
 from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.composition.fields import Count, require
-from ssl_bench.data.files.readable import with_a_way_out
+from ssl_bench.data.files.readable import Looked, as_readable, counts_and_first, with_a_way_out
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import ConfigurationError, MachineError, UnreadableImage
+from ssl_bench.evaluation.cells import left_out
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
 from ssl_bench.planning import shared_values, views_of
@@ -44,11 +50,11 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     require_choice("--format", options.format, FORMATS)
     require_choice("--dtype", options.dtype, DTYPES)
-    require_choice("--on-bad-image", options.on_bad_image, ("fail", "skip"))
+    require_on_bad_image(options)
     require("--batch-size", Count | None, options.batch_size)
     require("--image-size", Count | None, options.image_size)
     _require_parquet()
-    dataset = _dataset(options, overrides)
+    dataset, bits = _dataset(options, overrides)
     splits = {images.split: images for images in _splits(dataset, options.split)}
     out = Path(options.out)
     require_writable(out)
@@ -69,6 +75,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         "dataset": {
             "name": dataset.name,
             "splits": {n: i.fingerprint() for n, i in splits.items()},
+            "left_out": counts_and_first(left_out(dataset)),
+            "bits": bits,
         },
         "layers": list(extractor.layers),
         "facets": list(extractor.facets),
@@ -94,11 +102,15 @@ def _require_parquet() -> None:
         ) from error
 
 
-def _dataset(options: argparse.Namespace, overrides: Sequence[str]) -> Dataset:
+def _dataset(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Dataset, int | None]:
+    """What is asked for, and the bits that its pictures of 16 are said to use."""
     name = require_choice("dataset", options.dataset, choices("dataset"))
     words = [f"dataset={name}", *with_root(overrides, options.data_root)]
     config = compose_config("data", words)
-    return as_asked(build(config.dataset), **views_of(shared_values(config)), corrupt=None)
+    views = views_of(shared_values(config))
+    built: Dataset = build(config.dataset)
+    view = as_asked(built, **views, corrupt=None)
+    return as_readable(view, built, options.on_bad_image, Looked()), views["bits"]
 
 
 def _splits(dataset: Dataset, asked: str | None) -> list[ImageSet]:
@@ -192,7 +204,7 @@ def _features(
     size: tuple[int, int],
     options: argparse.Namespace,
 ) -> dict[str, np.ndarray]:
-    """By name, with the ids and classes of the images that could be read."""
+    """By name, with the ids and classes of the images."""
     parts: dict[str, list[np.ndarray]] = {}
     ids, labels = list[str](), list[int]()
     for batch in _batches(images, numbers, size, options):
@@ -216,10 +228,7 @@ def _batches(
         try:
             sample = images[number]
         except UnreadableImage as error:
-            if options.on_bad_image == "fail":
-                raise with_a_way_out(error) from error
-            say(f"left out: {error}")
-            continue
+            raise with_a_way_out(error) from error
         batch.append((squashed(sample.image, size), sample.image_id, sample.label))
         if len(batch) == (options.batch_size or _BATCH):
             yield batch

@@ -26,13 +26,18 @@ def add_probing(add: Callable[..., object]) -> None:
     )
     add("--out", default="results", metavar="DIR", help="records and pictures (default results)")
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    add_on_bad_image(add)
+    add_short(add)
+
+
+def add_on_bad_image(add: Callable[..., object]) -> None:
+    """What becomes of images that cannot be read."""
     add(
         "--on-bad-image",
         metavar="fail|skip",
-        help="skip: leave out images that cannot be read and say so in the records (default fail; "
-        "of folder skip)",
+        help="skip: leave out images that cannot be read and say so in what is written (default "
+        "fail; of folder skip)",
     )
-    add_short(add)
 
 
 def add_short(add: Callable[..., object]) -> None:

@@ -4,7 +4,14 @@ import argparse
 from typing import NoReturn
 
 from ssl_bench import __version__
-from ssl_bench.cli.flags import add_filters, add_format, add_probing, add_short, add_showing
+from ssl_bench.cli.flags import (
+    add_filters,
+    add_format,
+    add_on_bad_image,
+    add_probing,
+    add_short,
+    add_showing,
+)
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.arguments import add_arguments
 from ssl_bench.sweep.arguments import add_slurm
@@ -119,7 +126,7 @@ def _add_features(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
     add("--batch-size", type=int, metavar="N", help="images that the encoder takes at once")
     add("--limit", type=int, metavar="N", help="at most N images of each split: data.limit=N")
-    add("--on-bad-image", default="fail", metavar="fail|skip", help="skip: leave out and name")
+    add_on_bad_image(add)
 
 
 def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:

@@ -1,5 +1,6 @@
 """The suite from Python and one's own module, from Python and from the command line."""
 
+import json
 import os
 import re
 import signal
@@ -298,12 +299,15 @@ def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsy
     (tmp_path / "more/000.png").rename(tmp_path / "photos/new.png")
     assert main(features(tmp_path / "out")) == 2
     (tmp_path / "photos/001.png").write_bytes(b"damaged")
-    assert main(features(tmp_path / "other")) == 3
-    assert main(features(tmp_path / "other", "--on-bad-image", "skip")) == 0
+    assert main(features(tmp_path / "other", "--on-bad-image", "fail")) == 3
+    assert main(features(tmp_path / "other")) == 2
+    assert main(features(tmp_path / "whole")) == 0
+    about = json.loads((tmp_path / "whole/about.json").read_text())["dataset"]
+    assert about["left_out"] == {"all": {"count": 1, "first": ["001.png"]}}
     said = capsys.readouterr().err
     assert "another dtype" in said
     assert "another dataset" in said
-    assert "left out: " in said
+    assert "1 cannot be read: 001.png" in said
 
 
 @pytest.mark.parametrize(

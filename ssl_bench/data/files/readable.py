@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64, UInt64
@@ -21,6 +21,7 @@ from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Sample
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.system.progress import say, show_progress
 
+OnBadImage = Literal["fail", "skip"]
 _SHOWN = 5
 _READABLE = hashlib.sha256(b"readable").digest()
 _Key = tuple[str, str, tuple[str, ...]]
@@ -149,6 +150,16 @@ class ReadableDataset(DatasetView):
         gone = [i for i, fault in zip(images.ids, faults, strict=True) if fault is not None]
         self._left_out[role, images.split, images.ids] = gone
         return RemainingImages(images, kept) if gone else images
+
+
+def as_readable(
+    view: Dataset, dataset: Dataset, on_bad_image: OnBadImage | None, looked: Looked
+) -> Dataset:
+    """A view of a dataset without what cannot be read: of "skip", or where that is its own way."""
+    skips = getattr(dataset, "leaves_out_unreadable", False)
+    if on_bad_image is not None:
+        skips = on_bad_image == "skip"
+    return ReadableDataset(view, looked) if skips else view
 
 
 def summary(left_out: dict[str, list[str]]) -> str:
