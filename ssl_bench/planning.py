@@ -339,15 +339,15 @@ def _build(
 
 
 def _chosen_by_data(config: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """The protocol, or the ground truth, that a dataset has, of a probe that takes several.
+    """The protocol, ground truth or size that fits a dataset, of a probe that takes several.
 
     Nothing where one is named, the usual one fits, or none does.
     """
     kind = component_class(config.probe[TARGET], f"probe.{TARGET}")
     typed = {override.partition("=")[0] for override in overrides}
     chosen = []
-    for field, name in (("protocol", "protocols_by_role"), ("truth", "truths_by_role")):
-        by_role: Mapping[str, str] = getattr(kind, name, {})
+    for field in ("protocol", "truth", "max_side"):
+        by_role: Mapping[str, Any] = getattr(kind, f"{field}s_by_role", {})
         if not by_role or f"probe.{field}" in typed:
             continue
         dataset: Dataset = build(config.dataset)

@@ -77,7 +77,7 @@ class Correspondence:
     prediction: Literal["cell", "soft"] = "cell"
     sigma: Positive = 7.0
     temperature: Temperature = 0.04
-    panels: CountOrZero = 2
+    panels: CountOrZero = 6
     batch_size: Count = 16
     memory_gib: PositiveOrZero = 8.0
     num_workers: Threads = 4

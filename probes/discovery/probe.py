@@ -32,7 +32,7 @@ class ObjectDiscovery(TokenCut):
 
     task = "discovery"
     further_protocols = ()
-    truths_by_role = MappingProxyType({})
+    truths_by_role = max_sides_by_role = MappingProxyType({})
     metrics_of_sets = ("ap_coco",)
 
     @property

@@ -94,7 +94,9 @@ class GeometryPasses:
         """Vectors of random views of some images, in host memory."""
         extractor = self._extractor(())
         made = read_ahead(images, roles.viewed, self._crops(), workers=self.probe.num_workers)
-        shown = self.context.progress(made, "geometry, views", len(roles.viewed))
+        shown = self.context.progress(
+            made, f"geometry, {self.probe.views} views of each", len(roles.viewed)
+        )
         cells = [(layer, f) for f in self.probe.facets for layer in self.context.layers]
         found: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
         at_once = max(1, self.probe.batch_size // self.probe.views)

@@ -33,8 +33,9 @@ class GeometryRun:
         images = self.probe.split(self.context.dataset)
         roles = Roles.draw(len(images), self.probe, self.context.seed)
         passes = GeometryPasses(self.probe, self.context)
-        found = passes.images(images, roles)
+        # First what takes longest, ten times as long on few images; its time left is nearly all.
         views = passes.views(images, roles)
+        found = passes.images(images, roles)
         if len(images) < 3:
             self.context.say(
                 f"geometry: {_FEW}: spectra and positions say little, or are undefined"

@@ -42,6 +42,9 @@ class TokenCut(Cut):
         panels: How many images, from all over the set, get a picture of their own, and how many of
             each kind (hits, misses, degenerate) are on the contact sheet of a block.
         longer_side: In pixels, of every image that the encoder sees; without it the image's own.
+        max_side: In pixels; the longer side of an image that would be larger without `longer_side`.
+            Of a folder of pictures 640, the largest that TokenCut was published on (COCO): the
+            graph of a telephone's photograph would have 60,000 patches.
         squash: Side of the square that images are squashed to instead, whatever their shape; that
             of an encoder that takes no other size.
     """
@@ -53,11 +56,13 @@ class TokenCut(Cut):
     max_objects: Count = 3
     panels: CountOrZero = 8
     longer_side: Pixels | None = None
+    max_side: Pixels | None = None
     squash: Pixels | None = None
 
     task = "tokencut"
     further_protocols = ("adaptive",)
     truths_by_role = MappingProxyType({"discovery": "boxes", "saliency": "masks"})
+    max_sides_by_role = MappingProxyType({"boxes": None, "saliency": None, "discovery": 640})
     is_shared = True
     keeps_images = True
 
@@ -109,10 +114,12 @@ class TokenCut(Cut):
 
         if self.squash is not None:
             return resized(sample, (self.squash, self.squash))
-        if self.longer_side is None:
-            return sample
         shape = np.array(sample.image.shape[1::-1])
-        width, height = np.maximum(1, (shape * self.longer_side / shape.max()).round().astype(int))
+        own = int(shape.max())
+        longer_side = self.longer_side or min(own, self.max_side or own)
+        if longer_side == own:
+            return sample
+        width, height = np.maximum(1, (shape * longer_side / own).round().astype(int))
         return resized(sample, (int(height), int(width)))
 
     def settings(self) -> dict[str, Any]:
@@ -121,7 +128,10 @@ class TokenCut(Cut):
         if self.method != "maskcut":
             left_out.add("max_objects")
         # Records of before these options had none.
-        left_out |= {name for name in ("longer_side", "squash") if getattr(self, name) is None}
+        sizes = ("longer_side", "max_side", "squash")
+        left_out |= {name for name in sizes if getattr(self, name) is None}
+        if self.longer_side or self.squash:
+            left_out.add("max_side")
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
     def pictures(

@@ -86,9 +86,11 @@ class DiscoveryRun:
             self._draw_sheets(images, results, folder)
         self._tell_degenerate(list(results.values()))
         if not self._is_scored(images, list(results.values()), log.path):
+            side = self.probe.settings().get("max_side")
+            shrunk = f" (of larger images at {side} pixels, see probe.max_side)" if side else ""
             self.context.say(
                 f"{images.name} has no boxes to compare with: nothing was scored; "
-                f"masks, pictures and boxes are in {folder}"
+                f"masks, pictures and boxes are in {folder}{shrunk}"
             )
             return []
         return list(results.values())
@@ -196,8 +198,7 @@ class DiscoveryRun:
                     largest = patches
                     self.context.say(
                         f"{self.probe.task}: {batch[0].image_id} has {patches:,} patches, whose "
-                        "graph takes minutes; every image is smaller with "
-                        f"probe.longer_side={64 * extractor.patch_size}"
+                        "graph takes minutes; probe.max_side=640 makes large images smaller"
                     )
                 with extracted(extractor, batch, grids[0]) as features:
                     found = find_all(self.probe, features, grids, pool)

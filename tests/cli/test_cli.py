@@ -117,7 +117,9 @@ def test_objects_are_looked_for_in_a_plain_folder_without_a_score(workplace, cap
     assert "corloc" not in out
     assert "folder has no boxes to compare with: nothing was scored; masks" in err
     assert "no ground truth, so no scores; pictures in results; to look at them" in err
-    masks = (workplace / "results/pictures/tokencut/folder").glob("*/reference/masks/*/*.png")
+    masks = (workplace / "results/pictures/tokencut/folder").glob(
+        "*/reference_max_side=640/masks/*/*.png"
+    )
     assert sorted(path.name for path in masks) == ["0.png.png", "1.png.png", "2.png.png"]
 
 

@@ -211,7 +211,7 @@ def test_pictures_are_from_all_over_a_set_and_as_many_as_asked(place):
 
     assert main(probing("tokencut", "folder", photos, "--pictures", "5")) == 0
 
-    (folder,) = Path("results/pictures").glob("tokencut/folder/*/reference")
+    (folder,) = Path("results/pictures").glob("tokencut/folder/*/reference_max_side=640")
     drawn = {int(path.name.partition(".")[0]) for path in folder.glob("block01_key/*.png")}
     assert len(drawn) == 5
     names = sorted(f"{number}.jpg" for number in range(20))

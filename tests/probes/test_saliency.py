@@ -188,6 +188,7 @@ def test_a_second_run_finds_all_cells_finished_and_files_in_place(place, capsys)
     [
         ("ecssd", "masks", ["max_f_beta", "iou", "accuracy"]),
         ("voc2012", "boxes", ["corloc"]),
+        ("coco20k", "boxes", ["corloc"]),
         ("folder", "boxes", ["corloc"]),
     ],
 )
@@ -199,7 +200,10 @@ def test_what_a_dataset_has_decides_what_is_scored(dataset, truth, metrics):
         assert isinstance(probe, TokenCut)
         assert probe.truth == truth
         assert [metric for _, _, metric in probe.cells([2])] == metrics
-    assert planned.probe.settings() == TokenCut().settings()
+    largest = 640 if dataset == "folder" else None
+    assert planned.probe.settings() == TokenCut(max_side=largest).settings()
+    assert adaptive.probe.settings()["tau"] == "otsu"
+    assert adaptive.probe.settings().get("max_side") == largest
 
 
 def test_data_without_the_asked_truth_is_refused_in_a_line(place, capsys):

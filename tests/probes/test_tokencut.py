@@ -25,6 +25,7 @@ from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+from ssl_bench.planning import plan_probes
 from ssl_bench.system.progress import show_progress
 from tests.support.configured import configured
 from tests.support.scenes import mosaic
@@ -186,8 +187,32 @@ def test_images_are_searched_at_the_asked_size_and_their_boxes_go_with_them(tmp_
 
 
 def test_images_at_their_own_size_have_the_settings_that_records_always_had():
-    assert "longer_side" not in TokenCut().settings()
-    assert changed_settings(TokenCut(longer_side=144)) == {"longer_side": 144}
+    assert {"longer_side", "max_side"}.isdisjoint(TokenCut().settings())
+    assert changed_settings(TokenCut(longer_side=144, max_side=640)) == {"longer_side": 144}
+
+
+def test_larger_images_alone_are_searched_at_the_size_that_none_may_exceed(tmp_path):
+    pictures = Pictures({"a": [[8.0, 8.0, 24.0, 24.0]], "b": [FAR_AWAY]})
+    own, (side, least) = {}, (48, 40)
+    for name, probe in {"all": TokenCut(), "most": TokenCut(max_side=side)}.items():
+        list(probe.run(context(tmp_path / name, pictures, [2])))
+        (path,) = (tmp_path / name).glob("reference*/images_*.jsonl")
+        lines = [json.loads(text) for text in path.read_text().splitlines()[1:]]
+        own[name] = {line["image"]: line for line in lines}
+
+    # 40 x 56 and 33 x 47 pixels.
+    assert own["most"]["a"]["size"] == [round(least * side / 56), side]
+    assert own["most"]["b"]["size"] == [33, 47]
+    assert own["most"]["b"]["cells"] == own["all"]["b"]["cells"]
+
+
+def test_the_largest_size_of_a_folder_is_the_one_that_was_typed(tmp_path):
+    def settings(typed: str) -> Mapping[str, object]:
+        (plan,) = plan_probes(["tokencut"], ["folder"], [typed], {"folder": str(tmp_path)})
+        return plan.probe.settings()
+
+    assert settings("probe.max_side=900")["max_side"] == 900
+    assert "max_side" not in settings("probe.longer_side=900")
 
 
 def test_a_second_run_reads_only_what_the_first_did_not_finish(tmp_path):
