@@ -100,12 +100,13 @@ def draw(folder: Path) -> None:
 
 def _section(task: str, panels: Sequence[Panel]) -> str:
     question, about = QUESTIONS[task]
-    metric = panels[0].metric
+    metrics = list(dict.fromkeys(panel.metric for panel in panels))
     notes = "\n".join(f"- {panel.where}: {panel.footnote}" for panel in panels)
-    command = f"ssl-bench table --task {task} --metric {metric} --out {STORE} --figure {task}.png"
+    named = " and ".join(f"`{metric}`" for metric in metrics)
+    command = f"ssl-bench table --task {task} --metric {','.join(metrics)} --out {STORE} --figure {task}.png"
     return (
-        f"## {question}\n\n![{metric} of {task} over the blocks](gallery/{task}.png)\n\n"
-        f"[{task}]({about}.md), `{metric}`:\n\n{notes}\n\n`{command}` draws it with all facets and "
+        f"## {question}\n\n![{' and '.join(metrics)} of {task} over the blocks](gallery/{task}.png)\n\n"
+        f"[{task}]({about}.md), {named}:\n\n{notes}\n\n`{command}` draws it with all facets and "
         f"protocols.\n"
     )
 

@@ -65,13 +65,16 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _print_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
     """All of a task that has a few, of others those of the metric that stands for it."""
     by_task: dict[str, list[DepthTable]] = {}
+    metrics: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     for table in tables:
-        by_task.setdefault(table.record.task, []).append(table)
+        one = table.record
+        by_task.setdefault(one.task, []).append(table)
+        metrics.setdefault((one.task, one.dataset), []).append((one.metric, one.is_ranked))
+    main = {where: chosen_metric(known) for where, known in metrics.items()}
     most = MOST_TABLES if len(by_task) == 1 else 1
     for task, those in by_task.items():
-        metric = chosen_metric([(t.record.metric, t.record.is_ranked) for t in those])
         few = len(those) <= most
-        asked = [table for table in those if few or table.record.metric == metric]
+        asked = [t for t in those if few or main[task, t.record.dataset] == t.record.metric]
         shown = [table for table in asked if table.has_values] or asked[:1]
         print(render_tables(shown, default_format()))
         if len(shown) < len(those):

@@ -1,7 +1,7 @@
 """What stands on each page, ready for the templates."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ssl_bench.report.model import (
     Point,
 )
 from ssl_bench.report.overview.board import Board
-from ssl_bench.report.overview.headlines import by_task, headline_metric
+from ssl_bench.report.overview.headlines import by_place, by_task, headline_metric
 from ssl_bench.report.overview.meanings import MEANINGS
 from ssl_bench.report.overview.measured import TaskTable, task_tables
 from ssl_bench.report.overview.profiles import Profile
@@ -155,22 +155,20 @@ class IndexPage:
             TaskSection(
                 task,
                 f"task-{in_file_names(task)}",
-                _groups([views[panel.number] for panel in panels], headline_metric(panels)),
+                _groups(panels, views),
             )
             for task, panels in tasks.items()
         )
 
 
-def _groups(views: Sequence[PanelView], metric: str) -> tuple[PanelGroup, ...]:
+def _groups(panels: Sequence[Panel], views: Mapping[int, PanelView]) -> tuple[PanelGroup, ...]:
     """By split of a dataset; folded is what is not of the metric, and what more is not better of.
 
     But for the panels of a task that has a few of them.
     """
-    places: dict[str, list[PanelView]] = defaultdict(list)
-    for view in views:
-        places[view.panel.where].append(view)
     groups = []
-    for where, those in places.items():
+    for where, some in by_place(panels).items():
+        those, metric = [views[panel.number] for panel in some], headline_metric(some)
         shown = [v for v in those if v.panel.metric == metric and v.panel.is_ranked]
         if len(those) <= MOST_UNFOLDED:
             shown = those

@@ -78,6 +78,16 @@ def test_a_task_has_one_headline_a_dataset():
     ]
 
 
+def test_a_dataset_with_masks_keeps_its_headline_beside_one_with_boxes():
+    metrics = {"voc2012": "corloc", "ecssd": "max_f_beta"}
+    records = [cell(dataset=dataset, metric=metric) for dataset, metric in metrics.items()]
+    iou = cell(dataset="ecssd", metric="iou")
+
+    chosen = headline_panels(panels(iou, *records))
+
+    assert {panel.dataset: panel.metric for panel in chosen} == metrics
+
+
 def test_segmentation_and_discovery_come_first_and_many_plain_numbers_last():
     rest = [cell(task="knn", metric="top1_k20"), cell(task="pca", metric="explained_variance")]
     shares = [plain(facet=facet) for facet in ("attention", "mlp")]

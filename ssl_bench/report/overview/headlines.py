@@ -44,9 +44,10 @@ def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
 def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
     """One a task and split of a dataset: of its metric, with the most checkpoints and blocks.
 
-    So a look at one block does not take the place of a run over all of them; nor, of two such
-    runs, one with a changed option that of the protocol as it is. Of two that are alike in this,
-    as before and after an image was replaced, it is the newer one.
+    One with boxes and one with masks of the same task have different metrics. A look at one block
+    does not take the place of a run over all of them; nor, of two such runs, one with a changed
+    option that of the protocol as it is. Of two that are alike in this, as before and after an
+    image was replaced, it is the newer one.
     """
 
     def weight(panel: Panel) -> tuple[int, int, int, str]:
@@ -54,13 +55,18 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
 
     chosen = []
     for those in by_task(panels).values():
-        metric = headline_metric(those)
-        places: dict[str, list[Panel]] = defaultdict(list)
-        for panel in those:
-            if panel.metric == metric:
-                places[panel.where].append(panel)
-        chosen += [max(rivals, key=weight) for rivals in places.values()]
+        for rivals in by_place(those).values():
+            metric = headline_metric(rivals)
+            chosen.append(max((one for one in rivals if one.metric == metric), key=weight))
     return tuple(chosen)
+
+
+def by_place(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
+    """Panels of a task by split of a dataset."""
+    places: dict[str, list[Panel]] = defaultdict(list)
+    for panel in panels:
+        places[panel.where].append(panel)
+    return places
 
 
 def by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:

@@ -1,13 +1,12 @@
 """All measurements of a task against checkpoints, and of one checkpoint against its blocks."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ssl_bench.report.model import Line, Panel
 from ssl_bench.report.overview.differing import Differing, Facts, differing
-from ssl_bench.report.overview.headlines import by_task, headline_metric
+from ssl_bench.report.overview.headlines import by_place, by_task, headline_metric
 
 MOST_BESIDE = 3
 """Columns of a table of blocks: what a phone shows without scrolling sideways."""
@@ -89,16 +88,10 @@ def block_groups(lines: Sequence[tuple[Panel, Line]]) -> tuple[BlockGroup, ...]:
     own = {panel.number: line for panel, line in lines}
     groups = []
     for task, those in by_task([panel for panel, _ in lines]).items():
-        places: dict[str, list[Panel]] = defaultdict(list)
-        for panel in those:
-            places[panel.where].append(panel)
-        metric = headline_metric(those)
-        for panels in places.values():
-            panels.sort(key=lambda panel: panel.metric != metric)
-        groups += [
-            _group(task, where, [(p, own[p.number]) for p in panels])
-            for where, panels in places.items()
-        ]
+        for where, panels in by_place(those).items():
+            metric = headline_metric(panels)
+            first = sorted(panels, key=lambda panel: panel.metric != metric)
+            groups.append(_group(task, where, [(p, own[p.number]) for p in first]))
     return tuple(groups)
 
 
