@@ -16,6 +16,7 @@ from ssl_bench.report.overview.differing import differing
 from ssl_bench.report.overview.headlines import by_task, chosen_metric, headline_panels
 from ssl_bench.report.overview.meanings import MEANINGS
 from ssl_bench.report.overview.measured import block_groups
+from ssl_bench.report.overview.profiles import profiles_of
 from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.pictures.panels import Gallery, of_layers
 from ssl_bench.report.pictures.strips import MOST_SHOWN, strips_of
@@ -86,6 +87,25 @@ def test_a_dataset_with_masks_keeps_its_headline_beside_one_with_boxes():
     chosen = headline_panels(panels(iou, *records))
 
     assert {panel.dataset: panel.metric for panel in chosen} == metrics
+
+
+def test_no_checkpoint_is_without_its_number_for_having_been_seen_otherwise(tmp_path):
+    smaller = {"settings": {"longer_side": 144}, "changed": {"longer_side": 144}}
+    records = [
+        cell(**smaller),
+        skipless(**smaller),
+        cell(model="dinov2", checkpoint_sha256="f" * 64),
+    ]
+
+    chosen = headline_panels(panels(*records))
+    checkpoints = checkpoints_of(records)
+    profiles = profiles_of(ResultStore(tmp_path), records, chosen, checkpoints)
+
+    assert [[line.checkpoint.model for line in panel.lines] for panel in chosen] == [
+        ["skip", "skipless"],
+        ["dinov2"],
+    ]
+    assert [len(profile.answers) for profile in profiles] == [1, 1, 1]
 
 
 def test_segmentation_and_discovery_come_first_and_many_plain_numbers_last():

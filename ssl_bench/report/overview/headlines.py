@@ -42,12 +42,12 @@ def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
 
 
 def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
-    """One a task and split of a dataset: of its metric, with the most checkpoints and blocks.
+    """Of each task and split of a dataset the panel of its metric with the most checkpoints.
 
-    One with boxes and one with masks of the same task have different metrics. A look at one block
-    does not take the place of a run over all of them; nor, of two such runs, one with a changed
-    option that of the protocol as it is. Of two that are alike in this, as before and after an
-    image was replaced, it is the newer one.
+    Then, of checkpoints that it lacks, as those that were seen in another protocol, the next one,
+    so that none is without its number. Of equals it is that with the most blocks, so a look at one
+    does not take the place of a run over all; then that of the protocol as it is; then, as before
+    and after an image was replaced, the newer one.
     """
 
     def weight(panel: Panel) -> tuple[int, int, int, str]:
@@ -55,9 +55,14 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
 
     chosen = []
     for those in by_task(panels).values():
+        # Boxes and masks of one task have metrics of their own.
         for rivals in by_place(those).values():
-            metric = headline_metric(rivals)
-            chosen.append(max((one for one in rivals if one.metric == metric), key=weight))
+            metric, shown = headline_metric(rivals), set[int]()
+            for panel in sorted(rivals, key=weight, reverse=True):
+                there = {line.checkpoint.number for line in panel.lines}
+                if panel.metric == metric and not there <= shown:
+                    chosen.append(panel)
+                    shown |= there
     return tuple(chosen)
 
 

@@ -42,7 +42,8 @@ def profiles_of(
     chosen, paired = headline_panels(panels), len(checkpoints) <= MOST_PAIRED
     profiles = []
     for checkpoint in checkpoints:
-        lines = [(p, line) for p in chosen if (line := p.line(checkpoint))]
+        own = [(p, line) for p in reversed(chosen) if (line := p.line(checkpoint))]
+        lines = [*{(p.task, p.where): (p, line) for p, line in own}.values()][::-1]
         answers = [
             answer(p, line, told_apart(store, records, p, line, paired=paired)) for p, line in lines
         ]
