@@ -2,11 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
+from copy import deepcopy
 from datetime import datetime
 from pathlib import Path
 
 from ssl_bench.composition.compose import as_plain, as_yaml, build, compose_config, with_root
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.initialisers.options import in_full
 from ssl_bench.system.endings import is_heard
 from ssl_bench.system.escaping import printable_lines
 from ssl_bench.system.progress import say
@@ -16,8 +18,12 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Pretrain one encoder into a run folder."""
     overrides = with_root(overrides, options.data_root)
     config = compose_config("pretraining", overrides)
+    full = deepcopy(config)
+    if "init_options" in full.model:
+        # What holds, and not which words were left out: a default may become another.
+        full.model.init_options = in_full(full.model.init, full.model.init_options)
     if options.print_config:
-        print(as_yaml(config), end="")
+        print(as_yaml(full), end="")
         return 0
     if (options.resume or options.must_resume or options.extend) and options.out is None:
         raise ConfigurationError("--resume and --extend need --out DIR, the run to go on with")
@@ -37,7 +43,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         extend=options.extend,
         overwrite=options.overwrite,
         device=options.device,
-        config=as_plain(config),
+        config=as_plain(full),
     )
     if is_heard():
         say(plan.what_next(out))

@@ -265,7 +265,7 @@ def test_imagenet_runs_are_those_of_the_papers_tables():
         (
             "graying_imagenet_vit_b_plain",
             "graying_imagenet_vit_b_dct",
-            ["model.graying: none -> dct"],
+            ["model.graying: none -> dct", "model.graying_layers: None -> [0]"],
         ),
         *(
             (name, f"{name}_dct", ["model.graying: none -> dct"])

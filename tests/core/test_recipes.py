@@ -18,6 +18,7 @@ from pretrain.train import Run
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.errors import Preempted
+from ssl_bench.models.initialisers.options import in_full
 
 PAGE = Path(__file__).parents[2] / "docs/recipes.md"
 STEPS = 8
@@ -79,7 +80,10 @@ def value(cell: str) -> Any:
 
 @cache
 def configuration(name: str) -> dict[str, Any]:
-    return as_plain(compose_config("pretraining", [f"experiment={name}"]))
+    found = as_plain(compose_config("pretraining", [f"experiment={name}"]))
+    model = found["model"]
+    told = in_full(model["init"], model["init_options"])
+    return found | {"model": model | {"init_options": told}}
 
 
 def composed(name: str, key: str) -> Any:

@@ -16,7 +16,7 @@ from ssl_bench.models.loading import demo as loading
 from ssl_bench.models.loading.demo import NAMES
 from tests.benchmarks.evidence import demo
 from tests.benchmarks.evidence.page import LEDGER
-from tests.benchmarks.evidence.rows import ROWS, demo_of, probes_of
+from tests.benchmarks.evidence.rows import ROWS, UNIFORM, demo_of, probes_of
 from tests.benchmarks.ledger import Ledger
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=64, depth=2, num_heads=1)
@@ -126,7 +126,7 @@ def test_card_configuration_and_log_lie_beside_and_name_no_place(runs, tmp_path,
 def test_without_skips_the_card_names_the_rule_and_the_start(runs, tmp_path, place):
     card = " ".join(exported("skipless", runs, tmp_path, place)[2].read_text().split())
     assert f"run `apart-{START}-seed0`, chosen of {len(ROWS['apart'].arms)} starts as" in card
-    assert f"start `{START}`: `model.init_options.suo_gain=false`" in card
+    assert f"start `{START}`: `{UNIFORM}`, `model.init_options.suo_gain=false`" in card
     assert "dino-skipless" not in card
 
 

@@ -46,8 +46,8 @@ def noises(seed: int, count: int) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("initialiser", "alpha", "beta"),
     [
-        (SkiplessInit(noise="normal"), 1.8, 1.0),
-        (SkiplessInit(alpha=2.0, beta=0.6, noise="normal"), 2.0, 0.6),
+        (SkiplessInit(), 1.8, 1.0),
+        (SkiplessInit(alpha=2.0, beta=0.6), 2.0, 0.6),
         (MimeticInit(), 0.7, 0.7),
     ],
 )

@@ -1,7 +1,7 @@
 """What initialisers can be told, without what draws: read before there is any tensor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ssl_bench.errors import ConfigurationError
@@ -25,7 +25,8 @@ class SkiplessOptions:
         beta: Share of the identity in it.
         c: Scale of W_V and of W_O; their product is c^2 times an orthogonal matrix. Behind a
             LayerNorm it leaves the forward pass alone and sets the relative learning rate.
-        noise: Distribution of Z, "normal" or "uniform", both of variance 1 / dim.
+        noise: Distribution of Z, "normal" as the paper states it, or "uniform", which departs from
+            it; both of variance 1 / dim.
         cancel_logit_scale: Multiply W_Q and W_K by d_h^1/4 each, so that the attention's usual
             1 / sqrt(d_h) cancels and the logits are those of the paper's formulas, which have no
             such factor. Off: short runs trained better with the factor.
@@ -33,13 +34,13 @@ class SkiplessOptions:
 
     Source: Ji et al., "Cutting the Skip", https://arxiv.org/abs/2510.00345, section 5; defaults are
     its values for ViT-S under DINO. Their supervised ViT-B has alpha 2, beta 0.6, c 3. What the
-    paper leaves open are the last three options.
+    paper leaves open are the last two options.
     """
 
     alpha: float = 1.8
     beta: float = 1.0
     c: float = 3.0
-    noise: str = "uniform"
+    noise: str = "normal"
     cancel_logit_scale: bool = False
     suo_gain: bool = True
 
@@ -142,6 +143,12 @@ def check_block_options(name: str, options: Mapping[str, Any]) -> None:
 def check_filter_options(name: str, options: Mapping[str, Any]) -> None:
     """As `check_block_options`, for initialisers of depthwise filters."""
     make_initialiser(FILTER_OPTIONS, name, options)
+
+
+def in_full(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Every option of an initialiser with the value that holds; None stood for its default."""
+    kind = {**BLOCK_OPTIONS, **FILTER_OPTIONS}.get(name, NoOptions)
+    return asdict(kind()) | {key: value for key, value in options.items() if value is not None}
 
 
 def _check_noise(noise: str) -> None:

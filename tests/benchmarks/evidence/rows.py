@@ -125,11 +125,15 @@ _DINO = Kind(
 )
 
 
+UNIFORM = "model.init_options.noise=uniform"
+"""How these encoders without skips were drawn, before the default was the paper's normal draw."""
+
+
 def _skipless(optimizer: str) -> dict[str, list[str]]:
     chosen = f"optimizer={optimizer}"
     return {
         f"skip_{optimizer}": ["model=vit_tiny_skip", chosen],
-        f"skipless_{optimizer}": ["model=vit_tiny_skipless", chosen],
+        f"skipless_{optimizer}": ["model=vit_tiny_skipless", UNIFORM, chosen],
         f"skipless_default_{optimizer}": ["model=vit_tiny_skipless", "model.init=default", chosen],
     }
 
@@ -153,7 +157,7 @@ READINGS = {
         "model.init_options.cancel_logit_scale=true",
     ],
     "no_gain": ["model.init_options.noise=normal", "model.init_options.suo_gain=false"],
-    "uniform": [],
+    "uniform": [UNIFORM],
 }
 OPTIMIZERS = ("adamw", "soap")
 _UNSCALED, _GAINLESS, _IDENTITY = (
@@ -206,7 +210,7 @@ ROWS = {
         probed=True,
     ),
     "apart": Row(
-        {name: ["model=vit_tiny_skipless", *more] for name, more in APART.items()},
+        {name: ["model=vit_tiny_skipless", UNIFORM, *more] for name, more in APART.items()},
         # The rate that the same grid chose for skipless, SOAP.
         replace(_DINO, rates=(1e-3,)),
         epochs=3,
