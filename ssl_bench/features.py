@@ -270,7 +270,7 @@ class FeatureExtractor:
             if output.shape[:2] != (batch, tokens):
                 raise UnfitEncoder(
                     f"layer {layer} of {self.encoder.name} computes queries, keys and values of "
-                    "windows, expected those of an image; ask for facet=token"
+                    "windows, expected those of an image; ask for probe.facet=token"
                 )
             for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
                 if facet in self.facets:
@@ -295,7 +295,7 @@ class FeatureExtractor:
             if silent:
                 raise UnfitEncoder(
                     f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
-                    "qkv layer; ask for facet=token"
+                    "qkv layer; ask for probe.facet=token"
                 )
 
 

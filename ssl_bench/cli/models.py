@@ -30,6 +30,7 @@ ADDRESSES = (
     Address("FOLDER@EPOCH", "runs/skip@200", "the encoder a run kept after an epoch"),
     Address("FILE.safetensors", "runs/skip/last.safetensors", "a checkpoint of this suite"),
     Address("FILE", "dinov2_vits14_pretrain.pth", "weights in one of the layouts below"),
+    Address("FILE.py:NAME", "my_model.py:encoder", "a module of one's own; its file is run"),
     Address("timm:NAME.TAG", "timm:vit_small_patch16_224.dino", "published with timm"),
     Address("timm:NAME@FILE", "timm:vit_small_patch16_224@mine.pth", "timm's architecture, a file"),
     Address("timm:NAME", "timm:vit_small_patch16_224", "timm's architecture, random weights"),

@@ -47,8 +47,8 @@ class _NoNorm(nn.Module):
     def forward(self, _tokens: Tensor) -> Tensor:
         """Raise: there is none."""
         raise UnfitEncoder(
-            "this module has no final norm that is known; name it: return "
-            "ssl_bench.Encoder.from_module(module, norm='NAME') in place of the module"
+            "this module has no final norm that is known; name it: "
+            "ssl_bench.Encoder.from_module(module, norm='NAME') is what to probe then"
         )
 
 

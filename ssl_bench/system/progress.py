@@ -54,13 +54,15 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
     """
     if not is_heard():
         return items
+    if total is None and isinstance(items, Sized):
+        total = len(items)
     if not sys.stderr.isatty():
         return _logged(items, description, total)
     durations = deque[float](maxlen=_REMEMBERED)
     bar = Bar(
         _timed(items, durations),
         desc=printable(description),
-        total=len(items) if total is None and isinstance(items, Sized) else total,
+        total=total,
         disable=None,
         dynamic_ncols=True,
         leave=False,
@@ -100,11 +102,18 @@ def _line(
         # It waited for what is loaded once.
         return f"{description}: {done} of {total} in {in_words(seconds)}"
     left = _usual(durations) * (total - done)
-    return f"{description}: {done} of {total}, about {in_words(left)} left"
+    about = f"about {in_words(left)}" if left >= 1 else "less than a second"
+    return f"{description}: {done} of {total}, {about} left"
 
 
 def _usual(durations: Sequence[float]) -> float:
-    """Seconds of the median item, whose batch came as a whole if others followed it at once."""
+    """Seconds of the median item, whose batch came as a whole if others followed it at once.
+
+    Of the first batch, whose images come at once before all of them are waited for, the mean.
+    """
+    longest = max(durations)
+    if 2 * longest > sum(durations) and longest > durations[0]:
+        return sum(durations) / len(durations)
     # The longest may have waited for what is loaded once.
     second = sorted(durations)[-2:][0]
     batches: list[list[float]] = []

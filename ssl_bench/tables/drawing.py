@@ -31,6 +31,8 @@ def curves_figure(tables: Sequence[DepthTable]) -> "Figure":
 
     A model has the same colour in all panels.
     """
+    # Of undefined values there is nothing to see.
+    tables = [table for table in tables if table.has_values] or tables
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -86,10 +88,11 @@ def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> Non
     records = [record for entry in table.entries.values() for record in entry.records]
     answers = {answer: values[0] for answer, values in baselines(records).items()}
     heights = [end for end in (*ends, *answers.values()) if end is not None and math.isfinite(end)]
+    lowest, highest = min(heights, default=0.0), max(heights, default=0.5)
     # What is drawn at zero on a logarithmic axis lies at infinity, which ends no layout.
-    if not table.unit and min(heights, default=0.0) > 0:
+    if not table.unit and 0 < 5 * lowest < highest:
         axis.set_yscale("log")
-    top = 2 * max(heights, default=0.5)
+    top = highest + (abs(highest) or 1.0)
     for model in table.models:
         _draw_curve(axis, table, model, colours[model], top)
     for answer, value in answers.items():

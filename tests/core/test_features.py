@@ -332,7 +332,9 @@ def test_a_model_without_a_qkv_layer_gives_tokens_alone():
     encoder = load_encoder("timm:vit_pwee_patch16_reg1_gap_256")
     images = torch.rand(1, 3, 32, 32)
     assert FeatureExtractor(encoder, layers=[0])(images)[0]["token"].shape == (1, 2, 2, 256)
-    with pytest.raises(CheckpointError, match="computes no key in its qkv layer; ask for facet=t"):
+    with pytest.raises(
+        CheckpointError, match=r"computes no key in its qkv layer; ask for probe\.facet=t"
+    ):
         FeatureExtractor(encoder, layers=[0], facets=["key"])(images)
 
 

@@ -104,6 +104,20 @@ def test_a_log_gets_a_line_now_and_then_with_the_time_that_is_left(capsys, monke
     assert [line.split()[1] for line in crawl(40, 100.0, None)][-4:] == ["20", "26", "32", "38"]
 
 
+def test_the_time_left_of_a_first_batch_is_not_that_of_its_images_that_came_at_once(
+    capsys, monkeypatch
+):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+
+    for number in show_progress(list(range(48)), "matching"):
+        clock[0] += 80.0 if number % 16 == 15 else 0.01
+
+    said = capsys.readouterr().err.splitlines()
+    left = [f"matching: {done} of 48, about {n} min left" for done, n in ((16, 3), (32, 1))]
+    assert said[:2] == left
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [

@@ -147,7 +147,7 @@ def test_fault_80_one_picture_of_fewer_bits_does_not_stop_a_folder(place, capsys
     words = probing("pca", "folder", photos)
 
     assert main(words) == 0
-    said = "1 is of 16 bits, but dark or of fewer, which data.bits=12 reads: cells.png"
+    said = "1 of 16 bits left out, dark or of fewer bits (data.bits=12 reads them): cells.png"
     assert said in capsys.readouterr().err
     assert main([*words, "data.bits=12"]) == 0
     assert "taken: 6 photographs of folder" in capsys.readouterr().err

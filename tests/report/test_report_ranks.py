@@ -147,8 +147,8 @@ def test_what_is_no_better_for_more_is_said_by_its_ends(tmp_path):
 
     assert first.endswith("the only one with a value; that is not above centre box 55.0.")
     assert second == (
-        "conditioning on toy: condition number from 3 at block 1 to 7 at block 0, where more is "
-        "not better."
+        "conditioning on toy: condition number of key from 3 at block 1 to 7 at block 0, where "
+        "more is not better."
     )
 
 

@@ -258,6 +258,20 @@ def test_an_answer_that_scores_zero_is_drawn_on_a_linear_axis(tmp_path):
     assert axis.get_ylim()[0] < 0.0 < axis.get_ylim()[1]
 
 
+def test_values_below_zero_are_drawn_where_they_lie_and_undefined_ones_not_at_all(tmp_path):
+    known = replace(RECORD, metric="uniformity", unit="", value=-2.03, ci95=(-2.1, -1.9))
+    unknown = replace(RECORD, metric="cls_patch_cosine", value=math.nan, ci95=None)
+    records = [replace(one, layer=layer) for one in (known, unknown) for layer in (0, 4)]
+
+    figure = drawn_figure(tmp_path, records)
+
+    (axis,) = figure.axes
+    assert list(axis.lines[0].get_ydata()) == [-2.03, -2.03]
+    assert axis.get_yscale() == "linear"
+    heights = np.asarray(axis.collections[0].get_paths()[0].vertices)[:, 1]
+    assert (heights.min(), heights.max()) == (-2.1, -1.9)
+
+
 def test_an_endless_interval_reaches_the_top_of_the_drawing(tmp_path):
     record = replace(RECORD, metric="spread", unit="", value=2e6, ci95=(1e6, math.inf))
 

@@ -57,7 +57,7 @@ class Gallery:
         rows: list[list[Image.Image]] = [[heading(f"{title}   ({LEGEND})")]]
         for kind, ids in kinds_of(self.results, name).items():
             shown = [self._tile(image_id, name) for image_id in sampled(ids, self.per_kind)]
-            left = f", {len(shown)} of them; --pictures {len(ids)} draws all"
+            left = f", {len(shown)} drawn (--pictures {len(ids)} draws all)"
             first = left if len(shown) < len(ids) else ""
             rows.append([heading(f"{kind}: {len(ids)} of {len(self.results)} images{first}")])
             rows += [shown[i : i + _TILES_PER_ROW] for i in range(0, len(shown), _TILES_PER_ROW)]

@@ -242,9 +242,13 @@ def _taken(images: ImageSet, faults: Sequence[UnreadableImage | None]) -> str:
         names = ", ".join(ids[:_SHOWN])
         more = f" and {len(ids) - _SHOWN} more" if len(ids) > _SHOWN else ""
         verb = "is" if len(ids) == 1 else "are"
-        kind = KINDS.get(remedy, "of 16 bits, but dark or of fewer")
-        kind = remedy and f"{len(ids)} {verb} {kind}, which {remedy} reads"
-        parts.append(f"{kind or f'{len(ids)} cannot be read'}: {names}{more}")
+        if not remedy:
+            kind = "cannot be read"
+        elif remedy in KINDS:
+            kind = f"{verb} {KINDS[remedy]}, which {remedy} reads"
+        else:
+            kind = f"of 16 bits left out, dark or of fewer bits ({remedy} reads them)"
+        parts.append(f"{len(ids)} {kind}: {names}{more}")
     return "; ".join(parts)
 
 

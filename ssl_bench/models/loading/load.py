@@ -147,6 +147,8 @@ def _from_path(uri: str) -> Encoder:
         hint = _sibling_of(path) or _address_of(uri)
         wanted = f"did you mean {hint}?" if hint else f"give {_KINDS}"
         raise CheckpointError(f"no checkpoint at {path}; {wanted}")
+    if path.suffix == ".py":
+        raise CheckpointError(f"{path} is Python; name the module in it: {path}:NAME")
     if path.suffix == ".safetensors" and is_ours(path):
         return _from_our_file(path, uri)
     return _from_foreign_file(path, uri, name_of(path))

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from ssl_bench.layers import INNER_FACETS
 from ssl_bench.report.model import Panel
 
 FIRST_TASKS = ("segmentation", "tokencut")
@@ -46,19 +47,22 @@ def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
 
     Then, of checkpoints that it lacks, as those that were seen in another protocol, the next one,
     so that none is without its number. Of equals it is that with the most blocks, so a look at one
-    does not take the place of a run over all; then that of the protocol as it is; then, as before
-    and after an image was replaced, the newer one.
+    does not take the place of a run over all; then that of the protocol as it is; then by its
+    facet's name, one from inside of a block last, so that a run again changes nothing; then, as
+    before and after an image was replaced, the newer one.
     """
 
-    def weight(panel: Panel) -> tuple[int, int, int, str]:
-        return len(panel.lines), len(panel.layers), -panel.num_changed, panel.newest
+    def weight(panel: Panel) -> tuple[int, int, int, bool, str, str]:
+        size = -len(panel.lines), -len(panel.layers), panel.num_changed
+        return *size, panel.facet in INNER_FACETS, panel.facet, panel.protocol
 
     chosen = []
     for those in by_task(panels).values():
         # Boxes and masks of one task have metrics of their own.
         for rivals in by_place(those).values():
             metric, shown = headline_metric(rivals), set[int]()
-            for panel in sorted(rivals, key=weight, reverse=True):
+            newest_first = sorted(rivals, key=lambda panel: panel.newest, reverse=True)
+            for panel in sorted(newest_first, key=weight):
                 there = {line.checkpoint.number for line in panel.lines}
                 if panel.metric == metric and not there <= shown:
                     chosen.append(panel)
