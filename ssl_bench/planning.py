@@ -98,12 +98,18 @@ class PlannedProbe:
         return not self.typed.isdisjoint(SIZES)
 
     def fitted_to(self, encoder: Encoder | EncoderIdentity) -> "PlannedProbe":
-        """With images of a size that the encoder takes; see `fit_size`.
+        """With images of a size that the encoder takes, see `fit_size`, and a facet that it has.
 
         Raises:
             ConfigurationError: a size that was typed does not fit the encoder.
         """
-        return replace(self, probe=fit_size(self.probe, encoder, self.typed))
+        probe: Any = fit_size(self.probe, encoder, self.typed)
+        instead, facet = getattr(encoder, "instead", {}), getattr(probe, "facet", ())
+        asked = [facet] if isinstance(facet, str) else list(facet)
+        fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
+        if fitting != asked and "facet" not in self.typed:
+            probe = replace(probe, facet=fitting[0] if len(fitting) == 1 else fitting)
+        return replace(self, probe=probe)
 
     def in_further_protocols(self) -> list["PlannedProbe"]:
         """The same question in the protocols that its probe names to stand beside this one.
@@ -132,6 +138,9 @@ class PlannedProbe:
         probe = self.fitted_to(encoder).probe
         if said := said_size(self.probe, probe):
             say(f"{probe.task}, {encoder.name}: {said}")
+        if (facet := getattr(probe, "facet", None)) != getattr(self.probe, "facet", None):
+            lacking = " and ".join(encoder.instead)
+            say(f"{probe.task}, {encoder.name}: facet {facet}, as it has no {lacking}")
         changed = changed_settings(probe)
         if "image_size" not in self.typed:
             # The preset's, but for what the encoder takes.

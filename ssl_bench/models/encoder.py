@@ -91,6 +91,7 @@ class Encoder:
         channels_last: Whether maps have them there. No shape tells where rows, columns and
             channels are equally many.
         any_size: Whether it takes images of other sizes than `native_size`.
+        instead: Of usual facets that it lacks, which one probes look at where none was typed.
     """
 
     module: "nn.Module"
@@ -115,6 +116,7 @@ class Encoder:
     widths: tuple[int, ...] = ()
     channels_last: bool = False
     any_size: bool = True
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_module(

@@ -101,7 +101,16 @@ def encoder_of_module(
         contents=Contents("module", epoch=None if epoch is None else float(epoch)),
         channels_last=channels_last,
         any_size=any_size,
+        instead={
+            **({} if prefix > facts.get("num_registers", 0) else {"cls": "patch_mean"}),
+            **({} if _has_keys(own.blocks) else {"key": "token"}),
+        },
     )
+
+
+def _has_keys(blocks: nn.Module) -> bool:
+    """Whether each block has the layer that keys are taken from."""
+    return all("attn.qkv" in dict(block.named_modules()) for block in blocks.children())
 
 
 def _lists(module: nn.Module) -> dict[str, int]:
@@ -150,7 +159,15 @@ def _norm_of(module: nn.Module, norm: str | None, blocks: str, called: str) -> n
         return parts[norm]
     beside = blocks.rpartition(".")[0]
     paths = [f"{place}{'.' if place else ''}{name}" for place in (beside, "") for name in _NORMS]
-    return next((parts[path] for path in paths if path in parts), _NoNorm())
+    found = [parts[path] for path in paths if path in parts]
+    # Else the only one that is written down behind the blocks.
+    after = list(parts.items())[list(parts).index(blocks) :]
+    behind = [part for path, part in after if not path.startswith(blocks) and _is_norm(part)]
+    return found[0] if found else behind[0] if len(behind) == 1 else _NoNorm()
+
+
+def _is_norm(part: nn.Module) -> bool:
+    return type(part).__name__.lower().endswith("norm")
 
 
 def _sizes(

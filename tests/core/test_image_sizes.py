@@ -88,9 +88,10 @@ def test_maps_have_the_size_of_the_encoder_and_at_least_224(place, capsys):
 def test_an_encoder_of_one_size_is_asked_at_that_size(place, capsys):
     tasks = "tokencut,discovery,pca,retrieval"
 
-    assert main(probed(tasks, *QUICK[1:3], "probe.facet=token", checkpoint=f"{FILE}:own")) == 0
+    assert main(probed(tasks, *QUICK[1:3], checkpoint=f"{FILE}:own")) == 0
 
     said = capsys.readouterr().err
+    assert said.count("facet token, as it has no key") == 2
     assert said.count("images are squashed to 32 x 32 pixels, the only size") == 3
     found = {r.task: r for r in records()}
     assert set(found) == set(tasks.split(","))
@@ -98,9 +99,7 @@ def test_an_encoder_of_one_size_is_asked_at_that_size(place, capsys):
     assert [found[t].settings["image_size"] for t in ("retrieval", "pca")] == [32, 32]
     # The reference sees images at their own size.
     assert found["tokencut"].named_protocol == "reference, squash=32"
-    jobs = planned(
-        capsys, probed(tasks, *QUICK[1:3], "probe.facet=token", checkpoint=f"{FILE}:own")
-    )
+    jobs = planned(capsys, probed(tasks, *QUICK[1:3], checkpoint=f"{FILE}:own"))
     assert not any(job["pending"] for job in jobs if job["task"] != "discovery")
 
 
