@@ -103,9 +103,11 @@ def _section(task: str, panels: Sequence[Panel]) -> str:
     metrics = list(dict.fromkeys(panel.metric for panel in panels))
     notes = "\n".join(f"- {panel.where}: {panel.footnote}" for panel in panels)
     named = " and ".join(f"`{metric}`" for metric in metrics)
-    command = f"ssl-bench table --task {task} --metric {','.join(metrics)} --out {STORE} --figure {task}.png"
+    asked = f"--task {task} --metric {','.join(metrics)} --out {STORE}"
+    command = f"ssl-bench table {asked} --figure {task}.png"
+    shown = f"{' and '.join(metrics)} of {task} over the blocks"
     return (
-        f"## {question}\n\n![{' and '.join(metrics)} of {task} over the blocks](gallery/{task}.png)\n\n"
+        f"## {question}\n\n![{shown}](gallery/{task}.png)\n\n"
         f"[{task}]({about}.md), {named}:\n\n{notes}\n\n`{command}` draws it with all facets and "
         f"protocols.\n"
     )

@@ -266,7 +266,7 @@ def test_values_below_zero_are_drawn_where_they_lie_and_undefined_ones_not_at_al
     figure = drawn_figure(tmp_path, records)
 
     (axis,) = figure.axes
-    assert list(axis.lines[0].get_ydata()) == [-2.03, -2.03]
+    assert np.asarray(axis.lines[0].get_ydata()).tolist() == [-2.03, -2.03]
     assert axis.get_yscale() == "linear"
     heights = np.asarray(axis.collections[0].get_paths()[0].vertices)[:, 1]
     assert (heights.min(), heights.max()) == (-2.1, -1.9)
