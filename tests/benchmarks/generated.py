@@ -109,6 +109,9 @@ WHOLE: Mapping[str, Make] = {
     "results/tables/initialisation_readings.md": _by(
         "initialisation_readings", "initialisation_readings.json"
     ),
+    "results/tables/parameter_jacobians.md": _by(
+        "parameter_jacobians", "parameter_jacobians-cpu.json"
+    ),
     "results/tables/photographs.md": partial(_records, "results/photographs"),
     "results/tables/real_probes.md": partial(_records, "results/real_probes"),
     "results/tables/segmentation_full_size.md": _by(

@@ -1,0 +1,158 @@
+"""Jacobians by parameters, equations 5, 8 and 9 of "Cutting the Skip", and its figure 5, exactly.
+
+    OMP_NUM_THREADS=1 python -m tests.benchmarks.parameter_jacobians \
+        --json results/benchmarks/parameter_jacobians-cpu.json
+
+A ViT of 3 blocks, width 16, 2 heads and 5 tokens, small enough for every derivative, in float64, on
+random images. f is all tokens after the last block, theta the attention's weights of one block, as
+in the paper. Figure 5 is a simulation of its own: softmax of 10 x 10 logits alpha Z + beta I.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+from torch.func import functional_call, jacrev
+
+from probes.conditioning.jacobians import differentiable_attention
+from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
+from tests.benchmarks.provenance import provenance
+
+SKIP = ViTConfig(image_size=16, patch_size=8, dim=16, depth=3, num_heads=2)
+BARE = replace(SKIP, skip_attention=False, skip_mlp=False)
+VARIANTS = {
+    "skip, default": SKIP,
+    "skipless, default": BARE,
+    "skipless, proposed": replace(BARE, init="skipless"),
+}
+SEEDS, IMAGES, DRAWS = 5, 4, 1001
+PEAK, DIFFUSE = (0.1, 5.0), (0.1, 0.0)
+"""Of figure 5: alpha and beta, and what it prints: condition numbers of 1.1 and 730.1."""
+
+
+def encoder(config: ViTConfig, seed: int) -> VisionTransformer:
+    """In float64, with the weights of a seed."""
+    return build_vit(config, seed=seed).eval().double()
+
+
+def by_parameters(
+    model: VisionTransformer, tokens: Float64[Tensor, "1 tokens dim"], layer: int
+) -> Float64[Tensor, "outputs parameters"]:
+    """Derivatives of f by theta of a block.
+
+    Args:
+        model: In float64.
+        tokens: What enters the first block.
+        layer: Whose attention's weights and biases theta are.
+    """
+    attention = dict(model.blocks[layer].get_submodule("attn").named_parameters())
+
+    def outputs(parameters: dict[str, Tensor]) -> Tensor:
+        x = tokens
+        for number, block in enumerate(model.blocks):
+            own = {f"attn.{name}": value for name, value in parameters.items()}
+            x = functional_call(block, own if number == layer else {}, (x,))
+        return x.flatten()
+
+    with differentiable_attention():
+        parts = jacrev(outputs)({name: value.detach() for name, value in attention.items()})
+    return torch.cat([part.flatten(1) for part in parts.values()], dim=1)
+
+
+def condition_number(matrix: Float64[Tensor, "rows cols"]) -> float:
+    """The largest singular value over the smallest one; there are as many as the shorter side."""
+    values = torch.linalg.svdvals(matrix)
+    return float(values[0] / values[-1])
+
+
+def simulated(alpha: float, beta: float, seed: int) -> float:
+    """Condition number of the softmax of alpha Z + beta I; Z is normal, cut at two deviations."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.empty(10, 10, dtype=torch.float64)
+    torch.nn.init.trunc_normal_(noise, generator=generator)
+    logits = alpha * noise + beta * torch.eye(10, dtype=torch.float64)
+    return condition_number(logits.softmax(1))
+
+
+def measure() -> dict[str, Any]:
+    """Condition numbers of J (equation 5) by variant, seed and block, and those of figure 5."""
+    rows = []
+    for name, config in VARIANTS.items():
+        for seed in range(SEEDS):
+            model = encoder(config, seed)
+            generator = torch.Generator().manual_seed(seed)
+            images = torch.randn(IMAGES, 3, 16, 16, generator=generator, dtype=torch.float64)
+            with torch.no_grad():
+                entering = model.embed(images)
+            for layer in range(config.depth):
+                parts = [by_parameters(model, tokens[None], layer) for tokens in entering]
+                each = max(map(condition_number, parts))
+                rows.append(
+                    {"variant": name, "seed": seed, "layer": layer,
+                     "all": condition_number(torch.cat(parts)), "worst_image": each}
+                )  # fmt: skip
+    figure = {
+        called: sorted(simulated(*values, seed) for seed in range(DRAWS))
+        for called, values in (("peak", PEAK), ("diffuse", DIFFUSE))
+    }
+    return {"provenance": provenance(), "rows": rows, "figure": figure}
+
+
+def page(found: dict[str, Any]) -> str:
+    """The measurements as Markdown."""
+    lines = [
+        "# Conditioning by parameters",
+        "",
+        'Equations 5, 8 and 9 of "Cutting the Skip" without any approximation, at initialisation:',
+        "condition numbers of the derivatives of all tokens after the last block by the weights of",
+        f"one block's attention. {SKIP.depth} blocks, width {SKIP.dim}, {SKIP.num_heads} heads, 5 "
+        f"tokens, {IMAGES} random images,",
+        f"median of {SEEDS} seeds [lowest, highest]. `J`: of all images together (equation 5);",
+        "`one`: of the worst image. Made by `tests/benchmarks/parameter_jacobians.py`.",
+        "",
+        found["provenance"],
+        "",
+        "| | " + " | ".join(f"block {n}, J | one" for n in range(SKIP.depth)) + " |",
+        "|---|" + "---:|---:|" * SKIP.depth,
+        *(_line(found["rows"], name) for name in VARIANTS),
+        "",
+        "Figure 5, the softmax of 10 x 10 logits alpha Z + beta I, Z normal and cut at two",
+        f"deviations, over {DRAWS} draws; the paper prints 1.1 and 730.1, each of one draw:",
+        "",
+        "| | alpha | beta | median | 2.5 % | 97.5 % |",
+        "|---|---:|---:|---:|---:|---:|",
+        *(_figure_line(name, *of, found["figure"][name]) for name, of in
+          (("peak", PEAK), ("diffuse", DIFFUSE))),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _line(rows: list[dict[str, Any]], name: str) -> str:
+    cells = []
+    for layer in range(SKIP.depth):
+        for key in ("all", "worst_image"):
+            of = [r[key] for r in rows if (r["variant"], r["layer"]) == (name, layer)]
+            cells.append(f"{median(of):.3g} [{min(of):.2g}, {max(of):.2g}]")
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _figure_line(name: str, alpha: float, beta: float, values: list[float]) -> str:
+    low, high = values[round(0.025 * len(values))], values[round(0.975 * len(values)) - 1]
+    return f"| {name} | {alpha:g} | {beta:g} | {median(values):.4g} | {low:.4g} | {high:.4g} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    options.json.write_text(json.dumps(measure(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
