@@ -67,7 +67,7 @@ def by_parameters(
 
 def condition_number(matrix: Float64[Tensor, "rows cols"]) -> float:
     """The largest singular value over the smallest one; there are as many as the shorter side."""
-    values = torch.linalg.svdvals(matrix)
+    values = torch.linalg.svdvals(matrix.detach())
     return float(values[0] / values[-1])
 
 
