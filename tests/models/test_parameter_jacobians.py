@@ -63,4 +63,4 @@ def test_a_diagonal_keeps_the_softmax_well_conditioned_and_diffuse_logits_do_not
     # The paper prints 1.1 and 730.1 of one draw.
     assert max(peak) < 1.3
     assert min(diffuse) < 730.1 < max(diffuse)
-    assert condition_number(torch.diag(torch.tensor([4.0, 2.0])).double()) == 2.0
+    assert condition_number(torch.diag(torch.tensor([4.0, 2.0, 0.0])).double(), 2) == 2.0
