@@ -125,7 +125,8 @@ def test_no_run_repeats_a_value_of_its_recipe(name):
 @pytest.mark.parametrize(("table", "row"), ROWS, ids=[f"{t.name}: {row}" for t, row in ROWS])
 def test_a_row_stands_for_a_run_of_its_own_and_trains_on_the_images_of_the_table(table, row):
     name, _, epoch = table.runs[row].partition("@")
-    datasets = {column.dataset for column in table.columns if column.task == "supervised"}
+    scored = [column for column in table.columns if (row, column.name) in table.values]
+    datasets = {column.dataset for column in scored if column.task == "supervised"}
 
     assert datasets <= {RUNS[name].images}
     assert list(table.runs.values()).count(table.runs[row]) == 1
