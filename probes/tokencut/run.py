@@ -3,6 +3,7 @@
 import glob
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,14 +98,18 @@ class DiscoveryRun:
 
     def _tell_degenerate(self, results: Sequence[ImageResult]) -> None:
         """Say why, of the blocks most of whose graphs say nothing of the image, and what helps."""
-        shares = dict[str, float]()
+        shares = defaultdict[Facet, dict[int, float]](dict)
         for layer, facet in self._blocks():
             cells = [result.cells[cell_name(layer, facet)] for result in results]
             share = flagged("degenerate", cells)["degenerate_percent"]
             if share > _MOST:
-                shares[f"{facet} of block {layer} ({share:.0f} %)"] = share
+                shares[facet][layer] = share
         if not shares:
             return
+        where = list[str]()
+        for facet, of in shares.items():
+            ends = " to ".join(dict.fromkeys(f"{end(of.values()):.0f}" for end in (min, max)))
+            where.append(f"{facet} of block {', '.join(map(str, of))} ({ends} %)")
         helps = "; take another block or facet"
         if self.probe.tau != "otsu":
             adaptive = (
@@ -113,7 +118,7 @@ class DiscoveryRun:
             helps = f"; {adaptive} takes a threshold of each image's own"
         threshold = "0" if self.probe.method == "lost" else f"tau={self.probe.tau}"
         self.context.say(
-            f"{self.probe.task}: degenerate graphs for {', '.join(shares)}: where all cosines of "
+            f"{self.probe.task}: degenerate graphs for {'; '.join(where)}: where all cosines of "
             f"an image lie above {threshold}, every patch is linked with every other and the box "
             f"is arbitrary{helps}"
         )

@@ -130,8 +130,8 @@ def test_photographs_without_boxes_are_explained_too(linked, capsys, monkeypatch
     assert main([*words, "probe.facet=token"]) == 0
 
     said = capsys.readouterr().err
-    assert "tokencut: degenerate graphs for token of block 0" in said
-    assert "patches, whose graph takes minutes; every image is smaller with probe" in said
+    assert "tokencut: degenerate graphs for token of block 0 (100 %): where" in said
+    assert "patches, whose graph takes minutes; probe.max_side=640 makes large images" in said
 
 
 def test_all_tasks_cut_in_both_protocols(linked, capsys):
