@@ -72,6 +72,11 @@ def build_convnext(config: ConvNeXtConfig, *, seed: int) -> ConvNeXt:
             draw_uniform(module, generator)
     initialiser = filter_initialiser_of(config.init, config.init_options)
     draw_filters(_depthwise(model.blocks), initialiser, generator)
+    # Last, so that all else is as it is without.
+    for block in model.blocks:
+        first = block.get_submodule("fc1").get_parameter("weight")  # hidden_dim dim
+        first += config.mlp_mean
+        first += config.mlp_input_std * torch.randn(1, config.dim, generator=generator)
     return model
 
 

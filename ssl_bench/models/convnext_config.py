@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from ssl_bench.composition.fields import Depth, Pixels, Width, check_fields
+from ssl_bench.composition.fields import Depth, Pixels, RateOrZero, Width, Within, check_fields
 from ssl_bench.models.fields import as_floats, check_divisible, from_dict, without_defaults
 from ssl_bench.models.initialisers.options import check_filter_options
 
@@ -16,6 +16,10 @@ class ConvNeXtConfig:
     Args:
         image_size: Side in pixels it is trained at; any other size works, nothing is resized.
         frozen_filters: Leave the depthwise filters, not their biases, as they were drawn.
+        mlp_mean: Added to all entries of the first matrix of every MLP, equation 3.40 of the thesis
+            whose ConvNeXt this is (Trockman, "Mimetic initialization", 2025).
+        mlp_input_std: Deviation of a normal number that each input channel of that matrix adds to
+            its weights towards all hidden units, equation 3.39.
         init: Of the depthwise filters of 7 x 7, see `ssl_bench.models.initialisers.options`; all
             else starts as PyTorch starts convolutions.
         init_options: Its hyperparameters that differ from their defaults; None means the default.
@@ -26,6 +30,8 @@ class ConvNeXtConfig:
     dim: Width = 256
     depth: Depth = 8
     frozen_filters: bool = False
+    mlp_mean: Annotated[float, Within(-1000, 1000)] = 0.0
+    mlp_input_std: RateOrZero = 0.0
     init: str = "uniform"
     init_options: Mapping[str, Any] = field(default_factory=dict)
 

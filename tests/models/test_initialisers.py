@@ -7,6 +7,8 @@ from torch import Generator, Tensor
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, block_statistics, build_vit, token_statistics
 from ssl_bench.models.architecture import configured
+from ssl_bench.models.build import build_convnext
+from ssl_bench.models.convnext_config import ConvNeXtConfig
 from ssl_bench.models.initialisers.blocks import (
     DefaultInit,
     MimeticInit,
@@ -211,6 +213,28 @@ def test_a_mean_is_added_to_the_first_matrix_of_any_mlp_and_to_nothing_else(init
     for name, weight in plain.items():
         added = -0.25 if name.endswith("mlp.fc1.weight") else 0.0
         torch.testing.assert_close(shifted[name], weight + added, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("init", ["uniform", "covariance"])
+def test_the_mlps_of_a_convnext_get_what_equations_3_39_and_3_40_add_and_nothing_else_changes(init):
+    config = ConvNeXtConfig(image_size=16, dim=400, depth=2, init=init)
+    plain, mean, each = (
+        build_convnext(replace(config, **more), seed=0).state_dict()
+        for more in ({}, {"mlp_mean": -0.25}, {"mlp_input_std": 0.3})
+    )
+
+    for name, weight in plain.items():
+        first = name.endswith("fc1.weight")
+        torch.testing.assert_close(mean[name], weight - 0.25 * first, rtol=0, atol=1e-7)
+        if not first:
+            assert torch.equal(each[name], weight)
+            continue
+        # W' = W + 1_p b_n^T: one number an input, the same towards all hidden units.
+        added = each[name] - weight
+        torch.testing.assert_close(added, added[:1].expand_as(added), rtol=0, atol=1e-6)
+        assert added[0].std().item() == pytest.approx(0.3, rel=0.1)
+    numbers = [each[f"blocks.{n}.fc1.weight"] - plain[f"blocks.{n}.fc1.weight"] for n in (0, 1)]
+    assert (numbers[0][0] - numbers[1][0]).abs().max() > 0.1
 
 
 def test_behind_a_fresh_norm_a_mean_of_the_mlp_changes_nothing():
