@@ -104,7 +104,7 @@ class PlannedProbe:
             ConfigurationError: a size that was typed does not fit the encoder.
         """
         probe: Any = fit_size(self.probe, encoder, self.typed)
-        instead, facet = getattr(encoder, "instead", {}), getattr(probe, "facet", ())
+        instead, facet = encoder.instead, getattr(probe, "facet", ())
         asked = [facet] if isinstance(facet, str) else list(facet)
         fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
         if fitting != asked and "facet" not in self.typed:

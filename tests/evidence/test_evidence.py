@@ -228,7 +228,7 @@ def test_starts_are_compared_when_all_are_there_and_stand_in_a_table():
     assert said_of("V13", {}) == "not run"
     assert seeds_done(OF["V13"], part) == (0, 1)
     lines = runs_page(runs).splitlines()
-    options = "model.init_options.suo_gain=false"
+    options = "model.init_options.noise=uniform model.init_options.suo_gain=false"
     assert f"| no_gain | {options} | 6.50 | 3.0 | 0.23 | 12 | 34 |" in lines
     assert "Starts that were tried" not in runs_page({})
 
@@ -241,7 +241,9 @@ def test_a_start_that_is_trained_whole_has_a_line_of_its_own():
     runs[patches_of(run)] = {**run_of(0.0), "cosine": [0.3, 0.5], "merged": [5.0, 6.0]}
     lines = runs_page(runs).splitlines()
     there = lines.index("| graying, epoch 3 | - | 6.00 | - | 0.40 | 5 | 6 |")
-    assert lines[there - 1].startswith("| graying | model.graying=dct")
+    assert lines[there - 1].startswith(
+        "| graying | model.init_options.noise=uniform model.graying=dct"
+    )
 
 
 def test_patches_are_one_token_where_they_point_where_the_mean_does():

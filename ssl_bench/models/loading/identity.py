@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class EncoderIdentity:
     patch_size: int
     native_size: tuple[int, int]
     any_size: bool = True
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
         """As `Encoder.identity`."""
