@@ -105,7 +105,7 @@ class PlannedProbe:
         """
         probe: Any = fit_size(self.probe, encoder, self.typed)
         instead, facet = encoder.instead, getattr(probe, "facet", ())
-        asked = [facet] if isinstance(facet, str) else list(facet)
+        asked = [facet] if isinstance(facet, str) else list(facet or ())
         fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
         if fitting != asked and "facet" not in self.typed:
             probe = replace(probe, facet=fitting[0] if len(fitting) == 1 else fitting)

@@ -162,7 +162,7 @@ def _norm_of(module: nn.Module, norm: str | None, blocks: str, called: str) -> n
     found = [parts[path] for path in paths if path in parts]
     # Else the only one that is written down behind the blocks.
     after = list(parts.items())[list(parts).index(blocks) :]
-    behind = [part for path, part in after if not path.startswith(blocks) and _is_norm(part)]
+    behind = [part for path, part in after if not path.startswith(f"{blocks}.") and _is_norm(part)]
     return found[0] if found else behind[0] if len(behind) == 1 else _NoNorm()
 
 

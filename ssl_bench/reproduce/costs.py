@@ -5,8 +5,12 @@ from collections.abc import Iterable
 from ssl_bench.data.sources import SOURCES
 
 TRAINING_GB = {
-    **{"imagenet1k": 154.6, "tiny_imagenet": 0.25, "cifar10": 0.17, "cifar100": 0.17},
-    **{"svhn": 0.25, "mnist": 0.012},
+    "imagenet1k": 154.6,
+    "tiny_imagenet": 0.25,
+    "cifar10": 0.17,
+    "cifar100": 0.17,
+    "svhn": 0.25,
+    "mnist": 0.012,
 }
 """Gigabytes of the published archives that runs train on: the training and validation images of
 ILSVRC 2012 (147.9 and 6.7), tiny-imagenet-200.zip, cifar-10-python.tar.gz, cifar-100-python.tar.gz,

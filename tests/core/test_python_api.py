@@ -144,6 +144,50 @@ class _Mixing(nn.Module):
         return maps + self.mix(maps)
 
 
+class Renamed(own_module.Own):
+    """Its final norm has a name that nobody knows; `forward` finds it under the old one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out_norm = self.ln_f
+        del self.ln_f
+
+    @property
+    def ln_f(self):
+        return self.out_norm
+
+
+def test_the_only_norm_behind_the_blocks_is_the_final_one_and_of_two_one_is_named():
+    module, images = Renamed().eval(), torch.rand(2, 3, 32, 32)
+
+    found = ssl_bench.extract_features(module, images, layers=[2], facets=("cls", "cls_normed"))
+
+    expected = module.out_norm(found[2]["cls"])
+    torch.testing.assert_close(found[2]["cls_normed"], expected, rtol=0, atol=1e-5)
+    module.other_norm = nn.LayerNorm(16)
+    with pytest.raises(UnfitEncoder, match=r"name it: ssl_bench\.Encoder\.from_module"):
+        ssl_bench.extract_features(module, images, layers=[2], facets=("cls_normed",))
+
+
+def test_a_module_without_cls_has_its_mean_patch_scored(tmp_path, capsys):
+    encoder = ssl_bench.Encoder.from_module(own_module.own(), num_registers=1)
+
+    found = ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, **FEW)
+
+    images = ("rankme", "alignment", "uniformity")
+    assert {r.facet for r in found if r.metric in images} == {"patch_mean"}
+    assert "geometry, Own: facet patch_mean, as it has no cls and key" in capsys.readouterr().err
+    with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token"):
+        ssl_bench.probe(encoder, task="geometry", out=tmp_path, layer=-1, facet="cls", **FEW)
+
+
+def test_a_file_of_python_without_a_name_says_what_to_type(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("encoder = 3\n")
+    with pytest.raises(CheckpointError, match=r"name the module in it: mine\.py:NAME"):
+        ssl_bench.probe("mine.py", task="geometry")
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

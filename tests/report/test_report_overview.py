@@ -91,19 +91,16 @@ def test_a_dataset_with_masks_keeps_its_headline_beside_one_with_boxes():
 
 def test_no_checkpoint_is_without_its_number_for_having_been_seen_otherwise(tmp_path):
     smaller = {"settings": {"longer_side": 144}, "changed": {"longer_side": 144}}
-    records = [
-        cell(**smaller),
-        skipless(**smaller),
-        cell(model="dinov2", checkpoint_sha256="f" * 64),
-    ]
+    dinov2 = cell(model="dinov2", checkpoint_sha256="f" * 64)
+    records = [cell(**smaller), skipless(**smaller), cell(), dinov2]
 
     chosen = headline_panels(panels(*records))
     checkpoints = checkpoints_of(records)
     profiles = profiles_of(ResultStore(tmp_path), records, chosen, checkpoints)
 
     assert [[line.checkpoint.model for line in panel.lines] for panel in chosen] == [
+        ["dinov2", "skip"],
         ["skip", "skipless"],
-        ["dinov2"],
     ]
     assert [len(profile.answers) for profile in profiles] == [1, 1, 1]
 

@@ -49,8 +49,7 @@ def _found(panel: Panel, line: Line, told: set[int] | None) -> str:
     if not panel.is_ranked:
         low = min(known, key=lambda point: point.value)
         high = max(known, key=lambda point: point.value)
-        if panel.facet != panel.task:
-            metric = f"{metric} of {panel.facet}"
+        metric = f"{metric} of {panel.facet}"
         if low.value == high.value:
             return f"{metric} {_value(low)} at {_blocks([point.layer for point in known])}"
         return (

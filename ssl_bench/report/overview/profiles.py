@@ -42,8 +42,12 @@ def profiles_of(
     chosen, paired = headline_panels(panels), len(checkpoints) <= MOST_PAIRED
     profiles = []
     for checkpoint in checkpoints:
-        own = [(p, line) for p in reversed(chosen) if (line := p.line(checkpoint))]
-        lines = [*{(p.task, p.where): (p, line) for p, line in own}.values()][::-1]
+        # Of a question that it was asked in two protocols, the panel that comes first.
+        own: dict[tuple[str, str], tuple[Panel, Line]] = {}
+        for panel in chosen:
+            if line := panel.line(checkpoint):
+                own.setdefault((panel.task, panel.where), (panel, line))
+        lines = list(own.values())
         answers = [
             answer(p, line, told_apart(store, records, p, line, paired=paired)) for p, line in lines
         ]
