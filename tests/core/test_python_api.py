@@ -150,7 +150,7 @@ class Renamed(own_module.Own):
     def __init__(self) -> None:
         super().__init__()
         self.out_norm = self.ln_f
-        del self.ln_f
+        delattr(self, "ln_f")
 
     @property
     def ln_f(self):
