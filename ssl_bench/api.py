@@ -1,5 +1,6 @@
 """The suite from Python: an encoder, a task and a folder in; a table over blocks out."""
 
+import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,15 +12,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.asked import opened_store
+from ssl_bench.asked import asked_probes, opened_store
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.features import FeatureExtractor, Features, squashed
 from ssl_bench.layers import Facet, layers_of, resolve_layers
 from ssl_bench.models import Encoder, load_encoder
-from ssl_bench.planning import plan_probes
+from ssl_bench.planning import PlannedProbe
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device
+from ssl_bench.system.imports import broken_file
 from ssl_bench.system.progress import say
+from ssl_bench.system.ranks import ALONE, Ranks
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.printing.sheets import render_tables
@@ -95,7 +99,8 @@ def probe(
     Args:
         encoder: An address as of `--checkpoint`, an `Encoder`, or any module with a list of
             blocks, of which `Encoder.from_module` finds out the rest.
-        task: Such as "tokencut"; `ssl-bench keys task` lists them.
+        task: Such as "tokencut", several with commas, or "all" that fit; `ssl-bench keys task`
+            lists them.
         dataset: Such as "voc2012".
         data_root: Its folder.
         layer: "all", 11, -1, "0,5,11" or a list.
@@ -108,13 +113,75 @@ def probe(
     Raises:
         SslBenchError: In one line what was expected, what came and what to do.
     """
-    root = None if data_root is None else {dataset: str(data_root)}
-    (planned,) = plan_probes([task], [dataset], _overrides(settings), root)
-    planned.require_images()
-    store = opened_store(str(out))
+    options = argparse.Namespace(
+        task=task,
+        dataset=dataset,
+        data_root=None if data_root is None else str(data_root),
+        on_bad_image=None,
+        batch_size=None,
+    )
+    plan = asked_probes(options, _overrides(settings))
+    store, needs_all = opened_store(str(out)), task != "all" or len(plan) == 1
     with _as_encoder(encoder, device) as (found, where):
-        evaluation = planned.evaluation(found, layers_of(planned.probe, layer, found.depth), where)
-        return Results(tuple(evaluation.run(store, say=say, overwrite=overwrite)))
+        records = evaluate(
+            plan,
+            found,
+            store,
+            layers=layer,
+            device=where,
+            overwrite=overwrite,
+            needs_all=needs_all,
+        )
+        return Results(tuple(records))
+
+
+def evaluate(
+    plan: Sequence[PlannedProbe],
+    encoder: Encoder,
+    store: ResultStore,
+    *,
+    layers: str | int | Sequence[int],
+    device: torch.device,
+    overwrite: bool = False,
+    needs_all: bool = True,
+    needs_any: bool = True,
+    ranks: Ranks = ALONE,
+    passed: PassedImages | None = None,
+) -> list[Record]:
+    """Records of an encoder in all planned probes; finished cells are not computed again.
+
+    Args:
+        plan: As of `ssl_bench.asked.asked_probes`.
+        encoder: Its blocks are asked.
+        store: Where finished cells are looked up and new ones go.
+        layers: As `layer` of `probe`.
+        device: Where it computes.
+        overwrite: Compute finished cells again.
+        needs_all: Else what does not fit the encoder or the data is said and left out.
+        needs_any: Nor may all be left out.
+        ranks: The processes that do it together, all of which meet the same errors.
+        passed: What earlier plans got from the same images.
+
+    Raises:
+        ConfigurationError: A probe that is needed does not fit.
+    """
+    records, left_out, passed = list[Record](), list[str](), passed or PassedImages()
+    for planned in plan:
+        try:
+            asked = layers_of(planned.probe, layers, encoder.depth)
+            evaluation = planned.evaluation(encoder, asked, device)
+            records += evaluation.run(
+                store, say=say, overwrite=overwrite, ranks=ranks, passed=passed
+            )
+        except (ConfigurationError, ImportError, SyntaxError) as error:
+            if needs_all and needs_any:
+                raise
+            why = error if isinstance(error, ConfigurationError) else broken_file(error)
+            left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {why}")
+            say(f"left out: {left_out[-1]}")
+    if len(left_out) == len(plan) and needs_any:
+        raise ConfigurationError(f"no task was left for {encoder.name}: {left_out[0]}")
+    return records
 
 
 def read_results(folder: str | Path = "results") -> Results:

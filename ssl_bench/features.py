@@ -235,8 +235,7 @@ class FeatureExtractor:
         first = prefix - self.encoder.num_registers
 
         def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:
-            # Blocks of transformers and of one's own may give more beside their tokens.
-            tokens = self._tokens(output[0] if isinstance(output, tuple | list) else output)
+            tokens = self._tokens(tokens_among(output))
             if "token" in self.facets:
                 features["token"] = self._patches(tokens, grid)
             if "cls" in self.facets:
@@ -297,6 +296,11 @@ class FeatureExtractor:
                     f"layer {layer} of {self.encoder.name} computes no {', '.join(silent)} in its "
                     "qkv layer; ask for probe.facet=token"
                 )
+
+
+def tokens_among(output: Any) -> Tensor:
+    """What a block gives; those of transformers and of one's own may give more beside it."""
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 class _DeepestLayerDone(Exception):

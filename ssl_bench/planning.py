@@ -236,7 +236,7 @@ def _misfit(plan: Sequence[PlannedProbe]) -> str:
     tasks = defaultdict[tuple[str, str], set[str]](set)
     for one in plan:
         others = {} if "truth" in one.typed else getattr(one.probe, "truths_by_role", {})
-        wanted = " or ".join(OFFERED[role] for role in others or [one.probe.role])
+        wanted = " or ".join(dict.fromkeys(OFFERED[role] for role in others or [one.probe.role]))
         tasks[one.dataset.name, wanted].add(one.probe.task)
     return "; ".join(
         f"{dataset} has no {what} for {' and '.join(sorted(asked))}"

@@ -15,7 +15,7 @@ from probes.conditioning.decomposition import Parts, decompose_block
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import ProbeContext
-from ssl_bench.features import FeatureExtractor
+from ssl_bench.features import FeatureExtractor, tokens_among
 from ssl_bench.models import Encoder, EncoderModule, build_encoder, encoder_from_model
 from ssl_bench.system.device import float64_device
 
@@ -37,7 +37,7 @@ class BlockPass:
 
     def whole(self, tokens: Tensor) -> Tensor:
         """The block itself, as a function of one image's tokens."""
-        return self.block(tokens[None])[0]
+        return tokens_among(self.block(tokens[None]))[0]
 
 
 Passes = dict[int, list[BlockPass]]
@@ -89,8 +89,8 @@ def block_passes(
 
 
 def _keeper(seen: dict[int, tuple[Tensor, Tensor]], layer: int) -> Any:
-    def keep(_block: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        seen[layer] = (inputs[0][0], output[0])
+    def keep(_block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        seen[layer] = (inputs[0][0], tokens_among(output)[0])
 
     return keep
 

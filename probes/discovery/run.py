@@ -23,8 +23,7 @@ AllCounts = Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"]
 def discovery_scores(probe: ObjectDiscovery, context: ProbeContext) -> Iterator[Score]:
     """See `ObjectDiscovery.run`."""
     results = DiscoveryRun(probe, context).results()
-    blocks = list(itertools.product(context.layers, probe.facets)) if results else []
-    for layer, facet in blocks:
+    for layer, facet in itertools.product(context.layers, probe.facets):
         yield from scores_of_block(layer, facet, results, probe.num_ranks)
         yield corloc_score(layer, facet, results)
 

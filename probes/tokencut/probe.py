@@ -20,6 +20,7 @@ from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 from ssl_bench.scores import OBJECT_SCORES
 
+DEGENERATE = "degenerate"
 FACETS: tuple[Facet, ...] = (
     *("key", "query", "value", "token", "token_normed"),
     *INNER_FACETS,
@@ -32,7 +33,8 @@ class TokenCut(Cut):
 
     Attributes:
         truth: "boxes" scores CorLoc of the box, "masks" maximal F-beta, IoU and accuracy of the
-            mask; of a dataset with masks of one object and no boxes it is "masks".
+            mask, "none" counts degenerate graphs. Of a dataset with masks of one object and no
+            boxes it is "masks", of one with neither "none".
         protocol: "reference" is that of the reference code, "adaptive" takes the threshold of each
             image's own cosines. Changed options stand beside it in tables.
         facet: Which features make the graph, one or several of key, query, value, token,
@@ -50,7 +52,7 @@ class TokenCut(Cut):
     """
 
     protocol: Literal["reference", "adaptive"] = "reference"
-    truth: Literal["boxes", "masks"] = "boxes"
+    truth: Literal["boxes", "masks", "none"] = "boxes"
     facet: str | Sequence[str] = "key"
     method: Literal["tokencut", "lost", "maskcut"] = "tokencut"
     max_objects: Count = 3
@@ -61,7 +63,7 @@ class TokenCut(Cut):
 
     task = "tokencut"
     further_protocols = ("adaptive",)
-    truths_by_role = MappingProxyType({"discovery": "boxes", "saliency": "masks"})
+    truths_by_role = MappingProxyType({"boxes": "boxes", "saliency": "masks", "discovery": "none"})
     max_sides_by_role = MappingProxyType({"boxes": None, "saliency": None, "discovery": 640})
     is_shared = True
     keeps_images = True
@@ -99,7 +101,7 @@ class TokenCut(Cut):
         return asked_facets(self.facet, FACETS)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        metrics = OBJECT_SCORES if self.truth == "masks" else ("corloc",)
+        metrics = {"boxes": ["corloc"], "masks": OBJECT_SCORES, "none": [DEGENERATE]}[self.truth]
         return [(layer, f, metric) for layer in layers for f in self.facets for metric in metrics]
 
     def split(self, dataset: Dataset) -> ImageSet:
@@ -149,11 +151,11 @@ class TokenCut(Cut):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers and facets after one forward pass an image.
 
-        What each image gave is kept at once and not computed again by a later run. Images that
-        come without ground truth are not scored; their masks are saved as PNG.
+        What each image gave is kept at once and not computed again by a later run. Masks in images
+        that come without ground truth are saved as PNG.
 
         Raises:
-            DataError: a file cannot be read, or the images have ground truth but no box in it.
+            DataError: a file cannot be read, or no image has a box to score with.
             CheckpointError: the encoder gives NaN for an image.
         """
         from probes.tokencut.run import DiscoveryRun

@@ -26,7 +26,7 @@ from probes.tokencut.pictures.gallery import Gallery
 from probes.tokencut.pictures.panels import panel, save_masks
 from probes.tokencut.probe import TokenCut
 from probes.tokencut.saliency import against_mask, saliency_scores
-from probes.tokencut.scores import corloc_score, flagged
+from probes.tokencut.scores import corloc_score, degenerate_score, flagged
 from probes.tokencut.shape_batches import same_shape
 from probes.tokencut.spectral.eigensolver import FiedlerVector, GraphPool
 from probes.tokencut.spectral.eigensolver_batched import solve_batch
@@ -57,14 +57,16 @@ class DiscoveryRun:
     def scores(self) -> Iterator[Score]:
         """See `TokenCut.run`."""
         results = self.results()
-        for layer, facet in self._blocks() if results else []:
+        for layer, facet in self._blocks():
             if self.probe.truth == "masks":
                 yield from saliency_scores(layer, facet, results)
+            elif self.probe.truth == "none":
+                yield degenerate_score(layer, facet, results)
             else:
                 yield corloc_score(layer, facet, results)
 
     def results(self) -> list[ImageResult]:
-        """What is in each image; empty, and said so, where none has ground truth.
+        """What is in each image.
 
         Raises:
             DataError: as `TokenCut.run`.
@@ -86,14 +88,18 @@ class DiscoveryRun:
         if ranks.is_first:
             self._draw_sheets(images, results, folder)
         self._tell_degenerate(list(results.values()))
-        if not self._is_scored(images, list(results.values()), log.path):
+        if self.probe.truth == "none":
             side = self.probe.settings().get("max_side")
             shrunk = f" (of larger images at {side} pixels, see probe.max_side)" if side else ""
             self.context.say(
-                f"{images.name} has no boxes to compare with: nothing was scored; "
+                f"{images.name} has no boxes to compare with: only degenerate graphs are counted; "
                 f"masks, pictures and boxes are in {folder}{shrunk}"
             )
-            return []
+        elif not any(result.is_scored for result in results.values()):
+            raise DataError(
+                f"none of the {len(images)} images of {images.name} has a box to "
+                f"score with; the boxes that were found are in {log.path}"
+            )
         return list(results.values())
 
     def _tell_degenerate(self, results: Sequence[ImageResult]) -> None:
@@ -243,16 +249,6 @@ class DiscoveryRun:
             where = f"{images.name} {images.split}, {self.context.encoder.name}"
             title = f"{where}, block {layer}, {facet}, protocol {', '.join(self.probe.variant)}"
             gallery.draw(name, title, DiscoveryFiles(folder).sheet(name))
-
-    def _is_scored(self, images: ImageSet, results: Sequence[ImageResult], log: Path) -> bool:
-        if any(result.is_scored for result in results):
-            return True
-        if results and not any(result.has_truth for result in results):
-            return False
-        raise DataError(
-            f"none of the {len(images)} images of {images.name} has a box to "
-            f"score with; the boxes that were found are in {log}"
-        )
 
     def _log_key(self) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ from jaxtyping import Float64
 
 from probes.tokencut.files import cell_name
 from probes.tokencut.log import Cell, ImageResult
+from probes.tokencut.probe import DEGENERATE
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share
 from ssl_bench.results import Baseline
@@ -67,6 +68,20 @@ def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Scor
             "by_num_objects": _breakdown(name, scored, _COUNTS, lambda r: r.num_boxes or 0),
         },
         per_image=hits,
+    )
+
+
+def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
+    """Percent of the images whose graph says nothing, for those that nothing is known of."""
+    flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
+    return Score(
+        layer=layer,
+        facet=facet,
+        metric=DEGENERATE,
+        value=100 * float(flags.mean()),
+        ci95=Share(flags).ci95(),
+        num_images=len(flags),
+        per_image=flags,
     )
 
 

@@ -23,7 +23,7 @@ from ssl_bench.network.downloads import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.system.files import lock_when_free, write_text_atomically
 from ssl_bench.system.paths import expanded
-from ssl_bench.system.progress import say, show_progress
+from ssl_bench.system.progress import say, show_progress, size_in_words
 
 _MARKS = ".ssl-bench"
 _SAMPLE = 64
@@ -64,7 +64,7 @@ def _source(name: str | None) -> Source:
 
 
 def _line(source: Source) -> str:
-    size = _bytes(source.size) if source.downloads else "-"
+    size = size_in_words(source.size) if source.downloads else "-"
     way = f"download {source.name}" if source.downloads else "by hand"
     way = "made at first use" if source.is_generated else way
     return f"{source.name:<15} {size:>8}  {way:<20} {source.title}; {source.licence}"
@@ -97,7 +97,7 @@ def _about(told: dict[str, Any], source: Source) -> list[str]:
 def _file_line(one: Download) -> str:
     published = one.published
     digest = f"{published.algorithm} {published.digest}" if published.digest else "no digest"
-    return f"{published.url} ({_bytes(one.size)}, {digest}) into DIR/{one.into}"
+    return f"{published.url} ({size_in_words(one.size)}, {digest}) into DIR/{one.into}"
 
 
 def _classes_line(told: dict[str, Any], source: Source) -> str:
@@ -111,10 +111,6 @@ def _class_names(source: Source, dataset: Any) -> Sequence[str]:
     if source.name == "coco_stuff":
         return [name for name, _ in read_classes().values()]
     return getattr(dataset, "class_names", ())
-
-
-def _bytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 0.1):.1f} MB"
 
 
 def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> Any:
@@ -174,7 +170,7 @@ def _is_archive(one: Download) -> bool:
 
 
 def _fetch(one: Download, root: Path) -> None:
-    say(f"{one.published.url}, {_bytes(one.size)}")
+    say(f"{one.published.url}, {size_in_words(one.size)}")
     target = _target(one, root)
     check = partial(_require_archive, target=target) if _is_archive(one) else None
     with download(one.published, target, check).open("rb") as file:

@@ -32,12 +32,14 @@ from ssl_bench.planning import shared_values, views_of
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
 from ssl_bench.system.memory import pass_on_memory
-from ssl_bench.system.progress import say, show_progress
+from ssl_bench.system.progress import say, show_progress, size_in_words
 
 FORMATS = ("safetensors", "npz")
 DTYPES = ("float32", "float16")
 _SPLITS = ("train", "val", "images", "discovery")
-_MOST_BYTES, _MOST_IMAGES, _BATCH = 64 * 2**20, 1024, 16
+# Of a file.
+_MOST_BYTES, _MOST_IMAGES = 64 * 2**20, 1024
+_BATCH = 16
 _ABOUT, _INDEX = "about.json", "index.parquet"
 
 
@@ -85,6 +87,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         "format": options.format,
     }
     _require_same(out / _ABOUT, json.loads(json.dumps(about)))
+    each = _bytes_an_image(extractor, size, options.dtype)
+    total = size_in_words(each * sum(map(len, splits.values())))
+    say(f"each image squashed to {size[0]} x {size[1]} pixels; {total} of features into {out}")
     rows: list[dict[str, Any]] = []
     for images in splits.values():
         rows += _write_split(images, extractor, size, out, options)
@@ -153,7 +158,8 @@ def _write_split(
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Every file of a split that is not there; what the index says of all of them."""
-    rows, per_file = list[dict[str, Any]](), _images_a_file(extractor, size, options.dtype)
+    each = _bytes_an_image(extractor, size, options.dtype)
+    rows, per_file = list[dict[str, Any]](), max(1, min(_MOST_IMAGES, _MOST_BYTES // each))
     starts = range(0, len(images), per_file)
     names = {start: out / f"{images.split}-{start:07}.{options.format}" for start in starts}
     listed = {start: _listed(names[start]) for start in starts}
@@ -185,16 +191,14 @@ def _write_file(path: Path, found: dict[str, np.ndarray], options: argparse.Name
     write_atomically(path, lambda file: file.write(_bytes(found, options)))
 
 
-def _images_a_file(extractor: FeatureExtractor, size: tuple[int, int], dtype: str) -> int:
-    """As many as stay below 64 MiB together."""
+def _bytes_an_image(extractor: FeatureExtractor, size: tuple[int, int], dtype: str) -> int:
     numbers = 0
     for layer in extractor.layers:
         stride, width = extractor.encoder.stride(layer), extractor.encoder.width(layer)
         patches = (size[0] // stride) * (size[1] // stride)
         for facet in extractor.facets:
             numbers += width * (1 if facet.startswith("cls") else patches)
-    each = numbers * (4 if dtype == "float32" else 2)
-    return max(1, min(_MOST_IMAGES, _MOST_BYTES // each))
+    return numbers * (4 if dtype == "float32" else 2)
 
 
 def _features(

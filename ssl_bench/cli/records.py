@@ -8,18 +8,23 @@ from pathlib import Path
 
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.results.reading import MOST_BYTES
 from ssl_bench.results.store import first_few
 from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name
 from ssl_bench.system.progress import say
+from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.printing.parquet import as_parquet
 from ssl_bench.tables.printing.sheets import FORMATS, Printable, default_format, render_tables
 from ssl_bench.tables.series import model_names
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
 """Fields of a record by which `table` and `compare` choose."""
+
+MOST_TABLES = 4
+"""Of a task that was asked for alone; of more, or of several tasks, those of one metric."""
 
 _MISFIT = "a link, or not what its record comes from"
 
@@ -39,6 +44,26 @@ def print_tables(tables: Sequence[Printable], style: str) -> None:
     print(render_tables(tables, style), end="" if style in ("csv", "json") else "\n")
 
 
+def print_main_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
+    """All of a task that has a few, of others those of the metric that stands for it."""
+    by_task: dict[str, list[DepthTable]] = {}
+    metrics: dict[tuple[str, str], list[tuple[str, bool]]] = {}
+    for table in tables:
+        one = table.record
+        by_task.setdefault(one.task, []).append(table)
+        metrics.setdefault((one.task, one.dataset), []).append((one.metric, one.is_ranked))
+    main = {where: chosen_metric(known) for where, known in metrics.items()}
+    most = MOST_TABLES if len(by_task) == 1 else 1
+    for task, those in by_task.items():
+        few = len(those) <= most
+        asked = [t for t in those if few or main[task, t.record.dataset] == t.record.metric]
+        shown = [table for table in asked if table.has_values] or asked[:1]
+        print(render_tables(shown, default_format()))
+        if len(shown) < len(those):
+            more = f"ssl-bench table --task {task} --out {store.root}"
+            say(f"{len(those) - len(shown)} more tables of {task}: {more}")
+
+
 def asked_format(asked: str | None) -> str:
     return default_format() if asked is None else require_choice("format", asked, FORMATS)
 
@@ -52,9 +77,7 @@ def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
 
 
 def none_of(task: str, store: ResultStore) -> DataError:
-    pictures = store.root / "pictures" / task
-    drawn = "; its pictures are there, which `report` shows" if pictures.is_dir() else ""
-    return DataError(f"no records of --task {task} in {store.root}{drawn}")
+    return DataError(f"no records of --task {task} in {store.root}")
 
 
 @contextmanager

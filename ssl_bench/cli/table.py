@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_bench.cli.records import (
+    FILTERS,
     asked_format,
     asked_records,
+    print_main_tables,
     print_tables,
     recorded_checkpoint,
     shown,
@@ -35,7 +37,10 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     with shown(options.out) as store:
         records = asked_records(options, store)
         tables = _tables(options, records, store)
-        print_tables(tables, style)
+        if _is_plain(options):
+            print_main_tables(depth_tables(records), store)
+        else:
+            print_tables(tables, style)
         if options.into:
             insert_between_markers(Path(options.into), render_tables(tables, "markdown"))
             say(f"written into {options.into}")
@@ -43,6 +48,13 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             draw_curves(_curves(options, records), Path(options.figure))
             say(f"drawn: {options.figure}")
     return 0
+
+
+def _is_plain(options: argparse.Namespace) -> bool:
+    """Whether nothing says which tables are meant: then those that stand for the others."""
+    chosen = (options.pivot, options.over_epochs, options.over_severity, options.paper)
+    narrowed = any(getattr(options, name) is not None for name in (*FILTERS, "format"))
+    return options.task == "all" and not narrowed and not any(chosen)
 
 
 def _check_together(options: argparse.Namespace) -> None:

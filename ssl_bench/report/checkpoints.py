@@ -1,15 +1,12 @@
 """Who is in a report, and how each is drawn: the same colour and line wherever it appears."""
 
-import hashlib
-import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.report.drawing.labels import short_names
-from ssl_bench.report.pictures.files import Place
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.naming import encoder_folder, in_order
@@ -19,7 +16,6 @@ NUM_COLOURS = 8
 _NO_SKIP = re.compile(r"skip-?less|no-?skip|without-?skip", re.IGNORECASE)
 _SKIPS = ("skip", "skip_attention", "skip_mlp")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_FOLDER = re.compile(r"(.+)-([0-9a-f]{8})", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -28,12 +24,12 @@ class Checkpoint:
 
     Attributes:
         number: From 0, in the order of the names.
-        encoder_id: As in records; its first digits alone where only pictures are known.
-        sha256: Of its weights; empty where only pictures are known.
+        encoder_id: As in records.
+        sha256: Of its weights.
         name: Unique in the report.
         label: What its name has that others lack, for the end of its curves.
         model: As recorded; several checkpoints may share it.
-        depth: Number of blocks; None where only pictures are known.
+        depth: Number of blocks.
         facts: What is recorded of the encoder, by name.
         skipless: Its architecture lacks a skip connection, or its name says so; drawn dashed.
         colour: Its own.
@@ -47,7 +43,7 @@ class Checkpoint:
     name: str
     label: str
     model: str
-    depth: int | None
+    depth: int
     facts: tuple[tuple[str, str], ...]
     skipless: bool
     colour: int
@@ -61,69 +57,33 @@ class Checkpoint:
         return f"c{self.colour % NUM_COLOURS} d{min(again, 2)}{'s' if self.skipless else ''}"
 
 
-@dataclass(frozen=True)
-class _Known:
-    """What records, or the name of a folder of pictures, tell of an encoder."""
-
-    encoder_id: str
-    name: str
-    model: str
-    sha256: str = ""
-    depth: int | None = None
-    facts: tuple[tuple[str, str], ...] = ()
-    skipless: bool = False
-
-
-def checkpoints_of(
-    records: Sequence[Record], unscored: Iterable[Place] = ()
-) -> tuple[Checkpoint, ...]:
-    """The checkpoints of some records, and of pictures without records, ordered by name."""
+def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
+    """The checkpoints of some records, ordered by name."""
     folders: dict[str, set[str]] = defaultdict(set)
     for encoder, model in {(record.encoder_id, record.model) for record in records}:
         folders[encoder].add(encoder_folder(model, encoder))
-    known = _recorded(records)
-    scored = {name for names in folders.values() for name in names}
-    for folder in dict.fromkeys(p.encoder for p in unscored if p.encoder not in scored):
-        one = _pictured(folder, {other.name for other in known})
-        same = [other for other in known if other.encoder_id.startswith(one.encoder_id)]
-        known += [] if same else [one]
-        folders[(same or [one])[0].encoder_id].add(folder)
-    known.sort(key=lambda one: in_order(one.name))
-    labels = short_names([one.name for one in known])
+    latest = {record.encoder_id: record for record in records}
+    known = sorted(model_names(records).items(), key=lambda one: in_order(one[1]))
+    labels = short_names([name for _, name in known])
     return tuple(
         Checkpoint(
             number=number,
-            encoder_id=one.encoder_id,
-            sha256=one.sha256,
-            name=one.name,
+            encoder_id=encoder,
+            sha256=record.checkpoint_sha256,
+            name=name,
             label=labels[number],
-            model=one.model,
-            depth=one.depth,
-            facts=one.facts,
-            skipless=one.skipless or bool(_NO_SKIP.search(one.name)),
+            model=record.model,
+            depth=record.depth,
+            facts=_facts(record),
+            skipless=any(record.architecture.get(skip) is False for skip in _SKIPS)
+            or bool(_NO_SKIP.search(name)),
             colour=number,
-            page=f"checkpoint-{in_file_names(one.name)}-{one.encoder_id[:8]}.html",
-            folders=tuple(sorted(folders[one.encoder_id])),
+            page=f"checkpoint-{in_file_names(name)}-{encoder[:8]}.html",
+            folders=tuple(sorted(folders[encoder])),
         )
-        for number, one in enumerate(known)
-    )
-
-
-def _recorded(records: Sequence[Record]) -> list[_Known]:
-    latest = {record.encoder_id: record for record in records}
-    return [
-        _Known(
-            encoder,
-            name,
-            record.model,
-            record.checkpoint_sha256,
-            record.depth,
-            _facts(record),
-            any(record.architecture.get(skip) is False for skip in _SKIPS),
-        )
-        for encoder, name in model_names(records).items()
+        for number, (encoder, name) in enumerate(known)
         if (record := latest[encoder])
-    ]
+    )
 
 
 def _facts(record: Record) -> tuple[tuple[str, str], ...]:
@@ -147,11 +107,3 @@ def _skips(architecture: Mapping[str, Any]) -> str:
     if lacking in ({"skip_attention"}, {"skip_mlp"}):
         return "mlp" if "skip_attention" in lacking else "attention"
     return "no" if lacking else "yes"
-
-
-def _pictured(folder: str, taken: set[str]) -> _Known:
-    """From the name of a folder, which is that of the encoder and the first digits of its id."""
-    found = _FOLDER.fullmatch(folder)
-    name = found[1] if found else folder
-    digits = found[2] if found else hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
-    return _Known(digits, name if name not in taken else f"{name} {digits}", name)

@@ -16,8 +16,8 @@ PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""
 
 
-_UNLABELLED = ("pca", "conditioning", "geometry", "warps")
-"""Tasks and protocols that take photographs as they are."""
+_UNLABELLED = frozenset({"pca", "conditioning", "geometry", "warps", "degenerate"})
+"""Tasks, protocols and metrics that take photographs as they are."""
 
 MOST_DRAWN = 24
 """Curves of checkpoints, or drawings of runs, in a panel; with more nobody tells them apart."""
@@ -159,7 +159,7 @@ class Panel:
     @property
     def has_labels(self) -> bool:
         """Whether its scores come from labels, and not from the pictures alone."""
-        return self.task not in _UNLABELLED and self.protocol not in _UNLABELLED
+        return _UNLABELLED.isdisjoint((self.task, self.protocol, self.metric))
 
     @property
     def is_corrupted(self) -> bool:

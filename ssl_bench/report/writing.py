@@ -29,7 +29,7 @@ from ssl_bench.report.overview.board import board_of
 from ssl_bench.report.overview.headlines import by_task
 from ssl_bench.report.overview.profiles import Profile, profiles_of
 from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
-from ssl_bench.report.pictures.files import PictureFiles, Place
+from ssl_bench.report.pictures.files import PictureFiles
 from ssl_bench.report.pictures.panels import Gallery, galleries_of, of_layers, told_apart
 from ssl_bench.report.pictures.strips import strips_of
 from ssl_bench.report.pictures.viewers import address_of, sections_of
@@ -140,18 +140,17 @@ def build_report(
     store: ResultStore,
     records: Sequence[Record],
     asked_pairs: Iterable[tuple[str, str]],
-    unscored: Sequence[Place] = (),
     *,
     layers: Set[int] | None = None,
 ) -> Report:
-    """Gather what is known of some records, and of pictures that no record is about.
+    """Gather what is known of some records.
 
     Of pictures of single blocks those of `layers` alone, below 0 from the last block on.
 
     Raises:
         ConfigurationError: a pair names a checkpoint that is not there.
     """
-    checkpoints, pictures = checkpoints_of(records, unscored), PictureFiles(store.root)
+    checkpoints, pictures = checkpoints_of(records), PictureFiles(store.root)
     by_encoder: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_encoder[record.encoder_id].append(record)
@@ -168,7 +167,7 @@ def build_report(
         galleries=told_apart(
             {
                 c.encoder_id: of_layers(
-                    galleries_of(pictures, by_encoder[c.encoder_id], c, unscored), layers, c.depth
+                    galleries_of(pictures, by_encoder[c.encoder_id], c), layers, c.depth
                 )
                 for c in checkpoints
             }

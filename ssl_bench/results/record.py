@@ -21,7 +21,7 @@ predicted and true by class (images x 3 x classes) to a mean IoU or an accuracy;
 right, and all points (images x 2), to a PCK; boxes by rank (see `ssl_bench.scores.DetectionCounts`)
 to an average precision or recall. Hits of several draws stand side by side (images x draws)."""
 
-UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share"})
+UNRANKED_METRICS = frozenset({"explained_variance", "outlier_share", "degenerate"})
 """In percent, and yet more is not better."""
 
 SUPERVISED = "supervised"

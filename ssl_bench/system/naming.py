@@ -9,7 +9,6 @@ _LONGEST = 255
 _DIGITS = 16
 _ENDS_LIKE_OURS = re.compile(rf".*~[0-9a-f]{{{_DIGITS}}}", re.DOTALL)
 _SHA_DIGITS = 8
-_FOLDER = re.compile(rf"(.+)-([0-9a-f]{{{_SHA_DIGITS}}})", re.DOTALL)
 
 
 def file_name(text: str, *, added: int = 0, distinct: bool = False) -> str:
@@ -82,12 +81,6 @@ def pictures_folder(encoder: str, fingerprint: str) -> str:
 def image_digits(fingerprint: str) -> str:
     """What names of folders hold of a fingerprint."""
     return fingerprint.rpartition("-")[2][:_SHA_DIGITS]
-
-
-def parts_of_folder(name: str) -> tuple[str, str] | None:
-    """An `encoder_folder` and the `image_digits` behind it; None for any other name."""
-    found = _FOLDER.fullmatch(name)
-    return (found[1], found[2]) if found and _FOLDER.fullmatch(found[1]) else None
 
 
 def _first_bytes(plain: bytes, count: int) -> str:

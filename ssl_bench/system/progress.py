@@ -133,6 +133,11 @@ def in_words(seconds: float) -> str:
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def size_in_words(size: int) -> str:
+    """Such as "12.3 MB", of bytes."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{max(size / 1e6, 0.1):.1f} MB"
+
+
 def say(line: str) -> None:
     """Tell the user on stderr, beside bars; stdout is for tables. The first process alone does."""
     if not is_heard():

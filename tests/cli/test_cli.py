@@ -108,19 +108,21 @@ def test_finished_cells_are_skipped_until_overwrite(workplace, capsys):
     assert "skipped" not in capsys.readouterr().err
 
 
-def test_objects_are_looked_for_in_a_plain_folder_without_a_score(workplace, capsys):
+def test_objects_are_looked_for_in_a_plain_folder_and_found_once(workplace, capsys):
     arguments = ["probe", "--task", "tokencut", "--dataset", "folder", "--data-root", "photos"]
 
     assert main([*arguments, "--layer", "0", "probe.panels=1"]) == 0
 
     out, err = capsys.readouterr()
     assert "corloc" not in out
-    assert "folder has no boxes to compare with: nothing was scored; masks" in err
-    assert "no ground truth, so no scores; pictures in results; to look at them" in err
+    assert "degenerate" in out
+    assert "folder has no boxes to compare with: only degenerate graphs are counted; masks" in err
     masks = (workplace / "results/pictures/tokencut/folder").glob(
         "*/reference_max_side=640/masks/*/*.png"
     )
     assert sorted(path.name for path in masks) == ["0.png.png", "1.png.png", "2.png.png"]
+    assert main([*arguments, "--layer", "0", "probe.panels=1", "--dry-run"]) == 0
+    assert "1 cells: 1 finished, 0 pending" in capsys.readouterr().out
 
 
 def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):

@@ -76,15 +76,3 @@ def test_top_5_of_two_classes_is_no_damage(capsys):
     out, err = capsys.readouterr()
     assert "top1_k1" in out
     assert "ignored" not in err
-
-
-def test_photographs_without_a_score_have_a_report_beside_other_records(capsys, place):
-    classes = ["--dataset", "class_folders", "--data-root", "classes"]
-    assert main(probed("knn", "probe.neighbours=[1]", data=classes)) == 0
-    assert main(probed("tokencut")) == 0
-
-    assert main(["report", "--task", "tokencut", "--dataset", "folder"]) == 0
-
-    assert "pictures without scores of 2 checkpoints" in capsys.readouterr().err
-    assert "tokencut on folder" in (place / "results/report/index.html").read_text()
-    assert "unknown dataset" in fails(capsys, ["report", "--dataset", "nothing"], 2)

@@ -95,6 +95,61 @@ def test_python_and_the_command_line_leave_the_same_record(tmp_path, monkeypatch
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
+def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number in range(4):
+        pixels = np.random.default_rng(number).integers(0, 256, (48, 64, 3), np.uint8)
+        Image.fromarray(pixels).save(photos / f"{number}.png")
+
+    found = ssl_bench.probe(
+        own_module.own(),
+        task="all",
+        dataset="folder",
+        data_root=photos,
+        layer="1",
+        out=tmp_path / "results",
+    )
+
+    asked = {"pca", "tokencut", "geometry", "conditioning", "correspondence"}
+    assert {record.task for record in found} == asked
+    assert "no class labels for classification and clustering and knn" in capsys.readouterr().err
+
+
+class Plain(own_module.Own):
+    """The same module with blocks that give their tokens alone."""
+
+    class Layer(own_module.Layer):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return super().forward(tokens)[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(Plain.Layer(16) for _ in range(3))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = self.embed(images).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.first.expand(len(tokens), -1, -1), tokens], 1) + self.positions
+        return self.ln_f(nn.Sequential(*self.trunk)(tokens))[:, 0]
+
+
+def test_blocks_that_give_a_tuple_are_as_well_conditioned_as_their_tokens(tmp_path):
+    tupled, plain = own_module.own(), Plain()
+    plain.load_state_dict(tupled.state_dict())
+    asked: dict[str, Any] = {"task": "conditioning", "protocol": "jacobian_exact", "num_images": 2}
+
+    found = [
+        {
+            (one.facet, one.metric): one.value
+            for one in ssl_bench.probe(module, out=tmp_path / type(module).__name__, **asked)
+        }
+        for module in (tupled, plain)
+    ]
+
+    assert found[0] == found[1]
+    assert ("block", "condition_number") in found[0]
+
+
 def test_results_are_a_table_a_frame_and_a_figure(tmp_path):
     found = ssl_bench.probe(own_module.own(), task="geometry", out=tmp_path, layer="0,-1", **FEW)
 

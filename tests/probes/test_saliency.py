@@ -189,7 +189,7 @@ def test_a_second_run_finds_all_cells_finished_and_files_in_place(place, capsys)
         ("ecssd", "masks", ["max_f_beta", "iou", "accuracy"]),
         ("voc2012", "boxes", ["corloc"]),
         ("coco20k", "boxes", ["corloc"]),
-        ("folder", "boxes", ["corloc"]),
+        ("folder", "none", ["degenerate"]),
     ],
 )
 def test_what_a_dataset_has_decides_what_is_scored(dataset, truth, metrics):

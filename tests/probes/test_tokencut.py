@@ -256,18 +256,25 @@ def test_ground_truth_without_any_box_ends_the_run_and_says_where_the_found_ones
 
 
 @pytest.mark.parametrize("method", ["tokencut", "maskcut"])
-def test_images_without_ground_truth_give_masks_and_pictures_but_no_score(tmp_path, method):
-    said, probe = [], TokenCut(method=method, max_objects=2)
+def test_images_without_ground_truth_give_masks_pictures_and_degenerate_graphs(tmp_path, method):
+    said, probe = [], TokenCut(method=method, max_objects=2, truth="none")
     pictures = Pictures({"a": None, "sub/b": None})
 
     scores = list(probe.run(replace(context(tmp_path, pictures, [2]), say=said.append)))
 
-    assert scores == []
+    ((layer, facet, metric),) = probe.cells([2])
+    (score,) = scores
+    assert (score.layer, score.facet, score.metric) == (layer, facet, metric)
     assert len(said) == 1
-    assert re.match("noise has no boxes to compare with: nothing was scored; masks.* in ", said[0])
+    assert re.match(
+        "noise has no boxes to compare with: only degen.* counted; masks.* in ", said[0]
+    )
     (folder,) = tmp_path.iterdir()
     (path,) = folder.glob("images_*.jsonl")
-    for line in map(json.loads, path.read_text().splitlines()[1:]):
+    lines = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    flags = [line["cells"]["2/key"]["degenerate"] for line in lines]
+    assert score.value == 100 * sum(flags) / len(flags)
+    for line in lines:
         cell, grid = line["cells"]["2/key"], tuple(line["grid"])
         assert line["num_boxes"] is cell["hit"] is None
         with Image.open(folder / f"masks/block02_key/{line['image']}.png") as file:

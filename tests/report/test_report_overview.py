@@ -17,7 +17,6 @@ from ssl_bench.report.overview.headlines import by_task, chosen_metric, headline
 from ssl_bench.report.overview.meanings import MEANINGS
 from ssl_bench.report.overview.measured import block_groups
 from ssl_bench.report.overview.profiles import profiles_of
-from ssl_bench.report.pictures.files import PictureFiles, Place
 from ssl_bench.report.pictures.panels import Gallery, of_layers
 from ssl_bench.report.pictures.strips import MOST_SHOWN, strips_of
 from ssl_bench.results import Baseline, Record, ResultStore
@@ -322,63 +321,6 @@ def test_one_word_for_a_block_and_axes_that_are_named(tmp_path):
         assert "layer" not in Elements(page).text
         assert page.count('class="chart"') == page.count('class="measured"')
         assert not re.findall(r'class="measured"[^>]*></text>', page)
-
-
-@pytest.mark.parametrize("others", [(), (cell(task="knn", metric="top1_k20", dataset="faces"),)])
-def test_pictures_that_no_record_is_about_are_shown(tmp_path, capsys, others):
-    store = ResultStore(tmp_path)
-    for record in others:
-        store.save(record)
-    for layer in (0, 11):
-        place = f"tokencut/my photos/vit-0123abcd-0b0b0b0b/reference/block{layer:02}_key/dog.jpg"
-        save_pictures(tmp_path, place)
-
-    assert main(["report", "--out", str(tmp_path)]) == 0
-
-    page = (tmp_path / "report/index.html").read_text()
-    sources = [given["src"] for tag, given in Elements(page).elements if tag == "img"]
-    start = "pictures/tokencut/my%20photos/vit-0123abcd-0b0b0b0b/reference"
-    assert sources == [f"{start}/block{layer}_key/dog.jpg.png" for layer in ("00", "11")]
-    assert ("Pictures of 1 checkpoint; no scores." in page) == (not others)
-    (own,) = (tmp_path / "report").glob("checkpoint-vit-0123abcd.html")
-    text = Elements(own.read_text()).text
-    assert "no record is about it" in text
-    assert "my photos, reference key" in text
-    said = "1 record of 2 checkpoints:" if others else "pictures without scores of 1 checkpoint:"
-    assert said in capsys.readouterr().err
-
-
-def test_pictures_of_tasks_that_were_not_asked_for_are_no_report(tmp_path, capsys):
-    save_pictures(tmp_path, "tokencut/folder/vit-0123abcd-0b0b0b0b/reference/block00_key/dog")
-
-    assert main(["report", "--out", str(tmp_path), "--task", "knn"]) == 3
-    assert main(["report", "--out", str(tmp_path), "--dataset", "toy"]) == 3
-    assert "no records in" in capsys.readouterr().err
-
-
-def test_pictures_of_an_encoder_with_records_belong_to_it(tmp_path):
-    record = cell()
-    save_pictures(tmp_path, f"pca/folder/{folder_of(record)}/image/block00/dog")
-    save_pictures(
-        tmp_path, f"pca/folder/renamed-{record.encoder_id[:8]}-0b0b0b0b/image/block00/dog"
-    )
-    (tmp_path / "pictures/pca/folder/link").symlink_to(tmp_path)
-
-    page = written(tmp_path, record, page="checkpoint-*.html")
-
-    assert len(list((tmp_path / "report").glob("checkpoint-*.html"))) == 1
-    assert page.count('<div class="viewer">') == 2
-
-
-def test_folders_of_pictures_are_unscored_where_no_record_is(tmp_path):
-    ResultStore(tmp_path).save(cell())
-    vit = "vit-0123abcd-0b0b0b0b"
-    save_pictures(tmp_path, *(f"{n}/{vit}/one" for n in ("tokencut/toy", "a/folder", "pca/toy")))
-
-    found = PictureFiles(tmp_path).unscored()
-
-    places = (("a", "folder"), ("pca", "toy"))
-    assert found == [Place(*place, "vit-0123abcd", "0b0b0b0b") for place in places]
 
 
 def test_every_task_is_explained_where_its_curves_begin(tmp_path):

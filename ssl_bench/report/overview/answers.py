@@ -27,6 +27,7 @@ _METRICS = {
     r"ami": "AMI",
     r"nmi": "NMI",
     r"rankme": "RankMe",
+    r"degenerate": "degenerate graphs",
 }
 
 

@@ -8,7 +8,8 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
         "segmentation": "A linear head names the class of every pixel from the patches of a block; "
         "mean IoU over the classes, more is better.",
         "tokencut": "The normalised cut of a block's patches gives a box an image; CorLoc: percent "
-        "of the images whose box overlaps a true one with an IoU of 1/2, more is better.",
+        "of the images whose box overlaps a true one with an IoU of 1/2, more is better. "
+        "Without boxes, only the percent of graphs that say nothing (degenerate).",
         "retrieval": "Patches take the class of their nearest training patches, nothing is "
         "trained; mean IoU over the classes, more is better.",
         "classification": "A linear head names the class of the image; percent right, more is "

@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from ssl_bench.system.files import open_within, read_within
-from ssl_bench.system.naming import parts_of_folder
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _MOST_BYTES = 64 * 2**20
 # One a image without ground truth, for other programs rather than for readers.
 _NOT_SHOWN = "masks"
-_UNKNOWN_IMAGES = "its name, an older one, says not of which images; a probe draws them anew"
 
 
 @dataclass(frozen=True, order=True)
@@ -45,19 +43,6 @@ class PictureFiles:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.refused: dict[Path, str] = {}
-
-    def unscored(self) -> list[Place]:
-        """Where there are pictures of a task on a dataset that no record is about."""
-        scored = {p.parts[-3:-1] for p in (self.root / "records").glob("*/*/*.json")}
-        found = []
-        for folder in sorted((self.root / "pictures").glob("*/*/*/")):
-            parts = parts_of_folder(folder.name)
-            if parts is None:
-                self.refused[folder] = _UNKNOWN_IMAGES
-            elif folder.parts[-3:-1] not in scored:
-                place = Place(folder.parts[-3], folder.parts[-2], *parts)
-                found += [place] if self.names_below(place.path) else []
-        return found
 
     def names_below(self, start: str) -> list[PurePosixPath]:
         """Pictures below a folder, both relative, in the order of their names."""

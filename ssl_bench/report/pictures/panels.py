@@ -75,7 +75,6 @@ def galleries_of(
     files: PictureFiles,
     records: Sequence[Record],
     checkpoint: Checkpoint,
-    unscored: Iterable[Place] = (),
 ) -> list[Gallery]:
     """What there is to see of a checkpoint.
 
@@ -83,7 +82,6 @@ def galleries_of(
         files: Those of the folder of results.
         records: Those of the report; their tasks and datasets are looked at.
         checkpoint: Whose pictures.
-        unscored: Where there are pictures that no record is about.
 
     Returns:
         Galleries whose paths are relative to that folder, with / between folders.
@@ -97,26 +95,22 @@ def galleries_of(
                 place = Place(record.task, file_name(record.dataset), folder, images)
                 variants[place].add((record.protocol, record.facet))
                 datasets[place] = record.dataset
-    own = [place for place in unscored if place.encoder in checkpoint.folders]
     found = []
-    for place in sorted({*datasets, *own}):
-        of = Gallery(place.task, datasets.get(place, place.dataset), place.images, "", {}, {})
+    for place, dataset in sorted(datasets.items()):
+        of = Gallery(place.task, dataset, place.images, "", {}, {})
         start, names = f"{place.path}/", files.names_below(place.path)
         found += _by_block(of, start, names)
         found += _panels(of, start, names, variants[place])
     return found
 
 
-def of_layers(
-    galleries: Sequence[Gallery], layers: Set[int] | None, depth: int | None
-) -> list[Gallery]:
+def of_layers(galleries: Sequence[Gallery], layers: Set[int] | None, depth: int) -> list[Gallery]:
     """Without pictures of other blocks; below 0 they count from the last one on."""
     if layers is None:
         return list(galleries)
     found = []
     for gallery in galleries:
-        count = depth or 1 + max(gallery.layers, default=0)
-        kept = [n for n in gallery.prefixes if n is None or n in layers or n - count in layers]
+        kept = [n for n in gallery.prefixes if n is None or n in layers or n - depth in layers]
         if kept:
             found.append(gallery.only(kept, gallery.files))
     return found
