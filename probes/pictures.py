@@ -25,19 +25,29 @@ _SVG_JPEG_QUALITY = 90
 
 @dataclass(frozen=True)
 class Picture:
-    """An image and the titles above it, before either is drawn."""
+    """An image and the titles above it, before either is drawn.
+
+    Attributes:
+        shape: Height and width, in any unit, of what a squashed image is of.
+    """
 
     image: UInt8[np.ndarray, "height width 3"]
     titles: tuple[str, ...]
+    shape: tuple[int, int] | None = None
+
+    def tile(self) -> Image.Image:
+        return titled(self.image, *self.titles, shape=self.shape)
 
 
-def titled(image: UInt8[np.ndarray, "height width 3"], *titles: str) -> Image.Image:
+def titled(
+    image: UInt8[np.ndarray, "height width 3"], *titles: str, shape: tuple[int, int] | None = None
+) -> Image.Image:
     """A tile of fixed height with its titles above, one a line.
 
     Small maps keep their sharp patches. A tile is as wide as its titles need; titles that would
     be wider than `LONGEST_TILE` are shortened, and so are the sides of very wide images.
     """
-    picture = Image.fromarray(image).resize(tile_size(image), _resampling(image))
+    picture = Image.fromarray(image).resize(tile_size(shape or image.shape), _resampling(image))
     lines = [shortened(title, LONGEST_TILE - 2) for title in titles]
     width = _title_width(titles, picture.width)
     tile = Image.new("RGB", (width, TILE_HEIGHT + TITLE_HEIGHT * len(lines)), "white")
@@ -54,9 +64,9 @@ def heading(text: str) -> Image.Image:
     return tile
 
 
-def tile_size(image: UInt8[np.ndarray, "height width 3"]) -> tuple[int, int]:
-    """Width and height of an image on its tile."""
-    height, width = image.shape[:2]
+def tile_size(shape: Sequence[int]) -> tuple[int, int]:
+    """Width and height on its tile of an image of some height and width."""
+    height, width = shape[:2]
     if width * TILE_HEIGHT > height * LONGEST_TILE:
         return LONGEST_TILE, max(1, round(height * LONGEST_TILE / width))
     return max(1, round(width * TILE_HEIGHT / height)), TILE_HEIGHT
@@ -99,7 +109,7 @@ def svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) 
         left, bottom = MARGIN, top
         for picture in row:
             title_height = TITLE_HEIGHT * len(picture.titles)
-            width, height = tile_size(picture.image)
+            width, height = tile_size(picture.shape or picture.image.shape)
             for number, title in enumerate(picture.titles):
                 line = shortened(title, LONGEST_TILE - 2)
                 parts.append(_svg_text(line, left, top + number * TITLE_HEIGHT + 13))
@@ -138,7 +148,7 @@ def _svg_image(
         )
         kind = "jpeg"
     data = base64.b64encode(buffer.getvalue()).decode()
-    place = f'x="{left}" y="{top}" width="{width}" height="{height}"'
+    place = f'x="{left}" y="{top}" width="{width}" height="{height}" preserveAspectRatio="none"'
     return f'<image {place} href="data:image/{kind};base64,{data}"/>'
 
 

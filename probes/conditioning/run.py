@@ -80,9 +80,9 @@ class ConditioningRun:
                 found = lanczos_scores(
                     layer, passes[layer], self.probe.num_steps, self.context.seed
                 )
-            self._say_what_is_missing(layer, found)
             scores += found
             yield from found
+        self._say_what_is_missing(scores)
         likeness, path = None, self._path()
         if self.probe.protocol == "spectra":
             save_spectra(spectra, path.with_name(f"{path.name}-{SPECTRA_FILE}"))
@@ -101,8 +101,7 @@ class ConditioningRun:
         whole = replace(self.context, layers=tuple(range(max(asked) + 1)))
         passes = block_passes(encoder, samples, self.probe.image_size, whole)
         scores = mean_log_scores(asked, passes)
-        for layer in asked:
-            self._say_what_is_missing(layer, [score for score in scores if score.layer == layer])
+        self._say_what_is_missing(scores)
         yield from scores
 
     def _known(self, layer: int) -> list[Score]:
@@ -148,19 +147,25 @@ class ConditioningRun:
         path = self._path()
         draw(scores, likeness, self._title(len(samples)), path.with_name(f"{path.name}.png"))
 
-    def _say_what_is_missing(self, layer: int, found: Sequence[Score]) -> None:
-        have = {(score.facet, score.metric) for score in found}
-        missing = dict.fromkeys(f for f, m in CELLS[self.probe.protocol] if (f, m) not in have)
-        if missing:
-            self.context.say(
-                f"conditioning: block {layer} of {self.context.encoder.name}: {', '.join(missing)} "
-                "left out; it is no pre-norm block of plain softmax attention and an MLP"
-            )
+    def _say_what_is_missing(self, found: Sequence[Score]) -> None:
+        have = {(score.layer, score.facet, score.metric) for score in found}
+        lacking: dict[tuple[str, ...], list[int]] = {}
+        for layer in self.context.layers:
+            cells = CELLS[self.probe.protocol]
+            missing = dict.fromkeys(f for f, m in cells if (layer, f, m) not in have)
+            lacking.setdefault(tuple(missing), []).append(layer)
+        for missing, layers in lacking.items():
+            if missing:
+                self.context.say(
+                    f"conditioning: {self.context.encoder.name}, block "
+                    f"{', '.join(map(str, layers))}: {', '.join(missing)} left out; "
+                    "no pre-norm block of plain softmax attention and an MLP"
+                )
         for score in found:
             if np.isnan(score.value):
                 self.context.say(
-                    f"conditioning: block {layer}: {score.metric} of {score.facet} is undefined, "
-                    "all tokens are the same"
+                    f"conditioning: block {score.layer}: {score.metric} of {score.facet} is "
+                    "undefined, all tokens are the same"
                 )
 
     def _path(self) -> Path:

@@ -10,7 +10,6 @@ from probes.pictures import (
     heading,
     sheet,
     svg_sheet,
-    titled,
 )
 from ssl_bench.data.samples import Sample
 from ssl_bench.system.naming import image_name
@@ -27,7 +26,7 @@ def draw_tiles(
     photographs = _photographs(samples)
     for layer, column in pictures.items():
         for sample, *both in zip(samples, photographs, column, strict=True):
-            tiles = [titled(picture.image, *picture.titles) for picture in both]
+            tiles = [picture.tile() for picture in both]
             sheet([tiles], folder / f"block{layer:02d}" / image_name(sample.image_id))
 
 
@@ -60,7 +59,7 @@ def draw_overview(
     name = blocks_name(list(pictures))
     line = f"{encoder}: {_legend(probe, len(samples))}"
     if "png" in probe.grid_kinds:
-        tiles = [[titled(p.image, *p.titles) for p in row] for row in rows]
+        tiles = [[picture.tile() for picture in row] for row in rows]
         sheet([[heading(line)], *tiles], folder / f"{name}.png")
     if "svg" in probe.grid_kinds:
         svg_sheet(rows, folder / f"{name}.svg", line)

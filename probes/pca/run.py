@@ -241,10 +241,18 @@ class PCARun:
     ) -> dict[int, list[Picture]]:
         return {
             layer: [
-                Picture(colours[layer][i], (block.title(layer, i),)) for i in range(len(samples))
+                Picture(colours[layer][i], (block.title(layer, i),), self._shape(sample))
+                for i, sample in enumerate(samples)
             ]
             for layer, block in blocks.items()
         }
+
+    def _shape(self, sample: Sample) -> tuple[int, int] | None:
+        """Of an image that is squashed, so that its map is as wide as its photograph."""
+        if self.probe.squash is None:
+            return None
+        height, width = sample.image.shape[:2]
+        return height, width
 
 
 def resize(

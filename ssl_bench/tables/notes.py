@@ -62,6 +62,13 @@ def baseline_note(records: Sequence[Record]) -> str:
 def footnote(records: Sequence[Record]) -> str:
     """All that stands below the numbers of one metric on one set of images, in one line."""
     note = baseline_note(records)
+    # One of a mean over seeds is that of the seeds that have one.
+    lacking = {r.layer for r in records if r.ci95 is None} - {r.layer for r in records if r.ci95}
+    if lacking and any(record.ci95 for record in records):
+        note += "; " if note else ""
+        note += (
+            f"no interval: these images do not tell of block {', '.join(map(str, sorted(lacking)))}"
+        )
     return f"{note}; {provenance(records)}" if note else provenance(records)
 
 

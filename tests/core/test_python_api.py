@@ -113,6 +113,10 @@ def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
 
     asked = {"pca", "tokencut", "geometry", "conditioning", "correspondence"}
     assert {record.task for record in found} == asked
+    (tile,) = (tmp_path / "results/pictures/pca").glob("*/*/*/block01/0.png.png")
+    with Image.open(tile) as file:
+        # The photograph and its map, each 144 pixels high and as wide as 64 x 48 is then.
+        assert file.width == 2 * 192 + 3 * 4
     assert "no class labels for classification and clustering and knn" in capsys.readouterr().err
 
 

@@ -97,7 +97,7 @@ class Gallery:
                     f"{image_id} of {self.images.name} was replaced after its objects were "
                     "searched; run the same command again when nobody writes there"
                 )
-            small = Image.fromarray(sample.image).resize(tile_size(sample.image))
+            small = Image.fromarray(sample.image).resize(tile_size(sample.image.shape))
             boxes = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
             size = (sample.image.shape[0], sample.image.shape[1])
             truth = None
