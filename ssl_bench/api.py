@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,12 +167,14 @@ def evaluate(
         ConfigurationError: A probe that is needed does not fit.
     """
     records, left_out, passed = list[Record](), list[str](), passed or PassedImages()
-    for planned in plan:
+    for number, planned in enumerate(plan, start=1):
+        # So that one sees how much of all tasks is left.
+        told = partial(_say_in, f"{number} of {len(plan)}: ") if len(plan) > 1 else say
         try:
             asked = layers_of(planned.probe, layers, encoder.depth)
             evaluation = planned.evaluation(encoder, asked, device)
             records += evaluation.run(
-                store, say=say, overwrite=overwrite, ranks=ranks, passed=passed
+                store, say=told, overwrite=overwrite, ranks=ranks, passed=passed
             )
         except (ConfigurationError, ImportError, SyntaxError) as error:
             if needs_all and needs_any:
@@ -182,6 +185,10 @@ def evaluate(
     if len(left_out) == len(plan) and needs_any:
         raise ConfigurationError(f"no task was left for {encoder.name}: {left_out[0]}")
     return records
+
+
+def _say_in(place: str, line: str) -> None:
+    say(place + line)
 
 
 def read_results(folder: str | Path = "results") -> Results:

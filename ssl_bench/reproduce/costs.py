@@ -11,6 +11,7 @@ TRAINING_GB = {
     "cifar100": 0.17,
     "svhn": 0.25,
     "mnist": 0.012,
+    "copying": 0.0,
 }
 """Gigabytes of the published archives that runs train on: the training and validation images of
 ILSVRC 2012 (147.9 and 6.7), tiny-imagenet-200.zip, cifar-10-python.tar.gz, cifar-100-python.tar.gz,

@@ -13,6 +13,8 @@ from ssl_bench.results.record import SUPERVISED
 from ssl_bench.tables.published import PublishedColumn, PublishedTable, published_tables
 
 _IN_EPOCHS = ("train.warmup_epochs", "objective.teacher_temperature_epochs")
+# Lies nowhere: the objective draws it.
+_DRAWN = frozenset({"copying"})
 _OF_PROBES = ("probe.", "dataset.")
 _PLAIN = re.compile(r"[A-Za-z/._][\w/.-]*")
 
@@ -104,7 +106,7 @@ class Plan:
             ConfigurationError: it is not said where the images lie.
         """
         is_said = any(word.startswith("data.root=") for word in self.asked.overrides)
-        missing = {run.images for run in self.runs} - set(self.asked.roots)
+        missing = {run.images for run in self.runs} - set(self.asked.roots) - _DRAWN
         if missing and not is_said:
             name = min(missing)
             raise ConfigurationError(

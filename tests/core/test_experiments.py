@@ -27,7 +27,11 @@ ROWS = [
 ]
 # Stems of experiments, and what the arms under them may differ in.
 COMPARISONS = {
+    "convmixer24_cifar10": {"model", "train"},
     "convmixer_cifar10": {"model", "train"},
+    "convmixer_patch1_cifar10": {"model", "train"},
+    "convmixer_skip_cifar10": {"model"},
+    "convnext_imagenet": {"model", "train"},
     "convmixer_imagenet": {"model", "train"},
     "deit_imagenet": {"model"},
     "dino_100_imagenet": {"model"},
