@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 from collections.abc import Iterator
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     # What is still frozen at the end of Python is called a leak.
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """What a test leaves running would hold up the end of all tests for ever."""
+    yield
+    left = active_children()
+    for one in left:
+        one.kill()
+        one.join()
+    assert not left
 
 
 @pytest.fixture(scope="session")

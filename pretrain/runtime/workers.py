@@ -6,6 +6,7 @@ as large as that lets it be: a whole part of a batch, or as few images as fit.
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def arriving(
         # It draws a number when iterated, which must not come out of the global generator.
         generator=torch.Generator(),
     )
-    pieces = None
+    pieces, before = None, active_children()
     try:
         pieces = iter(loader)
         with deaths_of_workers_wait():
@@ -138,3 +139,9 @@ def arriving(
     finally:
         # A traceback may keep this frame alive, and with it the workers.
         del pieces
+        # torch forgets those of a loader that could not begin. They pass over the one SIGTERM that
+        # comes when this process ends, which would wait for them for ever.
+        for worker in active_children():
+            if worker not in before:
+                worker.kill()
+                worker.join()

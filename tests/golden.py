@@ -1,0 +1,114 @@
+"""Every number that the commands give on small data, written down before a change and compared after.
+
+    python -m tests.golden write FILE       # minutes on one core
+    python -m tests.golden compare FILE     # exit 1 and a line for each value that differs
+
+Runs of three objectives with and without skips, stopped after five of ten steps and resumed: each
+step's log, and the weights. Then all tasks on toy scenes, toy objects and photographs, for these
+runs and both demonstration encoders: value and interval of each record. Equal to the last bit on
+one machine with one version of torch; elsewhere nothing is promised.
+"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from safetensors.numpy import load_file
+from sklearn.datasets import load_sample_images
+
+from ssl_bench.cli.__main__ import main
+from ssl_bench.results import ResultStore
+from tests.support.runs import log_rows
+
+TINY = (
+    *("model.dim=32", "model.depth=3", "model.num_heads=2", "model.image_size=32"),
+    *("model.patch_size=8", "train.batch_size=4", "optimizer.lr=1e-3"),
+)
+OBJECTIVES = {
+    "dino": ("objective.out_dim=64", "objective.hidden_dim=32", "objective.crops.num_locals=2"),
+    "mae": ("objective=mae",),
+    "supervised": ("objective=supervised", "--data-root", "photographs"),
+}
+FEW = (
+    *("--limit", "12", "probe.protocol=fast", "probe.training.epochs=2", "probe.image_size=64"),
+    *("probe.memory_patches=500", "probe.view_images=4", "probe.num_images=2"),
+)
+
+
+def values(folder: Path) -> dict[str, Any]:
+    """By name of a run's step or a record's file."""
+    found: dict[str, Any] = {}
+    photographs, runs = _photographs(folder / "photographs"), list[str]()
+    for objective, words in OBJECTIVES.items():
+        for model in ("skip", "skipless"):
+            run = folder / f"{objective}_{model}"
+            words_of_run = [f"model=vit_tiny_{model}", *TINY, *words, "--out", str(run)]
+            for steps, more in ((5, []), (10, ["--resume", "--extend"])):
+                _run("pretrain", *words_of_run, f"train.max_steps={steps}", *more)
+            found |= {f"{run.name} {row.get('step')}": row for row in log_rows(run)}
+            found[f"{run.name} weights"] = {
+                name: hashlib.sha256(tensor.tobytes()).hexdigest()[:16]
+                for name, tensor in load_file(run / "last.safetensors").items()
+            }
+            runs += ["--checkpoint", str(run)]
+    encoders = [*runs, "--checkpoint", "demo:skip,demo:skipless", "--out", str(folder / "results")]
+    _run("probe", "--task", "all", "--dataset", "toy", *FEW, *encoders)
+    _run("probe", "--task", "all", "--dataset", "toy_objects", "--limit", "24", *encoders)
+    root = ["--dataset", "folder", "--data-root", str(photographs)]
+    _run("probe", "--task", "all", *root, "probe.num_images=2", *encoders)
+    for record in ResultStore(folder / "results").records():
+        where = f"{record.model} {record.task} {record.dataset} {record.protocol} {record.seed}"
+        name = f"{where} {record.layer} {record.facet} {record.metric}"
+        found[name] = [record.value, record.ci95]
+    return found
+
+
+def _run(*words: str) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = main(list(words))
+    if code:
+        sys.exit(f"exit code {code} of ssl-bench {' '.join(words)}")
+
+
+def _photographs(folder: Path) -> Path:
+    """Four parts of each of scikit-learn's two photographs, which are classes of their own."""
+    for number, pixels in enumerate(load_sample_images().images):
+        for part in range(4):
+            top, left = 150 * (part // 2), 240 * (part % 2)
+            image = Image.fromarray(pixels[top : top + 160, left : left + 240])
+            place = folder / f"class{number}" / f"{part}.png"
+            place.parent.mkdir(parents=True, exist_ok=True)
+            image.save(place)
+    return folder
+
+
+def _compare(before: dict[str, Any], after: dict[str, Any]) -> int:
+    lines = [f"gone: {name}" for name in before.keys() - after.keys()]
+    lines += [f"new: {name}" for name in after.keys() - before.keys()]
+    lines += [
+        f"{name}: {before[name]} -> {after[name]}"
+        for name in before.keys() & after.keys()
+        if before[name] != after[name]
+    ]
+    print("\n".join([*sorted(lines), f"{len(before)} values, {len(lines)} differ"]))
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    mode, file = sys.argv[1], Path(sys.argv[2]).resolve()
+    with tempfile.TemporaryDirectory() as place:
+        os.chdir(place)
+        # As JSON has them, so that both sides of a comparison are the same kind.
+        given = json.loads(json.dumps(values(Path(place))))
+    if mode == "write":
+        file.write_text(json.dumps(given, indent=1) + "\n")
+        print(f"{len(given)} values in {file}")
+    else:
+        sys.exit(_compare(json.loads(file.read_text()), given))
