@@ -42,7 +42,7 @@ def furnish(place: Path) -> None:
         _classes(place / name, kinds=2, count=101)
     for name in ("data/cifar10", "data/mnist"):
         _classes(place / name, kinds=10, count=2)
-    for name in ("my_photos", "coco/val2017"):
+    for name in ("my_photos", "coco/val2017", "coco/first_40"):
         (place / name).parent.mkdir(exist_ok=True)
         photo_folder(place / name)
 
