@@ -1,4 +1,4 @@
-"""Every number that the commands give on small data, written down before a change and compared after.
+"""Every number that the commands give on small data, to compare before and after a change.
 
     python -m tests.golden write FILE       # minutes on one core
     python -m tests.golden compare FILE     # exit 1 and a line for each value that differs

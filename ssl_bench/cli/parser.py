@@ -14,7 +14,6 @@ from ssl_bench.cli.flags import (
 )
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.reproduce.arguments import add_arguments
-from ssl_bench.sweep.arguments import add_slurm
 
 EPILOG = """\
 examples:
@@ -141,7 +140,18 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     way("--dry-run", action="store_true", help="only show the plan")
     way("--print", action="store_true", help="print a command for each job with pending cells")
     way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
-    add_slurm(sweep)
+    # The rest goes through sbatch's SBATCH_* variables.
+    add("--slurm-partition", metavar="NAME", help="default: the cluster's own")
+    add("--slurm-minutes", type=int, default=240, metavar="N", help="for each job (default 240)")
+    add(
+        "--slurm-gpus",
+        type=int,
+        default=1,
+        metavar="N",
+        help="for each job (default 1); several share the images of one probe",
+    )
+    add("--slurm-cpus", type=int, default=8, metavar="N", help="for each job (default 8)")
+    add("--slurm-logs", metavar="DIR", help="logs of the jobs (default OUT/slurm)")
 
 
 def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -169,9 +179,7 @@ def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _add_reproduce(commands: "argparse._SubParsersAction[_Parser]") -> None:
     summary = "the runs and probes of a published table, and ours beside it"
-    reproduce = _command(commands, "reproduce", summary)
-    add_arguments(reproduce)
-    add_slurm(reproduce)
+    add_arguments(_command(commands, "reproduce", summary))
 
 
 def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:

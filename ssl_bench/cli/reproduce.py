@@ -18,12 +18,12 @@ from ssl_bench.tables.published import published_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """List the tables, or show the plan of one; run, submit or print its steps.
+    """List the tables, or show the plan of one; run or print its steps.
 
     Returns:
         The exit code of the first step that failed, else 0.
     """
-    acts = [name for name in ("run", "slurm", "print", "table") if getattr(options, name)]
+    acts = [name for name in ("run", "print", "table") if getattr(options, name)]
     tables = list(published_tables()) if options.name is None else tables_of(options.name)
     if options.name is None or len(tables) > 1:
         if acts or overrides:
@@ -34,14 +34,12 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(listing(tables))
         return 0
     plan = plan_table(tables[0], _asked(options, overrides))
-    if options.run or options.slurm:
+    if options.run:
         plan.require_roots()
     if options.print:
         print("\n".join(shell_words(["ssl-bench", *step.words]) for step in plan.steps))
     elif options.run:
         return _run(plan, debug=options.debug)
-    elif options.slurm:
-        _submit(plan, options)
     elif options.table:
         _print_table(plan)
     else:
@@ -100,21 +98,3 @@ def _print_table(plan: Plan) -> None:
     from ssl_bench.tables.printing.sheets import default_format, render_tables
 
     print(render_tables([table_beside(plan)], default_format()))
-
-
-def _submit(plan: Plan, options: argparse.Namespace) -> None:
-    from ssl_bench.asked import opened_store
-    from ssl_bench.reproduce.slurm import submit_plan
-    from ssl_bench.sweep.slurm import SlurmOptions
-
-    slurm = SlurmOptions(
-        partition=options.slurm_partition,
-        minutes=options.slurm_minutes,
-        gpus=options.slurm_gpus,
-        cpus=options.slurm_cpus,
-        logs=Path(options.slurm_logs or plan.asked.out / "slurm"),
-    )
-    opened_store(str(plan.asked.out))
-    for what, job in submit_plan(plan, slurm).items():
-        say(f"{what}: SLURM job {job}")
-    say(f"logs in {slurm.logs}; the same command submits again what is not finished by then")

@@ -6,7 +6,6 @@ state.py    what lies in run folders and records already
 costs.py    gigabytes of data
 showing.py  the plan as text
 carrying.py the plan carried out here; torch is imported from here on
-slurm.py    the plan submitted, each run with the probes that wait for it
 beside.py   our records beside the published values
 
 Nothing up to showing.py imports torch, so that looking costs a second.

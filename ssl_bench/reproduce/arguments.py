@@ -16,5 +16,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     way = parser.add_mutually_exclusive_group().add_argument
     way("--run", action="store_true", help="run it here; what is finished is skipped")
     way("--print", action="store_true", help="print its commands in order")
-    way("--slurm", action="store_true", help="submit it to SLURM (extra: slurm)")
     way("--table", action="store_true", help="only print ours beside the published values")

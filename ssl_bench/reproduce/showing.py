@@ -61,7 +61,7 @@ def _notes(plan: Plan) -> Iterator[str]:
     if plan.table.doubts:
         yield f"doubtful: {plan.table.doubts}"
     if plan.steps:
-        yield "--print shows the commands, --run runs them here, --slurm submits them"
+        yield "--print shows the commands, --run runs them here"
 
 
 def _is_finished(state: RunState | None) -> bool:

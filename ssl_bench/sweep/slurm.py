@@ -14,6 +14,9 @@ from ssl_bench.errors import MachineError
 if TYPE_CHECKING:
     import submitit
 
+# Of a task whose time is up.
+_MOST_RESTARTS = 3
+
 
 @dataclass(frozen=True)
 class SlurmOptions:
@@ -22,7 +25,6 @@ class SlurmOptions:
     Attributes:
         minutes: After which SLURM stops a task; it is queued again and goes on.
         logs: Folder that every node sees; gets output and errors of each task.
-        restarts: How often a task whose time is up is queued again.
     """
 
     partition: str | None
@@ -30,7 +32,6 @@ class SlurmOptions:
     gpus: int
     cpus: int
     logs: Path
-    restarts: int = 3
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,8 @@ def submit_array(
     options: SlurmOptions,
     *,
     cluster: Literal["slurm", "local", "debug"] = "slurm",
-    dependency: str | None = None,
 ) -> "list[submitit.Job[None]]":
     """Submit one task a command and do not wait; on `cluster` "local" and "debug" they run here.
-
-    With a `dependency` such as "afterok:4711" SLURM waits for it, and cancels what waits in vain.
 
     Raises:
         MachineError: submitit or SLURM is not there, or SLURM refuses.
@@ -84,9 +82,8 @@ def submit_array(
             "--slurm needs submitit; run: pip install 'ssl-bench[slurm]', or use --print"
         ) from error
     threads = max(1, options.cpus // max(1, options.gpus))
-    waits = {"dependency": dependency, "kill-on-invalid-dep": "yes"} if dependency else {}
     executor = submitit.AutoExecutor(
-        options.logs, cluster=cluster, slurm_max_num_timeout=options.restarts
+        options.logs, cluster=cluster, slurm_max_num_timeout=_MOST_RESTARTS
     )
     executor.update_parameters(
         name="ssl-bench",
@@ -94,7 +91,6 @@ def submit_array(
         gpus_per_node=options.gpus,
         cpus_per_task=options.cpus,
         **({"slurm_partition": options.partition} if options.partition else {}),
-        **({"slurm_additional_parameters": waits} if waits else {}),
     )
     try:
         with executor.batch():

@@ -1,7 +1,6 @@
 """From a published table to its runs and probes: the plan, what is there, and all in small."""
 
 import json
-import os
 import re
 import struct
 from pathlib import Path
@@ -18,9 +17,7 @@ from ssl_bench.reproduce.costs import TRAINING_GB
 from ssl_bench.reproduce.papers import all_experiments, full_name, tables_of
 from ssl_bench.reproduce.plan import Asked, Plan, plan_table
 from ssl_bench.reproduce.state import run_state
-from ssl_bench.sweep.slurm import SlurmOptions
 from ssl_bench.tables.published import published_tables
-from tests.cli.test_sweep_slurm import SRUN
 from tests.support.faults import class_folders, fails, photo_folder, voc
 from tests.support.faults import records as recorded
 from tests.support.runs import log_rows
@@ -174,7 +171,7 @@ def test_looking_takes_no_torch_and_shows_what_it_needs(tmp_path):
         (["cutting_the_skip/tabel2"], "did you mean cutting_the_skip/table2"),
         (["nothing like it"], "`ssl-bench reproduce` lists them"),
         (["cutting_the_skip", "--run"], "expected one PAPER/TABLE, got cutting_the_skip"),
-        (["--slurm"], "expected one PAPER/TABLE, got none"),
+        (["--run"], "expected one PAPER/TABLE, got none"),
         (["table2", "--row", "skp, adamw"], "did you mean skip, adamw"),
         (["table2", "--dataset", "voc"], "unknown dataset 'voc'"),
         (["table2", "--data-root", "/data"], "expected --data-root NAME=DIR"),
@@ -274,66 +271,6 @@ def test_who_asks_to_stop_stops_all(tmp_path, monkeypatch, capsys, error, code):
     assert main(["reproduce", "table1", "--run", "data.root=images"]) == code
     assert len(asked) == 1
     assert capsys.readouterr().out == ""
-
-
-SBATCH = """#!/bin/sh
-number=$(ls "$KEPT" | wc -l)
-cp "$1" "$KEPT/$number"
-echo "Submitted batch job 47$number"
-"""
-
-
-@pytest.fixture
-def cluster(tmp_path, monkeypatch) -> Path:
-    """Stand-ins for SLURM's commands; gives the folder of the submitted scripts."""
-    monkeypatch.chdir(tmp_path)
-    folder, kept = tmp_path / "commands", tmp_path / "kept"
-    for one in (folder, kept):
-        one.mkdir()
-    for name, text in (("sbatch", SBATCH), ("srun", SRUN)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o700)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    monkeypatch.setenv("KEPT", str(kept))
-    return kept
-
-
-def waits_for(script: Path) -> str:
-    found = re.search(r"--dependency=(\S+)", script.read_text())
-    return found[1] if found else ""
-
-
-def test_probes_wait_for_their_run_and_the_table_for_all(cluster, capsys):
-    line = ["reproduce", "figure3", *TWO_ARMS, "--dataset", "voc2012", "data.root=images"]
-
-    assert main([*line, "--slurm", "--slurm-minutes", "90", "--slurm-logs", "logs"]) == 0
-
-    scripts = sorted(cluster.iterdir())
-    assert [waits_for(script) for script in scripts] == [
-        *("", "", "afterok:470", "afterok:471", "afterany:470:471:472:473"),
-    ]
-    assert all("--kill-on-invalid-dep=yes" in script.read_text() for script in scripts[2:])
-    said = capsys.readouterr().err
-    assert "dino_imagenet_skip_adamw: SLURM job 470" in said
-    assert "table: SLURM job 474" in said
-
-
-def test_fine_tuning_waits_for_its_weights_and_long_runs_are_queued_often(cluster, monkeypatch):
-    restarts = []
-    init = SlurmOptions.__init__
-
-    def spied(self, *arguments, **named):
-        init(self, *arguments, **named)
-        restarts.append(self.restarts)
-
-    monkeypatch.setattr(SlurmOptions, "__init__", spied)
-    line = ["reproduce", "mae", "--row", "MAE", "data.root=images", "--slurm"]
-
-    assert main([*line, "--slurm-minutes", "60"]) == 0
-
-    waiting = [waits_for(script) for script in sorted(cluster.iterdir())]
-    assert waiting == ["", "afterok:470", "afterany:470:471"]
-    assert restarts == [3, 1000, 1000]
 
 
 @pytest.mark.slow

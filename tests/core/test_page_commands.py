@@ -73,9 +73,8 @@ def pretrained(asked: Typed) -> None:
 
 
 def reproduced(asked: Typed) -> None:
-    acts = asked.options.run or asked.options.slurm
-    asked.options.run = asked.options.slurm = asked.options.table = False
-    asked.options.print = acts or asked.options.print
+    asked.options.print |= asked.options.run
+    asked.options.run = asked.options.table = False
     assert reproduce(asked.options, asked.overrides) == 0
 
 

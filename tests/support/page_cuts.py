@@ -74,7 +74,7 @@ def cut_down(words: Sequence[str], place: Path) -> list[str]:
         return _trained_briefly(found, compose_config("pretraining", [f"experiment={name}"]))
     if found[:2] == ["data", "check"] and "--subset" not in found and "DIR" not in found:
         return [*found, "--subset"]
-    return _without_slurm(found)
+    return found
 
 
 def _trained_briefly(words: Sequence[str], config: DictConfig) -> list[str]:
