@@ -124,7 +124,9 @@ class Plain(own_module.Own):
     """The same module with blocks that give their tokens alone."""
 
     class Layer(own_module.Layer):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+            self, tokens: torch.Tensor
+        ) -> torch.Tensor:
             return super().forward(tokens)[0]
 
     def __init__(self) -> None:
