@@ -1,7 +1,7 @@
 """95 % intervals of scores over images: where the score of very many such images lies.
 
-`tests/benchmarks/interval_coverage.py` counts how often they hold it, and how often other intervals
-would; its figures are in results/tables/intervals.md.
+How often they hold it in simulations, and how often other intervals would, is in
+results/tables/intervals.md.
 """
 
 from collections.abc import Callable

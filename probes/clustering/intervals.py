@@ -3,8 +3,8 @@
 They hold the score of very many images in these clusters, in which `ami` and `nmi` are one, and
 what other sets of as many images have on average. A score of few images lies far from the former:
 none sees most of the pairs of clusters and classes that there are. So there is an interval only of
-three images or more for each pair, and of 60 in all; `tests/benchmarks/clustering_intervals.py`
-counts how often they hold the truth, its figures are in results/tables/clustering_intervals.md.
+three images or more for each pair, and of 60 in all; how often they hold
+the truth in simulations is in results/tables/clustering_intervals.md.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -42,16 +42,6 @@ def _by(module: str, name: str, function: str = "page") -> Make:
     return partial(_made, module, function, name)
 
 
-def _correspondence(root: Path) -> str:
-    from tests.benchmarks.correspondence import table
-
-    found = _json(root, "correspondence-cpu.json")
-    # The count of pictures stands in the command alone.
-    words = found["provenance"].split()
-    images = int(words[words.index("--images") + 1])
-    return table(found["correspondence"], images, found["provenance"])
-
-
 def _evidence_figure(row: str, root: Path) -> bytes:
     from tests.benchmarks.evidence.runs_page import draw
 
@@ -66,12 +56,6 @@ def _by_document(name: str, function: str, root: Path) -> str:
     return runpy.run_path(str(root / "docs" / name))[function]()
 
 
-def _printed(module: str, function: str, name: str, root: Path) -> str:
-    with redirect_stdout(io.StringIO()) as said:
-        getattr(import_module(f"tests.benchmarks.{module}"), function)(_json(root, name))
-    return said.getvalue()
-
-
 def _initialisation(root: Path) -> str:
     from tests.benchmarks.initialisation import STATISTICS, print_table
 
@@ -82,72 +66,55 @@ def _initialisation(root: Path) -> str:
     return said.getvalue()
 
 
-def _pixels(root: Path) -> str:
-    from tests.benchmarks.pixels import table
-
-    found = _json(root, "pixels-cpu.json")
-    return "\n\n".join(table(found[name]) for name in ("threads_1", "threads_2"))
-
-
 def _records(folder: str, root: Path) -> str:
     return render_tables(depth_tables(ResultStore(root / folder).records()), "markdown")
 
 
 WHOLE: Mapping[str, Make] = {
-    "results/tables/attentive.md": _by("attentive", "attentive-cpu.json"),
-    "results/tables/bfloat16.md": _by("bfloat16", "bfloat16.json"),
-    "results/tables/clustering.md": _by("clustering", "clustering-cpu.json"),
-    "results/tables/correspondence.md": _correspondence,
-    "results/tables/decoding.md": _by("decoding", "decoding-cpu.json"),
     "results/tables/demo_probes.md": partial(_records, "results/demo_probes"),
-    "results/tables/device_waits.md": _by("device_waits", "device_waits.json", "table"),
     "results/tables/dino_photographs_probes.md": partial(_records, "results/dino_photographs"),
     "results/tables/evidence.md": _by("evidence.page", "evidence-cpu.json"),
     "results/tables/evidence_runs.md": _by("evidence.runs_page", "evidence-cpu.json", "runs_page"),
     "results/tables/first_steps.md": _by("first_steps_page", "first_steps-cpu.json"),
-    "results/tables/geometry.md": _by("geometry", "geometry-cpu.json"),
-    "results/tables/initialisation_readings.md": _by(
-        "initialisation_readings", "initialisation_readings.json"
-    ),
     "results/tables/parameter_jacobians.md": _by(
         "parameter_jacobians", "parameter_jacobians-cpu.json"
     ),
     "results/tables/photographs.md": partial(_records, "results/photographs"),
     "results/tables/real_probes.md": partial(_records, "results/real_probes"),
-    "results/tables/segmentation_full_size.md": _by(
-        "segmentation_full_size", "segmentation_full_size-cpu.json"
-    ),
-    "results/tables/waiting_threads.md": _by("waiting_threads", "waiting_threads-cpu.json"),
     "docs/gallery.md": partial(_by_document, "_gallery.py", "page"),
     "docs/reliability.md": partial(_by_document, "_faults.py", "page"),
     "docs/rooms.svg": partial(_by_document, "_rooms.py", "picture"),
 }
 """Files whose every byte is made."""
 
-TABLES: Mapping[str, Make] = {
-    "results/tables/initialisation.md": _initialisation,
-    "results/tables/intervals.md": partial(
-        _printed, "interval_coverage", "report", "intervals-cpu.json"
-    ),
-    "results/tables/mimetic_copying.md": partial(
-        _printed, "mimetic_copying", "print_tables", "mimetic_copying-cpu.json"
-    ),
-    "results/tables/osa_guesses.md": partial(
-        _printed, "osa_guesses", "print_table", "osa_guesses.json"
-    ),
-    "results/tables/pixels.md": _pixels,
-}
+TABLES: Mapping[str, Make] = {"results/tables/initialisation.md": _initialisation}
 """Pages that somebody wrote around tables; every row that is made has to stand there."""
+
+_FINISHED = "its program stood in the repository at the commit that it names"
 
 NOT_MADE = {
     "results/tables/ap_orders.md": "the photographs are not committed",
+    "results/tables/attentive.md": _FINISHED,
     "results/tables/benchmarks.md": "tables of many programs at many commits, cut by hand",
-    "results/tables/box_intervals.md": "simulated anew by its program, in minutes",
-    "results/tables/clustering_intervals.md": "simulated anew by its program, in minutes",
+    "results/tables/bfloat16.md": _FINISHED,
+    "results/tables/box_intervals.md": _FINISHED,
+    "results/tables/clustering.md": _FINISHED,
+    "results/tables/clustering_intervals.md": _FINISHED,
     "results/tables/conditioning.md": "the records of its encoders are not committed",
+    "results/tables/correspondence.md": _FINISHED,
+    "results/tables/decoding.md": _FINISHED,
+    "results/tables/device_waits.md": _FINISHED,
     "results/tables/dino_photographs.md": "the logs of the runs are not committed",
+    "results/tables/geometry.md": _FINISHED,
+    "results/tables/initialisation_readings.md": _FINISHED,
+    "results/tables/intervals.md": _FINISHED,
+    "results/tables/mimetic_copying.md": _FINISHED,
+    "results/tables/osa_guesses.md": _FINISHED,
     "results/tables/osa_mnist.md": "the logs of the runs are not committed",
-    "results/tables/scale.md": "its two columns are of files of which one is kept",
+    "results/tables/pixels.md": _FINISHED,
+    "results/tables/scale.md": _FINISHED,
+    "results/tables/segmentation_full_size.md": _FINISHED,
+    "results/tables/waiting_threads.md": _FINISHED,
     "results/figures/dino_photographs.png": "the logs of the runs are not committed",
     "results/figures/mimetic_copying.png": "PNG, whose bytes change with the library",
     "results/figures/osa_mnist.png": "the logs of the runs are not committed",

@@ -42,7 +42,7 @@ def test_lost_joins_no_more_candidates_than_asked():
 
 # Of https://github.com/valeoai/LOST/tree/fcedbecb644f18358a660ce58c739cc6374feda8, features
 # `mosaic(seed)`, patches of 10 pixels, k_patches 20; no two patches tie for the seed or a place:
-# `python -m tests.benchmarks.discovery_originals --cutler CutLER --lost LOST --golden`
+# `tests.benchmarks.discovery_originals --cutler CutLER --lost LOST --golden` at commit 092fe216
 ORIGINAL_BOXES = {
     4: [0, 0, 40, 30],
     5: [0, 0, 70, 30],

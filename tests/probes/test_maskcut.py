@@ -23,7 +23,7 @@ PAPER = Cut(tau=0.15)
 # Of https://github.com/facebookresearch/CutLER/tree/cca0a270cf68399efc8fd50df426b6d806e39416,
 # features `mosaic(seed)`, tau .15, N 3, the peak of every eigenvector made positive; the bits of
 # the masks that hold a patch, row by row:
-# `python -m tests.benchmarks.discovery_originals --cutler CutLER --lost LOST --golden`
+# `tests.benchmarks.discovery_originals --cutler CutLER --lost LOST --golden` at commit 092fe216
 ORIGINAL_MASKS = {
     0: ["3c1e070381c1e07e3f1f80", "0381c0e030281c00000000"],
     1: ["e07c381806070000000000", "000000000000000e070780", "0000008070381c30180000"],
