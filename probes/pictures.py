@@ -4,6 +4,7 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -59,7 +60,7 @@ def titled(
 
 def heading(text: str) -> Image.Image:
     """A line of text as a tile of its own."""
-    tile = Image.new("RGB", (2 + round(_FONT.getlength(text)), TITLE_HEIGHT), "white")
+    tile = Image.new("RGB", (2 + round(_length(text)), TITLE_HEIGHT), "white")
     _write(tile, text, 2)
     return tile
 
@@ -76,7 +77,7 @@ def shortened(text: str, width: int) -> str:
     """Text that is at most `width` pixels wide, without its middle if need be."""
     kept = len(text)
     short = text
-    while _FONT.getlength(short) > width and kept > 2:
+    while _length(short) > width and kept > 2:
         kept -= 1
         short = f"{text[: kept // 2]}…{text[len(text) - (kept - kept // 2) :]}"
     return short
@@ -104,7 +105,10 @@ def svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) 
     the size at which they stand.
     """
     parts = [_svg_text(heading_line, MARGIN, MARGIN + 13)]
-    top, right = 2 * MARGIN + TITLE_HEIGHT, 2 * MARGIN + 2 + round(_FONT.getlength(heading_line))
+    top, right = (
+        2 * MARGIN + TITLE_HEIGHT,
+        2 * MARGIN + 2 + round(_length(heading_line)),
+    )
     for row in rows:
         left, bottom = MARGIN, top
         for picture in row:
@@ -127,7 +131,7 @@ def svg_sheet(rows: Sequence[Sequence[Picture]], path: Path, heading_line: str) 
 
 def _svg_text(line: str, left: int, baseline: int) -> str:
     # As wide as it is in our font: in another one it would run into its neighbour.
-    width = max(1, round(_FONT.getlength(line)))
+    width = max(1, round(_length(line)))
     place = f'x="{left + 1}" y="{baseline}" textLength="{width}" lengthAdjust="spacingAndGlyphs"'
     return f"<text {place}>{escape(line)}</text>"
 
@@ -154,7 +158,7 @@ def _svg_image(
 
 def _title_width(titles: Sequence[str], width: int) -> int:
     lines = [shortened(title, LONGEST_TILE - 2) for title in titles]
-    return max([width, *(2 + round(_FONT.getlength(line)) for line in lines)])
+    return max([width, *(2 + round(_length(line)) for line in lines)])
 
 
 def blocks_name(layers: Sequence[int]) -> str:
@@ -181,5 +185,22 @@ def _resampling(image: UInt8[np.ndarray, "height width 3"]) -> Image.Resampling:
     return Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS
 
 
+def _length(text: str) -> float:
+    return _font(text).getlength(text)
+
+
+def _font(text: str) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own, which has no letters but those of ASCII; for others one that has most."""
+    return _FONT if text.replace("…", "").isascii() else _font_of_many_letters()
+
+
+@cache
+def _font_of_many_letters() -> ImageFont.FreeTypeFont:
+    # Here, because few names need it and matplotlib takes a while.
+    from matplotlib import get_data_path
+
+    return ImageFont.truetype(str(Path(get_data_path()) / "fonts/ttf/DejaVuSans.ttf"), 12)
+
+
 def _write(tile: Image.Image, text: str, top: int) -> None:
-    ImageDraw.Draw(tile).text((1, top), text, fill="black", font=_FONT)
+    ImageDraw.Draw(tile).text((1, top), text, fill="black", font=_font(text))

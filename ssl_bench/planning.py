@@ -32,7 +32,7 @@ from ssl_bench.data.samples import Dataset
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import BrokenFile, ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation, Probe
-from ssl_bench.evaluation.image_size import SIZES, fit_size, said_size
+from ssl_bench.evaluation.image_size import fit_size, said_size
 from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.system.progress import say
 
@@ -91,11 +91,6 @@ class PlannedProbe:
         """Fields of the probe whose values are no preset's."""
         keys = (override.partition("=")[0] for override in self.overrides)
         return frozenset(key.removeprefix("probe.") for key in keys if key.startswith("probe."))
-
-    @property
-    def has_typed_size(self) -> bool:
-        """Whether an encoder can be unfit for a size that was typed."""
-        return not self.typed.isdisjoint(SIZES)
 
     def fitted_to(self, encoder: Encoder | EncoderIdentity) -> "PlannedProbe":
         """With images of a size that the encoder takes, see `fit_size`, and a facet that it has.

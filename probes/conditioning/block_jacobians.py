@@ -107,7 +107,7 @@ def exact_spectra(one: BlockPass) -> dict[str, ExactSpectrum]:
             f"{dim}; lower probe.image_size or take probe.protocol=jacobian_lanczos"
         )
     return {
-        facet: ExactSpectrum(singular_values(exact_jacobian(at.function, at.point)).cpu())
+        facet: ExactSpectrum(singular_values(exact_jacobian(at.function, at.point)).detach().cpu())
         for facet, at in block_functions(one).items()
     }
 

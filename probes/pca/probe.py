@@ -18,7 +18,7 @@ FILE = "reference.npz"
 _FACETS: tuple[Facet, ...] = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
 # What is drawn and how, not what the variance is.
 _AT_LEAST = 224
-_NOT_SETTINGS = ("protocol", "facet", "align_to", "grid")
+_NOT_SETTINGS = ("protocol", "facet", "align_to", "grid", "at_own_size")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,8 @@ class PCA:
         panels: How many images are projected and drawn, from all over the set.
         image_size: Longer side in pixels; both sides are rounded to multiples of the patch. Without
             it the encoder's own, and at least 224.
+        at_own_size: Whether image_size is that; found out by itself, and else part of the name of
+            the folder of pictures.
         squash: Side of the square that images are squashed to instead, whatever their shape; that
             of an encoder that takes no other size.
         background: "keep", or "first_component": patches on one side of the first component are
@@ -47,6 +49,7 @@ class PCA:
     facet: str = "token"
     panels: Count = 8
     image_size: Pixels | None = None
+    at_own_size: bool = True
     squash: Pixels | None = None
     background: Literal["keep", "first_component"] = "keep"
     align_to: FilePath | None = None
@@ -119,4 +122,5 @@ class PCA:
         """Name of the folder of the pictures."""
         more = [self.scored_facet] if self.scored_facet != "token" else []
         more += ["foreground"] if self.background != "keep" else []
+        more += [] if self.at_own_size else [f"{self.image_size}px"]
         return "-".join([self.protocol, *more])

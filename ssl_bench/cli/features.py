@@ -135,7 +135,8 @@ def _require_same(path: Path, about: Mapping[str, Any]) -> None:
     Raises:
         ConfigurationError: the folder holds features of something else.
     """
-    if path.is_file():
+    # What was refused before the first features leaves a folder that anything may begin in.
+    if path.is_file() and any(path.parent.glob("*-[0-9]*.*")):
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:

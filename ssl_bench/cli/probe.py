@@ -20,6 +20,7 @@ from ssl_bench.cli.records import print_main_tables
 from ssl_bench.composition.compose import as_yaml
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation.passed import PassedImages
+from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand, is_baseline, layers_asked
 from ssl_bench.planning import PlannedProbe, probing_config
@@ -69,9 +70,11 @@ def _probed(
     among_all = options.task == "all" and len(plan) > 1
     named = expand(options.checkpoint or [])
     uris = ranks.after_first(partial(asked_encoders, options))
-    if len(uris) > 1 and any(planned.has_typed_size for planned in plan):
-        for uri in uris:
-            _require_fitting_sizes(plan, ranks.after_first(partial(identify_encoder, uri)))
+    # What is wrong with the last one is known before the first is probed.
+    for uri in uris if len(uris) > 1 else []:
+        encoder = ranks.after_first(partial(identify_encoder, uri))
+        resolve_layers(layers_asked(uri, options.layer), encoder.depth)
+        _require_fitting_sizes(plan, encoder)
     for uri in uris:
         # The first leaves what it downloads where the others find it.
         encoder = ranks.after_first(partial(announced_encoder, uri))

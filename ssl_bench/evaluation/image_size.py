@@ -33,7 +33,9 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
     if not encoder.any_size:
         return _with_the_only_size(probe, encoder, asked, typed)
     if hasattr(probe, "longer_side_of"):
-        return replace(probe, image_size=probe.longer_side_of(encoder.native_size))
+        side = probe.longer_side_of(encoder.native_size)
+        own = replace(probe, image_size=None).longer_side_of(encoder.native_size)
+        return replace(probe, image_size=side, at_own_size=side == own)
     size = asked.get("image_size")
     if size is None or getattr(probe, "rounds_size", False):
         return probe

@@ -311,7 +311,16 @@ def _named(path: Path, name: str) -> Any:
         if found is None:
             known = [key for key in vars(module) if not key.startswith("_")]
             raise CheckpointError(f"{path} has no {name}; it has {', '.join(known) or 'nothing'}")
-        return found() if callable(found) and not isinstance(found, nn.Module) else found
+        if isinstance(found, nn.Module) or not callable(found):
+            return found
+        try:
+            inspect.signature(found).bind()
+        except TypeError as error:
+            raise CheckpointError(
+                f"{path}:{name} cannot be called without arguments ({error}); name a function that "
+                "makes the module"
+            ) from error
+        return found()
     except CheckpointError:
         raise
     except Exception as error:  # Somebody's file may fail in any way.

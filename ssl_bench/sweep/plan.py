@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ssl_bench.asked import asked_encoders, planned_probes
 from ssl_bench.evaluation import cell_keys, cell_settings
@@ -61,7 +62,7 @@ def plan_sweep(options: argparse.Namespace, overrides: Sequence[str]) -> list[Jo
     encoders = _distinct(identify_encoder(uri) for uri in uris)
     store = ResultStore(Path(options.out))
     asked = [
-        (planned, question.probe.split(question.dataset), cell_settings(question))
+        (planned, question.probe.split(question.dataset), _beside_its_own(question))
         for planned, question in zip(plan, questions, strict=True)
     ]
     jobs = []
@@ -98,6 +99,12 @@ def plan_sweep(options: argparse.Namespace, overrides: Sequence[str]) -> list[Jo
     if store.unreadable:
         say(f"to be computed again: {first_few(store.unreadable)}")
     return jobs
+
+
+def _beside_its_own(question: PlannedProbe) -> dict[str, Any]:
+    """The settings of cells that are not the probe's, which hang on the encoder."""
+    own = question.probe.settings()
+    return {name: value for name, value in cell_settings(question).items() if name not in own}
 
 
 def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:

@@ -405,7 +405,7 @@ def test_features_of_something_else_are_never_mixed(tmp_path, monkeypatch, capsy
     assert main(features(tmp_path / "out")) == 2
     (tmp_path / "photos/001.png").write_bytes(b"damaged")
     assert main(features(tmp_path / "other", "--on-bad-image", "fail")) == 3
-    assert main(features(tmp_path / "other")) == 2
+    assert main(features(tmp_path / "other")) == 0  # Nothing was written before.
     assert main(features(tmp_path / "whole")) == 0
     about = json.loads((tmp_path / "whole/about.json").read_text())["dataset"]
     assert about["left_out"] == {"all": {"count": 1, "first": ["001.png"]}}
