@@ -80,7 +80,8 @@ class Results:
         return self.table("markdown")
 
     def _tables(self) -> list[DepthTable]:
-        return depth_tables(self.records) if self.records else []
+        tables = depth_tables(self.records) if self.records else []
+        return [table for table in tables if table.has_values] or tables
 
 
 def probe(

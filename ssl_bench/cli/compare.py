@@ -91,6 +91,11 @@ def _compared(
     by_id = {record.encoder_id: record for record in records}
     records = filtered(options, records, store)
     names = [model for _, model in chosen]
+    if len(chosen) == 2 and chosen[0] == chosen[1]:
+        raise ConfigurationError(
+            f"{' and '.join(options.checkpoints)} are one encoder, {names[0]}; name another one, "
+            "or it alone to compare its blocks with its best"
+        )
     if len(set(names)) < len(names):
         names = [f"{model} {encoder[:6]}" for encoder, model in chosen]
     heads = (names[0], names[1]) if len(names) == 2 else (names[0], "best block")

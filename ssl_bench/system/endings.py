@@ -68,8 +68,8 @@ def said_stopped(reason: KeyboardInterrupt) -> int:
     name = next(iter(reason.args), "") if isinstance(reason, Stopped) else ""
     if is_heard():
         what = f"asked to stop ({name})" if name else "interrupted"
-        again = "; the same command goes on with the rest" if name else ""
-        print(f"ssl-bench: {what}; what was finished is saved{again}", file=sys.stderr)
+        again = "what was finished is saved; the same command goes on with the rest"
+        print(f"ssl-bench: {what}; {again}", file=sys.stderr)
     return Preempted.exit_code if name else INTERRUPTED
 
 

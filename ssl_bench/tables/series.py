@@ -43,8 +43,11 @@ def differing_settings(record: Record, rivals: Sequence[Record]) -> list[str]:
         for name, value in sorted(record.settings.items())
         if name not in said and any(rival.settings.get(name) != value for rival in rivals)
     ]
-    if any(rival.dataset_fingerprint != record.dataset_fingerprint for rival in rivals):
-        differing.append(f"data {shortened(record.dataset_fingerprint)}")
+    others = [r for r in rivals if r.dataset_fingerprint != record.dataset_fingerprint]
+    if others:
+        # As from before an image was replaced.
+        older = "older " if any(other.created > record.created for other in others) else ""
+        differing.append(f"{older}data {shortened(record.dataset_fingerprint)}")
     return differing
 
 

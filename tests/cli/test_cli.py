@@ -231,7 +231,7 @@ def test_ctrl_c_ends_with_130_and_keeps_what_was_finished(workplace):
         rest = process.stderr.read()
 
     assert process.returncode == 130
-    assert rest.strip().endswith("ssl-bench: interrupted; what was finished is saved")
+    assert rest.strip().endswith("is saved; the same command goes on with the rest")
 
 
 def test_records_are_plain_json_with_every_promised_field(workplace):

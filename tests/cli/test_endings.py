@@ -1,5 +1,7 @@
 """What a probe says at its end, and what it advises: true, and of use when followed."""
 
+from pathlib import Path
+
 import pytest
 
 from ssl_bench.cli.__main__ import main
@@ -41,10 +43,9 @@ def test_images_that_are_left_out_are_counted(capsys):
     assert "the first" not in capsys.readouterr().err
 
 
-def test_all_of_which_nothing_is_left_is_an_error(capsys):
-    line = fails(capsys, probed("all", "--layer", "0,9"), 2)
-    assert "no task was left for one" in line
-    assert "layers must lie in 0..1" in line
+def test_a_block_that_no_encoder_has_is_refused_before_anything_runs(capsys):
+    assert "layers must lie in 0..1" in fails(capsys, probed("all", "--layer", "0,9"), 2)
+    assert not Path("results/records").exists()
 
 
 def test_what_is_not_kept_image_by_image_is_not_blamed_on_lost_files(capsys):

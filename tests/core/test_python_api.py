@@ -102,17 +102,14 @@ def test_all_tasks_that_fit_a_folder_are_asked_in_one_call(tmp_path, capsys):
         pixels = np.random.default_rng(number).integers(0, 256, (48, 64, 3), np.uint8)
         Image.fromarray(pixels).save(photos / f"{number}.png")
 
-    found = ssl_bench.probe(
-        own_module.own(),
-        task="all",
-        dataset="folder",
-        data_root=photos,
-        layer="1",
-        out=tmp_path / "results",
-    )
+    asked: dict[str, Any] = {"task": "all", "dataset": "folder", "data_root": photos}
+    with pytest.raises(ConfigurationError, match=r"no task was left for Own: .*layers must lie"):
+        ssl_bench.probe(own_module.own(), layer="9", out=tmp_path / "none", **asked)
 
-    asked = {"pca", "tokencut", "geometry", "conditioning", "correspondence"}
-    assert {record.task for record in found} == asked
+    found = ssl_bench.probe(own_module.own(), layer="1", out=tmp_path / "results", **asked)
+
+    tasks = {"pca", "tokencut", "geometry", "conditioning", "correspondence"}
+    assert {record.task for record in found} == tasks
     (tile,) = (tmp_path / "results/pictures/pca").glob("*/*/*/block01/0.png.png")
     with Image.open(tile) as file:
         # The photograph and its map, each 144 pixels high and as wide as 64 x 48 is then.

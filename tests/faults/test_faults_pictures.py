@@ -239,19 +239,18 @@ def test_fault_87_another_photograph_gives_no_colours_to_align_with(place, capsy
     assert "of the same images" in fails(capsys, [*words, "probe.align_to=encoder"], 2)
 
 
-def test_fault_87_pictures_of_images_that_nothing_names_are_not_shown(place, capsys):
+def test_fault_87_pictures_of_images_that_nothing_names_are_not_shown(place):
     words = [*asking("tokencut", place), "--dataset", "folder", "--data-root", "photos"]
     assert main(words) == 0
     (folder,) = Path("results/pictures/tokencut/folder").iterdir()
-    older = folder.rename(folder.with_name(folder.name.rpartition("-")[0]))
-    capsys.readouterr()
+    folder.rename(folder.with_name(folder.name.rpartition("-")[0]))
+    index = Path("results/report/index.html")
 
-    fails(capsys, ["report", "--out", "results"], 3)
+    assert main(["report", "--out", "results"]) == 0
+    assert not shown_digits(index.read_text())
     assert main(words) == 0
     assert main(["report", "--out", "results"]) == 0
-
-    assert f"1 picture cannot be shown: {older}: " in capsys.readouterr().err
-    assert len(shown_digits(Path("results/report/index.html").read_text())) == 1
+    assert len(shown_digits(index.read_text())) == 1
 
 
 NAMES = [

@@ -22,6 +22,7 @@ from ssl_bench.models.loading.layouts import refuse_strangers
 from ssl_bench.system.memory import pass_on_memory
 
 _SMALL_FILE = 2**20
+_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 # The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
 # stands between names of dictionaries, a number or whatever else is no text in brackets.
 _KERNEL = re.compile(
@@ -89,7 +90,8 @@ def read_weights(path: Path) -> dict[str, Any]:
             pass_on_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path} is cut or no weights file ({reason[:120]}); copy or download it again"
+            f"{path} is no weights file, or a damaged one ({_beginning(path)}{reason[:120]}); copy "
+            "or download it again"
         ) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(
@@ -388,10 +390,19 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
     model.load_state_dict(dict(weights))
 
 
+def _beginning(path: Path) -> str:
+    """What a file of another kind is, by its first bytes; empty where that is not known."""
+    with path.open("rb") as file:
+        begins = file.read(64)
+    if begins.startswith(_PICTURES):
+        return "it begins as a picture does; "
+    return "it begins as a text does; " if begins.isascii() and b"\0" not in begins else ""
+
+
 def _pickle_message(path: Path, reason: str) -> str:
     culprit = re.search(r"GLOBAL (\S+)", reason)
     if culprit is None:
-        return f"{path} is cut or no weights file; copy or download it again"
+        return f"{path} is no weights file, or a damaged one; copy or download it again"
     return (
         f"{path} holds {culprit[1]}, which could run code, so nothing of it was read; where you "
         "trust it, load it and save only its tensors with safetensors.torch.save_file"

@@ -31,15 +31,17 @@ _METRICS = {
 }
 
 
-def answer(panel: Panel, line: Line, told: set[int] | None) -> str:
+def answer(panel: Panel, line: Line, told: set[int] | None, *, protocol: bool = False) -> str:
     """Such as "segmentation on voc2012: best at block 5, mIoU 20.5; all others are lower".
 
     Args:
         panel: The task's.
         line: The encoder's.
         told: Blocks whose images tell them from the best one; None where nothing is known of it.
+        protocol: Say it, as the same was asked in others.
     """
-    return f"{panel.task} on {panel.dataset}: {_found(panel, line, told)}"
+    task = f"{panel.task}, {panel.protocol}," if protocol else panel.task
+    return f"{task} on {panel.dataset}: {_found(panel, line, told)}"
 
 
 def _found(panel: Panel, line: Line, told: set[int] | None) -> str:

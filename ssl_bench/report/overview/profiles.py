@@ -1,6 +1,7 @@
 """One encoder, all questions: what its scores say, and at which blocks they are high."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,9 @@ def profiles_of(
 ) -> tuple[Profile, ...]:
     """One a checkpoint with scores; of a few its blocks are told apart by pairs of images."""
     chosen, paired = headline_panels(panels), len(checkpoints) <= MOST_PAIRED
-    profiles = []
+    profiles, protocols = [], defaultdict[tuple[str, str], set[str]](set)
+    for panel in panels:
+        protocols[panel.task, panel.where].add(panel.protocol)
     for checkpoint in checkpoints:
         # Of a question that it was asked in two protocols, the panel that comes first.
         own: dict[tuple[str, str], tuple[Panel, Line]] = {}
@@ -49,7 +52,13 @@ def profiles_of(
                 own.setdefault((panel.task, panel.where), (panel, line))
         lines = list(own.values())
         answers = [
-            answer(p, line, told_apart(store, records, p, line, paired=paired)) for p, line in lines
+            answer(
+                p,
+                line,
+                told_apart(store, records, p, line, paired=paired),
+                protocol=len(protocols[p.task, p.where]) > 1,
+            )
+            for p, line in lines
         ]
         several = [(p, line) for p, line in lines if _has_several(line)]
         unranked = any(not panel.is_ranked for panel, _ in several)
