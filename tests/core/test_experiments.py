@@ -11,7 +11,7 @@ from pretrain.train import Pretraining
 from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.composition.papers import experiments
-from ssl_bench.models import ConvMixerConfig, ViTConfig
+from ssl_bench.models import ConvMixerConfig, TimmConfig, ViTConfig
 from ssl_bench.models.initialisers.blocks import MimeticInit, initialiser_of
 from ssl_bench.reproduce.papers import is_run
 from ssl_bench.tables.published import published_tables
@@ -170,16 +170,21 @@ def test_rows_that_name_their_sizes_have_them():
 
 
 @pytest.mark.slow
-def test_rows_of_the_convmixers_of_imagenet_have_their_sizes_and_their_covariance():
+def test_rows_of_convolutions_on_imagenet_have_their_sizes_and_their_covariance():
     for row, plan in rows_of("convmixer").items():
-        one = mixer(plan)
+        one = plan.encoder
+        assert isinstance(one, ConvMixerConfig | TimmConfig)
         options = [one.init_options.get(name) for name in ("sigma_0", "v_sigma", "a_sigma")]
         shares = " ".join(f"{value:g}".lstrip("0") for value in options if value is not None)
         init = f"{one.init} init {shares}".rstrip()
-        sizes = f"ConvMixer-{one.dim}/{one.depth}, patch {one.patch_size}"
+        if isinstance(one, ConvMixerConfig):
+            sizes = f"ConvMixer-{one.dim}/{one.depth}, patch {one.patch_size}"
+            assert one.kernel_size == 9
+        else:
+            assert one.patch_size == 4
+            sizes = f"ConvNeXt-{one.name.removeprefix('convnext_').title()}, patch 4"
         ending = ", frozen" if one.frozen_filters else ""
         assert row == f"{sizes}, {plan.train.epochs} epochs, {init}{ending}"
-        assert one.kernel_size == 9
 
 
 def test_rows_of_graying_have_its_kind_and_exponent():

@@ -68,7 +68,7 @@ def test_numbers_that_trust_times_say_so_and_never_meet_others(place, capsys):
     kinds = [record.dataset_fingerprint.startswith("stat-") for record in records()]
     assert sorted(kinds) == [False, True]
     assert main(["table"]) == 0
-    assert "[data stat-" in capsys.readouterr().out
+    assert "data stat-" in capsys.readouterr().out
     assert "expects content or stat" in fails(capsys, [*words, "data.fingerprint=times"], 2)
 
 

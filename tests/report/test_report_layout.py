@@ -48,9 +48,12 @@ def report(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pictures_alone(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("alone")
-    save_pictures(root, f"tokencut/folder/{folder_of(cell())}/reference/block00_key/dog")
+def unlabelled(tmp_path_factory) -> Path:
+    """A report that begins with its pictures."""
+    root = tmp_path_factory.mktemp("unlabelled")
+    record = cell(dataset="folder", metric="degenerate")
+    ResultStore(root).save(record)
+    save_pictures(root, f"tokencut/folder/{folder_of(record)}/reference/block00_key/dog")
     assert main(["report", "--out", str(root)]) == 0
     return root / "report"
 
@@ -85,9 +88,9 @@ def columns(browser, selector: str) -> int:
 
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_axe_finds_nothing_serious(browser, axe, report, pictures_alone, over_epochs, width, dark):
+def test_axe_finds_nothing_serious(browser, axe, report, unlabelled, over_epochs, width, dark):
     pages = [(report, pattern) for pattern in PAGES]
-    pages += [(pictures_alone, pattern) for pattern in PAGES[:2]]
+    pages += [(unlabelled, pattern) for pattern in PAGES[:2]]
     for folder, pattern in [*pages, (over_epochs, "epochs.html")]:
         open_page(browser, folder, pattern, width=width, dark=dark)
         browser.execute_cdp_cmd("Runtime.evaluate", {"expression": axe})
