@@ -77,3 +77,21 @@ def test_top_5_of_two_classes_is_no_damage(capsys):
     out, err = capsys.readouterr()
     assert "top1_k1" in out
     assert "ignored" not in err
+
+
+def test_an_encoder_is_not_compared_with_itself(capsys):
+    assert main(probed("pca", "probe.image_size=32")) == 0
+    assert "are one encoder" in fails(capsys, ["compare", "one", "one"], 2)
+
+
+def test_a_table_without_options_is_that_which_stands_for_its_task(capsys):
+    assert main(probed("geometry", "probe.image_size=32")) == 0
+    capsys.readouterr()
+
+    assert main(["table"]) == 0
+
+    few = capsys.readouterr()
+    assert few.out.count("geometry: ") == 2
+    assert "more tables of geometry: ssl-bench table --task geometry" in few.err
+    assert main(["table", "--task", "geometry"]) == 0
+    assert capsys.readouterr().out.count("geometry: ") > 4

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, features
 
+from probes.pictures import heading
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -266,3 +267,18 @@ def test_time_left_is_that_of_the_usual_image(monkeypatch):
     assert said[0] == "images: 1 of 100 in 30 s"
     assert said[1] == "images: 16 of 100, about 3 min left"
     assert "images: 5 of 40, about 3 min left" in said
+
+
+def test_maps_of_two_sizes_lie_side_by_side(place):
+    words = probing("pca", "folder", photo_folder(place / "photos", 2))
+    for size in (32, 48):
+        sized = [w for w in words if not w.startswith("probe.image_size")]
+        assert main([*sized, f"probe.image_size={size}"]) == 0
+
+    kinds = {folder.name for folder in Path("results/pictures/pca/folder").glob("*/*/")}
+    assert kinds == {"image-32px", "image-48px"}
+
+
+def test_letters_beyond_ascii_are_not_drawn_as_boxes():
+    drawn = {np.asarray(heading(word)).tobytes() for word in ("schön", "schün", "schñn")}
+    assert len(drawn) == 3

@@ -435,3 +435,28 @@ def test_initialisers_of_ones_own_model_draw_what_ours_do(name, function, option
         function(nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match="nothing"):
         function(own, nothing=1)
+
+
+def test_a_plan_knows_what_a_module_of_ones_own_has_finished(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 2)
+    words = ["--dataset", "folder", "--data-root", "photos", "--layer", "1"]
+    command = ["probe", "--task", "tokencut", "--checkpoint", f"{FILE}:own", *words]
+    assert main(command) == 0
+    capsys.readouterr()
+
+    assert main([*command, "--dry-run"]) == 0
+
+    assert "1 finished, 0 pending" in capsys.readouterr().out
+
+
+def test_a_function_that_needs_arguments_is_named_with_its_file(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def sized(dim): return dim\n")
+    assert main(["models", f"{tmp_path}/mine.py:sized"]) == 4
+    assert "mine.py:sized cannot be called without arguments" in capsys.readouterr().err
+
+
+def test_a_text_is_no_file_of_weights(tmp_path, capsys):
+    (tmp_path / "notes.pth").write_text("milk, bread and a longer line\n")
+    assert main(["models", f"{tmp_path}/notes.pth"]) == 4
+    assert "it begins as a text does" in capsys.readouterr().err

@@ -89,10 +89,7 @@ def read_weights(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _SMALL_FILE:
             pass_on_memory(error)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(
-            f"{path} is no weights file, or a damaged one ({_beginning(path)}{reason[:120]}); copy "
-            "or download it again"
-        ) from error
+        raise CheckpointError(_no_weights(path, reason[:120])) from error
     if not isinstance(content, Mapping):
         raise CheckpointError(
             f"{path} holds a {type(content).__name__}, expected names and tensors; "
@@ -390,19 +387,21 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
     model.load_state_dict(dict(weights))
 
 
-def _beginning(path: Path) -> str:
-    """What a file of another kind is, by its first bytes; empty where that is not known."""
+def _no_weights(path: Path, reason: str) -> str:
+    """What is said of a file that cannot be read; one of another kind is called that."""
     with path.open("rb") as file:
         begins = file.read(64)
     if begins.startswith(_PICTURES):
-        return "it begins as a picture does; "
-    return "it begins as a text does; " if begins.isascii() and b"\0" not in begins else ""
+        reason = "it begins as a picture does"
+    elif begins and begins.isascii() and b"\0" not in begins:
+        reason = "it begins as a text does"
+    return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
 
 
 def _pickle_message(path: Path, reason: str) -> str:
     culprit = re.search(r"GLOBAL (\S+)", reason)
     if culprit is None:
-        return f"{path} is no weights file, or a damaged one; copy or download it again"
+        return _no_weights(path, "no pickle of torch")
     return (
         f"{path} holds {culprit[1]}, which could run code, so nothing of it was read; where you "
         "trust it, load it and save only its tensors with safetensors.torch.save_file"
