@@ -5,7 +5,7 @@ READY := .venv/.ready
 # A file to a process, so that what its tests share is made once; in the order of conftest.py.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: quickstart test test-all test-device coverage lint check-evidence wheel-check constraints audit clean
+.PHONY: quickstart test test-all test-device gpu-report coverage lint check-evidence wheel-check constraints audit clean
 
 quickstart: $(READY)
 	$(BIN)/ssl-bench quickstart
@@ -20,6 +20,10 @@ test-all: $(READY) lint
 # What needs a GPU, on one that exists in Python alone; patches torch, so in processes of its own.
 test-device: $(READY)
 	$(PYTEST) -p tests.support.simulated_cuda.plugin -m gpu --durations=8
+
+# On a machine with a GPU, in nine minutes: what it makes of this suite, as results/devices.
+gpu-report: $(READY)
+	$(BIN)/python -m tests.benchmarks.gpu_report
 
 # Its tracer makes the tests 1.4 times as long, so that no other target asks for it.
 coverage: $(READY)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -35,9 +35,12 @@ class Trainer:
         assert isinstance(learner, nn.Module)
         self.learner, self.options, self.ranks = learner, options, ranks
         learner.to(ranks.device)
-        if options.compiles(ranks.device):
+        compiles = options.compiles(ranks.device)
+        if compiles:
             for module in learner.compilable():
                 module.compile(dynamic=False)
+        # The crops' colours are compiled wherever they are changed on a GPU.
+        self._stance: Literal["default", "force_eager"] = "default" if compiles else "force_eager"
         self.network = ranks.wrap(learner.student)
         named = learner.student.named_parameters()
         groups = parameter_groups(
@@ -64,7 +67,8 @@ class Trainer:
         self._set_rates(step)
         statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
         try:
-            report = self._accumulate(step, parts)
+            with torch.compiler.set_stance(self._stance):
+                report = self._accumulate(step, parts)
         except BaseException:
             # A part that never came, or a device that is full: this step was not taken.
             self._restore(statistics, torch.tensor(True))

@@ -61,13 +61,47 @@ def apply_looks(
 
     Values from `solarize_threshold`, in [0, 1], on are inverted where a view is solarized.
     """
-    images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
-    change(images, looks.flip, lambda chosen, _: chosen.flip(-1))
-    jitter(images, looks.jitter, looks.order, looks.factors)
-    change(images, looks.grey, lambda chosen, _: greyscale(chosen).expand_as(chosen))
+    if pixels.is_cuda:
+        there = (_beside(pixels, getattr(looks, name)) for name in _COLOURING)
+        images = _coloured_in_few_kernels(pixels, *there)
+    else:
+        images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+        change(images, looks.flip, lambda chosen, _: chosen.flip(-1))
+        jitter(images, looks.jitter, looks.order, looks.factors)
+        change(images, looks.grey, lambda chosen, _: greyscale(chosen).expand_as(chosen))
     change(images, looks.blur_sigma > 0, lambda chosen, rows: blur(chosen, looks.blur_sigma[rows]))
     change(images, looks.solarize, lambda chosen, _: solarize(chosen, solarize_threshold))
     return normalise(images, colours)
+
+
+def coloured(
+    pixels: UInt8[Tensor, "views 3 height width"],
+    flip: Bool[Tensor, " views"],
+    wanted: Bool[Tensor, " views"],
+    order: Int64[Tensor, "views 4"],
+    factors: Float32[Tensor, "views 4"],
+    grey: Bool[Tensor, " views"],
+) -> Images:
+    """Flipped, jittered and grey where a view wants it, by a choice at every pixel.
+
+    Does more than a CPU would like, which works on the views concerned; a compiler makes of it a
+    few passes over the pixels.
+    """
+
+    def chosen(views: Bool[Tensor, " views"], changed: Images, images: Images) -> Images:
+        return torch.where(views[:, None, None, None], changed, images)
+
+    images = pixels.to(torch.float32) / 255
+    images = chosen(flip, images.flip(-1), images)
+    for kind in order.unbind(1):
+        factor = factors.gather(1, kind[:, None])[:, 0]
+        toned = chosen(kind == HUE, shift_hue(images, factor), blend(images, kind, factor))
+        images = chosen(wanted, toned, images)
+    return chosen(grey, greyscale(images), images).contiguous()
+
+
+_COLOURING = ("flip", "jitter", "order", "factors", "grey")
+_coloured_in_few_kernels = torch.compile(coloured, dynamic=False)
 
 
 def normalise(images: Images, colours: Colours = IMAGENET_COLOURS) -> Images:
@@ -144,7 +178,7 @@ def shift_hue(images: Images, shift: Float[Tensor, " views"]) -> Images:
         torch.where(value == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
     )
     sixth = sixth + 6 * _beside(images, shift)[:, None, None]
-    offsets = _beside(images, torch.tensor([5.0, 3.0, 1.0]))
+    offsets = torch.arange(5.0, 0.0, -2.0, device=images.device)
     k = (sixth[:, None] + offsets[:, None, None]) % 6
     lost = torch.minimum(k, 4 - k).clamp_(0, 1)
     return value[:, None] - chroma[:, None] * lost

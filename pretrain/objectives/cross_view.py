@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ssl_bench.models.matrix_functions.precision import without_autocast
+
 # Prototypes whose logits are held at a time: few enough for the caches of a processor, enough to
 # hide the launches on a GPU.
 _CHUNK = {"cpu": 2_048, "cuda": 8_192}
@@ -78,7 +80,7 @@ def _chunks(
         unit = directions[part] * inverse_norm
         factor = lengths[part] / temperature
         weights = (unit * factor).to(tokens.dtype)
-        logits = (tokens @ weights.T).to(targets.dtype)
+        logits = logits_of(tokens, weights).to(targets.dtype)
         opposite = targets[:, :, part].flip(0)
         yield _Chunk(part, unit, inverse_norm, factor, weights, logits, opposite)
 
@@ -145,6 +147,23 @@ def _gradients(
         to_directions[chunk.part] = tangential * (chunk.factor * chunk.inverse_norm)
         to_lengths[chunk.part] = radial / temperature
     return to_embeddings.mul_(mass), to_directions, to_lengths
+
+
+def logits_of(
+    tokens: Float[Tensor, "*images dim"], weights: Float[Tensor, "out dim"]
+) -> Float[Tensor, "*images out"]:
+    """Products with the prototypes, in float32 at least; autocast applies to the factors.
+
+    A GPU sums products of bfloat16 in float32 and is asked to leave it at that: a cosine rounded to
+    eight bits and divided by a temperature of .04 is off by up to .05. No gradients on CUDA.
+    """
+    dtype = _product_dtype(tokens)
+    tokens, weights = tokens.to(dtype), weights.to(dtype)
+    if not tokens.is_cuda or dtype.itemsize > 2:
+        return (tokens @ weights.T).to(torch.promote_types(dtype, torch.float32))
+    with without_autocast(tokens.device):
+        flat = torch.mm(tokens.flatten(0, -2), weights.T, out_dtype=torch.float32)
+    return flat.unflatten(0, tokens.shape[:-1])
 
 
 def _product_dtype(like: Tensor) -> torch.dtype:

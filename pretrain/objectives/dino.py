@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from pretrain.crops.multi import MultiCrop
-from pretrain.objectives.cross_view import cross_view_loss
+from pretrain.objectives.cross_view import cross_view_loss, logits_of
 from pretrain.objectives.objective import Views, require_vit
 from pretrain.openings import FREEZE, TEMPERATURE
 from pretrain.runtime.streams import part_seed
@@ -92,8 +92,7 @@ class Prototypes(nn.Module):
 
     def forward(self, embeddings: Float[Tensor, "images dim"]) -> Float[Tensor, "images out"]:
         """In float32 at least; without a copy of the weights in another length."""
-        logits = F.linear(embeddings, self.weight_v)
-        logits = logits.float() if logits.dtype.itemsize < 4 else logits
+        logits = logits_of(embeddings, self.weight_v)
         return logits * (self.weight_g / self.weight_v.norm(dim=1, keepdim=True)).T
 
 

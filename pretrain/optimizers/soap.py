@@ -33,24 +33,31 @@ class Effect:
     def __init__(self, lost: Float[Tensor, ""]) -> None:
         self._one, self._share = torch.ones_like(lost), 1 - lost
         self.lost: Bool[Tensor, ""] = lost.bool()
-        self._factors: dict[float, Tensor] = {}
-        self._sizes: dict[tuple[float, ...], Tensor] = {}
+        self._factors: dict[tuple[float, torch.dtype], Tensor] = {}
+        self._sizes: dict[tuple[Any, ...], Tensor] = {}
 
-    def factor(self, value: float) -> Float[Tensor, ""]:
-        """The value, or 1."""
-        if value not in self._factors:
-            self._factors[value] = self._one.add(self._share, alpha=value - 1)
-        return self._factors[value]
+    def multiply(self, tensors: Sequence[Tensor], value: float) -> None:
+        """By the value, or by 1, in place."""
+        for dtype in {tensor.dtype for tensor in tensors}:
+            # A factor of another dtype would cost a launch for each tensor.
+            factor = self._factors.get((value, dtype))
+            if factor is None:
+                factor = self._one.add(self._share, alpha=value - 1).to(dtype)
+                self._factors[value, dtype] = factor
+            torch._foreach_mul_([t for t in tensors if t.dtype == dtype], factor)
 
     def step_size(self, stack: Stack, group: dict[str, Any]) -> Float[Tensor, ""]:
-        """Learning rate, negative, both averages corrected for their beginning with 0; or 0."""
+        """Learning rate, negative, both averages corrected for their beginning with 0; or 0.
+
+        The same tensor for stacks of the same step and dtype.
+        """
         lr, (beta1, beta2) = group["lr"], group["betas"]
-        key = (lr, beta1, beta2, stack.step)
+        key = (lr, beta1, beta2, stack.step, stack.exp_avg.dtype)
         if key not in self._sizes:
             # None was made where the first of them is lost.
             updates = (stack.step - stack.skipped).clamp_(min=1)
             corrected = (1 - beta2**updates).sqrt_().div_(1 - beta1**updates)
-            self._sizes[key] = corrected.mul_(self._share).mul_(-lr)
+            self._sizes[key] = corrected.mul_(self._share).mul_(-lr).to(stack.exp_avg.dtype)
         return self._sizes[key]
 
 
@@ -58,8 +65,7 @@ def accumulate(
     stacks: Sequence[Stack], gradients: Sequence[Tensor], beta: float, effect: Effect
 ) -> None:
     averages = [average for stack in stacks for average in stack.statistics.values()]
-    if averages:
-        torch._foreach_mul_(averages, effect.factor(beta))
+    effect.multiply(averages, beta)
     for stack, stacked in zip(stacks, gradients, strict=True):
         for mode, average in stack.statistics.items():
             unfolded = stacked.movedim(mode + 1, 1).flatten(2)
@@ -73,14 +79,17 @@ def descend(
     beta1, beta2 = group["betas"]
     rotated = [rotate(g, stack.bases) for stack, g in zip(stacks, gradients, strict=True)]
     means, squares = [stack.exp_avg for stack in stacks], [stack.exp_avg_sq for stack in stacks]
-    torch._foreach_mul_(means, effect.factor(beta1))
+    effect.multiply(means, beta1)
     torch._foreach_add_(means, rotated, alpha=1 - beta1)
-    torch._foreach_mul_(squares, effect.factor(beta2))
+    effect.multiply(squares, beta2)
     torch._foreach_addcmul_(squares, rotated, rotated, 1 - beta2)
     deviations = torch._foreach_sqrt(squares)
     torch._foreach_add_(deviations, group["eps"])
     updates = torch._foreach_div(means, deviations)
-    torch._foreach_mul_(updates, [effect.step_size(stack, group) for stack in stacks])
+    sizes = [effect.step_size(stack, group) for stack in stacks]
+    for size in {id(size): size for size in sizes}.values():
+        alike = [u for u, own in zip(updates, sizes, strict=True) if own is size]
+        torch._foreach_mul_(alike, size)
     parameters: list[Tensor] = [p for stack in stacks for p in stack.parameters]
     changes = [
         change
@@ -89,7 +98,7 @@ def descend(
     ]
     torch._foreach_add_(parameters, changes)
     if group["weight_decay"] > 0:
-        torch._foreach_mul_(parameters, effect.factor(1 - group["lr"] * group["weight_decay"]))
+        effect.multiply(parameters, 1 - group["lr"] * group["weight_decay"])
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from ssl_bench.system.device import in_float64
 
+_ORTHONORMAL = 1e-5
+"""Largest product of two columns of a new basis, and of a column with itself less 1."""
+
 Matrices = dict[int, Float[Tensor, "members _ _"]]
 """One square matrix per member of a stack, by the mode (axis of the parameter) it belongs to."""
 
@@ -171,18 +174,52 @@ def of_first(bases: Float[Tensor, "members n n"]) -> Float[Tensor, "members n n"
 
 
 def orthonormal(
-    matrices: Float[Tensor, "members n n"], *, turn: int, shared: bool
+    matrices: Float[Tensor, "members n n"],
+    before: Float[Tensor, "members n n"],
+    *,
+    turn: int,
+    shared: bool,
 ) -> Float[Tensor, "members n n"]:
-    """Q of the QR decomposition; `shared`, each rank decomposes its part and all get the whole."""
+    """Bases of the spans of each matrix' first columns; `shared`, each rank makes its part.
+
+    `before` stands in for a matrix in which a GPU finds none.
+    """
     world = dist.get_world_size() if shared and dist.is_initialized() else 1
     if world == 1:
-        return of_first(torch.linalg.qr(matrices).Q)
+        return of_first(_orthonormal(matrices, before))
     rank = (dist.get_rank() + turn) % world
     part = slice(len(matrices) * rank // world, len(matrices) * (rank + 1) // world)
     whole = torch.zeros_like(matrices)
-    whole[part] = torch.linalg.qr(matrices[part]).Q
+    whole[part] = _orthonormal(matrices[part], before[part])
     dist.all_reduce(whole)
     return whole
+
+
+def _orthonormal(
+    matrices: Float[Tensor, "members n n"], before: Float[Tensor, "members n n"]
+) -> Float[Tensor, "members n n"]:
+    """Q of the QR decomposition; on CUDA up to signs, by factors of the columns' products.
+
+    cuSOLVER decomposes a stack one matrix after the other; factors and products are batched. A
+    power iteration makes columns of very different length, so that they are scaled first; three
+    shifts draw those apart that depend on each other, as of statistics that have seen fewer
+    gradients than rows.
+
+    Source: shifted Cholesky QR, Fukaya et al., https://arxiv.org/abs/1809.11085.
+    """
+    if not matrices.is_cuda:
+        return torch.linalg.qr(matrices).Q
+    size, precision = matrices.shape[-1], torch.finfo(matrices.dtype)
+    identity = torch.eye(size, dtype=matrices.dtype, device=matrices.device)
+    found, shift = matrices, 4 * size**0.5 * precision.eps
+    for beta in (shift, shift, shift, 0.0):
+        found = found / found.norm(dim=-2, keepdim=True).clamp_min(precision.tiny)
+        products = torch.baddbmm(identity, found.mT, found, beta=beta)
+        upper = torch.linalg.cholesky_ex(products, upper=True).L
+        found = torch.linalg.solve_triangular(upper, found, upper=True, left=False)
+    error = (found.mT @ found - identity).abs().amax((-2, -1), keepdim=True)
+    # Of what is not finite, too.
+    return torch.where(error < _ORTHONORMAL, found, before)
 
 
 def refresh(stack: Stack, members: slice, lost: Bool[Tensor, ""], *, shared: bool) -> None:
@@ -198,9 +235,9 @@ def refresh(stack: Stack, members: slice, lost: Bool[Tensor, ""], *, shared: boo
     for mode, basis in bases.items():
         powered = torch.bmm(stack.statistics[mode][members], basis)
         order = (basis * powered).sum(-2).argsort(-1, descending=True)
-        powered = powered.gather(-1, order[:, None].expand_as(powered))
+        powered, before = (x.gather(-1, order[:, None].expand_as(x)) for x in (powered, basis))
         # The layout decides how products are rounded.
-        found = orthonormal(powered, turn=stack.turn + mode, shared=shared)
+        found = orthonormal(powered, before, turn=stack.turn + mode, shared=shared)
         turned[mode] = found.contiguous()
         order = order.view(len(order), *[-1 if axis == mode else 1 for axis in range(num_axes)])
         exp_avg_sq = exp_avg_sq.gather(mode + 1, order.expand_as(exp_avg_sq))

@@ -12,7 +12,8 @@ from ssl_bench.system.ranks import place_of_process
 def choose_device(name: str | None) -> torch.device:
     """The asked device, or a GPU if there is one; it is the current one from here on.
 
-    Float32 is float32 there: without TF32, which torch allows in convolutions unless told.
+    Float32 is float32 there: without TF32, which torch allows in convolutions unless told, and
+    which some containers switch on for products (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE).
 
     Raises:
         ConfigurationError: torch does not know the name, or `place_of_process` this process.
@@ -31,6 +32,7 @@ def choose_device(name: str | None) -> torch.device:
     device = _usable(name)
     if device.type == "cuda":
         torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_tf32 = False
         if device.index is not None:
             # Events and streams that name no device are those of the current one.
             torch.cuda.set_device(device)

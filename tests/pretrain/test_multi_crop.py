@@ -58,6 +58,12 @@ def plain_looks(views):
     return AugmentationParams(off, off, order, factors, off, torch.zeros(views), off)
 
 
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
 @pytest.mark.parametrize("kind", [BRIGHTNESS, CONTRAST, SATURATION])
 def test_each_view_gets_the_torchvision_adjustment_with_its_own_factor(kind):
     images, factors = pictures(3), torch.tensor([0.6, 1.0, 1.4])
@@ -97,12 +103,13 @@ def test_each_view_is_blurred_with_its_own_sigma_and_mirrored_at_the_border(heig
         torch.testing.assert_close(result, reference, atol=2e-6, rtol=0)
 
 
-def test_a_batch_of_mixed_looks_equals_torchvision_image_by_image():
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_a_batch_of_mixed_looks_equals_torchvision_image_by_image(device):
     pixels = (pictures(6) * 255).byte()
     looks = draw(MultiCrop(blur_sigma=(0.5, 1.5), grey_probability=0.4), images=1, views=6)
     looks = replace(looks, solarize=torch.tensor([True, False] * 3))
 
-    ours = apply_looks(pixels, looks, solarize_threshold=0.5)
+    ours = apply_looks(pixels.to(device), looks, solarize_threshold=0.5).cpu()
 
     assert 0 < looks.grey.sum() < 6 or 0 < looks.jitter.sum() < 6
     for view in range(6):

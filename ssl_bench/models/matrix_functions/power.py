@@ -1,7 +1,6 @@
 """Singular values raised to a power without a decomposition, which a device would be waited for."""
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,13 +24,13 @@ def raised(x: Matrix, exponent: float) -> Matrix:
     """U diag(s_max (s / s_max)^exponent) V^T of x = U diag(s) V^T, by products and solutions.
 
     With G = x^T x / s_max^2 it is x G^((exponent - 1) / 2), and the power of G is an integral of
-    shifted inverses, here a sum of about thirty of them with Cholesky factors, all at once. In
-    float64, because G has the squares of the singular values. Right to 1e-5 of the largest one;
-    those below 1e-6 of it are raised less and less. Gradients are those of the sum: no singular
-    values stand in a denominator. They compute all anew; they are no further differentiable.
+    shifted inverses, here a sum of about thirty of them by Cholesky factors. In float64, because G
+    has the squares of the singular values. Right to 1e-5 of the largest one; those below 1e-6 of
+    it are raised less and less. Gradients are those of the sum: no singular values stand in a
+    denominator. They compute all anew; they are no further differentiable.
 
     Cost: thirty Cholesky factors and inverses of the shorter side forwards, with two products more
-    backwards; 8 bytes x 30 x batch x side^2 of memory, several times, until the next block.
+    backwards; 8 bytes x batch x side^2 of memory, several times.
 
     Args:
         x: Each matrix by itself.
@@ -55,8 +54,7 @@ class _Raised(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.exponent = exponent
         with without_autocast(x.device):
-            wide = x.double()
-            return (wide @ _power(wide, exponent).value).to(x.dtype)
+            return _value(x.double(), exponent).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -65,37 +63,13 @@ class _Raised(torch.autograd.Function):
             return _adjoint(x.double(), gradients[0].double(), ctx.exponent).to(x.dtype), None
 
 
-@dataclass(frozen=True)
-class _Power:
-    """G^((exponent - 1) / 2) of G = x^T x / largest, as the sum of weights times inverses.
-
-    Attributes:
-        value: The sum.
-        inverses: Of G and each of the shifts.
-        slope: What follows the shifts is a constant less this times G.
-        largest: Eigenvalue of x^T x.
-        projector: On its eigenvectors, divided by their number.
-    """
-
-    value: Square
-    weights: Float[Tensor, "poles 1 1 1"]
-    inverses: Float[Tensor, "poles batch rank rank"]
-    slope: float
-    largest: Float[Tensor, "batch 1 1"]
-    projector: Square
-
-
-def _power(x: Matrix, exponent: float) -> _Power:
-    gram = x.mT @ x
-    largest, projector = _largest_eigenvalue(gram)
-    gram = gram / largest
-    identity = torch.eye(gram.shape[-1], dtype=x.dtype, device=x.device)
-    shifts, weights, constant, slope = _poles((1 - exponent) / 2, gram)
-    lower = torch.linalg.cholesky_ex(gram + shifts * identity).L
-    roots = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
-    inverses = roots.mT @ roots
-    value = (weights * inverses).sum(0) + constant * identity - slope * gram
-    return _Power(value, weights, inverses, slope, largest, projector)
+def _value(x: Matrix, exponent: float) -> Matrix:
+    gram, _, _ = _scaled(x)
+    identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
+    power = constant * identity - slope * gram
+    for shift, weight in poles:
+        power += weight * _inverse(gram + shift * identity)
+    return x @ power
 
 
 def _adjoint(x: Matrix, gradient: Matrix, exponent: float) -> Matrix:
@@ -104,14 +78,34 @@ def _adjoint(x: Matrix, gradient: Matrix, exponent: float) -> Matrix:
     Of x (x^T x + t)^-1 = x R it is g R - x R (x^T g + g^T x) R; the largest eigenvalue moves along
     its eigenvectors.
     """
-    power = _power(x, exponent)
-    unit = x / power.largest.sqrt()
+    gram, largest, projector = _scaled(x)
+    identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
+    unit = x / largest.sqrt()
     cross = unit.mT @ gradient
     cross = cross + cross.mT
-    bent = (power.weights * (power.inverses @ cross @ power.inverses)).sum(0)
-    fixed = gradient @ power.value - unit @ (bent + power.slope * cross)
-    share = (gradient * (unit @ power.value)).sum(dim=(1, 2), keepdim=True)
-    return fixed + (1 - exponent) * share * (unit @ power.projector)
+    power, bent = constant * identity - slope * gram, slope * cross
+    for shift, weight in poles:
+        inverse = _inverse(gram + shift * identity)
+        power += weight * inverse
+        bent += weight * (inverse @ cross @ inverse)
+    fixed = gradient @ power - unit @ bent
+    share = (gradient * (unit @ power)).sum(dim=(1, 2), keepdim=True)
+    return fixed + (1 - exponent) * share * (unit @ projector)
+
+
+def _scaled(x: Matrix) -> tuple[Square, Float[Tensor, "batch 1 1"], Square]:
+    """x^T x over its largest eigenvalue, that, and the projector on its eigenvectors."""
+    gram = x.mT @ x
+    largest, projector = _largest_eigenvalue(gram)
+    return gram / largest, largest, projector
+
+
+def _inverse(matrix: Square) -> Square:
+    """Of a positive definite matrix."""
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    lower = torch.linalg.cholesky_ex(matrix).L
+    root = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    return root.mT @ root
 
 
 def _largest_eigenvalue(gram: Square) -> tuple[Float[Tensor, "batch 1 1"], Square]:
@@ -128,17 +122,17 @@ def _of_trace_one(matrix: Square) -> Square:
     return matrix / trace.clamp_min(torch.finfo(matrix.dtype).tiny)
 
 
-def _poles(power: float, like: Square) -> tuple[Tensor, Tensor, float, float]:
-    """Shifts t and weights w, c and d so that l^-power = sum of w / (l + t) + c - d l, l <= 1.
+def _poles(power: float, like: Square) -> tuple[Tensor, list[tuple[Tensor, Tensor]], float, float]:
+    """The identity, shifts t with weights w, c and d of l^-power = sum of w / (l + t) + c - d l.
 
     The shifts are a geometric series. What would come before the first is one term with the same
-    sum and the same mean, what would come after the last the first two of its powers of l.
+    sum and the same mean, what would come after the last the first two of its powers of l <= 1.
     """
     first = 4 * like.shape[-1] * torch.finfo(like.dtype).eps
     count = 1 + math.ceil(math.log(_LAST_POLE / first) / _STEP)
     factor = _STEP * math.sin(math.pi * power) / math.pi
     # Made where they are used: to send them, the host would have to wait for the device.
-    number = torch.arange(count, dtype=like.dtype, device=like.device).view(-1, 1, 1, 1)
+    number = torch.arange(count, dtype=like.dtype, device=like.device)
     shifts = first * (_STEP * number).exp()
     weights = factor * shifts ** (1 - power)
     sums, moments = (_geometric(one - power) for one in (1, 2))
@@ -147,7 +141,8 @@ def _poles(power: float, like: Square) -> tuple[Tensor, Tensor, float, float]:
     weights = torch.where(is_first, weights * sums, weights)
     after = first * math.exp(_STEP * count)
     constant, slope = (factor * after ** (-one - power) * _geometric(one + power) for one in (0, 1))
-    return shifts, weights, constant, slope
+    identity = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    return identity, list(zip(shifts, weights, strict=True)), constant, slope
 
 
 def _geometric(rate: float) -> float:

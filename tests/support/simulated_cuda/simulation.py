@@ -11,6 +11,7 @@ import torch._decomp.decompositions_for_jvp
 import torch._dynamo
 import torch.distributed as dist
 
+from pretrain.crops import augmentation
 from tests.support.simulated_cuda import machine
 from tests.support.simulated_cuda.asking import Asking
 from tests.support.simulated_cuda.autocasting import (
@@ -73,6 +74,7 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
     group = "_group_tensors_by_device_and_dtype"
     yield torch._C, group, grouping(getattr(torch._C, group))
     yield torch.nn.Module, "compile", _compile
+    yield augmentation, "_coloured_in_few_kernels", augmentation.coloured
     yield threading.Thread, "run", running(threading.Thread.run)
     yield dist, "init_process_group", _joining(dist.init_process_group)
 

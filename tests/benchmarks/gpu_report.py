@@ -1,0 +1,381 @@
+"""What a GPU makes of this suite, in nine minutes: `make gpu-report`.
+
+    python -m tests.benchmarks.gpu_report [--out results/devices] [--only training,heads]
+
+Each section is a process of its own, so that what kills one leaves the others, and writes down
+each entry as it is found; what fails is an entry. `results/devices/GPU.json` and the page beside it
+are written after each section. Without a GPU sizes are tiny and numbers mean nothing: so the
+program itself is tried. It needs neither a network nor data.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from ssl_bench.system.device import choose_device
+from tests.benchmarks.provenance import provenance
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+ROOT = Path(__file__).parents[2]
+FOUND: dict[str, Any] = {}
+OUT = Path(os.environ.get("GPU_REPORT_SECTION", os.devnull))
+
+
+def put(name: str, /, **values: Any) -> None:
+    FOUND[name] = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in values.items()}
+    OUT.write_text(json.dumps(FOUND, indent=1))
+    print(f"  {name}: {json.dumps(FOUND[name])[:300]}", flush=True)
+
+
+@contextmanager
+def entry(name: str) -> Any:
+    """What goes wrong is an entry too, and the next one is tried."""
+    try:
+        if CUDA:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        yield
+    except Exception as error:
+        put(
+            name,
+            error=f"{type(error).__name__}: {error}"[:300],
+            trace=traceback.format_exc()[-900:],
+        )
+
+
+def peak() -> float:
+    return torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0.0
+
+
+def wait() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def ms(work: Callable[[], Any], times: int = 10, warm: int = 2) -> float:
+    """Median milliseconds of a call, waited for."""
+    found = []
+    for turn in range(warm + times):
+        wait()
+        start = time.perf_counter()
+        work()
+        wait()
+        found += [1e3 * (time.perf_counter() - start)] * (turn >= warm)
+    return median(found)
+
+
+def kernels(work: Callable[[], Any], most: int) -> list[list[Any]]:
+    """Milliseconds, launches and names of what takes the device longest in a call; all first."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] * CUDA
+    with torch.profiler.profile(activities=activities) as seen:
+        work()
+        wait()
+    time_of = attrgetter(f"self_{'device' if CUDA else 'cpu'}_time_total")
+    rows = [r for r in seen.key_averages() if time_of(r) > 0 and "#" not in r.key]
+    rows = [r for r in rows if not CUDA or str(r.device_type).endswith("CUDA")]
+    rows.sort(key=time_of, reverse=True)
+    whole = sum(map(time_of, rows)), sum(r.count for r in rows), "all"
+    table = [whole, *((time_of(r), r.count, r.key[:70]) for r in rows[:most])]
+    return [[round(float(t) / 1e3, 3), count, name] for t, count, name in table]
+
+
+def environment() -> None:
+    name = torch.cuda.get_device_name() if CUDA else "no GPU"
+    put("device", name=name, cuda=torch.version.cuda, cores=len(os.sched_getaffinity(0)))
+    side = 8192 if CUDA else 256
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        a = torch.randn(side, side, device=DEVICE).to(dtype)
+        put(f"product in {str(dtype)[6:]}", tflops=2 * side**3 / ms(lambda a=a: a @ a, 5) / 1e9)
+    x = torch.randn(side**2 * 4, device=DEVICE)
+    put("copy on the device", tb_per_s=2 * x.nbytes / ms(lambda: x.clone(), 5) / 1e9)
+    pinned = torch.empty(side**2 * 4, dtype=torch.uint8, pin_memory=CUDA)
+    put("copy to the device", gb_per_s=pinned.nbytes / ms(lambda: pinned.to(DEVICE), 5) / 1e6)
+
+
+def operations() -> None:
+    """What the simulated device cannot say: cuSOLVER, cuBLAS, memory, rounding."""
+    from pretrain.optimizers import soap_stacks
+    from ssl_bench.models.graying import gray_by_svd
+    from ssl_bench.models.matrix_functions.power import raised
+    from ssl_bench.neighbours import nearest_vectors
+
+    generator = torch.Generator().manual_seed(0)
+    for members, size in ((12, 384), (12, 1152), (12, 1536), (1, 2048)) if CUDA else ((2, 24),):
+        with entry(f"SOAP basis {members} x {size}"):
+            g = torch.randn(members, size, 2 * size, generator=generator).to(DEVICE)
+            statistics = (g * torch.logspace(0, -3, 2 * size, device=DEVICE)) @ g.mT
+            basis = torch.linalg.qr(torch.randn(members, size, size, device=DEVICE)).Q
+            for _ in range(3):
+                basis = torch.linalg.qr(statistics @ basis).Q
+            power = statistics @ basis
+            found, exact = soap_stacks._orthonormal(power, basis), torch.linalg.qr(power).Q
+            put(
+                f"SOAP basis {members} x {size}",
+                ms=ms(lambda p=power, b=basis: soap_stacks._orthonormal(p, b), 5),
+                qr_ms=ms(lambda p=power: torch.linalg.qr(p), 3, 1),
+                eigh_ms=ms(lambda s=statistics: torch.linalg.eigh(s), 1, 1),
+                error=float((found.mT @ found - torch.eye(size, device=DEVICE)).abs().max()),
+                columns_as_qr=float(((found * exact).sum(-2).abs() > 0.99).float().mean()),
+            )
+    with entry("graying by SVD, 512 images"):
+        x = torch.randn(512 if CUDA else 4, 197, 384, generator=generator).to(DEVICE)
+        gray, exact = raised(x, 0.8), gray_by_svd(x[:4].double().cpu(), 0.8)
+        error = float((gray[:4].double().cpu() - exact).norm() / exact.norm())
+        put("graying by SVD, 512 images", error=error, gib=peak(), ms=ms(lambda: raised(x, 0.8), 3))
+    with entry("k-NN of ImageNet"):
+        rows, queries = (1_281_167, 2048) if CUDA else (4000, 64)
+        memory, asked = (
+            torch.nn.functional.normalize(torch.randn(n, 384, device=DEVICE), dim=1)
+            for n in (rows, queries)
+        )
+        each = ms(lambda: nearest_vectors(asked, memory, 200), 2, 1)
+        put("k-NN of ImageNet", seconds_for_50k=50 * each / queries, gib=peak())
+
+
+def training(timed: int = 40) -> None:
+    """DINO of ViT-S/16, 2 x 224 + 8 x 96 pixels, bfloat16, batch 256."""
+    from pretrain.objectives.dino import Dino
+    from pretrain.optimizers.recipes import AdamW, Soap
+    from pretrain.options import TrainOptions
+    from pretrain.runtime.distributed import TrainingRanks
+    from pretrain.schedules import Timeline
+    from pretrain.step import Trainer
+    from ssl_bench.models import ViTConfig
+    from tests.benchmarks.pretrain import Setting
+
+    tiny: dict[str, Any] = (
+        {} if CUDA else {"image_size": 32, "patch_size": 8, "dim": 24, "depth": 2, "num_heads": 2}
+    )
+    heads: dict[str, Any] = {} if CUDA else {"out_dim": 64, "hidden_dim": 32, "bottleneck_dim": 16}
+    objective, batch, timeline = Dino(**heads), 256 if CUDA else 4, Timeline(100_000, 1_000)
+    bare: dict[str, Any] = {"skip_attention": False, "skip_mlp": False, "init": "skipless"}
+    for name, model, recipe, compiled in (
+        ("skip, AdamW", ViTConfig(**tiny), AdamW(), CUDA),
+        ("skip, SOAP", ViTConfig(**tiny), Soap(), CUDA),
+        ("skipless, AdamW", ViTConfig(**tiny, **bare), AdamW(), CUDA),
+        ("skipless, SOAP", ViTConfig(**tiny, **bare), Soap(), CUDA),
+        ("skip, AdamW, not compiled", ViTConfig(**tiny), AdamW(), False),
+    ):
+        with entry(name):
+            torch._dynamo.reset()
+            groups = Setting(DEVICE, model, objective, batch).groups()
+            options = TrainOptions(batch_size=batch, compile=compiled, precision="bfloat16")
+            learner, ranks = objective.build(model, timeline, seed=0), TrainingRanks(device=DEVICE)
+            trainer = Trainer(learner, recipe, options, timeline, ranks)
+
+            def finish(groups: Any = groups) -> Any:
+                return objective.crops.finish(groups, DEVICE)
+
+            def step(number: int, trainer: Any = trainer, finish: Any = finish) -> float:
+                return trainer.take_step(number, (finish() for _ in range(1)))["loss"]
+
+            begun = time.perf_counter()
+            losses = [float(step(number)) for number in range(50_000, 50_003)]
+            first = time.perf_counter() - begun
+            for number in range(3):
+                step(50_003 + number)
+            each = ms(lambda step=step: [step(50_006 + n) for n in range(timed)], 1, 0) / timed
+            put(
+                name,
+                images_per_s=1e3 * batch / each,
+                ms=each,
+                mfu=trainer.utilisation(each / 1e3),
+                gib=peak(),
+                first_three_s=first,
+                augmentation_ms=ms(finish, 5),
+                losses=losses,
+                kernels=kernels(lambda step=step: [step(70_000 + n) for n in range(10)], 60),
+            )
+            del trainer, learner, step
+
+
+def extraction() -> None:
+    """All blocks of ViT-S/16, the tokens of each on the device."""
+    from ssl_bench.features import FeatureExtractor
+    from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
+
+    encoder = encoder_from_model(build_vit(ViTConfig(), seed=0), name="random")
+    for size, batch in ((224, 128), (512, 32)) if CUDA else ((32, 2),):
+        images, exact = torch.rand(batch, 3, size, size, pin_memory=CUDA), None
+        for dtype in (torch.float32, torch.bfloat16):
+            with entry(f"{size} pixels, {str(dtype)[6:]}"):
+                taken = FeatureExtractor(
+                    encoder, layers=range(12), facets=["token"], device=DEVICE, dtype=dtype
+                )
+                last = taken(images)[11]["token"].double()
+                exact = last if exact is None else exact
+                put(
+                    f"{size} pixels, {str(dtype)[6:]}",
+                    images_per_s=1e3 * batch / ms(lambda t=taken, i=images: t.unchecked(i), 5),
+                    difference=float((last - exact).norm() / exact.norm()),
+                    gib=peak(),
+                    kernels=kernels(lambda t=taken, i=images: t.unchecked(i), 20),
+                )
+
+
+def heads() -> None:
+    """A step of 96 linear heads, 12 blocks at 8 rates, on features of 384 values."""
+    from probes.features.statistics import Standardization
+    from probes.heads.linear import ParallelHeads
+    from probes.heads.losses import HistogramLoss, UpsampledLoss
+    from probes.heads.sgd import Heads
+    from probes.segmentation.probe import Segmentation
+
+    for classes, side, batch in ((21, 28, 16), (150, 32, 4)) if CUDA else ((5, 4, 2),):
+        x = torch.randn(12, batch, side, side, 384, device=DEVICE).half()
+        labels = torch.randint(classes, (batch, 4 * side, 4 * side), device=DEVICE).byte()
+        for name, loss in (("pixels", UpsampledLoss(4)), ("histograms", HistogramLoss(4))):
+            with entry(f"{classes} classes, {name}"):
+                asked = Heads(loss, True, classes, 0, DEVICE)
+                training: Any = Segmentation().training.of_heads(asked)
+                ones = torch.ones(12, 384, device=DEVICE)
+                bank = ParallelHeads(
+                    Standardization(torch.zeros_like(ones), ones),
+                    classes=classes, rates=training.values, optimizer=training.optimizer, seed=0,
+                )  # fmt: skip
+                targets = loss.targets(labels, classes)
+
+                def step(bank: Any = bank, x: Any = x, loss: Any = loss, t: Any = targets) -> None:
+                    bank.step(x, loss, t, rate_factor=1.0)
+
+                put(
+                    f"{classes} classes, {name}",
+                    ms=ms(step, 5),
+                    heads=12 * len(training.values),
+                    gib=peak(),
+                    kernels=kernels(step, 12),
+                )
+
+
+def commands() -> None:
+    """A run from files of JPEG, and a probe of it, as somebody types them."""
+    from PIL import Image
+
+    folder, rng = Path(tempfile.mkdtemp()), np.random.default_rng(0)
+    for number in range(1536 if CUDA else 24):
+        low = Image.fromarray(rng.integers(0, 256, (24, 32, 3), dtype=np.uint8))
+        path = folder / ("train" if number % 8 else "val") / f"c{number % 3}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        low.resize((500, 375), Image.Resampling.BICUBIC).save(path, quality=90)
+    small = [] if CUDA else ["model=vit_tiny_skip", "model.depth=2", "objective.out_dim=64"]
+    run = ["pretrain", "--data-root", f"{folder}/train", "--out", f"{folder}/run", *small]
+    run += [f"train.batch_size={256 if CUDA else 4}", "train.max_steps=16", "train.epochs=100"]
+    probe = ["probe", "--task", "knn", "--dataset", "class_folders", "--data-root", str(folder)]
+    probe += ["--checkpoint", f"{folder}/run", "--layer", "all", "--out", f"{folder}/results"]
+    for words in (run, [*probe, "probe.neighbours=[5]", "probe.engine=torch"]):
+        with entry(words[0]):
+            begun = time.perf_counter()
+            got = ssl_bench(words)
+            values = {"exit": got.returncode, "seconds": time.perf_counter() - begun}
+            log = folder / "run/log.jsonl"
+            if words[0] == "pretrain" and log.exists():
+                late = [json.loads(line) for line in log.read_text().splitlines()][-1]
+                values |= {k: late[k] for k in ("images_per_second", "data_wait", "mfu")}
+            put(words[0], **values, last=(got.stdout + got.stderr)[-600:])
+
+
+def ssl_bench(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ssl_bench", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def gpu_tests() -> None:
+    """Those that are marked gpu; the checks of shapes would be compiled with what they check."""
+    words = ["-m", "pytest", "-m", "gpu", "-q", "-n", "8", "-p", "no:cacheprovider", "tests"]
+    quiet = os.environ | {"JAXTYPING_DISABLE": "1"}
+    got = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, check=False, cwd=ROOT, env=quiet
+    )
+    lines = got.stdout.splitlines()
+    bad = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    put("gpu tests", exit=got.returncode, last=lines[-1:], bad=bad[:20])
+
+
+SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
+    "environment": (environment, 40),
+    "training": (training, 190),
+    "commands": (commands, 70),
+    "operations": (operations, 50),
+    "extraction": (extraction, 30),
+    "heads": (heads, 30),
+    "gpu tests": (gpu_tests, 130),
+}
+"""Seconds each may take; in order of worth, within nine minutes together."""
+
+
+def page(folder: Path) -> str:
+    """The devices that were measured, a table each section."""
+    text = "# Devices\n\nMade by `make gpu-report`; all figures are in the JSON beside this page.\n"
+    for file in sorted(folder.glob("*.json")):
+        whole = json.loads(file.read_text())
+        text += f"\n## {file.stem}\n\n{whole['said']}\n"
+        for section, found in whole["sections"].items():
+            rows = [
+                f"| {name} | {', '.join(f'{k} {v}' for k, v in values.items() if _is_short(v))} |"
+                for name, values in found.items()
+            ]
+            text += "\n".join(["", f"| {section} | |", "|---|---|", *rows, ""])
+    return text
+
+
+def _is_short(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, str) and 0 < len(value) < 60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "results/devices")
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--commit", default="unknown", help="of a copy without .git")
+    parser.add_argument("--section", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.section:
+        choose_device(None)
+        SECTIONS[asked.section][0]()
+        return
+    begun, scratch = time.monotonic(), Path(tempfile.mkdtemp())
+    asked.out.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if CUDA else "no GPU"
+    whole = {
+        "said": provenance().replace("commit unknown", f"commit {asked.commit}"),
+        "sections": {},
+    }
+    for name in asked.only.split(","):
+        left = asked.seconds - (time.monotonic() - begun)
+        if left < 15:
+            continue
+        print(f"{name}: {left:.0f} s left", flush=True)
+        file = scratch / f"{name}.json"
+        words = [sys.executable, "-m", "tests.benchmarks.gpu_report", "--section", name]
+        environ = os.environ | {"GPU_REPORT_SECTION": str(file)}
+        limit = min(left, SECTIONS[name][1] if CUDA else 900)
+        try:
+            code = subprocess.run(words, check=False, env=environ, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            code = f"cut off after {limit:.0f} s"
+        found = json.loads(file.read_text()) if file.exists() else {}
+        whole["sections"][name] = found | ({"ended": {"exit": code}} if code else {})
+        (asked.out / f"{device}.json").write_text(json.dumps(whole, indent=1) + "\n")
+        (asked.out / "README.md").write_text(page(asked.out))
+    print(f"{asked.out}/README.md, {time.monotonic() - begun:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
