@@ -9,7 +9,14 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 _CARDS = "results/demo/demo_*.md"
 _BESIDE = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
-SHOWN = ("results/*.md", "results/tables/*.md", "results/figures/*", _CARDS, *_BESIDE)
+SHOWN = (
+    "results/*.md",
+    "results/tables/*.md",
+    "results/devices/*.md",
+    "results/figures/*",
+    _CARDS,
+    *_BESIDE,
+)
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -62,8 +62,7 @@ def apply_looks(
     Values from `solarize_threshold`, in [0, 1], on are inverted where a view is solarized.
     """
     if pixels.is_cuda:
-        there = (_beside(pixels, getattr(looks, name)) for name in _COLOURING)
-        images = _coloured_in_few_kernels(pixels, *there)
+        images = _coloured_on_gpu(pixels, looks)
     else:
         images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
         change(images, looks.flip, lambda chosen, _: chosen.flip(-1))
@@ -74,34 +73,40 @@ def apply_looks(
     return normalise(images, colours)
 
 
-def coloured(
-    pixels: UInt8[Tensor, "views 3 height width"],
-    flip: Bool[Tensor, " views"],
+def jitter_all(
+    images: Images,
     wanted: Bool[Tensor, " views"],
-    order: Int64[Tensor, "views 4"],
-    factors: Float32[Tensor, "views 4"],
-    grey: Bool[Tensor, " views"],
+    kind: Int64[Tensor, " views"],
+    factor: Float32[Tensor, " views"],
 ) -> Images:
-    """Flipped, jittered and grey where a view wants it, by a choice at every pixel.
+    """One jitter of each view that wants it, by a choice at every pixel.
 
-    Does more than a CPU would like, which works on the views concerned; a compiler makes of it a
-    few passes over the pixels.
+    Does more than a CPU would like, which works on the views concerned; a compiler makes of it two
+    passes over the pixels.
     """
-
-    def chosen(views: Bool[Tensor, " views"], changed: Images, images: Images) -> Images:
-        return torch.where(views[:, None, None, None], changed, images)
-
-    images = pixels.to(torch.float32) / 255
-    images = chosen(flip, images.flip(-1), images)
-    for kind in order.unbind(1):
-        factor = factors.gather(1, kind[:, None])[:, 0]
-        toned = chosen(kind == HUE, shift_hue(images, factor), blend(images, kind, factor))
-        images = chosen(wanted, toned, images)
-    return chosen(grey, greyscale(images), images).contiguous()
+    is_hue, wanted = (views[:, None, None, None] for views in (kind == HUE, wanted))
+    changed = torch.where(is_hue, shift_hue(images, factor), blend(images, kind, factor))
+    return torch.where(wanted, changed, images)
 
 
-_COLOURING = ("flip", "jitter", "order", "factors", "grey")
-_coloured_in_few_kernels = torch.compile(coloured, dynamic=False)
+_jitter_compiled = torch.compile(jitter_all, dynamic=False)
+
+
+def _coloured_on_gpu(
+    pixels: UInt8[Tensor, "views 3 height width"], looks: AugmentationParams
+) -> Images:
+    names = ("flip", "jitter", "order", "factors", "grey")
+    flip, wanted, order, factors, grey = (_beside(pixels, getattr(looks, n)) for n in names)
+    pixels = torch.where(flip[:, None, None, None], pixels.flip(-1), pixels)
+    images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+    # All in one piece: a compiled function is compiled anew for other strides.
+    kinds, factors = order.T.contiguous(), factors.gather(1, order).T.contiguous()
+    for kind, factor in zip(kinds, factors, strict=True):
+        images = _jitter_compiled(images, wanted, kind, factor)
+    # Grey is a saturation of 0.
+    return _jitter_compiled(
+        images, grey, torch.full_like(kinds[0], SATURATION), torch.zeros_like(factors[0])
+    )
 
 
 def normalise(images: Images, colours: Colours = IMAGENET_COLOURS) -> Images:

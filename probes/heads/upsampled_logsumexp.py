@@ -53,16 +53,18 @@ def by_exponentials(corners: Corners, counted: Counted) -> Sums:
     """A product with the bilinear weights, a softmax, and the product with their transpose."""
     weights = corner_weights(_side(counted), corners.device).to(corners)
     total, gradient = corners.new_zeros(corners.shape[1]), torch.zeros_like(corners)
+    # A GPU's softmax is up to four times as fast where classes are neighbours in memory.
+    axis = 2 if corners.device.type == "cpu" else 3
     for heads, cells, pixels in product(*_cuts(corners, len(counted), pieces=1)):
-        part = corners[:, heads, :, cells]
+        part = corners[:, heads, :, cells].movedim(2, axis)
         shape = part.shape[1:]
         logits = (weights[pixels] @ part.reshape(4, -1)).view(-1, *shape)
-        shares = logits.softmax(2)
+        shares = logits.softmax(axis)
         times = counted[pixels, None, cells]
-        total[heads] += (logsumexp(logits, shares, 2) * times).sum((0, 2))
-        shares.mul_(times.unsqueeze(2))
+        total[heads] += (logsumexp(logits, shares, axis) * times).sum((0, 2))
+        shares.mul_(times.unsqueeze(axis))
         back = weights[pixels].T @ shares.flatten(1)
-        gradient[:, heads, :, cells] += back.view(4, *shape)
+        gradient[:, heads, :, cells] += back.view(4, *shape).movedim(axis, 2)
     return total, gradient
 
 

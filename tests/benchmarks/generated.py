@@ -70,7 +70,14 @@ def _records(folder: str, root: Path) -> str:
     return render_tables(depth_tables(ResultStore(root / folder).records()), "markdown")
 
 
+def _devices(root: Path) -> str:
+    from tests.benchmarks.gpu_report import page
+
+    return page(root / "results/devices")
+
+
 WHOLE: Mapping[str, Make] = {
+    "results/devices/README.md": _devices,
     "results/tables/demo_probes.md": partial(_records, "results/demo_probes"),
     "results/tables/dino_photographs_probes.md": partial(_records, "results/dino_photographs"),
     "results/tables/evidence.md": _by("evidence.page", "evidence-cpu.json"),

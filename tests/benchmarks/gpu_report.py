@@ -81,9 +81,8 @@ def ms(work: Callable[[], Any], times: int = 10, warm: int = 2) -> float:
 
 def kernels(work: Callable[[], Any], most: int) -> list[list[Any]]:
     """Milliseconds, launches and names of what takes the device longest in a call; all first."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] * CUDA
-    with torch.profiler.profile(activities=activities) as seen:
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if CUDA else activity.CPU]) as seen:
         work()
         wait()
     time_of = attrgetter(f"self_{'device' if CUDA else 'cpu'}_time_total")
@@ -296,11 +295,9 @@ def ssl_bench(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def gpu_tests() -> None:
-    """Those that are marked gpu; the checks of shapes would be compiled with what they check."""
     words = ["-m", "pytest", "-m", "gpu", "-q", "-n", "8", "-p", "no:cacheprovider", "tests"]
-    quiet = os.environ | {"JAXTYPING_DISABLE": "1"}
     got = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=False, cwd=ROOT, env=quiet
+        [sys.executable, *words], capture_output=True, text=True, check=False, cwd=ROOT
     )
     lines = got.stdout.splitlines()
     bad = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))]
@@ -352,7 +349,7 @@ def main() -> None:
         return
     begun, scratch = time.monotonic(), Path(tempfile.mkdtemp())
     asked.out.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_name() if CUDA else "no GPU"
+    device = torch.cuda.get_device_name().replace(" ", "_") if CUDA else "no_GPU"
     whole = {
         "said": provenance().replace("commit unknown", f"commit {asked.commit}"),
         "sections": {},

@@ -47,8 +47,6 @@ def trained(photos, out, objective, *more, device="cuda"):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_a_device_learns_what_the_cpu_does(photos, objective, optimizer):
     same = (f"optimizer={optimizer}", "train.precision=float32", "train.compile=false")
-    # Which is a device's default and not a CPU's.
-    same += ("optimizer.stagger=true",) if optimizer == "soap" else ()
     on_device, on_cpu = (
         trained(photos, device, objective, *same, device=device) for device in ("cuda", "cpu")
     )
@@ -57,23 +55,6 @@ def test_a_device_learns_what_the_cpu_does(photos, objective, optimizer):
     names = ("lr", "epoch") if objective == "mae" and not is_simulated() else on_cpu[0]
     for row, other in zip(on_device, on_cpu, strict=True):
         assert {n: row[n] for n in names} == pytest.approx({n: other[n] for n in names}, rel=1e-3)
-
-
-def test_on_a_device_soap_spreads_its_refreshes_unless_told(photos):
-    # Of three steps, so that each of those that are walked has some.
-    words = ("optimizer=soap", "optimizer.precondition_frequency=3", "train.max_steps=6")
-    words += ("train.precision=float32", "train.compile=false")
-    untold = trained(photos, "untold", "supervised", *words)
-    spread, at_once = (
-        trained(photos, f"stagger_{told}", "supervised", *words, f"optimizer.stagger={told}")
-        for told in ("true", "false")
-    )
-    cpu = trained(photos, "cpu", "supervised", *words, device="cpu")
-
-    assert untold == spread
-    assert untold != at_once
-    for row, other in zip(at_once, cpu, strict=True):
-        assert row == pytest.approx(other, rel=1e-3)
 
 
 MODELS = {
