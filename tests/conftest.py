@@ -16,9 +16,9 @@ from jaxtyping import install_import_hook
 if torch.__version__ >= "2.15" and not torch.cuda.is_available():
     install_import_hook(["ssl_bench", "pretrain", "probes"], "beartype.beartype")
 
-from ssl_bench.data.files import digest_cache, digests  # noqa: E402
-from tests.support.faults import encoder_file, photo_folder  # noqa: E402
-from tests.support.web import WebServer  # noqa: E402
+from ssl_bench.data.files import digest_cache, digests
+from tests.support.faults import encoder_file, photo_folder
+from tests.support.web import WebServer
 
 torch.set_num_threads(1)
 # The heap of torch and its kind stays; looking it through again took a tenth of the time.
