@@ -47,6 +47,7 @@ class GeometryRun:
                 yield from self._likeness((layer, facet), found, views[layer, facet])
             yield from self._tokens(layer, found)
             yield self._position(layer, found)
+        passes.kept_views(images, roles).path.unlink(missing_ok=True)
 
     def _spectra(self, cell: Cell, found: Gathered) -> Iterator[Score]:
         """Without intervals: a spectrum depends on the number of images itself.
