@@ -97,8 +97,11 @@ class PlannedProbe:
 
         Raises:
             ConfigurationError: a size that was typed does not fit the encoder.
+            UnfitEncoder: the probe has no answer for such blocks.
         """
         probe: Any = self.probe
+        if hasattr(probe, "require_fitting"):
+            probe.require_fitting(encoder)
         instead, facet = encoder.instead, getattr(probe, "facet", ())
         asked = [facet] if isinstance(facet, str) else list(facet or ())
         fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
