@@ -69,6 +69,10 @@ def footnote(records: Sequence[Record]) -> str:
         note += (
             f"no interval: these images do not tell of block {', '.join(map(str, sorted(lacking)))}"
         )
+    limited = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
+    if limited:
+        note += "; " if note else ""
+        note += f"at most {max(limited)}, as there are so few images: more allow more"
     return f"{note}; {provenance(records)}" if note else provenance(records)
 
 
