@@ -86,7 +86,7 @@ def provenance(records: Sequence[Record]) -> str:
     left_out = [r.settings["left_out"] for r in records if "left_out" in r.settings]
     counts = [one for r in records for one in r.details.get("left_out", {}).values()]
     names = ", ".join(dict.fromkeys(printable(name) for one in counts for name in one["first"]))
-    unreadable = f", unreadable and left out: {distinct(left_out)}: {names}" if left_out else ""
+    unreadable = f" without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
     return (
         f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}"
         f"{corruption_note(records)}; "
