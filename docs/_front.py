@@ -69,10 +69,7 @@ def _maps(tokens: dict[int, Float[Tensor, "rows cols dim"]]) -> dict[int, Colour
     for one in maps[1:]:
         turned += aligned([one], turned[-1:])
     # Each block in full contrast of its own.
-    return {
-        layer: as_colours({layer: [one]}, {layer: [whole]})[layer][0]
-        for layer, one in zip(tokens, turned, strict=True)
-    }
+    return {layer: as_colours([one], [whole])[0] for layer, one in zip(tokens, turned, strict=True)}
 
 
 def draw(

@@ -32,6 +32,7 @@ from pretrain.runtime.fine_tuning import SHA256, init_from, sha256_at_resume
 from pretrain.runtime.folder import BOARD, CONFIG, ENCODER, LOG, WANDB, SavedEncoder, Saver
 from pretrain.runtime.lock import Hold
 from pretrain.runtime.signals import StopRequest
+from pretrain.runtime.state import remove_previous
 from pretrain.runtime.workers import arriving, plan_workers
 from pretrain.runtime.writer import copied_module
 from pretrain.step import Trainer
@@ -229,6 +230,8 @@ class Run:
             if self.step < total:
                 self._leave(report)
             else:
+                if self.saver is not None:
+                    remove_previous(self.out)
                 self._record_accuracy(report)
 
     def _outlook(self) -> str:

@@ -21,10 +21,11 @@ from pretrain.runtime.fine_tuning import require_apart
 from pretrain.runtime.folder import ENCODER, LOG, claim, require_free
 from pretrain.runtime.lock import held
 from pretrain.runtime.signals import stop_requests
-from pretrain.runtime.state import has_state, load_state
+from pretrain.runtime.state import STATE, has_state, load_state
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, StateSpaceConfig
 from ssl_bench.system.device import choose_device
+from ssl_bench.system.progress import size_in_words
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,11 @@ class Pretraining(Plan):
         """What to do with a finished run, in a line."""
         if isinstance(self.objective, Generating):
             return f"tested: see the last line of {out / LOG}"
-        return f"next: ssl-bench probe --task all --checkpoint {out}"
+        line, state = f"next: ssl-bench probe --task all --checkpoint {out}", out / STATE
+        if not state.is_file():
+            return line
+        size = size_in_words(state.stat().st_size)
+        return f"{line}; the {size} of {state} are for --resume and --extend alone"
 
 
 def _sizes(encoder: EncoderConfig) -> str:

@@ -97,14 +97,17 @@ class PlannedProbe:
 
         Raises:
             ConfigurationError: a size that was typed does not fit the encoder.
+            UnfitEncoder: the probe has no answer for such blocks.
         """
-        probe: Any = fit_size(self.probe, encoder, self.typed)
+        probe: Any = self.probe
+        if hasattr(probe, "require_fitting"):
+            probe.require_fitting(encoder)
         instead, facet = encoder.instead, getattr(probe, "facet", ())
         asked = [facet] if isinstance(facet, str) else list(facet or ())
         fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
         if fitting != asked and "facet" not in self.typed:
             probe = replace(probe, facet=fitting[0] if len(fitting) == 1 else fitting)
-        return replace(self, probe=probe)
+        return replace(self, probe=fit_size(probe, encoder, self.typed))
 
     def in_further_protocols(self) -> list["PlannedProbe"]:
         """The same question in the protocols that its probe names to stand beside this one.

@@ -1,7 +1,7 @@
 """The training state on disk: never half written, never trusted unchecked.
 
-A folder holds `state.pt`, the one before it as `state.previous.pt`, and the sha256 of both. A kill
-or a full disk at any moment leaves at least one of them whole.
+A folder holds `state.pt`, until the last step the one before it as `state.previous.pt`, and the
+sha256 of both. A kill or a full disk at any moment leaves at least one of them whole.
 """
 
 import zipfile
@@ -83,6 +83,13 @@ def load_state(out: Path, device: torch.device) -> tuple[dict[str, Any], Path]:
 def has_state(out: Path) -> bool:
     """Whether a run has ever saved its state here."""
     return any((out / name).exists() for name in _CANDIDATES)
+
+
+def remove_previous(out: Path) -> None:
+    """Keep the state of a run that is over once: it is whole, and none will take its place."""
+    (out / PREVIOUS).unlink(missing_ok=True)
+    kept = [f"{digest}  {name}\n" for digest, name in read_digests(out / _SIDECAR)[:1]]
+    write_text_atomically(out / _SIDECAR, "".join(kept))
 
 
 def remove_states(out: Path) -> None:

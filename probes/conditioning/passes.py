@@ -12,8 +12,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from probes.conditioning.decomposition import Parts, decompose_block
+from probes.conditioning.probe import require_fitting
 from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError, UnfitEncoder
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, tokens_among
 from ssl_bench.models import Encoder, EncoderModule, build_encoder, encoder_from_model
@@ -52,16 +53,7 @@ def block_passes(
         UnfitEncoder: The encoder has no attention, or stages.
         CheckpointError: Features are not finite.
     """
-    if not encoder.num_heads:
-        raise UnfitEncoder(
-            f"conditioning expects blocks of attention and an MLP, {encoder.name} has none; take "
-            "--task pca, segmentation, retrieval or knn"
-        )
-    if encoder.is_staged:
-        raise UnfitEncoder(
-            f"conditioning expects blocks that all have the same tokens, {encoder.name} has stages "
-            "of other grids and widths; take --task pca, segmentation, retrieval or knn"
-        )
+    require_fitting(encoder)
     device = float64_device(context.device)
     double = in_float64(encoder, device)
     extractor = FeatureExtractor(double, layers=context.layers, device=device)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from probes.pictures import blocks_name
 from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.results import encoder_id
@@ -116,6 +116,10 @@ class Conditioning:
         """Name and id of what `compare_to` is."""
         return title_of(identify_encoder(str(self.compare_to)))
 
+    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
+        """See `require_fitting`."""
+        require_fitting(encoder)
+
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
@@ -135,6 +139,24 @@ class Conditioning:
         """Of the names of files, below the folder of an encoder."""
         more = f"-initialisation{seed}" if self.at_initialisation else ""
         return f"{self.protocol}{more}/{blocks_name(layers)}"
+
+
+def require_fitting(encoder: Encoder | EncoderIdentity) -> None:
+    """Refuse blocks without attention, or of several grids and widths.
+
+    Raises:
+        UnfitEncoder: The encoder has such blocks.
+    """
+    if encoder.num_heads == 0:
+        wanted, came = "blocks of attention and an MLP", "has none"
+    elif encoder.is_staged:
+        wanted, came = "blocks with the same tokens", "has stages of other grids and widths"
+    else:
+        return
+    raise UnfitEncoder(
+        f"conditioning expects {wanted}, {encoder.name} {came}; take --task pca or "
+        "correspondence, which need no labels either"
+    )
 
 
 def title_of(encoder: Encoder | EncoderIdentity) -> str:

@@ -28,7 +28,7 @@ from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.layers import resolve_layers
-from ssl_bench.models import load_encoder
+from ssl_bench.models import Encoder, load_encoder
 from ssl_bench.system.files import write_atomically
 
 
@@ -55,6 +55,13 @@ class ConditioningRun:
             words = f"conditioning: the first {count} of {len(images)} images"
             self.context.say(f"{words}; probe.num_images={len(images)} takes all")
         samples = [images[number] for number in range(count)]
+        found: list[Score] = []
+        for score in self._found(encoder, samples):
+            found.append(score)
+            yield score
+        yield from self._undefined(found, len(samples))
+
+    def _found(self, encoder: Encoder, samples: Sequence[Sample]) -> Iterator[Score]:
         if self.probe.protocol == "mean_log":
             yield from self._averaged(samples)
             return
@@ -82,7 +89,6 @@ class ConditioningRun:
                 )
             scores += found
             yield from found
-        self._say_what_is_missing(scores)
         likeness, path = None, self._path()
         if self.probe.protocol == "spectra":
             save_spectra(spectra, path.with_name(f"{path.name}-{SPECTRA_FILE}"))
@@ -100,9 +106,7 @@ class ConditioningRun:
         encoder, asked = self.context.encoder, self.context.layers
         whole = replace(self.context, layers=tuple(range(max(asked) + 1)))
         passes = block_passes(encoder, samples, self.probe.image_size, whole)
-        scores = mean_log_scores(asked, passes)
-        self._say_what_is_missing(scores)
-        yield from scores
+        yield from mean_log_scores(asked, passes)
 
     def _known(self, layer: int) -> list[Score]:
         """Scores of a block that an earlier run finished; nothing if it lacks any."""
@@ -134,7 +138,6 @@ class ConditioningRun:
         scores = []
         for row, (layer, state) in zip(matrix, ours.items(), strict=True):
             if layer not in states:
-                self.context.say(f"conditioning: block {layer}: {other.name} has no such block")
                 continue
             ci95 = linear_cka_ci95(state, states[layer])
             more = {**details, "with_every_block": row.tolist()}
@@ -147,26 +150,32 @@ class ConditioningRun:
         path = self._path()
         draw(scores, likeness, self._title(len(samples)), path.with_name(f"{path.name}.png"))
 
-    def _say_what_is_missing(self, found: Sequence[Score]) -> None:
+    def _undefined(self, found: Sequence[Score], num_images: int) -> Iterator[Score]:
+        """No numbers, with a reason, for cells of blocks that cannot be taken apart."""
         have = {(score.layer, score.facet, score.metric) for score in found}
-        lacking: dict[tuple[str, ...], list[int]] = {}
-        for layer in self.context.layers:
-            cells = CELLS[self.probe.protocol]
-            missing = dict.fromkeys(f for f, m in cells if (layer, f, m) not in have)
-            lacking.setdefault(tuple(missing), []).append(layer)
-        for missing, layers in lacking.items():
-            if missing:
-                self.context.say(
-                    f"conditioning: {self.context.encoder.name}, block "
-                    f"{', '.join(map(str, layers))}: {', '.join(missing)} left out; "
-                    "no pre-norm block of plain softmax attention and an MLP"
-                )
+        missing = [cell for cell in self.probe.cells(self.context.layers) if cell not in have]
+        why = "no pre-norm block of plain softmax attention and an MLP"
+        if self.probe.protocol == "checkpoints":
+            why = "the other encoder has no such block"
+        facets: dict[int, dict[str, None]] = {}
+        for layer, facet, _ in missing:
+            facets.setdefault(layer, {})[facet] = None
+        layers: dict[tuple[str, ...], list[int]] = {}
+        for layer, lacking in facets.items():
+            layers.setdefault(tuple(lacking), []).append(layer)
+        for lacking, blocks in layers.items():
+            self.context.say(
+                f"conditioning: {self.context.encoder.name}, block {', '.join(map(str, blocks))}: "
+                f"no number for {', '.join(lacking)}: {why}"
+            )
         for score in found:
-            if np.isnan(score.value):
+            if np.isnan(score.value) and "undefined" not in score.details:
                 self.context.say(
                     f"conditioning: block {score.layer}: {score.metric} of {score.facet} is "
                     "undefined, all tokens are the same"
                 )
+        for cell in missing:
+            yield plain(*cell, float("nan"), None, num_images, {"undefined": why})
 
     def _path(self) -> Path:
         """Of the figure, without its end."""

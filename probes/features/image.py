@@ -9,7 +9,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from probes.features.sources import parts_of
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import at_once, batches, read_ahead
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import UnfitEncoder
@@ -109,7 +109,7 @@ class ImagePass:
         some = [indices[position] for position in own]
         prepared = read_ahead(images, some, self._preparer(), workers=self.workers)
         shown = self.context.progress(prepared, f"{images.split} images", len(own))
-        for batch in batches(shown, self.batch_size):
+        for batch in batches(shown, at_once(self.batch_size, self._size, self.context.device)):
             pixels = sent(torch.stack([pixels for pixels, _ in batch]), self.context.device)
             rows = slice(first, first + len(batch))
             ids = [images.ids[index] for index in indices[rows]]

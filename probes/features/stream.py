@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from ssl_bench.layers import Facet
 
 K = TypeVar("K")
 T = TypeVar("T")
+_CPU_PIXELS = 2**19
 
 
 def ahead(make: Callable[[K], T], keys: Iterable[K], *, workers: int, most: int) -> Iterator[T]:
@@ -45,6 +47,15 @@ def batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
     remaining = iter(items)
     while batch := list(islice(remaining, size)):
         yield batch
+
+
+def at_once(batch_size: int, image_size: int, device: torch.device) -> int:
+    """How many squares of that side pass together: on a CPU so many that progress is seen.
+
+    More than half a million pixels at once are no faster there, and take seconds each.
+    """
+    fitting = max(1, _CPU_PIXELS // image_size**2)
+    return min(batch_size, fitting) if device.type == "cpu" else batch_size
 
 
 def extract(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import islice
 
 import numpy as np
@@ -11,16 +12,19 @@ from torch import Tensor
 
 from probes.features.image import image_vectors
 from probes.features.sources import parts_of
-from probes.features.stream import batches, read_ahead
+from probes.features.stream import at_once, batches, read_ahead
 from probes.features.views import ResizedCrops
 from probes.geometry.gathered import Gathered
 from probes.geometry.probe import Geometry
+from probes.heads.kept import KeptState
 from ssl_bench.data.central_square import central_square
+from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import REGISTERS, Facet
+from ssl_bench.results import encoder_id
 from ssl_bench.system.transfers import fetched, sent
 
 Cell = tuple[int, str]
@@ -77,7 +81,7 @@ class GeometryPasses:
         for role in ("fitted", "choosing", "held_out"):
             indices: tuple[int, ...] = getattr(roles, role)
             for batch in batches(
-                zip(indices, islice(shown, len(indices)), strict=True), self.probe.batch_size
+                zip(indices, islice(shown, len(indices)), strict=True), self._at_once
             ):
                 rows = [index for index, _ in batch]
                 pixels = torch.stack([square for _, square in batch])
@@ -91,31 +95,55 @@ class GeometryPasses:
     def views(
         self, images: ImageSet, roles: Roles
     ) -> Mapping[Cell, Float[Tensor, "images views _dim"]]:
-        """Vectors of random views of some images, in host memory."""
+        """Vectors of random views of some images, in host memory; goes on where a run ended."""
+        kept = self.kept_views(images, roles)
+        # Of each image and facet "layers views dim".
+        done: list[list[Tensor]] = list(kept.found.get("views", ()))
+        left = roles.viewed[len(done) :]
         extractor = self._extractor(())
-        made = read_ahead(images, roles.viewed, self._crops(), workers=self.probe.num_workers)
+        made = read_ahead(images, left, self._crops(), workers=self.probe.num_workers)
         shown = self.context.progress(
-            made, f"geometry, {self.probe.views} views of each", len(roles.viewed)
+            made, f"geometry, {self.probe.views} views of each image", len(left)
         )
-        cells = [(layer, f) for f in self.probe.facets for layer in self.context.layers]
-        found: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
-        at_once = max(1, self.probe.batch_size // self.probe.views)
-        for batch in batches(zip(roles.viewed, shown, strict=True), at_once):
-            ids = [images.ids[index] for index, _ in batch for _ in range(self.probe.views)]
-            pixels = torch.cat([crops for _, crops in batch])
-            for part, names in zip(
-                pixels.split(self.probe.batch_size),
-                batches(ids, self.probe.batch_size),
-                strict=True,
-            ):
-                features, sums = extractor.unchecked(sent(part, self.context.device))
-                vectors = [image_vectors(features, facet) for facet in self.probe.facets]
-                sums, *vectors = fetched([sums, *vectors])
-                extractor.check(sums, names)
-                for cell, values in zip(cells, (v for some in vectors for v in some), strict=True):
-                    found[cell].append(values)
-        views = self.probe.views
-        return {cell: torch.cat(some).unflatten(0, (-1, views)) for cell, some in found.items()}
+        try:
+            for index, crops in zip(left, shown, strict=True):
+                done.append(self._vectors(extractor, crops, images.ids[index]))
+                if kept.is_due():
+                    kept.write({"views": done})
+        except BaseException:
+            if len(done) > len(roles.viewed) - len(left):
+                kept.write({"views": done})
+            raise
+        by_facet = zip(self.probe.facets, map(torch.stack, zip(*done, strict=True)), strict=True)
+        return {
+            (layer, facet): vectors[:, place]
+            for facet, vectors in by_facet
+            for place, layer in enumerate(self.context.layers)
+        }
+
+    def _vectors(
+        self, extractor: FeatureExtractor, crops: Float[Tensor, "views 3 size size"], image_id: str
+    ) -> list[Float[Tensor, "layers views _dim"]]:
+        parts = []
+        for part in crops.split(self._at_once):
+            features, sums = extractor.unchecked(sent(part, self.context.device))
+            vectors = [image_vectors(features, facet) for facet in self.probe.facets]
+            sums, *vectors = fetched([sums, *vectors])
+            extractor.check(sums, [image_id] * len(part))
+            parts.append(vectors)
+        return [torch.cat(some, 1) for some in zip(*parts, strict=True)]
+
+    def kept_views(self, images: ImageSet, roles: Roles) -> KeptState:
+        """What is kept of views until the scores are known, named after all it depends on."""
+        context = self.context
+        facts = (
+            encoder_id(context.encoder.identity()),
+            (images.fingerprint(), roles.viewed, context.layers, context.seed),
+            (str(context.dtype), context.device.type, self._size),
+            (self.probe.facets, self.probe.views, self.probe.view_area),
+        )
+        name = f"{sha256(repr(facts).encode()).hexdigest()[:16]}.views"
+        return KeptState(cache_folder(None) / "features" / name, 1.0, context.say)
 
     def _extractor(self, more: Iterable[Facet]) -> FeatureExtractor:
         parts = [part for facet in self.probe.facets for part in parts_of(facet)]
@@ -134,6 +162,10 @@ class GeometryPasses:
             yield "cls"
         if self.context.encoder.num_registers:
             yield REGISTERS
+
+    @property
+    def _at_once(self) -> int:
+        return at_once(self.probe.batch_size, self._size, self.context.device)
 
     @property
     def _size(self) -> int:

@@ -47,6 +47,7 @@ class GeometryRun:
                 yield from self._likeness((layer, facet), found, views[layer, facet])
             yield from self._tokens(layer, found)
             yield self._position(layer, found)
+        passes.kept_views(images, roles).path.unlink(missing_ok=True)
 
     def _spectra(self, cell: Cell, found: Gathered) -> Iterator[Score]:
         """Without intervals: a spectrum depends on the number of images itself.
@@ -55,21 +56,19 @@ class GeometryRun:
         would show what few images do and not how sure a rank of so many is.
         """
         moments = found.moments[cell]
-        dim = len(moments.mean)
+        count, dim = moments.count, len(moments.mean)
         first, last = self.probe.alpha_ranks
         alpha, ranks = alpha_req(moments, (first, last))
         details: dict[str, Any] = {
             "dim": dim,
-            "rank_limit": min(moments.count, dim),
-            "limited_by_images": moments.count < dim,
             "constant_features": is_constant(moments),
         }
         for metric, value, more in (
-            ("rankme", rankme(moments), {}),
+            ("rankme", rankme(moments), _limit(count, dim)),
             ("alpha_req", alpha, {"ranks": list(ranks)}),
-            ("effective_rank", spread_rank(moments), {}),
+            ("effective_rank", spread_rank(moments), _limit(count - 1, dim)),
         ):
-            yield self._plain(cell, metric, value, None, moments.count, details | more)
+            yield self._plain(cell, metric, value, None, count, details | more)
 
     def _likeness(
         self, cell: Cell, found: Gathered, views: Float[Tensor, "images views dim"]
@@ -77,9 +76,8 @@ class GeometryRun:
         exact = views.double()
         count, dim = len(exact), exact.shape[-1]
         of_views: dict[str, Any] = {"views": self.probe.views}
-        limit = {"rank_limit": min(count - 1, dim)}
         rank = lidar(exact, delta=self.probe.lidar_delta)
-        yield self._plain(cell, "lidar", rank, None, count, of_views | limit)
+        yield self._plain(cell, "lidar", rank, None, count, of_views | _limit(count - 1, dim))
         yield self._mean(cell, "alignment", alignment(exact), (0.0, 4.0), of_views)
         vectors = found.compared(cell)
         even = uniformity(vectors)
@@ -134,6 +132,11 @@ class GeometryRun:
     ) -> Score:
         unit = "%" if metric == "outlier_share" else ""
         return Score(*cell, metric, value, ci95, num_images, details, unit=unit)
+
+
+def _limit(images: int, dim: int) -> dict[str, Any]:
+    """What a rank is at most, and whether more images would let it be more."""
+    return {"rank_limit": min(images, dim), "limited_by_images": images < dim}
 
 
 def _interval(estimate: Jackknife, ends: Interval) -> Interval | None:

@@ -24,26 +24,20 @@ class MapReference:
 
     Attributes:
         source: Name of the checkpoint.
-        layer: The last block they are of.
         maps: By image.
     """
 
     source: str
-    layer: int
     maps: Mapping[str, Map]
 
     def save(self, folder: Path) -> None:
         """Write the maps into a folder of pictures, whole or not at all."""
         arrays: dict[str, Any] = {
             "source": np.array(self.source),
-            "layer": np.array(self.layer),
             "images": np.array(list(self.maps)),
             **{f"map{i}": m.float().numpy() for i, m in enumerate(self.maps.values())},
         }
         write_atomically(folder / FILE, lambda file: np.savez_compressed(file, **arrays))
-
-    def covers(self, images: Sequence[str]) -> bool:
-        return all(image in self.maps for image in images)
 
     def of(self, images: Sequence[str]) -> list[Map]:
         """The maps of some images.
@@ -74,7 +68,7 @@ def load_reference(folder: Path) -> MapReference:
                 str(image): torch.from_numpy(arrays[f"map{i}"]).double()
                 for i, image in enumerate(arrays["images"])
             }
-            return MapReference(str(arrays["source"]), int(arrays["layer"]), maps)
+            return MapReference(str(arrays["source"]), maps)
     # A damaged file makes the readers of zip and npy fail in any way.
     except Exception as error:
         pass_on_memory(error)

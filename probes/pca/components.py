@@ -1,6 +1,6 @@
 """Principal components of patch features, foreground, and colours that agree between maps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -170,27 +170,22 @@ def _resized(reference: Map, size: tuple[int, ...]) -> Map:
     return interpolate(channels_first, size=size, mode="bilinear")[0].permute(1, 2, 0)
 
 
-def as_colours(
-    maps: Mapping[int, Sequence[Map]], masks: Mapping[int, Sequence[Bool[Tensor, "_rows _cols"]]]
-) -> dict[int, list[Colours]]:
-    """Stretch each channel over the maps of all blocks together; what is constant is grey.
+def as_colours(maps: Sequence[Map], masks: Sequence[Bool[Tensor, "_rows _cols"]]) -> list[Colours]:
+    """Stretch each channel over the maps of a block together; what is constant is grey.
 
     From the first to the 99th percentile, so that one patch of extreme value takes the contrast
     from no other.
 
     Args:
-        maps: By block.
-        masks: Where the maps are shown, by block; black elsewhere.
+        maps: Of the images that share their components.
+        masks: Where the maps are shown; black elsewhere.
     """
-    shown = [m[mask] for layer in maps for m, mask in zip(maps[layer], masks[layer], strict=True)]
-    low, high = np.percentile(torch.cat(shown).numpy(), PERCENTILES, axis=0)
-    return {
-        layer: [
-            _stretched(m.numpy(), low, high) * mask.numpy()[..., None]
-            for m, mask in zip(maps[layer], masks[layer], strict=True)
-        ]
-        for layer in maps
-    }
+    shown = torch.cat([m[mask] for m, mask in zip(maps, masks, strict=True)])
+    low, high = np.percentile(shown.numpy(), PERCENTILES, axis=0)
+    return [
+        _stretched(m.numpy(), low, high) * mask.numpy()[..., None]
+        for m, mask in zip(maps, masks, strict=True)
+    ]
 
 
 def _stretched(

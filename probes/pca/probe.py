@@ -1,7 +1,7 @@
 """PCA maps: three principal components of the patch features as red, green and blue."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from probes.pictures import blocks_name
@@ -18,7 +18,7 @@ FILE = "reference.npz"
 _FACETS: tuple[Facet, ...] = ("token", "token_normed", "key", "query", "value", *INNER_FACETS)
 # What is drawn and how, not what the variance is.
 _AT_LEAST = 224
-_NOT_SETTINGS = ("protocol", "facet", "align_to", "grid", "at_own_size")
+_NOT_SETTINGS = ("protocol", "facet", "align_to", "grid", "own_size")
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class PCA:
         panels: How many images are projected and drawn, from all over the set.
         image_size: Longer side in pixels; both sides are rounded to multiples of the patch. Without
             it the encoder's own, and at least 224.
-        at_own_size: Whether image_size is that; found out by itself, and else part of the name of
-            the folder of pictures.
+        own_size: What that is, known once the encoder is; another one is in the name of the folder
+            of pictures.
         squash: Side of the square that images are squashed to instead, whatever their shape; that
             of an encoder that takes no other size.
         background: "keep", or "first_component": patches on one side of the first component are
             left out and the components fitted again without them; see `foreground`.
         align_to: Folder of pictures, or name of a checkpoint that was probed into the same folder
             with the same protocol, whose colours are taken over; null for the checkpoint's own
-            last block that varies.
+            last block.
         grid: What the overview is saved as: png, svg or both.
     """
 
@@ -49,7 +49,7 @@ class PCA:
     facet: str = "token"
     panels: Count = 8
     image_size: Pixels | None = None
-    at_own_size: bool = True
+    own_size: int | None = field(default=None, init=False)
     squash: Pixels | None = None
     background: Literal["keep", "first_component"] = "keep"
     align_to: FilePath | None = None
@@ -82,9 +82,12 @@ class PCA:
         left_out = {*_NOT_SETTINGS, *(["squash"] if self.squash is None else [])}
         return {name: v for name, v in asdict(self).items() if name not in left_out}
 
-    def longer_side_of(self, native_size: tuple[int, int]) -> int:
-        """Longer side of an image that an encoder of that size sees."""
-        return self.image_size or max(_AT_LEAST, *native_size)
+    def shown_to(self, native_size: tuple[int, int]) -> "PCA":
+        """The same with images of a size, for an encoder with images of that one."""
+        own_size = max(_AT_LEAST, *native_size)
+        fitted = replace(self, image_size=self.image_size or own_size)
+        object.__setattr__(fitted, "own_size", own_size)
+        return fitted
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
@@ -122,5 +125,5 @@ class PCA:
         """Name of the folder of the pictures."""
         more = [self.scored_facet] if self.scored_facet != "token" else []
         more += ["foreground"] if self.background != "keep" else []
-        more += [] if self.at_own_size else [f"{self.image_size}px"]
+        more += [f"{self.image_size}px"] if self.own_size not in (None, self.image_size) else []
         return "-".join([self.protocol, *more])

@@ -13,7 +13,6 @@ from torch import Tensor
 from probes.features.moments import Moments
 from probes.pca.alignment import MapReference, load_reference, reference_folder
 from probes.pca.components import (
-    Colours,
     Map,
     Projection,
     aligned,
@@ -24,7 +23,7 @@ from probes.pca.components import (
     projection_of,
 )
 from probes.pca.drawing import SMALL_SPREAD, draw_overview, draw_tiles
-from probes.pca.probe import FILE, PCA
+from probes.pca.probe import PCA
 from probes.pictures import Picture
 from ssl_bench.data.limited import sampled_numbers
 from ssl_bench.data.samples import ImageSet, Sample
@@ -76,16 +75,24 @@ class PCARun:
             words = f"pca: {len(drawn)} of {len(images)} images"
             self.context.say(f"{words}; --pictures {len(images)} takes all")
         samples = [images[number] for number in drawn]
-        reference = self._given_reference([sample.image_id for sample in samples])
+        given = self._given_reference()
         features, moments = self._features(images, samples)
         blocks = {
             layer: self._fit([f[layer] for f in features], moments.get(layer))
-            for layer in self.context.layers
+            for layer in self._layers
         }
-        self._draw(blocks, samples, reference)
+        self._draw(blocks, samples, given)
         num_images = len(images) if self.probe.protocol == "dataset" else len(samples)
-        for layer, block in blocks.items():
-            yield self._score(layer, block, num_images)
+        for layer in self.context.layers:
+            yield self._score(layer, blocks[layer], num_images)
+
+    @property
+    def _layers(self) -> tuple[int, ...]:
+        """The asked blocks and the last of their kind, so that colours hang on no other command."""
+        encoder = self.context.encoder
+        kinds = [layers for _, layers in encoder.stages(range(encoder.depth))]
+        (last,) = (layers[-1] for layers in kinds if self.context.layers[0] in layers)
+        return tuple(dict.fromkeys((*self.context.layers, last)))
 
     def _features(
         self, images: ImageSet, samples: Sequence[Sample]
@@ -93,7 +100,7 @@ class PCARun:
         """Features of the drawn images, and sums over all where the protocol wants them."""
         extractor = FeatureExtractor(
             self.context.encoder,
-            layers=self.context.layers,
+            layers=self._layers,
             facets=(self.probe.scored_facet,),
             device=self.context.device,
             dtype=self.context.dtype,
@@ -102,7 +109,7 @@ class PCARun:
         total = len(images) if whole else len(samples)
         shown = {sample.image_id for sample in samples}
         kept: list[Features] = []
-        moments = {layer: Moments() for layer in self.context.layers} if whole else {}
+        moments = {layer: Moments() for layer in self._layers} if whole else {}
         for number in self.context.progress(range(total), "pca", total):
             sample = images[number] if whole else samples[number]
             image = self._resized(sample.image, extractor.patch_size)
@@ -123,8 +130,9 @@ class PCARun:
     ) -> Float[Tensor, "3 rows_px cols_px"]:
         if self.probe.squash is not None:
             return _as_tensor(image, self.probe.squash, self.probe.squash)
-        side = self.probe.longer_side_of(self.context.encoder.native_size)
-        return resize(image, side, patch)
+        fitted = self.probe.shown_to(self.context.encoder.native_size)
+        assert fitted.image_size is not None
+        return resize(image, fitted.image_size, patch)
 
     def _fit(
         self, features: list[Float[Tensor, "_rows _cols _dim"]], sums: Moments | None
@@ -165,19 +173,14 @@ class PCARun:
             layer, self.probe.scored_facet, "explained_variance", value, ci95, num_images, details
         )
 
-    def _given_reference(self, images: Sequence[str]) -> MapReference | None:
-        """Maps of another checkpoint if asked for, else those of an earlier run of this one."""
-        if self.probe.align_to is not None:
-            folder = reference_folder(self.probe.align_to, self.context.artifacts, self.probe.kind)
-            given = load_reference(folder)
-            self.context.say(f"pca: colours aligned with {given.source}")
-            return given
-        own = self.context.artifacts / self.probe.kind
-        if not (own / FILE).is_file():
+    def _given_reference(self) -> MapReference | None:
+        """Maps of another checkpoint, if they are asked for."""
+        if self.probe.align_to is None:
             return None
-        earlier = load_reference(own)
-        is_replaced = self.context.overwrite and max(self.context.layers) >= earlier.layer
-        return None if is_replaced or not earlier.covers(images) else earlier
+        folder = reference_folder(self.probe.align_to, self.context.artifacts, self.probe.kind)
+        given = load_reference(folder)
+        self.context.say(f"pca: colours aligned with {given.source}")
+        return given
 
     def _draw(
         self,
@@ -189,19 +192,19 @@ class PCARun:
         ids = [sample.image_id for sample in samples]
         own = self._reference(blocks, len(samples))
         reference = own if given is None else given.of(ids)
-        maps = {layer: self._aligned(block.maps, reference) for layer, block in blocks.items()}
-        if given is None or self.probe.align_to is not None:
-            kept = dict(zip(ids, self._aligned(own, reference), strict=True))
-            MapReference(self.context.encoder.name, max(blocks), kept).save(folder)
-        pictures = self._pictures(blocks, self._colours(blocks, maps), samples)
+        kept = dict(zip(ids, self._aligned(own, reference), strict=True))
+        MapReference(self.context.encoder.name, kept).save(folder)
+        pictures = {
+            layer: self._pictures(layer, blocks[layer], reference, samples)
+            for layer in self.context.layers
+        }
         draw_tiles(pictures, samples, folder)
         name = self.context.encoder.name
         draw_overview(self.probe, name, pictures, samples, folder)
-        for layer, block in blocks.items():
-            if constant := sum(fit.is_constant for fit in block.fits):
-                self.context.say(
-                    f"pca: block {layer}: {constant} of {len(block.fits)} maps are constant"
-                )
+        for layer in self.context.layers:
+            fits = blocks[layer].fits
+            if constant := sum(fit.is_constant for fit in fits):
+                self.context.say(f"pca: block {layer}: {constant} of {len(fits)} maps are constant")
 
     def _reference(self, blocks: Mapping[int, Fitted], num_images: int) -> list[Map]:
         """Of each image the map of the last block that is not constant."""
@@ -216,36 +219,19 @@ class PCARun:
             return aligned(maps, reference)
         return [aligned([m], [r])[0] for m, r in zip(maps, reference, strict=True)]
 
-    def _colours(
-        self, blocks: Mapping[int, Fitted], maps: Mapping[int, list[Map]]
-    ) -> dict[int, list[Colours]]:
-        """One stretch for all blocks, of each image alone where components are of an image."""
-        masks = {layer: block.masks for layer, block in blocks.items()}
-        if self.probe.protocol != "image":
-            return as_colours(maps, masks)
-        found: dict[int, list[Colours]] = {layer: [] for layer in maps}
-        for i in range(len(next(iter(maps.values())))):
-            some = as_colours(
-                {layer: [column[i]] for layer, column in maps.items()},
-                {layer: [column[i]] for layer, column in masks.items()},
-            )
-            for layer, colours in some.items():
-                found[layer] += colours
-        return found
-
     def _pictures(
-        self,
-        blocks: Mapping[int, Fitted],
-        colours: Mapping[int, list[Colours]],
-        samples: Sequence[Sample],
-    ) -> dict[int, list[Picture]]:
-        return {
-            layer: [
-                Picture(colours[layer][i], (block.title(layer, i),), self._shape(sample))
-                for i, sample in enumerate(samples)
-            ]
-            for layer, block in blocks.items()
-        }
+        self, layer: int, block: Fitted, reference: list[Map], samples: Sequence[Sample]
+    ) -> list[Picture]:
+        maps = self._aligned(block.maps, reference)
+        if self.probe.protocol == "image":
+            pairs = zip(maps, block.masks, strict=True)
+            colours = [as_colours([one], [mask])[0] for one, mask in pairs]
+        else:
+            colours = as_colours(maps, block.masks)
+        return [
+            Picture(colours[i], (block.title(layer, i),), self._shape(sample))
+            for i, sample in enumerate(samples)
+        ]
 
     def _shape(self, sample: Sample) -> tuple[int, int] | None:
         """Of an image that is squashed, so that its map is as wide as its photograph."""

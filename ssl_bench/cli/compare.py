@@ -18,8 +18,9 @@ from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.epochs import by_run
-from ssl_bench.tables.pairs.comparison import Comparison, comparisons
+from ssl_bench.tables.pairs.comparison import Comparison, apart, comparisons
 from ssl_bench.tables.pairs.epoch_comparison import EpochComparison, epoch_comparisons
+from ssl_bench.tables.series import difference
 
 Table = Comparison | EpochComparison
 _ASKED = ("task", "dataset", "split", "facet", "protocol", "seed")
@@ -102,6 +103,15 @@ def _compared(
     encoders = tuple(by_id[encoder] for encoder, _ in chosen)
     found = comparisons(store, records, [encoder for encoder, _ in chosen])
     own = {record.task for record in records if record.encoder_id in dict(chosen)}
-    if left := sorted(own - {record.task for record, _ in found}):
-        say(f"left out: {', '.join(left)}: no values of single images are there to be paired")
-    return [Comparison(record, tuple(rows), heads, encoders) for record, rows in found]
+    left = own - {record.task for record, _ in found}
+    differing = apart([r for r in records if r.task in left], [encoder for encoder, _ in chosen])
+    for task, words in differing.items():
+        say(f"left out: {task}: {words}")
+    if kept_nothing := sorted(left - differing.keys()):
+        tasks = ", ".join(kept_nothing)
+        say(f"left out: {tasks}: no values of single images are there to be paired")
+    alike = [[record] for record, _ in found]
+    return [
+        Comparison(record, tuple(rows), heads, encoders, difference(record, alike))
+        for record, rows in found
+    ]

@@ -13,6 +13,7 @@ from ssl_bench.data.files.archive_index import list_members
 from ssl_bench.data.files.checking import SplitState, check_dataset
 from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
 from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions
+from ssl_bench.data.files.readable import Looked, ReadableDataset
 from ssl_bench.data.files.unpacking import UNPACKED, require_space, unpack
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
@@ -215,7 +216,10 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Open, count and sample every split of a dataset; exit code 3 if anything is wrong."""
     source = _source(options.target)
     root = _root_to_check(options, source)
-    dataset = DatasetReadAs(*_built_to_read(source.name, root, overrides))
+    plain, reading = _built_to_read(source.name, root, overrides)
+    dataset = DatasetReadAs(plain, reading)
+    if getattr(plain, "leaves_out_unreadable", False):
+        return _look_through(ReadableDataset(dataset, Looked()), source.name, as_json=options.json)
     counts = {} if options.subset else source.counts
     states = list(check_dataset(dataset, counts, sample=_SAMPLE, shown=show_progress))
     if options.json:
@@ -244,6 +248,19 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             f"{broken[0].problems[0]}; `ssl-bench data list {source.name}` shows what belongs "
             f"there; {_remedy(source)}"
         )
+    return 0
+
+
+def _look_through(dataset: ReadableDataset, name: str, *, as_json: bool) -> int:
+    """Say which pictures of one's own a probe takes and which it leaves out; no fault of anybody.
+
+    Raises:
+        DataError: none can be read.
+    """
+    images = dataset.images()
+    if as_json:
+        gone = [image_id for ids in dataset.left_out().values() for image_id in ids]
+        print(json_text({"dataset": name, "images": len(images), "left_out": gone}))
     return 0
 
 

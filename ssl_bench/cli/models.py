@@ -14,6 +14,9 @@ from ssl_bench.system.escaping import json_text, one_line, printable_lines
 from ssl_bench.system.files import open_regular
 
 _SHOWN = 3
+_NO_KEYS = (
+    "no queries, keys and values known (attn.qkv in each block); probes look at tokens instead"
+)
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def file_report(encoder: Encoder) -> FileReport:
         used=encoder.loaded_keys,
         total=encoder.total_keys,
         ignored=dict(contents.ignored),
-        note=contents.note,
+        note=contents.note or _NO_KEYS * ("key" in encoder.instead),
         sha256=encoder.sha256,
     )
 
@@ -171,7 +174,10 @@ def _format(file: Path | None) -> str:
 def _lines(report: FileReport) -> list[str]:
     megabytes = f", {report.size / 1e6:.1f} MB" if report.size else ""
     special = f"{report.class_tokens} [CLS], {report.registers} registers"
-    heads = f", {report.heads} heads" if report.heads else ", no attention"
+    is_own = report.layout == "module"
+    without = ", heads not known" if is_own else ", no attention"
+    heads = f", {report.heads} heads" if report.heads else without
+    made = "as the module made them" if is_own else "random"
     height, width = report.image_size
     rows = [
         ("file", f"{report.format}{megabytes}"),
@@ -184,7 +190,7 @@ def _lines(report: FileReport) -> list[str]:
             f"({report.colours_from})",
         ),
         ("parameters", f"{report.parameters:,}"),
-        ("tensors", f"{report.used} of {report.total} used" if report.total else "random"),
+        ("tensors", f"{report.used} of {report.total} used" if report.total else made),
         *([("note", report.note)] if report.note else []),
         *(("left out", line) for line in _reasons(report.ignored)),
         ("sha256", report.sha256),

@@ -100,7 +100,7 @@ def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     add_probing(add)
     add("--pictures", type=int, metavar="N", help="draw so many of the images: probe.panels=N")
-    add("--overwrite", action="store_true", help="compute finished cells again")
+    add("--overwrite", action="store_true", help="compute again what is finished")
     add_showing(add)
     add("--json", action="store_true", help="print the records as JSON instead of tables")
 
@@ -138,7 +138,7 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--json", action="store_true", help="print plan and outcome as JSON")
     way = sweep.add_mutually_exclusive_group().add_argument
     way("--dry-run", action="store_true", help="only show the plan")
-    way("--print", action="store_true", help="print a command for each job with pending cells")
+    way("--print", action="store_true", help="print a command for each job that is not finished")
     way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
     # The rest goes through sbatch's SBATCH_* variables.
     add("--slurm-partition", metavar="NAME", help="default: the cluster's own")

@@ -37,5 +37,6 @@ def _names(jobs: Iterable[Job]) -> dict[str, str]:
 
 
 def _total(jobs: Sequence[Job]) -> str:
-    cells, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
-    return f"{len(jobs)} jobs, {cells} cells: {cells - pending} finished, {pending} pending"
+    scores, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
+    many = "job" if len(jobs) == 1 else "jobs"
+    return f"{len(jobs)} {many}, {scores} scores: {scores - pending} finished, {pending} pending"

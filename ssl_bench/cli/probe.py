@@ -39,7 +39,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _print_configs(planned_probes(options, overrides))
         return 0
     if options.dry_run:
-        print(plan_table(plan_sweep(options, overrides)))
+        print(plan_table(plan_sweep(options, overrides, needs_all=options.task != "all")))
         return 0
     device = choose_device(options.device)
     with joined(on_cuda=device.type == "cuda") as ranks, ranks.together():

@@ -26,7 +26,7 @@ from ssl_bench.tables.pivot import pivot_table
 from ssl_bench.tables.printing.documents import insert_between_markers
 from ssl_bench.tables.printing.sheets import Printable, render_tables
 from ssl_bench.tables.published import PublishedTable, published_table
-from ssl_bench.tables.severities import severity_tables
+from ssl_bench.tables.severities import SeverityTable, severity_tables
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -37,15 +37,17 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     with shown(options.out) as store:
         records = asked_records(options, store)
         tables = _tables(options, records, store)
+        over_blocks = [table for table in tables if isinstance(table, DepthTable)]
         if _is_plain(options):
-            print_main_tables(depth_tables(records), store)
+            print_main_tables(over_blocks, store)
         else:
             print_tables(tables, style)
         if options.into:
             insert_between_markers(Path(options.into), render_tables(tables, "markdown"))
             say(f"written into {options.into}")
         if options.figure:
-            draw_curves(_curves(options, records), Path(options.figure))
+            severities = [table.curves() for table in tables if isinstance(table, SeverityTable)]
+            draw_curves(over_blocks or severities or depth_tables(records), Path(options.figure))
             say(f"drawn: {options.figure}")
     return 0
 
@@ -90,12 +92,6 @@ def _tables(
     published = published_table(options.paper)
     encoders = _encoders(options.encoders or [], published, records, store)
     return [paper_table(published, records, store, encoders=encoders, choice=choice)]
-
-
-def _curves(options: argparse.Namespace, records: Sequence[Record]) -> Sequence[DepthTable]:
-    if options.over_severity:
-        return [table.curves() for table in severity_tables(records)]
-    return epoch_tables(records) if options.over_epochs else depth_tables(records)
 
 
 def _encoders(

@@ -168,7 +168,7 @@ class Evaluation:
     ) -> None:
         where = f"{called(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
         if done := len(keys) - len(pending.cells):
-            say(f"{where}: {done} of {len(keys)} cells finished before, skipped (--overwrite)")
+            say(f"{where}: {done} of {len(keys)} scores finished before, skipped (--overwrite)")
         broken = {path: store.unreadable.get(path) for path in map(store.path, pending.cells)}
         if known := {path: why for path, why in broken.items() if why not in (None, OUTDATED)}:
             say(f"{where}: computed again, because of {first_few(known)}")

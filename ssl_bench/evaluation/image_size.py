@@ -32,10 +32,8 @@ def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[s
     asked = {n: v for n in SIZES if (v := getattr(probe, n, None)) is not None}
     if not encoder.any_size:
         return _with_the_only_size(probe, encoder, asked, typed)
-    if hasattr(probe, "longer_side_of"):
-        side = probe.longer_side_of(encoder.native_size)
-        own = replace(probe, image_size=None).longer_side_of(encoder.native_size)
-        return replace(probe, image_size=side, at_own_size=side == own)
+    if hasattr(probe, "shown_to"):
+        return probe.shown_to(encoder.native_size)
     size = asked.get("image_size")
     if size is None or getattr(probe, "rounds_size", False):
         return probe
@@ -69,7 +67,7 @@ def _with_the_only_size(
                 f"{encoder.name} takes images of {height} x {width} pixels alone, got probe.{name}="
                 f"{size}; leave it out, or let its forward resize its positions"
             )
-    has_side = "image_size" in asked or hasattr(probe, "longer_side_of")
+    has_side = "image_size" in asked or hasattr(probe, "shown_to")
     changes = {"image_size": height} if has_side else {}
     if hasattr(probe, "squash"):
         changes["squash"] = height

@@ -17,7 +17,7 @@ def shown_plan(plan: Plan) -> str:
     if plan.runs:
         blocks.append(_aligned([("run", "there"), *_run_rows(plan)]))
     if probes := [step for step in plan.steps if not step.is_run]:
-        blocks.append(_aligned([("probe", "checkpoint", "cells recorded"), *_rows(plan, probes)]))
+        blocks.append(_aligned([("probe", "checkpoint", "scores recorded"), *_rows(plan, probes)]))
     return "\n\n".join([*blocks, "\n".join(_notes(plan))])
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.asked import asked_encoders, planned_probes
+from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation import cell_keys, cell_settings
 from ssl_bench.evaluation.pending import find_pending, pictures_folder
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
-from ssl_bench.models.loading.addresses import layers_asked
+from ssl_bench.models.loading.addresses import is_baseline, layers_asked
 from ssl_bench.planning import PlannedProbe, sharing_datasets
 from ssl_bench.results import CellKey, ResultStore, encoder_id
 from ssl_bench.results.store import first_few
@@ -42,8 +43,12 @@ class Job:
         return f"{self.planned.probe.task} on {where}, {self.encoder.name}"
 
 
-def plan_sweep(options: argparse.Namespace, overrides: Sequence[str]) -> list[Job]:
+def plan_sweep(
+    options: argparse.Namespace, overrides: Sequence[str], *, needs_all: bool = False
+) -> list[Job]:
     """The jobs of a sweep, checkpoint by checkpoint; nothing is computed or written.
+
+    What does not fit an encoder is said and left out, unless all is needed or nothing else is left.
 
     Raises:
         SslBenchError: As `probe` with the same arguments.
@@ -65,12 +70,19 @@ def plan_sweep(options: argparse.Namespace, overrides: Sequence[str]) -> list[Jo
         (planned, question.probe.split(question.dataset), _beside_its_own(question))
         for planned, question in zip(plan, questions, strict=True)
     ]
-    jobs = []
+    jobs, unfit = [], list[UnfitEncoder]()
     for encoder in encoders:
         known_as = encoder_id(encoder.identity())
         asked_layers = layers_asked(encoder.uri, options.layer)
         for planned, images, settings in asked:
-            fitted = planned.fitted_to(encoder)
+            try:
+                fitted = planned.fitted_to(encoder)
+            except UnfitEncoder as error:
+                if needs_all and not is_baseline(encoder.uri):
+                    raise
+                unfit.append(error)
+                say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
+                continue
             layers = layers_of(fitted.probe, asked_layers, encoder.depth)
             keys = cell_keys(
                 fitted,
@@ -96,6 +108,8 @@ def plan_sweep(options: argparse.Namespace, overrides: Sequence[str]) -> list[Jo
                     arguments=_arguments(options, planned, encoder.uri),
                 )
             )
+    if unfit and not jobs:
+        raise unfit[0]
     if store.unreadable:
         say(f"to be computed again: {first_few(store.unreadable)}")
     return jobs

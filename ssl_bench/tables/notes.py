@@ -69,6 +69,10 @@ def footnote(records: Sequence[Record]) -> str:
         note += (
             f"no interval: these images do not tell of block {', '.join(map(str, sorted(lacking)))}"
         )
+    limited = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
+    if limited:
+        note += "; " if note else ""
+        note += f"at most {max(limited)}, as there are so few images: more allow more"
     return f"{note}; {provenance(records)}" if note else provenance(records)
 
 
@@ -82,7 +86,7 @@ def provenance(records: Sequence[Record]) -> str:
     left_out = [r.settings["left_out"] for r in records if "left_out" in r.settings]
     counts = [one for r in records for one in r.details.get("left_out", {}).values()]
     names = ", ".join(dict.fromkeys(printable(name) for one in counts for name in one["first"]))
-    unreadable = f", unreadable and left out: {distinct(left_out)}: {names}" if left_out else ""
+    unreadable = f" without {distinct(left_out)} that cannot be read: {names}" if left_out else ""
     return (
         f"{distinct([r.num_images for r in records])} images{unreadable}{trusted_note(records)}"
         f"{corruption_note(records)}; "

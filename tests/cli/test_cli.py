@@ -98,7 +98,7 @@ def test_finished_cells_are_skipped_until_overwrite(workplace, capsys):
 
     assert main([*PROBE, "--layer", "0,1"]) == 0
     said = capsys.readouterr().err
-    assert "1 of 2 cells finished before, skipped" in said
+    assert "1 of 2 scores finished before, skipped" in said
     # Both, for the overview that shows both.
     assert said.count("layers 0, 1\n") == 1
     again = ResultStore(workplace / "results").records()
@@ -122,7 +122,7 @@ def test_objects_are_looked_for_in_a_plain_folder_and_found_once(workplace, caps
     )
     assert sorted(path.name for path in masks) == ["0.png.png", "1.png.png", "2.png.png"]
     assert main([*arguments, "--layer", "0", "probe.panels=1", "--dry-run"]) == 0
-    assert "1 cells: 1 finished, 0 pending" in capsys.readouterr().out
+    assert "1 scores: 1 finished, 0 pending" in capsys.readouterr().out
 
 
 def test_several_checkpoints_become_columns_of_one_table(workplace, capsys):

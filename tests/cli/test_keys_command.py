@@ -26,6 +26,10 @@ def test_every_key_of_a_run_is_listed_with_what_it_takes(place, capsys):
     assert not Path("runs").exists()
 
 
+def test_what_is_found_out_about_an_encoder_is_no_key(capsys):
+    assert not [key for key in listed(capsys, "probe.pca") if "own" in key]
+
+
 @pytest.mark.parametrize("task", choices("probe"))
 def test_the_keys_of_a_probe_are_its_own_and_those_of_all(capsys, task):
     found = listed(capsys, f"probe.{task}")

@@ -1,5 +1,7 @@
 """What people type who know other programs, and the line that tells them how it is done here."""
 
+from pathlib import Path
+
 import pytest
 
 from ssl_bench.cli.__main__ import main
@@ -7,6 +9,7 @@ from ssl_bench.models import ConvMixerConfig, build_encoder, save_encoder
 from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders
 
+OWN = str(Path(__file__).parents[1] / "support/own_module.py")
 PCA = "probe --task pca --checkpoint encoder.safetensors --dataset folder --data-root photos"
 MISTAKES = [
     ("train", "`ssl-bench pretrain`"),
@@ -99,6 +102,35 @@ def test_tasks_that_nothing_fits_are_named_where_all_were_asked_for(place, capsy
     (line,) = [one for one in capsys.readouterr().err.splitlines() if "left out: " in one]
     assert "folder has no class labels for classification and clustering and knn" in line
     assert "folder has no masks for retrieval and segmentation" in line
+
+
+def test_a_plan_leaves_out_what_a_run_leaves_out_before_it_begins(place, capsys):
+    mixer = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+    save_encoder(place / "mixer.safetensors", build_encoder(mixer, seed=0), {})
+    words = ["probe", "--checkpoint", "mixer.safetensors", "--dataset", "folder"]
+    words += ["--data-root", "photos", "--layer", "0", "--task"]
+
+    for more in (["--dry-run"], []):
+        assert main([*words, "all", *more]) == 0
+        said = capsys.readouterr().err
+        (line,) = [one for one in said.splitlines() if "left out: conditioning on folder" in one]
+        assert "take --task pca or correspondence" in line
+        assert "conditioning on folder all" not in said
+
+    for more in (["--dry-run"], []):
+        assert main([*words, "conditioning", *more]) == 2
+        assert "conditioning expects blocks of attention" in capsys.readouterr().err
+
+
+def test_a_module_that_cannot_be_taken_apart_leaves_nothing_pending(place, capsys):
+    words = ["probe", "--task", "conditioning", "--checkpoint", f"{OWN}:own", "--dataset", "folder"]
+    words += ["--data-root", "photos", "probe.num_images=1"]
+    assert main(words) == 0
+    assert "no number for attention_matrix" in capsys.readouterr().err
+
+    assert main([*words, "--dry-run"]) == 0
+
+    assert "45 finished, 0 pending" in capsys.readouterr().out
 
 
 def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command(place, capsys):

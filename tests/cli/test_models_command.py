@@ -109,6 +109,27 @@ def test_bad_files_take_a_line_each_and_the_others_are_still_described(ours, tmp
     assert ["error" in one for one in listed] == [True, True, True, False]
 
 
+def test_of_a_module_of_ones_own_nothing_is_said_that_nobody_knows(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Block(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.linear = nn.Conv2d(4, 4, 1)\n"
+        "    def forward(self, maps):\n"
+        "        return maps + self.linear(maps)\n"
+        "def encoder():\n"
+        "    return nn.Sequential(nn.Conv2d(3, 4, 8, 8), nn.Sequential(Block(), Block()))\n"
+    )
+
+    said = shown(capsys, f"{tmp_path / 'mine.py'}:encoder")
+
+    assert "2 blocks, width 4, heads not known" in said
+    assert "tensors     as the module made them" in said
+    assert "no queries, keys and values known" in said
+    assert "random" not in said
+
+
 def test_an_architecture_of_timm_has_no_file(capsys):
     said = shown(capsys, "timm:vit_tiny_patch16_224")
     assert "no file" in said

@@ -241,14 +241,18 @@ def test_checkpoints_stand_behind_commas(place, capsys):
     assert "nowhere.pth" in fails(capsys, words, 4)
 
 
-def test_a_check_of_ones_own_photographs_knows_nothing_published(place, capsys):
+def test_a_check_of_ones_own_photographs_says_what_a_probe_takes(place, capsys):
     spoil(photo_folder(place / "photos") / "1.jpg", "half")
+    words = ["data", "check", "folder", "--data-root", "photos"]
 
-    assert main(["data", "check", "folder", "--data-root", "photos"]) == 3
-
-    said = capsys.readouterr().err
-    assert "folder in photos has 1 fault," in said
-    assert "published" not in said
+    assert main(words) == 0
+    assert capsys.readouterr().err == ("taken: 3 photographs of folder; 1 cannot be read: 1.jpg\n")
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "dataset": "folder",
+        "images": 3,
+        "left_out": ["1.jpg"],
+    }
 
 
 def test_time_left_is_that_of_the_usual_image(monkeypatch):

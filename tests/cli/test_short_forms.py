@@ -72,13 +72,13 @@ def test_a_flag_that_cannot_hold_says_what_can(place, capsys, words, mend):
 def test_a_dry_run_shows_pending_cells_and_writes_nothing(place, capsys):
     words = [*PROBE, "--task", "pca", "--layer", "0,1", "probe.image_size=32"]
     assert main([*words, "--dry-run"]) == 0
-    assert "1 jobs, 2 cells: 0 finished, 2 pending" in capsys.readouterr().out
+    assert "1 job, 2 scores: 0 finished, 2 pending" in capsys.readouterr().out
     assert not (place / "results").exists()
 
     assert main([*words, "--layer", "0"]) == 0
     assert main([*words, "--dry-run"]) == 0
 
-    assert "1 jobs, 2 cells: 1 finished, 1 pending" in capsys.readouterr().out
+    assert "1 job, 2 scores: 1 finished, 1 pending" in capsys.readouterr().out
 
 
 def test_a_dry_run_of_pretraining_says_how_long_and_of_what(place, capsys):

@@ -91,7 +91,7 @@ def test_a_plan_writes_nothing_and_shows_a_table(place, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["checkpoint", "task", "dataset", "finished", "pending"]
     assert lines[1].split() == ["one", "pca", "folder", "all", "0", "2"]
-    assert lines[3] == "2 jobs, 4 cells: 0 finished, 4 pending"
+    assert lines[3] == "2 jobs, 4 scores: 0 finished, 4 pending"
     assert not Path("results").exists()
 
 
@@ -204,7 +204,7 @@ def test_a_plan_names_the_records_that_cannot_be_read(place, capsys):
 
     shown, said = capsys.readouterr()
     assert f"to be computed again: {path}: " in said
-    assert shown.splitlines()[-1] == "2 jobs, 4 cells: 1 finished, 3 pending"
+    assert shown.splitlines()[-1] == "2 jobs, 4 scores: 1 finished, 3 pending"
 
 
 def test_a_sweep_leaves_the_cells_of_its_plan_and_another_one_does_nothing(place, capsys):

@@ -24,6 +24,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.models import TimmConfig, build_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from tests.support import own_module
+from tests.support.faults import fails
 
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {"image_size": 32, "dataset.num_train": 6, "dataset.num_val": 4}
@@ -287,12 +288,20 @@ def features(folder: Path, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npz"])
-def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, form):
+def test_features_on_disk_are_those_of_python(tmp_path, monkeypatch, capsys, form):
     pandas = pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos", 5)
 
     assert main(features(tmp_path / "out", "--format", form)) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "taken: 5 photographs of folder"
+    assert re.fullmatch(r"each image squashed to 32 x 32 pixels; 0\.1 MB of .+", said[-2])
+    assert said[-1].endswith("out; index.parquet says where each of them is")
+    assert main(features(tmp_path / "out", "--format", form)) == 0
+    assert "all: 1 of 1 files were written before, kept" in capsys.readouterr().err
+    line = fails(capsys, features(tmp_path / "out", "--format", form, "--layer", "0"), 2)
+    assert "holds features of another layers; choose another --out" in line
 
     index = pandas.read_parquet("out/index.parquet")
     assert list(index["image_id"]) == [f"{number:03}.png" for number in range(5)]

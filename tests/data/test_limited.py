@@ -59,7 +59,7 @@ def test_scores_of_few_images_stand_apart_from_those_of_all(place, capsys):
     assert main([*words, "--limit", "2"]) == 0
     assert main([*words, "data.limit=2"]) == 0
 
-    assert "1 of 1 cells finished before" in capsys.readouterr().err
+    assert "1 of 1 scores finished before" in capsys.readouterr().err
     records = ResultStore(place / "results").records()
     assert {(r.dataset, r.num_images) for r in records} == {("folder", 4), ("folder-limit2", 2)}
     assert main(["table"]) == 0

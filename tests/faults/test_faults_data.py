@@ -106,7 +106,7 @@ def test_fault_02_numbers_with_and_without_skipped_images_never_share_a_table(pl
     out = capsys.readouterr().out
     assert out.count("| block |") == 2
     assert "left_out=1 of all" in out
-    assert len(re.findall(r"unreadable and left out: 1 of all \(\w+\): 1\.jpg[,;]", out)) == 1
+    assert len(re.findall(r"without 1 of all \(\w+\) that cannot be read: 1\.jpg[,;]", out)) == 1
 
 
 def test_fault_03_where_no_image_can_be_read_there_is_no_number(place, capsys):
@@ -129,7 +129,7 @@ def test_fault_03_finished_cells_of_the_remaining_images_are_not_computed_again(
 
     assert main(skipping) == 0
 
-    assert "1 of 1 cells finished before, skipped" in capsys.readouterr().err
+    assert "1 of 1 scores finished before, skipped" in capsys.readouterr().err
     assert records() == first
 
 

@@ -178,7 +178,7 @@ def test_fault_60_a_sweep_counts_cells_whose_pictures_are_missing(place, capsys)
 
     assert main(["sweep", *words[1:], "--dry-run"]) == 0
 
-    assert "2 cells: 0 finished, 2 pending" in capsys.readouterr().out
+    assert "2 scores: 0 finished, 2 pending" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rename", range(1, 5))

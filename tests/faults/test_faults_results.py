@@ -101,7 +101,7 @@ def test_fault_44_a_record_of_a_later_version_is_read_and_not_computed_again(pla
 
     assert main(arguments) == 0
 
-    assert "1 of 1 cells finished before" in capsys.readouterr().err
+    assert "1 of 1 scores finished before" in capsys.readouterr().err
     assert json.loads(path.read_text()) == later
     assert [(record.value, record.version) for record in records()] == [(before.value, "99.0")]
 

@@ -507,7 +507,9 @@ def test_what_every_stage_would_say_is_said_once_and_nothing_is_drawn_again(tmp_
     evaluated(PCA(panels=1, image_size=32), tmp_path, second.append)
 
     assert len([line for line in first if "pca: 1 of" in line]) == 1
-    assert second == ["pca on toy train, swin: 3 of 3 cells finished before, skipped (--overwrite)"]
+    assert second == [
+        "pca on toy train, swin: 3 of 3 scores finished before, skipped (--overwrite)"
+    ]
 
 
 def test_a_sheet_that_is_gone_is_drawn_again_on_the_grid_of_its_stage(tmp_path):

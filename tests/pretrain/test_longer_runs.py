@@ -220,4 +220,6 @@ def test_the_command_line_takes_the_three(place, capsys):
     assert main([*run, "--resume=must", "train.max_steps=1"]) == 0
     assert main([*run, "--extend", "train.max_steps=2"]) == 0
     assert step_of(Path("run")) == 2
+    assert "of run/state.pt are for --resume and --extend alone" in capsys.readouterr().err
+    assert not Path("run/state.previous.pt").exists()
     assert main([*run, "--resume=maybe"]) == 2

@@ -460,7 +460,7 @@ def test_finished_cells_are_skipped_and_records_say_what_was_done(place, capsys)
 
     assert main(words) == 0
 
-    assert "8 of 8 cells finished before" in "".join(capsys.readouterr())
+    assert "8 of 8 scores finished before" in "".join(capsys.readouterr())
     assert [r.created for r in records()] == [r.created for r in first]
     assert main(["table", "--task", "classification", "--format", "markdown"]) == 0
     out = capsys.readouterr().out

@@ -63,7 +63,7 @@ def test_a_probe_takes_a_submodule_of_one_block(task, capsys):
     everywhere = probed(task, "blocks.*.mlp.fc1")
     assert {record.layer for record in everywhere} == {0, 1}
     # What was there is taken, not computed again.
-    assert f"{len(records)} of {2 * len(records)} cells finished" in capsys.readouterr().err
+    assert f"{len(records)} of {2 * len(records)} scores finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", ["retrieval", "knn"])
@@ -113,4 +113,4 @@ def test_what_cannot_be_asked_is_refused_in_a_line(capsys, task, facet, more, sa
 
 def test_a_plan_knows_the_block_of_a_name(capsys):
     assert main([*words("tokencut", "blocks.1.attn"), "--dry-run"]) == 0
-    assert "1 jobs, 1 cells: 0 finished, 1 pending" in capsys.readouterr().out
+    assert "1 job, 1 scores: 0 finished, 1 pending" in capsys.readouterr().out

@@ -142,6 +142,35 @@ def test_an_image_passes_once_for_all_blocks_and_then_in_its_views(photographs):
     assert sum(seen) == 7 + 3 * 2
 
 
+def test_views_of_an_interrupted_run_are_not_computed_again(photographs, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole, model, seen = values(photographs), vit(), []
+
+    def interrupt(_module, given, _output):
+        seen.append(len(given[0]))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    model.patch_embed.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        values(photographs, model)
+    assert seen == [2, 2, 2]
+    assert values(photographs, model) == pytest.approx(whole, nan_ok=True)
+
+    # The views of the third image, and all images as they are.
+    assert seen[3] == 2
+    assert sum(seen[4:]) == 7
+    assert not list((tmp_path / "cache").rglob("*.views"))
+
+
+def test_large_images_pass_a_cpu_in_batches_that_let_progress_be_seen(photographs):
+    model, seen = vit(), []
+    model.patch_embed.register_forward_hook(lambda _m, given, _o: seen.append(len(given[0])))
+    values(photographs, model, image_size=512, layers=(0,))
+
+    assert max(seen) == 2
+
+
 def test_views_hang_on_the_seed_and_lie_in_the_image(photographs):
     passes = [GeometryPasses(Geometry(**SMALL), context(photographs, seed=seed)) for seed in (0, 1)]
     roles = Roles.draw(7, Geometry(**SMALL), 0)

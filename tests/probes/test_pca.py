@@ -88,18 +88,29 @@ def test_the_dataset_is_fitted_as_if_it_were_one_batch(photographs, tmp_path):
     assert [r.value for r in whole] == pytest.approx([r.value for r in batch])
 
 
-def test_a_block_looks_the_same_alone_and_beside_later_runs(photographs, tmp_path):
-    store = ResultStore(tmp_path / "out")
-    probe(photographs, store, protocol="batch")
-    (folder,) = (store.root / "pictures" / "pca" / "folder").glob("tiny-*/batch")
-    kept = load_reference(folder)
+@pytest.mark.parametrize("protocol", ["image", "batch", "dataset"])
+def test_a_block_looks_the_same_whatever_ran_before(photographs, tmp_path, protocol):
+    drawn = []
+    for place, commands in (("alone", [(1,)]), ("after", [(0,), (0, 1, 2), (1,)])):
+        store = ResultStore(tmp_path / place)
+        for layers in commands:
+            probe(photographs, store, protocol=protocol, layers=layers)
+        (folder,) = (store.root / "pictures" / "pca" / "folder").glob(f"tiny-*/{protocol}")
+        names = ("blocks-1.png", "block01/b.png.png", "block01/c.png.png")
+        drawn.append([tile(folder / name) for name in names])
 
-    probe(photographs, store, protocol="batch", layers=(1,))
+    for one, other in zip(*drawn, strict=True):
+        assert np.array_equal(one, other)
 
-    # Drawn again with the colours of the panel; its stretch is now of this block alone.
-    again = load_reference(folder)
-    assert (again.layer, again.source) == (2, "tiny")
-    assert all(torch.equal(again.maps[image], kept.maps[image]) for image in kept.maps)
+
+def test_one_block_has_the_colours_that_it_has_among_all(photographs, tmp_path):
+    drawn = []
+    for place, layers in (("one", (1,)), ("all", (0, 1, 2))):
+        probe(photographs, ResultStore(tmp_path / place), layers=layers)
+        (path,) = (tmp_path / place).rglob("image/block01/b.png.png")
+        drawn.append(tile(path))
+
+    assert np.array_equal(*drawn)
 
 
 def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
@@ -165,7 +176,7 @@ def test_an_unknown_reference_names_the_known_ones(photographs, tmp_path):
 
 
 def test_a_reference_without_the_images_or_damaged_says_what_to_do(tmp_path):
-    reference = MapReference("skip", 2, {"a": torch.ones(2, 3, 3).double()})
+    reference = MapReference("skip", {"a": torch.ones(2, 3, 3).double()})
     reference.save(tmp_path)
 
     assert load_reference(tmp_path).of(["a"])[0].shape == (2, 3, 3)

@@ -36,7 +36,7 @@ def everywhere(some_map):
 
 
 def colours_of(some_map):
-    return as_colours({0: [some_map]}, {0: [everywhere(some_map)]})[0][0]
+    return as_colours([some_map], [everywhere(some_map)])[0]
 
 
 def rotation(dim, seed=0):
@@ -197,14 +197,13 @@ def test_a_reference_of_another_resolution_is_resized():
     np.testing.assert_allclose(turned, fine.permute(1, 2, 0), atol=1e-9)
 
 
-def test_colours_stretch_each_channel_over_all_blocks_from_the_first_to_the_99th_percentile():
+def test_colours_stretch_each_channel_over_all_maps_from_the_first_to_the_99th_percentile():
     values = torch.arange(101, dtype=torch.float64)[:, None, None].expand(101, 1, 3)
-    maps = {0: [values[:50]], 1: [values[50:]]}
-    masks = {0: [everywhere(values[:50])], 1: [everywhere(values[50:])]}
+    maps = [values[:50], values[50:]]
 
-    colours = as_colours(maps, masks)
+    colours = as_colours(maps, [everywhere(one) for one in maps])
 
-    low, high = colours[0][0][..., 0].flatten(), colours[1][0][..., 0].flatten()
+    low, high = (one[..., 0].flatten() for one in colours)
     assert low[:3].tolist() == [0, 0, round(255 / 98)]
     assert high[-2:].tolist() == [255, 255]
     assert high[0] == round(255 * 49 / 98)

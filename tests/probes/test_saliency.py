@@ -177,7 +177,7 @@ def test_a_second_run_finds_all_cells_finished_and_files_in_place(place, capsys)
 
     assert main(words) == 0
 
-    assert "3 of 3 cells finished before, skipped" in capsys.readouterr().err
+    assert "3 of 3 scores finished before, skipped" in capsys.readouterr().err
     # A truth is not saved again as a guess is.
     assert not list(Path("results").glob("**/masks"))
     assert list(Path("results").glob("pictures/tokencut/*/*/reference/block01_key.png"))

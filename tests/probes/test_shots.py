@@ -267,4 +267,4 @@ def test_shots_run_from_the_command_and_are_found_again(tmp_path, monkeypatch, c
 
     assert main([*words, "probe.draws=2"]) == 0
 
-    assert "6 of 6 cells finished before" in "".join(capsys.readouterr())
+    assert "6 of 6 scores finished before" in "".join(capsys.readouterr())

@@ -160,6 +160,39 @@ def test_only_scores_of_the_same_images_and_settings_are_compared(tmp_path):
         comparisons(store, store.records(), [known_as("a"), known_as("e")])
 
 
+def test_another_size_of_the_images_is_named_as_the_reason(tmp_path, capsys):
+    store, words = ResultStore(tmp_path), ["compare", "skip", "skipless", "--out", str(tmp_path)]
+    for sha, size in (("a", 224), ("d", 448)):
+        save(store, sha, {0: None}, task="pca", metric="explained_variance")
+        save(store, sha, {0: hits(1, 0)}, settings={"tau": 0.2, "image_size": size})
+
+    assert main(words) == 3
+    assert "same settings and training images (tokencut: image_size 224 and 448)" in (
+        capsys.readouterr().err
+    )
+
+    for sha in "ad":
+        save(store, sha, {0: hits(1, 0)}, task="discovery")
+    assert main(words) == 0
+    said = capsys.readouterr().err
+    assert "left out: tokencut: image_size 224 and 448\n" in said
+    assert "left out: pca: no values of single images" in said
+
+
+def test_comparisons_of_older_data_say_so_in_their_titles(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    for sha in "ad":
+        save(store, sha, {0: hits(1, 0)})
+        older = {"dataset_fingerprint": "0" * 64, "created": "2020-01-01T00:00:00+00:00"}
+        save(store, sha, {0: hits(1, 1)}, **older)
+
+    for words in (["compare", "skip", "skipless"], ["compare", "skip"], ["table"]):
+        assert main([*words, "--out", str(tmp_path)]) == 0
+        out = capsys.readouterr().out
+        assert out.count("[older data 000000") == 1
+        assert out.count("[data ") == 1
+
+
 def test_a_record_whose_images_were_not_kept_or_half_kept_is_left_out(tmp_path):
     store = ResultStore(tmp_path)
     save(store, "a", {0: hits(1, 0), 1: hits(1, 1), 2: None})

@@ -143,6 +143,22 @@ def test_rows_are_encoders_columns_datasets_and_ties_as_printed_share_their_rank
     assert "no test of the difference" in text
 
 
+def test_many_columns_stand_in_blocks_that_a_screen_holds(store, capsys):
+    names = [f"a_dataset_with_a_name_{number}" for number in range(12)]
+    for sha in "ad":
+        for name in names:
+            save(store, sha, 3, hits(1, 0), dataset=name)
+
+    assert main(["table", "--out", str(store.root), "--pivot"]) == 0
+
+    table = capsys.readouterr().out.partition("marked:")[0]
+    lines = [line for line in table.splitlines() if not line.startswith("a_dataset")][:-1]
+    assert max(map(len, lines)) <= 100
+    heads = [line.split() for line in lines if line.startswith("encoder ")]
+    assert [name for head in heads for name in head[1:]] == sorted(names)
+    assert sum(line.startswith("skipless ") for line in lines) == len(heads) > 1
+
+
 def test_a_cell_without_values_of_images_says_so_and_the_oracle_is_called_one(store):
     for layer in (0, 1):
         save(store, "a", layer, hits(1, 0, layer), keep=False)

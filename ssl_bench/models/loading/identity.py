@@ -25,7 +25,11 @@ UNNAMED_KIND = "vit"
 
 @dataclass(frozen=True)
 class EncoderIdentity:
-    """What names the cells of an encoder; the fields are those of `Encoder`."""
+    """What names the cells of an encoder; the fields are those of `Encoder`.
+
+    Attributes:
+        num_heads: None where only timm knows, which takes seconds to import.
+    """
 
     uri: str
     name: str
@@ -36,6 +40,8 @@ class EncoderIdentity:
     depth: int
     patch_size: int
     native_size: tuple[int, int]
+    num_heads: int | None
+    is_staged: bool
     any_size: bool = True
     instead: Mapping[str, str] = field(default_factory=dict)
 
@@ -70,6 +76,8 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
         depth=len(strides) if strides else config.depth,
         patch_size=strides[0] if strides else config.patch_size,
         native_size=(config.image_size, config.image_size),
+        num_heads=None if strides else config.num_heads,
+        is_staged=len(set(strides)) > 1,
     )
 
 

@@ -136,10 +136,11 @@ def comparisons(
         if (rows := rows_of(store, group, encoders))
     ]
     if not found:
+        why = ", ".join(f"{task}: {words}" for task, words in apart(records, encoders).items())
         raise DataError(
             f"nothing to compare in {store.root}: no task was scored image by image for "
             f"{'both checkpoints' if len(encoders) > 1 else 'the checkpoint'} on the same images "
-            f"with the same settings and training images{_apart(records, encoders)}"
+            f"with the same settings and training images{f' ({why})' if why else ''}"
             f"{_never_kept(store, records, encoders)}"
         )
     return found
@@ -168,19 +169,23 @@ def _never_kept(store: ResultStore, records: Sequence[Record], encoders: Sequenc
     )
 
 
-def _apart(records: Sequence[Record], encoders: Sequence[str]) -> str:
-    """In what the scores of one question differ that two encoders were asked."""
+def apart(records: Sequence[Record], encoders: Sequence[str]) -> dict[str, str]:
+    """By task, in what scores of the same question to two encoders differ, if in anything."""
     same = ("task", "dataset", "metric", "facet", "protocol")
     asked = [[r for r in records if r.encoder_id == encoder] for encoder in encoders]
+    found: dict[str, list[list[str]]] = defaultdict(list)
     for one, other in itertools.product(asked[0], asked[-1]):
         if all(getattr(one, name) == getattr(other, name) for name in same):
-            apart = [
-                f"{name} {ours} and {theirs}"
-                for name, ours, theirs in _beside(one, other)
-                if ours != theirs
-            ]
-            return f" ({one.task}: {'; '.join(apart)})" if apart else ""
-    return ""
+            found[one.task].append(
+                [
+                    f"{name} {ours} and {theirs}"
+                    for name, ours, theirs in _beside(one, other)
+                    if ours != theirs
+                ]
+            )
+    # Of several pairs the nearest; one that differs in nothing has another reason.
+    nearest = {task: min(those, key=len) for task, those in sorted(found.items())}
+    return {task: "; ".join(those) for task, those in nearest.items() if those}
 
 
 def _beside(one: Record, other: Record) -> Iterator[tuple[str, Any, Any]]:
@@ -199,12 +204,14 @@ class Comparison:
         record: One of those that were compared; gives what they have in common.
         names: Heads of the two columns of values.
         encoders: Those that were compared, one or two records.
+        differing: What sets it apart from others of the same title, see `series.difference`.
     """
 
     record: Record
     rows: tuple[Difference, ...]
     names: tuple[str, str]
     encoders: tuple[Record, ...]
+    differing: str = ""
 
     def sheet(self, style: str) -> Sheet:
         """Differences whose interval leaves out 0 are marked."""
@@ -223,7 +230,7 @@ class Comparison:
             title=(
                 f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
                 f"{record.facet}, protocol {record.named_protocol}"
-                f"{said_training(record)}, seed {record.seed}"
+                f"{said_training(record)}, seed {record.seed}{self.differing}"
             ),
             head=("block", *self.names, "first - second [95 %]"),
             rows=tuple(cells),

@@ -15,6 +15,7 @@ STYLES = ("text", "terminal", "markdown", "latex")
 FORMATS = (*STYLES, "csv", "json", "parquet")
 NO_VALUE = "\N{EN DASH}"
 """Stands where a value is no number."""
+_LINE = 100
 _BOLD, _UNDERLINED, _PLAIN = "\033[1m", "\033[4m", "\033[0m"
 
 
@@ -135,15 +136,30 @@ def _ruled(sheet: Sheet, bold: str, underlined: str) -> str:
     widths = [max(_width(row[i]) for row in rows) for i in range(len(sheet.head))]
     # Names read from the left, block numbers like all numbers from the right.
     named = not all(row[0].text.lstrip("-").isdigit() for row in sheet.rows)
-    lines = []
-    for row in rows:
-        gaps = [" " * (width - _width(word)) for word, width in zip(row, widths, strict=True)]
-        cells = [gap + word for gap, word in zip(gaps, row, strict=True)]
-        lines.append("  ".join([row[0] + gaps[0] if named else cells[0], *cells[1:]]).rstrip())
-    rule = "-" * max(map(_width, lines))
-    notes = map(printable, sheet.notes)
-    parts = [printable(sheet.title), rule, lines[0], rule, *lines[1:], rule, *notes]
-    return "\n".join(parts) + "\n"
+    blocks = []
+    for columns in _beside(widths):
+        lines = []
+        for row in rows:
+            gaps = [" " * (width - _width(word)) for word, width in zip(row, widths, strict=True)]
+            first = row[0] + gaps[0] if named else gaps[0] + row[0]
+            lines.append("  ".join([first, *(gaps[i] + row[i] for i in columns)]).rstrip())
+        blocks.append(lines)
+    rule = "-" * max(_width(line) for lines in blocks for line in lines)
+    parts = [printable(sheet.title), rule]
+    for head, *body in blocks:
+        parts += [head, rule, *body, rule]
+    return "\n".join([*parts, *map(printable, sheet.notes)]) + "\n"
+
+
+def _beside(widths: Sequence[int]) -> list[list[int]]:
+    """Columns but the first, in blocks that go one below the other where a line would be long."""
+    blocks: list[list[int]] = [[]]
+    for column, width in enumerate(widths[1:], start=1):
+        line = widths[0] + sum(2 + widths[one] for one in blocks[-1])
+        if blocks[-1] and line + 2 + width > _LINE:
+            blocks.append([])
+        blocks[-1].append(column)
+    return blocks
 
 
 def _width(text: str) -> int:
