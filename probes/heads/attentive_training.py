@@ -111,16 +111,6 @@ class TrainedAttentiveHeads:
     def on(self, device: torch.device) -> "TrainedAttentiveHeads":
         return replace(self, heads=self.heads.on(device))
 
-    @classmethod
-    def joined(cls, parts: Sequence["TrainedAttentiveHeads"]) -> "TrainedAttentiveHeads":
-        """Those of several processes, one after the other."""
-        return cls(
-            layers=tuple(layer for part in parts for layer in part.layers),
-            heads=AttentiveHeads.joined([part.heads for part in parts]),
-            constant_channels=tuple(c for part in parts for c in part.constant_channels),
-            seconds=max(part.seconds for part in parts),
-        )
-
 
 def _constant_channels(blocks: Tensor) -> tuple[int, ...]:
     by_channel = blocks.flatten(1, 2)  # layers batch*tokens dim
