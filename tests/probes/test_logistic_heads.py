@@ -36,6 +36,7 @@ def _training(**changes):
         loss=HistogramLoss(1),
         seed=0,
         device=torch.device("cpu"),
+        gradient_tolerance=1e-6,
     )
 
 
