@@ -1,7 +1,7 @@
 """Training a bank of attentive heads on the patches of a training set."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int64
@@ -107,9 +107,6 @@ class TrainedAttentiveHeads:
     heads: AttentiveHeads
     constant_channels: tuple[int, ...]
     seconds: float
-
-    def on(self, device: torch.device) -> "TrainedAttentiveHeads":
-        return replace(self, heads=self.heads.on(device))
 
 
 def _constant_channels(blocks: Tensor) -> tuple[int, ...]:
