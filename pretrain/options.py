@@ -34,8 +34,8 @@ from ssl_bench.data.limited import limited
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Colours
+from ssl_bench.system.launch import processes_here
 from ssl_bench.system.processors import usable_cores
-from ssl_bench.system.ranks import processes_here
 
 _MOST_WORKERS = 16
 _MINUTES_A_WEEK = 10_080

@@ -24,7 +24,6 @@ from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.imports import broken_file
 from ssl_bench.system.progress import say
-from ssl_bench.system.ranks import ALONE, Ranks
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.printing.sheets import render_tables
@@ -147,7 +146,6 @@ def evaluate(
     overwrite: bool = False,
     needs_all: bool = True,
     needs_any: bool = True,
-    ranks: Ranks = ALONE,
     passed: PassedImages | None = None,
 ) -> list[Record]:
     """Records of an encoder in all planned probes; finished cells are not computed again.
@@ -161,7 +159,6 @@ def evaluate(
         overwrite: Compute finished cells again.
         needs_all: Else what does not fit the encoder or the data is said and left out.
         needs_any: Nor may all be left out.
-        ranks: The processes that do it together, all of which meet the same errors.
         passed: What earlier plans got from the same images.
 
     Raises:
@@ -174,9 +171,7 @@ def evaluate(
         try:
             asked = layers_of(planned.probe, layers, encoder.depth)
             evaluation = planned.evaluation(encoder, asked, device)
-            records += evaluation.run(
-                store, say=told, overwrite=overwrite, ranks=ranks, passed=passed
-            )
+            records += evaluation.run(store, say=told, overwrite=overwrite, passed=passed)
         except (ConfigurationError, ImportError, SyntaxError) as error:
             if needs_all and needs_any:
                 raise

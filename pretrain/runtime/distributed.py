@@ -1,19 +1,23 @@
-"""The processes that train one model together."""
+"""The processes that train one model together: a single one, or those that `torchrun` starts."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ssl_bench.system.ranks import Ranks, joined
+from ssl_bench.errors import MachineError, SslBenchError
+from ssl_bench.system.launch import place_of_process
 
+T = TypeVar("T")
+_PATIENCE = timedelta(days=1)
 _known = signature(DistributedDataParallel).parameters
 # The older name warns since torch 2.15.
 _UNSENT_BUFFERS: dict[str, Any] = {
@@ -22,10 +26,25 @@ _UNSENT_BUFFERS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class TrainingRanks(Ranks):
-    """Processes that share every batch, each on a device of its own."""
+class TrainingRanks:
+    """Where this process stands among those that share every batch, each on a device of its own.
 
-    device: torch.device = field(kw_only=True)
+    What they give each other begins with the question whether one of them met an error, so that
+    an error anywhere within `together` ends all of them, and none waits for one that is gone.
+
+    Attributes:
+        group: For what is not on a device; waits as long as it takes.
+    """
+
+    device: torch.device
+    rank: int = 0
+    count: int = 1
+    group: "dist.ProcessGroup | None" = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that writes files and talks."""
+        return self.rank == 0
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """A module whose gradients are averaged over the processes."""
@@ -41,9 +60,119 @@ class TrainingRanks(Ranks):
             values /= self.count
         return values
 
+    def agree(self, error: Exception | None = None) -> None:
+        """Raise in every process the error that one of them met.
+
+        All processes must call this equally often, and between two calls they may meet as often as
+        they like for other reasons. What is raised was raised everywhere, `is_shared` says so.
+
+        Raises:
+            SslBenchError: its own in a process that met one, elsewhere that of the first that did.
+        """
+        if self.count > 1 and (error is None or not _is_shared(error)):
+            error = self._first_error(error)
+        if error is not None:
+            raise error
+
+    def _first_error(self, error: Exception | None) -> Exception | None:
+        failed = torch.tensor(int(error is not None))
+        met: list[SslBenchError | None] = [None] * self.count
+        with _meeting():
+            dist.all_reduce(failed, group=self.group)
+            if failed:
+                dist.all_gather_object(met, _sendable(error, self.rank), group=self.group)
+        if not failed:
+            return None
+        own = error or next(found for found in met if found is not None)
+        if isinstance(own, SslBenchError):
+            own.is_shared = True
+        return own
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Leave with what one of the processes met, or go on in all of them."""
+        try:
+            yield
+        except Exception as error:
+            self.agree(error)
+        else:
+            self.agree()
+
+    def from_first(self, compute: Callable[[], T]) -> T:
+        """What the first process computes, for all of them, however long it takes."""
+        box: list[T | None] = [None]
+        with self.together():
+            if self.is_first:
+                box[0] = compute()
+        if self.count > 1:
+            with _meeting():
+                dist.broadcast_object_list(box, src=0, group=self.group)
+        return cast(T, box[0])
+
+    def gathered(self, value: T) -> list[T]:
+        """What each process gives, in their order; for what is small."""
+        if self.count == 1:
+            return [value]
+        self.agree()
+        values: list[T | None] = [None] * self.count
+        with _meeting():
+            dist.all_gather_object(values, value, group=self.group)
+        return cast(list[T], values)
+
+
+def _is_shared(error: Exception) -> bool:
+    return isinstance(error, SslBenchError) and error.is_shared
+
+
+def _sendable(error: Exception | None, rank: int) -> SslBenchError | None:
+    """An error as another process can raise it."""
+    if error is None or isinstance(error, SslBenchError):
+        return error
+    return MachineError(f"process {rank} failed: {type(error).__name__}: {error}")
+
+
+@contextmanager
+def _meeting() -> Iterator[None]:
+    """What the library says where another process is gone, in words."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        gone = MachineError(f"another process of this command has ended ({reason}); start again")
+        # There is nobody left to ask.
+        gone.is_shared = True
+        raise gone from error
+
 
 @contextmanager
 def training_together(device: torch.device, timeout: timedelta) -> Iterator[TrainingRanks]:
-    """Join the processes that torchrun started, if it did; see `joined`."""
-    with joined(timeout, on_cuda=device.type == "cuda") as ranks:
-        yield TrainingRanks(ranks.rank, ranks.count, ranks.group, device=device)
+    """Join the processes that torchrun's environment variables name, if there are others.
+
+    Args:
+        device: Of this process; between GPUs tensors are exchanged directly.
+        timeout: How long one waits for another's part of a step before it gives up.
+
+    Raises:
+        ConfigurationError: as `place_of_process`.
+        MachineError: they cannot meet.
+    """
+    count = place_of_process().count
+    if count == 1:
+        yield TrainingRanks(device)
+        return
+    try:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise MachineError(
+            f"the {count} processes cannot meet at MASTER_ADDR={os.environ['MASTER_ADDR']}, "
+            f"MASTER_PORT={os.environ['MASTER_PORT']} ({reason}); start them with torchrun"
+        ) from error
+    try:
+        # Reading all images takes as long as it takes, and so does writing at the end.
+        group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        assert isinstance(group, dist.ProcessGroup)
+        yield TrainingRanks(device, dist.get_rank(), count, group)
+    finally:
+        dist.destroy_process_group()

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from ssl_bench.system.device import free_memory
+from ssl_bench.system.launch import processes_here
 from ssl_bench.system.memory import free_host_memory
 from ssl_bench.system.progress import in_words
-from ssl_bench.system.ranks import processes_here
 
 _GIB = 2**30
 # Of DINO's recipe.

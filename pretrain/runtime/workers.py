@@ -18,8 +18,8 @@ from pretrain.runtime.batches import Batches
 from pretrain.runtime.signals import deaths_of_workers_wait, leave_signals_to_the_parent
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import MachineError
+from ssl_bench.system.launch import processes_here
 from ssl_bench.system.memory import free_shared_memory
-from ssl_bench.system.ranks import processes_here
 
 # Pieces that a worker has in work or ready.
 _PREFETCH = 2

@@ -17,7 +17,6 @@ from probes.features.stream import batches, read_ahead
 from probes.features.tiers.cache import TrainingPass
 from probes.features.tiers.halves import HalfFeatures
 from probes.features.tiers.room import Room
-from probes.features.tiers.sharing import Sharing
 from probes.features.tiers.training import TrainingFeatures
 from probes.features.views import CentralSquare
 from probes.heads.attentive_training import AttentiveTraining, TrainedAttentiveHeads
@@ -42,16 +41,8 @@ Ranked = Int64[Tensor, "layers values ranked"]
 
 
 @dataclass(frozen=True)
-class _Fitted:
-    """Heads of all layers, and how the images that choose between them are ranked."""
-
-    heads: TrainedAttentiveHeads
-    held_out: Ranked | None
-
-
-@dataclass(frozen=True)
 class AttentiveRun:
-    """All parts of a run; several processes encode together and each fits heads to some layers."""
+    """All parts of a run."""
 
     probe: LinearClassification
     context: ProbeContext
@@ -100,9 +91,12 @@ class AttentiveRun:
     def _reports(
         self, features: TrainingFeatures, labels: Int64[Tensor, " images"], portion: Portion
     ) -> Iterator[ClassificationReport]:
-        fitted = self._fitted(features, labels, portion)
-        ranks = self._ranks(fitted.heads)
-        for index, layer in enumerate(fitted.heads.layers):
+        heads = self.training.train(
+            features, labels, features.layers, portion.before, self.context.progress
+        )
+        held_out = self._held_out(heads, features, labels, portion)
+        ranks = self._ranks(heads)
+        for index, layer in enumerate(heads.layers):
             width = self.context.encoder.dim
             yield ClassificationReport(
                 layer=layer,
@@ -112,30 +106,11 @@ class AttentiveRun:
                 num_classes=self.training.classes,
                 ranks=ranks[index],
                 labels=torch.tensor(class_labels(self.val_images)),
-                held_out=None if fitted.held_out is None else fitted.held_out[index],
-                constant=fitted.heads.constant_channels[index] / width,
+                held_out=None if held_out is None else held_out[index],
+                constant=heads.constant_channels[index] / width,
                 missing=self.training.classes - len(labels[portion.before].unique()),
-                shared={**self._details(fitted.heads, features, portion), "layers": [layer]},
+                shared={**self._details(heads, features, portion), "layers": [layer]},
             )
-
-    def _fitted(
-        self, features: TrainingFeatures, labels: Int64[Tensor, " images"], portion: Portion
-    ) -> _Fitted:
-        """Each process fits the heads of its layers, and all get those of all."""
-        own: tuple[TrainedAttentiveHeads, Ranked | None] | None = None
-        layers, cpu = self.training_pass.sharing.own, torch.device("cpu")
-        if layers:
-            heads = self.training.train(
-                features, labels, layers, portion.before, self.context.progress
-            )
-            own = heads.on(cpu), self._held_out(heads, features, labels, portion)
-        features.serve()
-        found = [one for one in self.context.ranks.gathered(own) if one is not None]
-        held_out = [ranks for _, ranks in found if ranks is not None]
-        return _Fitted(
-            TrainedAttentiveHeads.joined([heads for heads, _ in found]).on(self.training.device),
-            torch.cat(held_out) if held_out else None,
-        )
 
     def _held_out(
         self,
@@ -153,23 +128,23 @@ class AttentiveRun:
         return torch.cat([_ranked(heads, b.features, labels[some]) for b, some in pairs], 2)
 
     def _ranks(self, heads: TrainedAttentiveHeads) -> Ranked:
-        """Of the scored images, which pass the encoder once; each process has a share of them."""
-        images, ranks = self.val_images, self.context.ranks
-        share, shares = ranks.share(len(images)), ranks.shares(len(images))
+        """Of the scored images, which pass the encoder once."""
+        images = self.val_images
         encoder = HalfFeatures(self.training_pass.extractor, _PATCHES)
         found = torch.empty(
             len(heads.layers), len(self.training.values), len(images), dtype=torch.int64
         )
-        prepared = read_ahead(images, share, self._prepared, workers=self.probe.num_workers)
-        shown = self.context.progress(prepared, f"{images.split} images", len(share))
-        labels, first = torch.tensor(class_labels(images)), share.start
+        every = range(len(images))
+        prepared = read_ahead(images, every, self._prepared, workers=self.probe.num_workers)
+        shown = self.context.progress(prepared, f"{images.split} images", len(images))
+        labels, first = torch.tensor(class_labels(images)), 0
         for batch in batches(shown, self.probe.encoder_batch_size):
             rows = slice(first, first + len(batch))
             pixels = sent(torch.stack(batch), self.context.device).float() / 255
             blocks = torch.stack(encoder.left(pixels, images.ids[rows]))
             found[:, :, rows] = _ranked(heads, blocks, labels[rows])
             first = rows.stop
-        return ranks.completed(found, 2, shares)
+        return found
 
     def _prepared(self, sample: Sample) -> UInt8[Tensor, "3 size size"]:
         size, share = self.training_pass.image_size, self.probe.crop_share
@@ -207,7 +182,6 @@ def _training_pass(
     probe: LinearClassification, context: ProbeContext, portions: Portions
 ) -> TrainingPass:
     layers, encoder = tuple(sorted(context.layers)), context.encoder
-    by_rank = tuple(layers[s.start : s.stop] for s in context.ranks.shares(len(layers)))
     return TrainingPass(
         extractor=FeatureExtractor(
             encoder, layers=layers, facets=(_PATCHES,), device=context.device, dtype=context.dtype
@@ -222,7 +196,6 @@ def _training_pass(
         workers=probe.num_workers,
         progress=context.progress,
         say=context.say,
-        sharing=Sharing(context.ranks, layers, by_rank),
     )
 
 

@@ -94,7 +94,6 @@ class LinearClassification:
     guesses: Sequence[str] = ()
 
     task = "classification"
-    is_shared = True
     role = "classification"
     keeps_images = True
 

@@ -17,7 +17,7 @@ from probes.features.sources import LayerGroup
 from probes.features.stream import batches
 from probes.features.tiers.training import FeaturesInMemory
 from probes.heads.losses import LabelLoss
-from probes.heads.sgd import Heads, TrainedHeads, Training, trained_together
+from probes.heads.sgd import Heads, TrainedHeads, Training
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.evaluation import ProbeContext, Score
@@ -144,12 +144,7 @@ class ClassificationRun:
         sources: Sequence[LayerGroup],
         entries: Int64[Tensor, " chosen"],
     ) -> TrainedHeads:
-        context = self.image_pass.context
-
-        def fit(sources: Sequence[LayerGroup]) -> TrainedHeads:
-            return self.training.train(cached, sources, entries, context.progress)
-
-        return trained_together(context.ranks, sources, cached, fit, context.device)
+        return self.training.train(cached, sources, entries, self.image_pass.context.progress)
 
     def _ranks(
         self, heads: TrainedHeads, index: int, images: LabelledFeatures

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -58,6 +59,11 @@ class ObjectDiscovery(TokenCut):
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers and facets after one forward pass an image; see `TokenCut.run`."""
-        from probes.discovery.run import discovery_scores
+        from probes.discovery.run import scores_of_block
+        from probes.tokencut.run import DiscoveryRun
+        from probes.tokencut.scores import corloc_score
 
-        yield from discovery_scores(self, context)
+        results = DiscoveryRun(self, context).results()
+        for layer, facet in product(context.layers, self.facets):
+            yield from scores_of_block(layer, facet, results, self.num_ranks)
+            yield corloc_score(layer, facet, results)

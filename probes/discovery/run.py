@@ -1,6 +1,5 @@
 """Discovery with one encoder on one dataset: what `tokencut` finds, against all true boxes."""
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -8,24 +7,14 @@ import numpy as np
 from jaxtyping import Float64, Integer
 
 from probes.discovery.matching import detection_counts
-from probes.discovery.probe import ObjectDiscovery
 from probes.tokencut.files import cell_name
 from probes.tokencut.log import ImageResult
-from probes.tokencut.run import DiscoveryRun
-from probes.tokencut.scores import centre_baseline, centre_boxes, corloc_score, flagged
-from ssl_bench.evaluation import ProbeContext, Score
+from probes.tokencut.scores import centre_baseline, centre_boxes, flagged
+from ssl_bench.evaluation import Score
 from ssl_bench.intervals import bootstrap_estimate
 from ssl_bench.scores import average_precision, average_recall, coco_average_precision
 
 AllCounts = Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"]
-
-
-def discovery_scores(probe: ObjectDiscovery, context: ProbeContext) -> Iterator[Score]:
-    """See `ObjectDiscovery.run`."""
-    results = DiscoveryRun(probe, context).results()
-    for layer, facet in itertools.product(context.layers, probe.facets):
-        yield from scores_of_block(layer, facet, results, probe.num_ranks)
-        yield corloc_score(layer, facet, results)
 
 
 def scores_of_block(

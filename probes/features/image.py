@@ -78,8 +78,7 @@ class ImagePass:
     def run(self, images: ImageSet, indices: Sequence[int], layers: Sequence[int]) -> ImageFeatures:
         """Features of the images of these indices; each image passes the encoder once.
 
-        Not even that where they passed for the probe before. Several processes have a part of the
-        images each, and all features in the end.
+        Not even that where they passed for the probe before.
 
         Raises:
             CheckpointError: features are not finite.
@@ -104,11 +103,9 @@ class ImagePass:
             for facet in self.facets
         }
         labels = torch.empty(len(indices), dtype=torch.int64)
-        ranks = self.context.ranks
-        own, first = ranks.share(len(indices)), ranks.share(len(indices)).start
-        some = [indices[position] for position in own]
-        prepared = read_ahead(images, some, self._preparer(), workers=self.workers)
-        shown = self.context.progress(prepared, f"{images.split} images", len(own))
+        first = 0
+        prepared = read_ahead(images, indices, self._preparer(), workers=self.workers)
+        shown = self.context.progress(prepared, f"{images.split} images", len(indices))
         for batch in batches(shown, at_once(self.batch_size, self._size, self.context.device)):
             pixels = sent(torch.stack([pixels for pixels, _ in batch]), self.context.device)
             rows = slice(first, first + len(batch))
@@ -122,10 +119,7 @@ class ImagePass:
                 values[:, rows] = part
             labels[rows] = torch.tensor([label for _, label in batch])
             first = rows.stop
-        shares = ranks.shares(len(indices))
-        for values in found.values():
-            ranks.completed(values, 1, shares)
-        return ImageFeatures(tuple(layers), found, ranks.completed(labels, 0, shares))
+        return ImageFeatures(tuple(layers), found, labels)
 
     def _extractor(self, layers: Sequence[int]) -> FeatureExtractor:
         return FeatureExtractor(

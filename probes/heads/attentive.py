@@ -1,7 +1,7 @@
 """Heads that learn where to look: patches pooled by several queries, then a linear layer."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -66,12 +66,6 @@ class AttentiveHeads:
 
     def on(self, device: torch.device) -> "AttentiveHeads":
         return self.changed(lambda part: part.to(device))
-
-    @classmethod
-    def joined(cls, parts: Sequence["AttentiveHeads"]) -> "AttentiveHeads":
-        """Heads of several processes, one source after the other."""
-        names = [item.name for item in fields(cls)]
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def loss_and_gradients(
         self,

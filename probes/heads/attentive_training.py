@@ -1,7 +1,7 @@
 """Training a bank of attentive heads on the patches of a training set."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int64
@@ -107,19 +107,6 @@ class TrainedAttentiveHeads:
     heads: AttentiveHeads
     constant_channels: tuple[int, ...]
     seconds: float
-
-    def on(self, device: torch.device) -> "TrainedAttentiveHeads":
-        return replace(self, heads=self.heads.on(device))
-
-    @classmethod
-    def joined(cls, parts: Sequence["TrainedAttentiveHeads"]) -> "TrainedAttentiveHeads":
-        """Those of several processes, one after the other."""
-        return cls(
-            layers=tuple(layer for part in parts for layer in part.layers),
-            heads=AttentiveHeads.joined([part.heads for part in parts]),
-            constant_channels=tuple(c for part in parts for c in part.constant_channels),
-            seconds=max(part.seconds for part in parts),
-        )
 
 
 def _constant_channels(blocks: Tensor) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ from jaxtyping import Int32, Int64, Integer
 from torch import Tensor
 
 from ssl_bench.results import PerImage
-from ssl_bench.system.ranks import Ranks
 
 # Cells of a chunk, which takes 12 MiB: more than what is freed between them, so that the system
 # gives it memory of its own and no hole between two chunks is lost.
@@ -77,16 +76,6 @@ class ImageCounts:
         self._true += list(state["true"].numpy())
         self._ends += (state["ends"] + self._num_cells).tolist()
         self._append(state["cells"].numpy())
-
-    def of_all(self, ranks: Ranks) -> "ImageCounts":
-        """Of the images of all processes, one after the other."""
-        if ranks.count == 1:
-            return self
-        sources, values, _, classes = self.total.shape
-        whole = ImageCounts(sources, values, classes)
-        for state in ranks.gathered(self.state()):
-            whole.extend(state)
-        return whole
 
     def _append(self, cells: Int32[np.ndarray, "3 cells"]) -> None:
         while cells.size:

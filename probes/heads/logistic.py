@@ -12,7 +12,6 @@ from torch import Tensor
 from probes.features.sources import LayerGroup
 from probes.features.statistics import RunningStatistics, Standardization
 from probes.features.tiers.training import Chosen, FeatureBatch, Read, TrainingFeatures
-from probes.heads.fitting import LogisticRegression
 from probes.heads.kept import KeptState
 from probes.heads.lbfgs import minimise
 from probes.heads.linear import LinearHeads
@@ -30,7 +29,7 @@ class LogisticTraining:
         values: C, which multiplies the sum of the loss beside half the squared weights, of two
             classes half the squared difference of theirs; the bias is free, as in scikit-learn.
         batch_size: Images that are looked at together; the result does not depend on it.
-        gradient_tolerance: See `LogisticRegression`.
+        gradient_tolerance: See `probes.heads.fitting.LogisticRegression`.
     """
 
     values: tuple[float, ...]
@@ -41,7 +40,7 @@ class LogisticTraining:
     classes: int
     seed: int
     device: torch.device
-    gradient_tolerance: float = LogisticRegression.gradient_tolerance
+    gradient_tolerance: float
 
     hyperparameter = "c_value"
 

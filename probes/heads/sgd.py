@@ -1,6 +1,6 @@
 """Training a bank of heads on the features of a training set."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -16,7 +16,6 @@ from probes.heads.linear import ParallelHeads
 from probes.heads.losses import PixelLoss
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress
-from ssl_bench.system.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -168,32 +167,6 @@ class TrainedHeads:
         weight, bias = self.weight.to(device), self.bias.to(device)
         return replace(self, weight=weight, bias=bias)
 
-    def of(self, some: slice) -> "TrainedHeads":
-        """Those of some sources."""
-        return replace(
-            self,
-            sources=self.sources[some],
-            weight=self.weight[some],
-            bias=self.bias[some],
-            constant_channels=self.constant_channels[some],
-        )
-
-    @classmethod
-    def joined(cls, parts: Sequence["TrainedHeads"]) -> "TrainedHeads":
-        """Those of several processes, one after the other."""
-        counts = {
-            name: [count for part in parts if (count := getattr(part, name)) is not None]
-            for name in ("unfinished", "stalled")
-        }
-        return cls(
-            sources=tuple(source for part in parts for source in part.sources),
-            weight=torch.cat([part.weight for part in parts]),
-            bias=torch.cat([part.bias for part in parts]),
-            constant_channels=tuple(c for part in parts for c in part.constant_channels),
-            seconds=max(part.seconds for part in parts),
-            **{name: sum(some) if some else None for name, some in counts.items()},
-        )
-
     def logits(
         self, index: int, features: Float[Tensor, "rows cols dim"]
     ) -> Float[Tensor, "values rows cols classes"]:
@@ -201,27 +174,6 @@ class TrainedHeads:
         weight, bias = self.weight[index], self.bias[index]
         values = torch.addmm(bias.flatten(), features.flatten(0, 1), weight.flatten(0, 1).T)
         return values.view(*features.shape[:2], *bias.shape).permute(2, 0, 1, 3)
-
-
-def trained_together(
-    ranks: Ranks,
-    sources: Sequence[LayerGroup],
-    features: TrainingFeatures,
-    train: Callable[[Sequence[LayerGroup]], TrainedHeads],
-    device: torch.device,
-) -> TrainedHeads:
-    """Heads of all sources in all processes, each of which trains those of some.
-
-    Every head is trained by one process, so that it is the one that it would be without others.
-    """
-    if ranks.count == 1:
-        return train(sources)
-    share, own = ranks.share(len(sources)), None
-    if share:
-        own = train(sources[share.start : share.stop]).on(torch.device("cpu"))
-    features.serve()
-    parts = [heads for heads in ranks.gathered(own) if heads is not None]
-    return TrainedHeads.joined(parts).on(device)
 
 
 def layers_of(sources: Sequence[LayerGroup]) -> list[int]:

@@ -71,7 +71,6 @@ class KNN:
     guesses: Sequence[str] = ()
 
     task = "knn"
-    is_shared = True
     role = "classification"
     keeps_images = True
 

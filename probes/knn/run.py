@@ -51,19 +51,15 @@ class KNNRun:
             yield from self._of_shots(votes, shots) if shots else self._of_all(votes)
 
     def _of_all(self, votes: Iterable[tuple[Cell, "_Vote"]]) -> Iterator[Score]:
-        for some in batches(votes, self.context.ranks.count):
-            voted = self._voted([vote for _, vote in some], self.probe.neighbours)
-            for (cell, vote), ranks in zip(some, voted, strict=True):
-                yield from self._scores(cell, vote, ranks, self.probe.neighbours)
+        for cell, vote in votes:
+            yield from self._scores(cell, vote, self.probe.neighbours)
 
     def _of_shots(self, votes: Iterable[tuple[Cell, "_Vote"]], shots: Shots) -> Iterator[Score]:
         for cell, whole in votes:
             for count in shots_of(self.probe.shots):
                 drawn = [whole.of(shots.of(n, count)) for n in range(self.probe.draws)]
-                neighbours, found = self.probe.neighbours_of(count), []
-                for some in batches(drawn, self.context.ranks.count):
-                    voted = zip(some, self._voted(some, neighbours), strict=True)
-                    found += [list(self._scores(cell, *one, neighbours)) for one in voted]
+                neighbours = self.probe.neighbours_of(count)
+                found = [list(self._scores(cell, vote, neighbours)) for vote in drawn]
                 yield from over_draws(found, count)
 
     def _shots(self, train: ImageSet) -> Shots | None:
@@ -77,14 +73,6 @@ class KNNRun:
         split = TrainingSplit.draw(train, at_most=at_most, holdout=0.0, seed=seed)
         self._require_enough(len(split.indices), train)
         return split.indices
-
-    def _voted(
-        self, votes: Sequence["_Vote"], neighbours: Sequence[int]
-    ) -> list[Int64[Tensor, "numbers queries"]]:
-        """Ranks by vote; each process counts one."""
-        own = votes[self.context.ranks.rank :][:1]
-        counted = [vote.ranks(self.probe, neighbours, self.context.device) for vote in own]
-        return [ranks for some in self.context.ranks.gathered(counted) for ranks in some]
 
     def _require_enough(self, num_images: int, train: ImageSet) -> None:
         if max(self.probe.neighbours) > num_images:
@@ -105,13 +93,8 @@ class KNNRun:
             workers=self.probe.num_workers,
         )
 
-    def _scores(
-        self,
-        cell: Cell,
-        vote: "_Vote",
-        ranks: Int64[Tensor, "numbers queries"],
-        neighbours: Sequence[int],
-    ) -> Iterator[Score]:
+    def _scores(self, cell: Cell, vote: "_Vote", neighbours: Sequence[int]) -> Iterator[Score]:
+        ranks = vote.ranks(self.probe, neighbours, self.context.device)
         hits = torch.stack([ranks < top for top in TOPS], dim=1).flatten(0, 1)  # k, top
         tops = TOPS * len(neighbours)
         side = self.probe.image_size or min(self.context.encoder.native_size)

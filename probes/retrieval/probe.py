@@ -64,7 +64,6 @@ class Retrieval:
     guesses: Sequence[str] = ()
 
     task = "retrieval"
-    is_shared = True
     role = "segmentation"
     keeps_images = True
 

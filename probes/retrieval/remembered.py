@@ -1,8 +1,7 @@
 """Patches of a training set that are remembered: which have labels, their features and classes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Float16, Int64, UInt8
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from probes.features.labels import label_histograms
 from probes.features.tiers.cache import TrainingPass
-from probes.features.tiers.sharing import Sharing
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.transfers import fetched, sent
 
@@ -59,32 +57,25 @@ def remembered(
     Raises:
         CheckpointError: a feature is not finite in float16.
     """
-    extractor, sharing = training_pass.extractor, training_pass.sharing
-    alone = replace(training_pass, sharing=Sharing.alone(extractor.layers))
+    extractor = training_pass.extractor
     patches = (training_pass.image_size // extractor.patch_size) ** 2
     width = extractor.width(training_pass.facet)
     features = torch.empty(len(layers), len(chosen), width, dtype=torch.float16)
     shares = torch.empty(len(chosen), classes)
     by_batch = list(_by_batch(chosen, patches, training_pass.batch_size))
-    ends = [0, *accumulate(len(within) for _, within in by_batch)]
-    own = sharing.ranks.share(len(by_batch))
-    read = alone.stream(layers, [by_batch[number][0] for number in own], extractor.device)
-    shown = training_pass.progress(read, "remembered images", len(own))
-    for batch, number in zip(shown, own, strict=True):
-        here = slice(ends[number], ends[number + 1])
-        where = sent(by_batch[number][1], extractor.device)
+    read = training_pass.stream(layers, [entries for entries, _ in by_batch], extractor.device)
+    shown = training_pass.progress(read, "remembered images", len(by_batch))
+    start = 0
+    for batch, (_, within) in zip(shown, by_batch, strict=True):
+        here = slice(start, start := start + len(within))
+        where = sent(within, extractor.device)
         counts = (
             label_histograms(batch.labels, extractor.patch_size, classes).flatten(1)[:, where].T
         )
         found = [batch.features.flatten(1, 3)[:, where], counts]
         features[:, here], counts = fetched(found)
         shares[here] = counts / counts.sum(1, keepdim=True)
-    parts = [
-        range(ends[share.start], ends[share.stop]) for share in sharing.ranks.shares(len(by_batch))
-    ]
-    return PatchMemory(
-        sharing.ranks.completed(features, 1, parts), sharing.ranks.completed(shares, 0, parts)
-    )
+    return PatchMemory(features, shares)
 
 
 def _by_batch(

@@ -11,7 +11,6 @@ from probes.features.neighbours import NeighbourSearch
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches, check, extract, read_ahead
 from probes.features.tiers.cache import TrainingPass
-from probes.features.tiers.sharing import Sharing
 from probes.features.views import ResizedCrops, TrainingViews, WholeImage
 from probes.heads.image_counts import ImageCounts
 from probes.heads.scored_images import SquashedScoring
@@ -86,7 +85,6 @@ class RetrievalRun:
             workers=probe.num_workers,
             progress=context.progress,
             say=context.say,
-            sharing=Sharing(context.ranks, layers, (layers,) * context.ranks.count),
         )
 
     def _count(
@@ -96,16 +94,13 @@ class RetrievalRun:
         training_pass: TrainingPass,
         images: ImageSet,
     ) -> ImageCounts:
-        """Stream the scored images once through the encoder and the memories of some layers.
-
-        Each process has a share of the images, and the counts of all in the end.
-        """
+        """Stream the scored images once through the encoder and the memories of some layers."""
         probe, classes = self.probe, labels.shape[1]
         scoring = SquashedScoring(probe.image_size, probe.score_size)
         per_image = ImageCounts(len(memory), 1, classes)
-        share = self.context.ranks.share(len(images))
-        items = read_ahead(images, share, scoring.prepare, workers=probe.num_workers)
-        shown = training_pass.progress(items, "scored images", len(share))
+        every = range(len(images))
+        items = read_ahead(images, every, scoring.prepare, workers=probe.num_workers)
+        shown = training_pass.progress(items, "scored images", len(images))
         for batch in batches(shown, probe.batch_size):
             windows = torch.cat([item.windows for item in batch])
             ids = [item.image_id for item in batch]
@@ -121,7 +116,7 @@ class RetrievalRun:
             sums, counts = fetched([sums, torch.stack(counts)])
             check(training_pass.extractor, sums, ids)
             per_image.add(counts[:, :, None])
-        return per_image.of_all(self.context.ranks)
+        return per_image
 
     def _scores(
         self, layer: int, scores: HeadScores, images: ImageSet, search: NeighbourSearch

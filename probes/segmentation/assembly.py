@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 
-from probes.features.sources import LayerGroup
 from probes.features.split import TrainingSplit
 from probes.features.tiers.cache import TrainingPass
 from probes.features.tiers.room import Room
-from probes.features.tiers.sharing import Sharing
 from probes.features.views import ResizedCrops, ScaledCrops, TrainingViews, WholeImage
 from probes.heads.losses import PixelLoss
 from probes.heads.sgd import Heads
@@ -48,14 +46,11 @@ def _training_pass(
     probe: Segmentation, context: ProbeContext, images: ImageSet, indices: Sequence[int]
 ) -> TrainingPass:
     patch = context.encoder.patch_size
-    sources = probe.sources(context.layers)
-    layers = _layers(sources)
-    shares = context.ranks.shares(len(sources))
-    by_rank = tuple(_layers(sources[share.start : share.stop]) for share in shares)
+    layers = {layer for source in probe.sources(context.layers) for layer in source}
     return TrainingPass(
         extractor=FeatureExtractor(
             context.encoder,
-            layers=layers,
+            layers=sorted(layers),
             facets=(probe.scored_facet,),
             device=context.device,
             dtype=context.dtype,
@@ -70,12 +65,7 @@ def _training_pass(
         workers=probe.num_workers,
         progress=context.progress,
         say=context.say,
-        sharing=Sharing(context.ranks, layers, by_rank),
     )
-
-
-def _layers(sources: Sequence[LayerGroup]) -> tuple[int, ...]:
-    return tuple(sorted({layer for source in sources for layer in source}))
 
 
 def _heads(probe: Segmentation, context: ProbeContext, classes: int) -> Heads:

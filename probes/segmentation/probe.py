@@ -100,7 +100,6 @@ class Segmentation:
     guesses: Sequence[str] = ()
 
     task = "segmentation"
-    is_shared = True
     role = "segmentation"
     keeps_images = True
 
@@ -144,7 +143,8 @@ class Segmentation:
     ) -> Mapping[str, Sequence[int]]:
         names, shown = self.names(seed), [source[-1] for source in self.sources(layers)]
         panels = [names.panel(image_id) for image_id in sampled(images.ids, self.panels)]
-        return dict.fromkeys([*panels, names.training_images], shown)
+        # The list is left by a run of any block.
+        return {**dict.fromkeys(panels, shown), names.training_images: shown[:1]}
 
     def names(self, seed: int) -> FileNames:
         """What a run with that seed leaves beside its records."""

@@ -23,7 +23,7 @@ from probes.heads.image_counts import ImageCounts
 from probes.heads.kept import KeptState
 from probes.heads.scored_images import Scoring
 from probes.heads.scores import HeadScores, ScoredStream
-from probes.heads.sgd import TrainedHeads, Training, trained_together
+from probes.heads.sgd import TrainedHeads, Training
 from probes.segmentation.files import FileNames
 from probes.segmentation.panels import draw_panel
 from probes.segmentation.report import SourceReport
@@ -32,7 +32,6 @@ from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 from ssl_bench.evaluation import Score
 from ssl_bench.system.files import remove_orphans, write_text_atomically
-from ssl_bench.system.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,9 @@ class SegmentationRun:
         if self.refit:
             heads = self._fit(features, self.split.every_entry(self.training_pass.views.count))
         reports, drawn = self.score(heads, held_out, self._details(heads, features, guesses))
-        if self._ranks.is_first:
-            # Before the scores, so that no record stands there without them.
-            self._draw(drawn, [report.chosen for report in reports])
-            self._list_training_images()
+        # Before the scores, so that no record stands there without them.
+        self._draw(drawn, [report.chosen for report in reports])
+        self._list_training_images()
         for report in reports:
             yield from report.scores()
         self._forget_kept()
@@ -105,16 +103,8 @@ class SegmentationRun:
         self, heads: TrainedHeads, features: TrainingFeatures
     ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
         """Counts summed over the held-out images, from their cached features."""
-        counts = None
-        if self.split.held_out and self.sources[self._own]:
-            counts = self._count_held_out(heads.of(self._own), features)
-        features.serve()
-        found = [some for some in self._ranks.gathered(counts) if some is not None]
-        return np.concatenate(found) if found else None
-
-    def _count_held_out(
-        self, heads: TrainedHeads, features: TrainingFeatures
-    ) -> Int64[np.ndarray, "own_sources values 3 classes"]:
+        if not self.split.held_out:
+            return None
         stream = self._stream(heads)
         total = torch.zeros(1, dtype=torch.int64, device=self.training.device)
         positions = torch.tensor(sorted(self.split.held_out))
@@ -162,24 +152,9 @@ class SegmentationRun:
     def _counted(self, heads: TrainedHeads) -> tuple[ImageCounts, list[Tensor]]:
         """Counts of every scored image, and what is predicted of those that are drawn.
 
-        Each process counts a share.
+        Of what a killed run had counted nothing passes again.
         """
-        share = self._ranks.share(len(self.val_images))
-        per_image = self._counted_share(heads, share)
-        # Once more, since a killed run may have counted them long ago.
-        stream = replace(self._stream(heads), keep=True)
-        own = [index for index in self._drawn_images if index in share]
-        drawn = self._passed(stream, own, stream.nothing()) if own else []
-        drawn = [one for some in self._ranks.gathered(drawn) for one in some]
-        return per_image.of_all(self._ranks), drawn
-
-    @property
-    def _drawn_images(self) -> list[int]:
-        return sampled_numbers(self.val_images.ids, self.panels)
-
-    def _counted_share(self, heads: TrainedHeads, share: range) -> ImageCounts:
-        """Of what a killed run had counted nothing passes again."""
-        stream, kept = self._stream(heads), self._kept(self._counts_path(share))
+        stream, kept = self._stream(heads), self._kept(self._counts_path())
         per_image = stream.nothing()
         if kept.found:
             per_image.extend(kept.found)
@@ -188,8 +163,15 @@ class SegmentationRun:
             if kept.is_due():
                 kept.write(counts.state())
 
-        self._passed(stream, share[len(per_image) :], per_image, write)
-        return per_image
+        every = range(len(self.val_images))
+        self._passed(stream, every[len(per_image) :], per_image, write)
+        # Once more, since a killed run may have counted them long ago.
+        keeping, drawn = replace(stream, keep=True), self._drawn_images
+        return per_image, self._passed(keeping, drawn, stream.nothing()) if drawn else []
+
+    @property
+    def _drawn_images(self) -> list[int]:
+        return sampled_numbers(self.val_images.ids, self.panels)
 
     def _passed(
         self,
@@ -205,28 +187,14 @@ class SegmentationRun:
 
     def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
         """Heads of all sources; those that a killed run had finished are taken from its file."""
-
-        def fit(sources: Sequence[LayerGroup]) -> TrainedHeads:
-            kept = self._kept(self._heads_path(entries))
-            if "finished" in kept.found:
-                return TrainedHeads(**kept.found["finished"]).on(self.training.device)
-            heads = self.training.train(
-                features, sources, entries, self.training_pass.progress, kept
-            )
-            if heads.seconds >= 60 * self.keep_minutes:
-                kept.write({"finished": vars(heads)})
-            return heads
-
-        return trained_together(self._ranks, self.sources, features, fit, self.training.device)
-
-    @property
-    def _ranks(self) -> Ranks:
-        return self.training_pass.sharing.ranks
-
-    @property
-    def _own(self) -> slice:
-        """Which sources this process fits heads to."""
-        return self.training_pass.sharing.part(len(self.sources))
+        kept = self._kept(self._heads_path(entries))
+        if "finished" in kept.found:
+            return TrainedHeads(**kept.found["finished"]).on(self.training.device)
+        progress = self.training_pass.progress
+        heads = self.training.train(features, self.sources, entries, progress, kept)
+        if heads.seconds >= 60 * self.keep_minutes:
+            kept.write({"finished": vars(heads)})
+        return heads
 
     def _kept(self, path: Path) -> KeptState:
         return KeptState(path, self.keep_minutes, self.training_pass.say)
@@ -234,11 +202,11 @@ class SegmentationRun:
     def _heads_path(self, entries: Int64[Tensor, " chosen"]) -> Path:
         """Named after all that the heads depend on."""
         header = self.training_pass.header()
-        return self._named("heads", header, self.sources[self._own], entries.tolist())
+        return self._named("heads", header, self.sources, entries.tolist())
 
-    def _counts_path(self, share: range) -> Path:
+    def _counts_path(self) -> Path:
         """Named after all that the counts depend on."""
-        images = (self.val_images.fingerprint(), *(self.val_images.ids[index] for index in share))
+        images = (self.val_images.fingerprint(), *self.val_images.ids)
         split = (self.split.indices, sorted(self.split.held_out), self.refit)
         return self._named(
             "counts", self.training_pass.header(), self.sources, split, images, repr(self.scoring)
@@ -252,7 +220,7 @@ class SegmentationRun:
         views = self.training_pass.views.count
         for entries in (self.split.entries(views), self.split.every_entry(views)):
             self._heads_path(entries).unlink(missing_ok=True)
-        self._counts_path(self._ranks.share(len(self.val_images))).unlink(missing_ok=True)
+        self._counts_path().unlink(missing_ok=True)
         remove_orphans(self.kept)
 
     def _stream(self, heads: TrainedHeads) -> ScoredStream:

@@ -113,8 +113,6 @@ class DiscoveryLog:
         entries: What each image is known by, see `entries_of`; lines of other images are passed
             over.
         forget: Begin anew.
-        part: Of several processes that search together, each has a file of its own beside that of
-            the first, process 0, which takes up what it finds there when it opens its own.
     """
 
     def __init__(
@@ -124,7 +122,6 @@ class DiscoveryLog:
         entries: Mapping[str, str],
         *,
         forget: bool = False,
-        part: int = 0,
     ) -> None:
         self._header = json.dumps({"key": dict(key), "format": _FORMAT}, sort_keys=True)
         digest = hashlib.sha256(self._header.encode(errors="surrogateescape")).hexdigest()
@@ -134,46 +131,25 @@ class DiscoveryLog:
         self._ids: dict[str, list[str]] = {}
         for image_id, entry in entries.items():
             self._ids.setdefault(entry, []).append(image_id)
-        self._own = self.path.with_suffix(f".{part}.jsonl") if part else self.path
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if forget:
-                for path in (self.path, *self._parts()):
-                    path.unlink(missing_ok=True)
-            if not part:
-                self._take_up_parts()
-            self._known_lines(self.path)
+                self.path.unlink(missing_ok=True)
+            self._drop_half_line()
+            self._begin()
+            lines = self.path.read_text(errors="replace").splitlines()[1:]
         except OSError as error:
             raise _cannot_write(self.path, error) from error
-
-    def _parts(self) -> list[Path]:
-        return sorted(self.path.parent.glob(f"{self.path.stem}.*.jsonl"))
-
-    def _take_up_parts(self) -> None:
-        """Have what processes beside this one have left."""
-        self._drop_half_line()
-        self._begin()
-        for path in self._parts():
-            for line in self._known_lines(path):
-                self._append(line)
-            path.unlink()
-
-    def _begin(self) -> None:
-        if not self._own.exists() or not self._own.stat().st_size:
-            self._append(self._header)
-
-    def _known_lines(self, path: Path) -> list[str]:
-        """Know what the lines of a file say; those that are as they were written."""
-        text = path.read_text(errors="replace") if path.exists() else ""
-        whole = []
-        for line in text.splitlines()[1:]:
+        for line in lines:
             # Bytes that a failing disk or another writer left say nothing of any image.
             with suppress(ValueError, TypeError, KeyError, RecursionError):
                 content = _whole(json.loads(line))
                 if self._entries.get(content["image"]) == content["entry"]:
                     self._merge(content)
-                    whole.append(line)
-        return whole
+
+    def _begin(self) -> None:
+        if not self.path.exists() or not self.path.stat().st_size:
+            self._append(self._header)
 
     def take_up(self, path: Path) -> list[tuple[str, str, list[str]]]:
         """Have what the log of another set says of images that this one holds too.
@@ -238,16 +214,16 @@ class DiscoveryLog:
         )
 
     def _append(self, line: str) -> None:
-        with self._own.open("a") as file:
+        with self.path.open("a") as file:
             file.write(line + "\n")
 
     def _drop_half_line(self) -> None:
-        if not self._own.exists():
+        if not self.path.exists():
             return
-        content = self._own.read_bytes()
+        content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         if len(whole) < len(content):
-            with self._own.open("r+b") as file:
+            with self.path.open("r+b") as file:
                 file.truncate(len(whole))
 
 

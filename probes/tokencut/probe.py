@@ -65,7 +65,6 @@ class TokenCut(Cut):
     further_protocols = ("adaptive",)
     truths_by_role = MappingProxyType({"boxes": "boxes", "saliency": "masks", "discovery": "none"})
     max_sides_by_role = MappingProxyType({"boxes": None, "saliency": None, "discovery": 640})
-    is_shared = True
     keeps_images = True
 
     def __post_init__(self) -> None:

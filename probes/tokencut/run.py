@@ -73,20 +73,11 @@ class DiscoveryRun:
         """
         images = self.probe.split(self.context.dataset)
         folder = self.context.artifacts / self.probe.folder
-        ranks = self.context.ranks
         entries = dict(zip(images.ids, entries_of(images), strict=True))
-        log = ranks.after_first(lambda: self._opened_log(folder, entries))
-        # The first must not take up files to which another still writes.
-        with ranks.together():
-            self._discover_all(images, log)
-        if ranks.count > 1:
-            # The first takes up what the others have found.
-            log = ranks.after_first(
-                lambda: DiscoveryLog(folder, self._log_key(), entries, part=ranks.rank)
-            )
+        log = self._opened_log(folder, entries)
+        self._discover_all(images, log)
         results = {image_id: log.images[image_id] for image_id in images.ids}
-        if ranks.is_first:
-            self._draw_sheets(images, results, folder)
+        self._draw_sheets(images, results, folder)
         self._tell_degenerate(list(results.values()))
         if self.probe.truth == "none":
             side = self.probe.settings().get("max_side")
@@ -134,12 +125,11 @@ class DiscoveryRun:
 
     def _opened_log(self, folder: Path, entries: Mapping[str, str]) -> DiscoveryLog:
         """What was found before, also in other sets that have some of the same images."""
-        ranks, anew = self.context.ranks, self.context.overwrite
-        forget = anew and ranks.is_first
-        log = DiscoveryLog(folder, self._log_key(), entries, forget=forget, part=ranks.rank)
+        anew = self.context.overwrite
+        log = DiscoveryLog(folder, self._log_key(), entries, forget=anew)
         names, sets = [cell_name(*block) for block in self._blocks()], folder.parents[2]
         is_stored = folder.parent == self.context.artifacts and sets.name == self.probe.task
-        if anew or not (ranks.is_first and is_stored):
+        if anew or not is_stored:
             return log
         ours = DiscoveryFiles(folder)
         for path in sorted(sets.glob(f"*/*/{glob.escape(folder.name)}/{log.path.name}")):
@@ -155,11 +145,7 @@ class DiscoveryRun:
     def _discover_all(self, images: ImageSet, log: DiscoveryLog) -> None:
         drawn = set(sampled(images.ids, self.probe.panels))
         files = DiscoveryFiles(log.path.parent)
-        ranks = self.context.ranks
-        missing = ranks.from_first(
-            lambda: [i for i, n in enumerate(images.ids) if not self._has(n, log, files, drawn)]
-        )
-        pending = [missing[position] for position in ranks.share(len(missing))]
+        pending = [i for i, n in enumerate(images.ids) if not self._has(n, log, files, drawn)]
         extractor = FeatureExtractor(
             self.context.encoder,
             layers=self.context.layers,

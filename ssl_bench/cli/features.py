@@ -31,6 +31,7 @@ from ssl_bench.layers import resolve_layers
 from ssl_bench.planning import shared_values, views_of
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
+from ssl_bench.system.launch import require_single_process
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.progress import say, show_progress, size_in_words
 
@@ -50,6 +51,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     "block05.token" (images x rows x cols x dim), "block05.cls" (images x dim) and so on; the index
     says for each image its split, class, file and row.
     """
+    require_single_process("features")
     require_choice("--format", options.format, FORMATS)
     require_choice("--dtype", options.dtype, DTYPES)
     require_on_bad_image(options)

@@ -134,7 +134,8 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add = sweep.add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
     add_probing(add)
-    add("--jobs", type=int, default=1, metavar="N", help="processes at a time (default 1)")
+    jobs = "processes at a time (default 1); more than there are jobs share their blocks"
+    add("--jobs", type=int, default=1, metavar="N", help=jobs)
     add("--json", action="store_true", help="print plan and outcome as JSON")
     way = sweep.add_mutually_exclusive_group().add_argument
     way("--dry-run", action="store_true", help="only show the plan")
@@ -143,13 +144,7 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     # The rest goes through sbatch's SBATCH_* variables.
     add("--slurm-partition", metavar="NAME", help="default: the cluster's own")
     add("--slurm-minutes", type=int, default=240, metavar="N", help="for each job (default 240)")
-    add(
-        "--slurm-gpus",
-        type=int,
-        default=1,
-        metavar="N",
-        help="for each job (default 1); several share the images of one probe",
-    )
+    add("--slurm-gpus", type=int, default=1, choices=(0, 1), help="for each job (default 1)")
     add("--slurm-cpus", type=int, default=8, metavar="N", help="for each job (default 8)")
     add("--slurm-logs", metavar="DIR", help="logs of the jobs (default OUT/slurm)")
 

@@ -17,7 +17,7 @@ def plan_table(jobs: Sequence[Job]) -> str:
         done = len(job.keys) - len(job.pending)
         what = (
             names[encoder_id(job.encoder.identity())],
-            called(job.planned.probe),
+            called(job.planned.probe) + job.blocks,
             f"{job.dataset} {job.split}",
         )
         rows.append((*what, str(done), str(len(job.pending))))
@@ -39,4 +39,7 @@ def _names(jobs: Iterable[Job]) -> dict[str, str]:
 def _total(jobs: Sequence[Job]) -> str:
     scores, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
     many = "job" if len(jobs) == 1 else "jobs"
-    return f"{len(jobs)} {many}, {scores} scores: {scores - pending} finished, {pending} pending"
+    total = f"{len(jobs)} {many}, {scores} scores: {scores - pending} finished, {pending} pending"
+    if any(job.is_share for job in jobs):
+        return f"{total}; for so many --jobs blocks are shared out, and each job encodes the images"
+    return total

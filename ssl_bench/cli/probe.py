@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -28,8 +27,8 @@ from ssl_bench.results import Record, ResultStore
 from ssl_bench.sweep.plan import plan_sweep
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
+from ssl_bench.system.launch import require_single_process
 from ssl_bench.system.progress import say
-from ssl_bench.system.ranks import Ranks, joined
 from ssl_bench.tables.depth import depth_tables
 
 
@@ -41,14 +40,12 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dry_run:
         print(plan_table(plan_sweep(options, overrides, needs_all=options.task != "all")))
         return 0
+    require_single_process("probe")
     device = choose_device(options.device)
-    with joined(on_cuda=device.type == "cuda") as ranks, ranks.together():
-        # First, so that a wrong word leaves no folder.
-        plan = ranks.after_first(lambda: asked_probes(options, overrides))
-        store = ranks.from_first(lambda: opened_store(options.out))
-        records = _probed(options, plan, store, device, ranks)
-    if not ranks.is_first:
-        return 0
+    # Before the folder, which no wrong word leaves.
+    plan = asked_probes(options, overrides)
+    store = opened_store(options.out)
+    records = _probed(options, plan, store, device)
     if options.json:
         print(json_text([record.as_json() for record in records]))
     elif records:
@@ -63,21 +60,19 @@ def _probed(
     plan: Sequence[PlannedProbe],
     store: ResultStore,
     device: torch.device,
-    ranks: Ranks,
 ) -> list[Record]:
-    """Records of all asked checkpoints; of several processes the first gets them."""
+    """Records of all asked checkpoints."""
     records, passed = list[Record](), PassedImages()
     among_all = options.task == "all" and len(plan) > 1
     named = expand(options.checkpoint or [])
-    uris = ranks.after_first(partial(asked_encoders, options))
+    uris = asked_encoders(options)
     # What is wrong with the last one is known before the first is probed.
     for uri in uris if len(uris) > 1 else []:
-        encoder = ranks.after_first(partial(identify_encoder, uri))
+        encoder = identify_encoder(uri)
         resolve_layers(layers_asked(uri, options.layer), encoder.depth)
         _require_fitting_sizes(plan, encoder)
     for uri in uris:
-        # The first leaves what it downloads where the others find it.
-        encoder = ranks.after_first(partial(announced_encoder, uri))
+        encoder = announced_encoder(uri)
         _require_fitting_sizes(plan, encoder)
         records += evaluate(
             plan,
@@ -89,7 +84,6 @@ def _probed(
             needs_all=not among_all,
             # A baseline that nobody named may fit nothing.
             needs_any=uri in named or not is_baseline(uri),
-            ranks=ranks,
             passed=passed,
         )
     return records

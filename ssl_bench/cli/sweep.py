@@ -14,6 +14,7 @@ from ssl_bench.sweep.plan import Job, plan_sweep
 from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes
 from ssl_bench.sweep.slurm import SlurmOptions, submit_array
 from ssl_bench.system.escaping import json_text, shell_words
+from ssl_bench.system.launch import require_single_process
 from ssl_bench.system.progress import in_words, say
 
 Outcomes = Mapping[tuple[str, ...], Outcome]
@@ -25,9 +26,10 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     Returns:
         The exit code of the first job that failed, else 0.
     """
+    require_single_process("sweep")
     if options.jobs < 1:
         raise ConfigurationError(f"--jobs must be at least 1, got {options.jobs}")
-    jobs = plan_sweep(options, overrides)
+    jobs = plan_sweep(options, overrides, at_least=options.jobs)
     shown_on = sys.stdout if options.dry_run and not options.json else sys.stderr
     print(plan_table(jobs), file=shown_on, flush=True)
     pending = [job for job in jobs if job.pending]
@@ -86,8 +88,7 @@ def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         logs=Path(options.slurm_logs or Path(options.out) / "slurm"),
     )
     opened_store(options.out)
-    commands = [probe_command(job, processes=slurm.gpus) for job in jobs]
-    submitted = submit_array(commands, slurm)
+    submitted = submit_array([probe_command(job) for job in jobs], slurm)
     array = submitted[0].job_id.partition("_")[0]
     say(
         f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {slurm.logs}; when it "

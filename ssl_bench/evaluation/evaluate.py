@@ -16,13 +16,12 @@ from ssl_bench.errors import UnreadableImage
 from ssl_bench.evaluation.cells import cell_keys, cell_settings, left_out
 from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.evaluation.pending import DrawingProbe, Pending, find_pending, pictures_folder
-from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, SharedProbe, called
+from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, called
 from ssl_bench.models import Encoder
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
 from ssl_bench.results.ranges import holds
 from ssl_bench.results.store import first_few
 from ssl_bench.system.progress import show_progress
-from ssl_bench.system.ranks import ALONE, Ranks
 from ssl_bench.system.written import mark_as_written
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class Evaluation:
         *,
         say: Callable[[str], None],
         overwrite: bool = False,
-        ranks: Ranks = ALONE,
         passed: PassedImages | None = None,
     ) -> list[Record]:
         """Compute the cells that the store lacks, each saved as soon as it is known.
@@ -62,25 +60,17 @@ class Evaluation:
             store: Where finished cells are looked up and new ones go.
             say: Gets one line on what was skipped and what runs.
             overwrite: Compute finished cells again.
-            ranks: The processes that do it together, all with the same arguments.
             passed: Of probes before this one; it takes part and leaves its own.
 
         Returns:
-            The records of all asked cells, old and new; nothing in another process than the first.
+            The records of all asked cells, old and new.
 
         Raises:
             UnreadableImage: an image cannot be read, and is not to be left out.
         """
         try:
             whole = replace(self, dataset=OpenedOnce(self.dataset))
-            with ranks.together():
-                return whole._run(
-                    store,
-                    say=say,
-                    overwrite=overwrite,
-                    ranks=ranks,
-                    passed=passed or PassedImages(),
-                )
+            return whole._run(store, say, passed or PassedImages(), overwrite=overwrite)
         except UnreadableImage as error:
             # Of images that were looked through, one was replaced since.
             if isinstance(self.dataset, ReadableDataset):
@@ -90,23 +80,18 @@ class Evaluation:
     def _run(
         self,
         store: ResultStore,
-        *,
         say: Callable[[str], None],
-        overwrite: bool,
-        ranks: Ranks,
         passed: PassedImages,
+        *,
+        overwrite: bool,
     ) -> list[Record]:
-        # The first leaves indices and fingerprints where the others find them.
-        images, keys = ranks.after_first(self._asked)
+        images, keys = self._asked()
         artifacts = self.artifacts(store, images)
-        pending = ranks.from_first(
-            lambda: self._pending(keys, images, store, say, overwrite=overwrite)
-        )
+        pending = self._pending(keys, images, store, say, overwrite=overwrite)
         records = dict(pending.finished)
-        shared = isinstance(self.probe, SharedProbe)
-        if pending.layers and isinstance(self.probe, DrawingProbe) and ranks.is_first:
-            mark_as_written(artifacts)
-        if pending.layers and (shared or ranks.is_first):
+        if pending.layers:
+            if isinstance(self.probe, DrawingProbe):
+                mark_as_written(artifacts)
             context = ProbeContext(
                 encoder=self.encoder,
                 dataset=self.dataset,
@@ -120,17 +105,16 @@ class Evaluation:
                 say=_once(say),
                 known=list(pending.finished.values()),
                 passed=passed.of(self.encoder, self.probe.role, _corrupted(images)),
-                ranks=ranks if shared else ALONE,
             )
             asked = {(key.layer, key.facet, key.metric): key for key in keys}
             start = time.monotonic()
             for score in chain.from_iterable(map(self.probe.run, context.stages())):
                 key = asked[score.layer, score.facet, score.metric]
                 # Those of finished cells stay as they are.
-                if ranks.is_first and key not in pending.finished:
+                if key not in pending.finished:
                     records[key] = self._record(key, score, time.monotonic() - start)
                     store.save(records[key], score.per_image)
-        return [records[key] for key in keys if key in records] if ranks.is_first else []
+        return [records[key] for key in keys if key in records]
 
     def _asked(self) -> tuple[ImageSet, list[CellKey]]:
         """The images that are scored, and all that is asked about them."""

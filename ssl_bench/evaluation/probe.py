@@ -9,7 +9,6 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation.passed import Passed
 from ssl_bench.models import Encoder
 from ssl_bench.results.record import PerImage, Record
-from ssl_bench.system.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +33,6 @@ class ProbeContext:
         say: Tells the user one line that no record holds.
         known: Records of asked cells that are finished; their scores need not be given again.
         passed: What probes before this one got from this encoder of the same images.
-        ranks: The processes that run it together; the first alone writes what it does not share.
     """
 
     encoder: Encoder
@@ -49,7 +47,6 @@ class ProbeContext:
     say: Callable[[str], None] = print
     known: Sequence[Record] = ()
     passed: Passed = field(default_factory=dict)
-    ranks: Ranks = ALONE
 
     def stages(self) -> list["ProbeContext"]:
         """One for the asked blocks of each grid and width; one alone where all are alike."""
@@ -114,17 +111,6 @@ class Probe(Protocol):
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score the layers of the context, each as soon as it is known."""
         ...
-
-
-@runtime_checkable
-class SharedProbe(Protocol):
-    """A probe whose `run` divides its work among the processes of `ProbeContext.ranks`.
-
-    All of them run it and get all scores. Of another probe the first process alone knows.
-    """
-
-    @property
-    def is_shared(self) -> bool: ...
 
 
 def called(probe: Probe) -> str:

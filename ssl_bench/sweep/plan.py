@@ -3,13 +3,15 @@
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ssl_bench.asked import asked_encoders, planned_probes
+from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import UnfitEncoder
-from ssl_bench.evaluation import cell_keys, cell_settings
-from ssl_bench.evaluation.pending import find_pending, pictures_folder
+from ssl_bench.evaluation import called, cell_keys, cell_settings
+from ssl_bench.evaluation.pending import DrawingProbe, find_pending, pictures_folder
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_asked
@@ -21,16 +23,18 @@ from ssl_bench.system.progress import say
 
 @dataclass(frozen=True)
 class Job:
-    """The cells of one encoder, one probe and one dataset.
+    """The cells of one encoder, one probe and one dataset, or those of some of their blocks.
 
     Attributes:
-        layers: Block indices that were asked for.
+        layers: Block indices.
+        is_share: Whether other jobs have further blocks that were asked for.
         arguments: `ssl-bench` with these computes what is pending and nothing else.
     """
 
     encoder: EncoderIdentity
     planned: PlannedProbe
     layers: tuple[int, ...]
+    is_share: bool
     dataset: str
     split: str
     keys: tuple[CellKey, ...]
@@ -40,15 +44,31 @@ class Job:
     @property
     def title(self) -> str:
         where = f"{self.dataset} {self.split}"
-        return f"{self.planned.probe.task} on {where}, {self.encoder.name}"
+        return f"{self.planned.probe.task}{self.blocks} on {where}, {self.encoder.name}"
+
+    @property
+    def blocks(self) -> str:
+        """Such as ", blocks 0 to 3" of a share."""
+        ends = dict.fromkeys([self.layers[0], self.layers[-1]])
+        return f", blocks {' to '.join(map(str, ends))}" if self.is_share else ""
 
 
 def plan_sweep(
-    options: argparse.Namespace, overrides: Sequence[str], *, needs_all: bool = False
+    options: argparse.Namespace,
+    overrides: Sequence[str],
+    *,
+    at_least: int = 1,
+    needs_all: bool = False,
 ) -> list[Job]:
     """The jobs of a sweep, checkpoint by checkpoint; nothing is computed or written.
 
     What does not fit an encoder is said and left out, unless all is needed or nothing else is left.
+
+    Args:
+        options: Of the command.
+        overrides: KEY=VALUE.
+        at_least: So many jobs, if need be by shares of the blocks: each passes the images anew.
+        needs_all: What does not fit an encoder is refused.
 
     Raises:
         SslBenchError: As `probe` with the same arguments.
@@ -70,7 +90,7 @@ def plan_sweep(
         (planned, question.probe.split(question.dataset), _beside_its_own(question))
         for planned, question in zip(plan, questions, strict=True)
     ]
-    jobs, unfit = [], list[UnfitEncoder]()
+    jobs, unfit, num_questions = list[Job](), list[UnfitEncoder](), len(encoders) * len(asked)
     for encoder in encoders:
         known_as = encoder_id(encoder.identity())
         asked_layers = layers_asked(encoder.uri, options.layer)
@@ -84,35 +104,58 @@ def plan_sweep(
                 say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
                 continue
             layers = layers_of(fitted.probe, asked_layers, encoder.depth)
-            keys = cell_keys(
-                fitted,
-                images,
-                layers,
-                identity=encoder.identity(),
-                settings={**settings, **fitted.probe.settings()},
-            )
             folder = pictures_folder(store, fitted.probe.task, images, encoder.name, known_as)
-            found = find_pending(fitted.probe, keys, images, store, folder)
-            # Where pictures alone are missing, the cells that are run for them.
-            left = found.cells or [key for key in keys if key.layer in found.layers]
-            pending = tuple(key for key in keys if key in left)
-            jobs.append(
-                Job(
-                    encoder=encoder,
-                    planned=planned,
-                    layers=layers,
-                    dataset=images.name,
-                    split=images.split,
-                    keys=tuple(keys),
-                    pending=pending,
-                    arguments=_arguments(options, planned, encoder.uri),
+            shares = _shares(fitted, layers, images, -(-at_least // num_questions))
+            for share in shares:
+                keys = cell_keys(
+                    fitted,
+                    images,
+                    share,
+                    identity=encoder.identity(),
+                    settings={**settings, **fitted.probe.settings()},
                 )
-            )
+                found = find_pending(fitted.probe, keys, images, store, folder)
+                # Where pictures alone are missing, the cells that are run for them.
+                left = found.cells or [key for key in keys if key.layer in found.layers]
+                is_share = len(shares) > 1
+                words = ",".join(map(str, share)) if is_share else asked_layers
+                jobs.append(
+                    Job(
+                        encoder=encoder,
+                        planned=planned,
+                        layers=share,
+                        is_share=is_share,
+                        dataset=images.name,
+                        split=images.split,
+                        keys=tuple(keys),
+                        pending=tuple(key for key in keys if key in left),
+                        arguments=_arguments(options, planned, encoder.uri, words),
+                    )
+                )
     if unfit and not jobs:
         raise unfit[0]
     if store.unreadable:
         say(f"to be computed again: {first_few(store.unreadable)}")
     return jobs
+
+
+def _shares(
+    question: PlannedProbe, layers: tuple[int, ...], images: ImageSet, count: int
+) -> list[tuple[int, ...]]:
+    """Blocks of so many jobs; all of one where a cell or a picture is of several of them."""
+    count = min(count, len(layers))
+    ends = [len(layers) * number // count for number in range(count + 1)]
+    shares = [layers[start:end] for start, end in pairwise(ends)]
+    probe = question.probe
+    if {cell for share in shares for cell in probe.cells(share)} != {*probe.cells(layers)}:
+        return [layers]
+    if count > 1 and isinstance(probe, DrawingProbe):
+        drawn = probe.pictures(layers, images, question.seed)
+        if any(len(shown) > 1 for shown in drawn.values()):
+            why = "its pictures show several blocks (of segmentation none with probe.panels=0)"
+            say(f"{called(probe)} is one job: {why}")
+            return [layers]
+    return shares
 
 
 def _beside_its_own(question: PlannedProbe) -> dict[str, Any]:
@@ -131,11 +174,13 @@ def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:
     return list(found.values())
 
 
-def _arguments(options: argparse.Namespace, planned: PlannedProbe, uri: str) -> tuple[str, ...]:
+def _arguments(
+    options: argparse.Namespace, planned: PlannedProbe, uri: str, layers: str
+) -> tuple[str, ...]:
     task, dataset = planned.choice
     flags = {
         "--task": task,
-        "--layer": layers_asked(uri, options.layer),
+        "--layer": layers,
         "--checkpoint": uri,
         "--dataset": dataset,
         "--data-root": planned.root,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Literal
 from ssl_bench.asked import announced_encoder
 from ssl_bench.errors import MachineError
 from ssl_bench.evaluation.passed import PassedImages
-from ssl_bench.evaluation.probe import SharedProbe
 from ssl_bench.results import ResultStore
 from ssl_bench.sweep.plan import Job
 from ssl_bench.system.endings import failure
@@ -48,16 +47,9 @@ class Outcome:
         return "failed" if self.exit_code else "finished"
 
 
-def probe_command(job: Job, *, processes: int = 1) -> list[str]:
-    """The words that start a job with the Python of this process.
-
-    Args:
-        job: Of a probe that can be shared where it gets several processes.
-        processes: That share its images, each on a GPU of its own.
-    """
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    shared = processes > 1 and isinstance(job.planned.probe, SharedProbe)
-    return [sys.executable, *(torchrun if shared else []), "-m", "ssl_bench", *job.arguments]
+def probe_command(job: Job) -> list[str]:
+    """The words that start a job with the Python of this process."""
+    return [sys.executable, "-m", "ssl_bench", *job.arguments]
 
 
 def run_here(

@@ -45,14 +45,11 @@ class CommandTask:
     threads: int = 1
 
     def __call__(self) -> None:
-        code = subprocess.run(self.words, check=False, env=self._environment()).returncode
+        environment = {"OMP_NUM_THREADS": str(self.threads), **os.environ}
+        code = subprocess.run(self.words, check=False, env=environment).returncode
         if code:
             # An exception is how submitit learns of it, and SLURM through it.
             raise RuntimeError(f"exit code {code} of: {shlex.join(self.words)}")
-
-    def _environment(self) -> dict[str, str]:
-        """Threads for each process; torchrun would give each one alone."""
-        return {"OMP_NUM_THREADS": str(self.threads), **os.environ}
 
     def checkpoint(self) -> "submitit.helpers.DelayedSubmission":
         """What submitit queues again: the same, since finished cells are skipped."""
@@ -81,7 +78,6 @@ def submit_array(
         raise MachineError(
             "--slurm needs submitit; run: pip install 'ssl-bench[slurm]', or use --print"
         ) from error
-    threads = max(1, options.cpus // max(1, options.gpus))
     executor = submitit.AutoExecutor(
         options.logs, cluster=cluster, slurm_max_num_timeout=_MOST_RESTARTS
     )
@@ -94,7 +90,7 @@ def submit_array(
     )
     try:
         with executor.batch():
-            return [executor.submit(CommandTask(tuple(w), threads)) for w in commands]
+            return [executor.submit(CommandTask(tuple(w), options.cpus)) for w in commands]
     except FailedJobError as error:
         raise MachineError(f"sbatch refused the array: {error}") from error
 

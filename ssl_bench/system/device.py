@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.system.ranks import place_of_process
+from ssl_bench.system.launch import place_of_process
 
 
 def choose_device(name: str | None) -> torch.device:

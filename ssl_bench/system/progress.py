@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from ssl_bench.system.escaping import printable
-from ssl_bench.system.ranks import is_heard
+from ssl_bench.system.launch import is_heard
 
 T = TypeVar("T")
 _FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from tests.support.faults import (
     records,
     voc,
 )
+from tests.support.places import one_of
 from tests.support.without_torch import said_without_torch
 
 PHOTOS = ["--task", "pca", "--dataset", "folder", "--data-root", "photos"]
@@ -305,10 +307,67 @@ def test_jobs_in_two_processes_leave_the_same_cells(place, capsys):
     assert "sha256" in line
 
 
+@pytest.mark.slow
+def test_jobs_that_share_the_blocks_of_one_probe_leave_one_table(place, capsys):
+    tasks = ["--task", "segmentation,tokencut", "--checkpoint", "runs/one", *SMALL[1:]]
+    sweep = ["sweep", *tasks, "dataset.num_train=4", "dataset.num_val=3", "probe.panels=0"]
+    assert main([*sweep, "--out", "through"]) == 0
+    plan = planned(capsys, *sweep[1:], "--jobs", "4")
+    assert [job["layers"] for job in plan["jobs"]] == [[0], [1]] * 2
+
+    assert main([*sweep, "--jobs", "4"]) == 0
+
+    assert values("results") == values("through")
+    assert planned(capsys, *sweep[1:])["pending"] == 0
+    tables = []
+    for out in ("results", "through"):
+        assert main(["table", "--out", out]) == 0
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+
+
+def test_blocks_are_shared_where_jobs_are_more_than_questions(place, capsys):
+    voc(place / "voc")
+    asked = ["sweep", "--dataset", "voc2012", "--data-root", "voc", "--checkpoint", "runs/*"]
+
+    assert main([*asked, "--task", "retrieval,pca", "--jobs", "5", "--dry-run"]) == 0
+
+    out, err = capsys.readouterr()
+    shares = [re.split(" {2,}", line)[1] for line in out.splitlines() if line.startswith("one")]
+    assert shares == ["pca", "retrieval, blocks 0", "retrieval, blocks 1"]
+    assert out.splitlines()[-1].endswith("blocks are shared out, and each job encodes the images")
+    assert "pca is one job: its pictures show several blocks" in err
+
+    assert main([*asked, "--task", "retrieval,pca", "--jobs", "4", "--dry-run"]) == 0
+    assert "share" not in capsys.readouterr().out
+
+
+def test_a_picture_of_several_blocks_is_drawn_by_one_job_unless_nothing_is(place, capsys):
+    asked = [*["--task", "segmentation", "--checkpoint", "runs/one"], *SMALL, "--jobs", "2"]
+    layers = [
+        [job["layers"] for job in planned(capsys, *asked, *more)["jobs"]]
+        for more in ((), ("probe.panels=0",), ("probe.panels=0", "probe.layers_mode=last4"))
+    ]
+
+    assert layers == [[[0, 1]], [[0], [1]], [[0, 1]]]
+
+
+@pytest.mark.parametrize("command", ["probe", "sweep", "features"])
+def test_one_of_several_processes_is_refused(place, capsys, monkeypatch, command):
+    one_of(monkeypatch, 4)
+    more = ["--out", "there"] if command == "features" else PHOTOS[:2]
+
+    said = fails(capsys, [command, *more, *PHOTOS[2:], "--checkpoint", "runs/one"], 2)
+
+    assert "expects one process, got 4" in said
+    assert "ssl-bench sweep --jobs 4" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
         (["--jobs", "0"], 2, "--jobs must be at least 1"),
+        (["--slurm-gpus", "2"], 2, "--slurm-gpus"),
         (["--dry-run", "--print"], 2, "not allowed with"),
         (["--layer", "7"], 2, "layers must lie in 0..1"),
         (["probe.panles=1"], 2, "did you mean probe.panels"),

@@ -14,8 +14,9 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.system import progress
-from ssl_bench.system.progress import in_words, show_progress
+from ssl_bench.system.progress import in_words, say, show_progress
 from tests.support.faults import encoder_file, exit_code, fork, photo_folder, probing
+from tests.support.places import one_of
 
 
 def on_a_terminal(work: Callable[[], object]) -> str:
@@ -197,3 +198,13 @@ def test_a_process_forked_while_a_thread_writes_can_write():
     finally:
         done.set()
         thread.join()
+
+
+def test_a_process_that_is_not_the_first_says_nothing(capsys, monkeypatch):
+    one_of(monkeypatch, 2, RANK="1")
+    items = [1, 2]
+
+    say("a line")
+
+    assert show_progress(items, "images") is items
+    assert capsys.readouterr() == ("", "")

@@ -197,7 +197,7 @@ def test_fault_92_processes_that_cannot_meet_say_where(place, capsys, monkeypatc
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
 
-        said = fails(capsys, probing("pca", "folder", place / "photos"), 5)
+        said = fails(capsys, pretraining(place / "photos", "run"), 5)
 
     assert "cannot meet at MASTER_ADDR=127.0.0.1" in said
 

@@ -59,3 +59,23 @@ def test_only_true_pixels_are_labels():
 def test_pixels_beyond_two_to_the_31_are_summed():
     counts = torch.full((3, 1, 1, 3, 1), 2**30)
     assert _kept(counts, 2).total.tolist() == [[[[3 * 2**30]] * 3]]
+
+
+def test_counts_that_were_kept_go_before_those_of_the_rest():
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(0, 3, (5, 2, 2, 3, 4), generator=generator)
+    # What is true is the same under all heads.
+    counts[:, :, :, 2] = counts[:, :1, :1, 2]
+    whole, parts = ImageCounts(2, 2, 4), [ImageCounts(2, 2, 4) for _ in range(2)]
+    whole.add(counts)
+    parts[0].add(counts[:3])
+    parts[1].add(counts[3:])
+
+    joined = ImageCounts(2, 2, 4)
+    for part in parts:
+        joined.extend(part.state())
+
+    assert (joined.total == whole.total).all()
+    for source in range(2):
+        for value in range(2):
+            assert (joined.of(source, value) == whole.of(source, value)).all()

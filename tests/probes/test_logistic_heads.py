@@ -32,7 +32,7 @@ def _digits():
 def _training(**changes):
     values = {"values": C_VALUES, "max_iterations": 1000, "standardize": True, "batch_size": 7}
     return LogisticTraining(
-        **{"classes": CLASSES, **values, **changes},
+        **{"classes": CLASSES, "gradient_tolerance": 1e-6, **values, **changes},
         loss=HistogramLoss(1),
         seed=0,
         device=torch.device("cpu"),

@@ -12,12 +12,12 @@ from jaxtyping import Float, Float16, UInt8
 from torch import Tensor
 
 from probes.features.labels import LabelFacts, LabelFile
-from probes.features.stream import ahead, read_ahead
+from probes.features.stream import ahead, batches, read_ahead
 from probes.features.tiers.file import DamagedFeatures, FeatureFile
 from probes.features.tiers.halves import HalfFeatures
-from probes.features.tiers.room import Room, Tier
-from probes.features.tiers.sharing import Chosen, Halves, Sharing
+from probes.features.tiers.room import Room
 from probes.features.tiers.training import (
+    Chosen,
     FeatureBatch,
     FeaturesInMemory,
     FeaturesOnDisk,
@@ -27,11 +27,9 @@ from probes.features.tiers.training import (
 )
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import MachineError
 from ssl_bench.evaluation import Progress
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
-from ssl_bench.system.ranks import Ranks, processes_here
 from ssl_bench.system.transfers import sent
 
 # Takes the features of some entries of the layer of an index.
@@ -59,7 +57,6 @@ class TrainingPass:
         indices: Of the images, within `images`.
         label_size: Height and width of the labels in training.
         say: Gets a line on where features are, and where those of an earlier run are damaged.
-        sharing: Which processes do it together.
     """
 
     extractor: FeatureExtractor
@@ -73,7 +70,6 @@ class TrainingPass:
     workers: int
     progress: Progress
     say: Callable[[str], None]
-    sharing: Sharing
 
     def run(self, room: Room) -> TrainingFeatures:
         """Compute the features, take them from a file of an earlier run, or get ready to stream.
@@ -85,25 +81,19 @@ class TrainingPass:
             MachineError: neither memory nor disk has the room.
         """
         shape, size = self._shape(), self.label_size
-        entries = shape[1]
-        # Those of all processes, whose memory and disk may be of one machine.
-        features = feature_bytes((len(self._layers), *shape[1:]))
-        masks = entries * size**2 * processes_here()
-
-        def choose() -> Tier:
-            return room.choose(features, masks, lambda: self._is_kept(self._file(room)))
-
-        tier = self._ranks.from_first(choose)
+        entries, features = shape[1], feature_bytes(shape)
+        labels = entries * size**2
+        tier = room.choose(features, labels, lambda: self._is_kept(self._file(room)))
         self.say(room.said(tier, features))
         facts = LabelFacts.unknown(entries)
         if tier == "memory":
             blocks = torch.empty(shape, dtype=torch.float16)
             labels = torch.empty(entries, size, size, dtype=torch.uint8)
             self._fill(partial(_put, blocks), partial(_put_labels, labels, facts))
-            return FeaturesInMemory(self.sharing.own, blocks, labels, facts)
+            return FeaturesInMemory(self.extractor.layers, blocks, labels, facts)
         if tier == "stream":
             self._fill(None, facts.put)
-            return StreamedFeatures(self.sharing, facts, self.stream)
+            return StreamedFeatures(self.extractor.layers, facts, self.stream)
         return self._on_disk(self._file(room), LabelFile(room.folder, (entries, size, size)), facts)
 
     def stream(
@@ -116,25 +106,20 @@ class TrainingPass:
         torch on a CPU do.
 
         Args:
-            layers: Of those that are this process's own.
-            chosen: The same in all processes.
+            layers: Of those of the extractor.
+            chosen: Their entries.
             device: Where the batches go.
 
         Raises:
             CheckpointError: a feature is not finite in float16.
         """
-        own = [some[self.sharing.part(len(some))] for some in chosen]
-        entries = (entry for some in own for entry in some.tolist())
+        entries = (entry for some in chosen for entry in some.tolist())
         prepared = ahead(self._entry, entries, workers=self.workers, most=4 * self.workers)
-        for some, part in zip(chosen, own, strict=True):
-            items = list(islice(prepared, len(part)))
-            ids = [item.image_id for item in items]
-            halves: Halves = self._encoder.left(self._images_of(items, 0), ids)
-            labels = sent(self._labels_of(items, 0), self.extractor.device)
-            halves, labels = self.sharing.exchanged(halves, labels, len(some))
-            asked = [halves[self.sharing.own.index(layer)] for layer in layers]
-            features = torch.stack(asked) if asked else labels.new_empty(0, *labels.shape, 0).half()
-            yield FeatureBatch(sent(features, device), sent(labels, device))
+        for some in chosen:
+            items = list(islice(prepared, len(some)))
+            halves = self._encoder.left(*_view(items, 0))
+            features = torch.stack([halves[self.extractor.layers.index(one)] for one in layers])
+            yield FeatureBatch(sent(features, device), sent(_labels(items, 0), device))
 
     def read_labels(self, put: PutLabels) -> None:
         """Give the labels of all entries, those of a batch's views one after the other."""
@@ -158,45 +143,32 @@ class TrainingPass:
             with file.writing() as writer:
                 self._fill(writer.put, put_labels)
 
-        def write_again() -> None:
-            if not self.sharing.is_alone:
-                file.path.unlink(missing_ok=True)
-                raise MachineError(f"{file.path} was damaged and is deleted now; start again")
-            write()
-
-        is_kept = all(self._ranks.gathered(self._is_kept(file)))
+        is_kept = self._is_kept(file)
         if is_kept:
             self._fill(None, put_labels)
         else:
             write()
-        passes = int(not is_kept)
-        return FeaturesOnDisk(self.sharing.own, facts, labels, file, write_again, self.say, passes)
+        passes, layers = int(not is_kept), self.extractor.layers
+        return FeaturesOnDisk(layers, facts, labels, file, write, self.say, passes)
 
     @property
     def _encoder(self) -> HalfFeatures:
         return HalfFeatures(self.extractor, self.facet)
 
-    @property
-    def _ranks(self) -> Ranks:
-        return self.sharing.ranks
-
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        return self.extractor.layers
-
     def _shape(self) -> tuple[int, ...]:
         side = self.image_size // self.extractor.patch_size
         entries = len(self.indices) * self.views.count
-        return (len(self.sharing.own), entries, side, side, self.extractor.width(self.facet))
+        layers = len(self.extractor.layers)
+        return (layers, entries, side, side, self.extractor.width(self.facet))
 
     def header(self) -> dict[str, Any]:
-        """Everything the features of own layers depend on."""
+        """Everything the features depend on."""
         encoder = self.extractor.encoder
         ids = "\n".join(self.images.ids[index] for index in self.indices)
         return {
             "version": VERSION,
             **encoder.identity(),
-            "layers": self.sharing.own,
+            "layers": self.extractor.layers,
             "facet": self.facet,
             "encoder_dtype": str(self.extractor.dtype),
             "transform": f"{self.views} at {self.image_size}, bilinear with antialias",
@@ -220,51 +192,28 @@ class TrainingPass:
 
     def _fill(self, put: Put | None, put_labels: PutLabels) -> None:
         """Read all images; features are computed only where somebody takes them."""
-        count, at_once = len(self.indices), self.batch_size * self._ranks.count
-        groups = [range(count)[first : first + at_once] for first in range(0, count, at_once)]
-        parts = [group[self.sharing.part(len(group))] for group in groups]
-        indices = [self.indices[position] for part in parts for position in part]
-        images = read_ahead(self.images, indices, self._prepare, workers=self.workers)
-        shown = iter(self.progress(images, "training images", len(indices)))
-        for group, part in zip(groups, parts, strict=True):
-            batch = list(islice(shown, len(part)))
-            for number in range(self.views.count):
-                self._pass(batch, number, group, put, put_labels)
+        images = read_ahead(self.images, self.indices, self._prepare, workers=self.workers)
+        shown = self.progress(images, "training images", len(self.indices))
+        views, start = self.views.count, 0
+        for batch in batches(shown, self.batch_size):
+            for number in range(views):
+                entries = range(start * views + number, (start + len(batch)) * views, views)
+                put_labels(entries, _labels(batch, number))
+                if put is not None:
+                    for index, half in enumerate(self._encoder.fetched(*_view(batch, number))):
+                        put(index, entries, half)
+            start += len(batch)
 
-    def _pass(
-        self,
-        batch: Sequence[PreparedImage],
-        number: int,
-        group: range,
-        put: Put | None,
-        put_labels: PutLabels,
-    ) -> None:
-        """One view of a batch, of which this process has a part."""
-        halves: Halves = []
-        if put is not None:
-            ids = [item.image_id for item in batch]
-            halves = self._encoder.fetched(self._images_of(batch, number), ids)
-        labels = self._labels_of(batch, number)
-        halves, labels = self.sharing.exchanged(halves, labels, len(group))
-        views = self.views.count
-        entries = range(group.start * views + number, group.stop * views, views)
-        put_labels(entries, labels)
-        if put is not None:
-            for index, half in enumerate(halves):
-                put(index, entries, half)
 
-    def _images_of(
-        self, batch: Sequence[PreparedImage], number: int
-    ) -> Float[Tensor, "batch 3 size size"]:
-        """One view of images, of which there may be none."""
-        none = torch.empty(0, 3, self.image_size, self.image_size)
-        return torch.stack([item.images[number] for item in batch]) if batch else none
+def _view(
+    batch: Sequence[PreparedImage], number: int
+) -> tuple[Float[Tensor, "batch 3 size size"], list[str]]:
+    """One view of images, and their ids."""
+    return torch.stack([item.images[number] for item in batch]), [item.image_id for item in batch]
 
-    def _labels_of(
-        self, batch: Sequence[PreparedImage], number: int
-    ) -> UInt8[Tensor, "batch rows cols"]:
-        none = torch.empty(0, self.label_size, self.label_size, dtype=torch.uint8)
-        return torch.stack([item.labels[number] for item in batch]) if batch else none
+
+def _labels(batch: Sequence[PreparedImage], number: int) -> UInt8[Tensor, "batch rows cols"]:
+    return torch.stack([item.labels[number] for item in batch])
 
 
 def _put(

@@ -48,12 +48,6 @@ class HalfFeatures:
     ) -> tuple[list[Half], Bool[Tensor, "layers batch"], Float[Tensor, "layers batch"]]:
         """Features by layer, which of them are finite in float16, and what `check` takes."""
         layers = self.extractor.layers
-        if not ids:
-            # Of several processes one may have no part of a batch.
-            sides = [side // self.extractor.patch_size for side in images.shape[2:]]
-            none = torch.empty(0, *sides, self.extractor.width(self.facet), dtype=torch.float16)
-            sums = torch.empty(len(layers), 0, device=self.extractor.device)
-            return [none.to(sums.device) for _ in layers], sums.bool(), sums
         features, sums = extract(self.extractor, self.facet, images, ids)
         halves = [features[layer].half() for layer in layers]
         return halves, torch.stack([half.isfinite().flatten(1).all(1) for half in halves]), sums

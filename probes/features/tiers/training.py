@@ -13,7 +13,6 @@ from torch import Tensor
 from probes.features.labels import LabelFacts, LabelFile
 from probes.features.stream import ahead
 from probes.features.tiers.file import DamagedFeatures, FeatureFile, FeatureReader
-from probes.features.tiers.sharing import Chosen, Sharing
 from ssl_bench.errors import MachineError
 from ssl_bench.system.device import free_memory
 from ssl_bench.system.transfers import sent
@@ -30,6 +29,8 @@ class FeatureBatch:
     labels: Integer[Tensor, "some height width"]
 
 
+# Entries of batches that follow each other.
+Chosen = Sequence[Int64[Tensor, "..."]]
 # Gives the batches of these entries in this order.
 Read = Callable[[Chosen], Iterator[FeatureBatch]]
 
@@ -43,8 +44,7 @@ class TrainingFeatures(Protocol):
     Attributes:
         facts: Which classes the labels of each entry hold; nothing where each has one.
         tier: Where the features are: "memory", "disk", or nowhere but in the "stream".
-        passes: How often the views passed the encoder in this process, rounded up: 0 if a file
-            held the features.
+        passes: How often the views passed the encoder, rounded up: 0 if a file held the features.
     """
 
     @property
@@ -61,10 +61,6 @@ class TrainingFeatures(Protocol):
 
     def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
         """What reads some layers, in the order asked for."""
-        ...
-
-    def serve(self) -> None:
-        """Compute for the other processes until none of them reads any more."""
         ...
 
 
@@ -92,9 +88,6 @@ class FeaturesInMemory:
                 yield FeatureBatch(sent(features, device), sent(self.labels[some], device))
 
         return read
-
-    def serve(self) -> None:
-        """Nobody computes features any more."""
 
     def _blocks(self, layers: Sequence[int]) -> Float[Tensor, "chosen entries rows cols dim"]:
         """A view where the layers follow each other."""
@@ -149,9 +142,6 @@ class FeaturesOnDisk:
 
         return read
 
-    def serve(self) -> None:
-        """Nobody computes features any more."""
-
     def _read(
         self, indices: Sequence[int], some: Int64[Tensor, " some"]
     ) -> Float16[Tensor, "layers some rows cols dim"]:
@@ -191,11 +181,10 @@ class StreamedFeatures:
     """Features that are computed whenever they are asked for, and kept nowhere.
 
     Attributes:
-        sharing: Where several processes ask, each computes a part for all.
         compute: Gives the batches of these entries of these layers, on a device.
     """
 
-    sharing: Sharing
+    layers: tuple[int, ...]
     facts: LabelFacts
     compute: Callable[[Sequence[int], Chosen, torch.device], Iterator[FeatureBatch]]
     _computed: int = field(default=0, init=False, repr=False)
@@ -203,29 +192,16 @@ class StreamedFeatures:
     tier = "stream"
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        return self.sharing.own
-
-    @property
     def passes(self) -> int:
         return -(-self._computed // len(self.facts.present))
 
     def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
         def read(chosen: Chosen) -> Iterator[FeatureBatch]:
-            asked = self.sharing.agreed(chosen)
-            assert asked is not None
-            batches, skipped = asked
-            for number, batch in enumerate(self.compute(layers, batches, device)):
+            for batch in self.compute(layers, chosen, device):
                 self._computed += len(batch.labels)
-                if number >= skipped:
-                    yield batch
+                yield batch
 
         return read
-
-    def serve(self) -> None:
-        while (asked := self.sharing.agreed(None)) is not None:
-            for batch in self.compute((), asked[0], torch.device("cpu")):
-                self._computed += len(batch.labels)
 
 
 def feature_bytes(shape: Sequence[int]) -> int:

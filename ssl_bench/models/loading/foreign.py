@@ -15,6 +15,7 @@ from ssl_bench.models.encoder import Contents
 from ssl_bench.models.loading.layouts import (
     DINOV3_TRANSFORMERS,
     TRANSFORMERS,
+    Description,
     Layout,
     dinov3_architecture,
     recognised,
@@ -28,7 +29,6 @@ from ssl_bench.models.loading.weights import (
     read_weights,
     reasons,
 )
-from ssl_bench.models.positions import DINO_MARGIN
 from ssl_bench.models.vit import VisionTransformer
 
 ASSUMED_GRID = "square grid assumed, {} x {} patches"
@@ -49,21 +49,6 @@ class Foreign:
     model: VisionTransformer
     contents: Contents
     keys: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a configuration says of an encoder and no tensor shape does.
-
-    Attributes:
-        image_size: Height and width in pixels of its positions; None where it says nothing.
-        position_margin: See `ssl_bench.models.positions.resize_positions`.
-    """
-
-    num_heads: int
-    norm_eps: float
-    image_size: tuple[int, int] | None = None
-    position_margin: float = DINO_MARGIN
 
 
 def load_foreign(path: Path, described: Description | None = None) -> Foreign:

@@ -11,9 +11,10 @@ from typing import Any
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
 from ssl_bench.models.kinds import encoder_from_model
-from ssl_bench.models.loading.foreign import Description, load_foreign
+from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
 from ssl_bench.models.loading.identity import unreplaced, verified_sha256
+from ssl_bench.models.loading.layouts import Description
 from ssl_bench.models.loading.stated_colours import colour_of, is_number
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError
+from ssl_bench.models.positions import DINO_MARGIN
 
 _MASKED = "stands for masked patches, of which probes have none"
 _BLOCK = r"blocks\.(\d+)\."
@@ -31,6 +32,21 @@ class Layout:
     renames: tuple[tuple[str, str], ...] = ()
     ignored: Mapping[str, str] = field(default_factory=dict)
     heads: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a configuration says of an encoder and no tensor shape does.
+
+    Attributes:
+        image_size: Height and width in pixels of its positions; None where it says nothing.
+        position_margin: See `ssl_bench.models.positions.resize_positions`.
+    """
+
+    num_heads: int
+    norm_eps: float
+    image_size: tuple[int, int] | None = None
+    position_margin: float = DINO_MARGIN
 
 
 _LAYER_SCALES = ((rf"{_BLOCK}gamma_([12])", r"blocks.\1.ls\2.gamma"),)
