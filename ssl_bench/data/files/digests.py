@@ -28,13 +28,11 @@ class Part(NamedTuple):
     Attributes:
         place: Where in the file they are; empty for the whole of it.
         read: Gives them, where they are not the whole file.
-        in_memory: They were read before; the file may be another by now.
     """
 
     file: Path
     place: str = ""
     read: Callable[[], bytes] | None = None
-    in_memory: bool = False
 
     @property
     def name(self) -> str:
@@ -111,7 +109,7 @@ def _digests(parts: Iterable[Part], reading: Reading) -> Generator[str, None, No
     cache = DigestCache(reading.subject)
 
     def digest(part: Part) -> str:
-        return _digest(part, cache).hex()
+        return _read_or_known(part, cache).hex()
 
     try:
         # Closed before the cache is saved, which then has what its threads were reading.
@@ -139,10 +137,6 @@ def _kept(found: Iterable[str], cache: DigestCache, reading: Reading) -> Iterato
             cache.save()
             saved = now
         yield digest
-
-
-def _digest(part: Part, cache: DigestCache) -> bytes:
-    return _read(part) if part.in_memory else _read_or_known(part, cache)
 
 
 def _read_or_known(part: Part, cache: DigestCache) -> bytes:
