@@ -19,7 +19,7 @@ from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.network.downloads import download, part_of
+from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.system.files import lock_when_free, write_text_atomically
 from ssl_bench.system.paths import expanded
