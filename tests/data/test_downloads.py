@@ -35,9 +35,7 @@ def test_a_cut_download_is_no_file_and_the_next_call_goes_on(server, path, knows
     published = server.publish(CONTENT)
     server.cut_after, server.knows_ranges = 300_000, knows_ranges
 
-    with pytest.raises(
-        MachineError, match="broke off after 300000 of 1048576 bytes; type"
-    ):
+    with pytest.raises(MachineError, match="broke off after 300000 of 1048576 bytes; type"):
         download(published, path)
     assert not path.exists()
     assert part_of(path).read_bytes() == CONTENT[:300_000]

@@ -9,6 +9,8 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record
 from tests.support.faults import class_folders, encoder_file, fails, probing, records, voc
 
+pytest.importorskip("imagecorruptions")
+
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
