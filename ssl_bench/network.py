@@ -176,8 +176,10 @@ def _complete(published: Published, file: BinaryIO) -> None:
 def _append(
     published: Published, file: BinaryIO, start: int, response: http.client.HTTPResponse
 ) -> None:
-    size = published.size or (response.length and start + response.length)
-    if not size:
+    size = published.size
+    if size is None and response.length is not None:
+        size = start + response.length
+    if size is None:
         raise NotFetched(f"{published.url} does not say how long it is")
     name = published.url.rpartition("/")[2]
     at = start
