@@ -118,7 +118,9 @@ def open_url(request: urllib.request.Request) -> http.client.HTTPResponse:
 
     def wait() -> None:
         try:
-            answers.put(urllib.request.urlopen(request, timeout=STALL_SECONDS))
+            # Not urlopen, which remembers the proxies of its first call.
+            opener = urllib.request.build_opener()
+            answers.put(opener.open(request, timeout=STALL_SECONDS))
         except (OSError, ValueError, http.client.HTTPException) as error:
             answers.put(error)
 

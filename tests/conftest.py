@@ -15,7 +15,7 @@ install_import_hook(["ssl_bench", "pretrain", "probes"], "beartype.beartype")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from ssl_bench.data.files import digest_cache, digests  # noqa: E402
+from ssl_bench.data.files import digests  # noqa: E402
 from tests.support.faults import encoder_file, photo_folder  # noqa: E402
 from tests.support.web import WebServer  # noqa: E402
 
@@ -91,7 +91,7 @@ def place(tmp_path, monkeypatch) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, which trusts files as soon as the clock of the files has moved on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(digest_cache, "_RACY_NS", 0)
+    monkeypatch.setattr(digests, "_RACY_NS", 0)
     return tmp_path / "cache/ssl-bench/digests"
 
 

@@ -254,7 +254,7 @@ def test_hubs_without_a_network_are_told_within_seconds(uri, tmp_path, monkeypat
     def refused(*_: object, **__: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(network.urllib.request, "urlopen", refused)
+    monkeypatch.setattr(network.urllib.request, "build_opener", refused)
     said = message_of(uri)
     assert "cannot be reached" in said
     assert "local-dir:FOLDER" in said
