@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
+from importlib.util import find_spec
 from threading import Lock
 
 import numpy as np
@@ -77,18 +78,10 @@ def corrupted(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
         image: RGB, 0 to 255.
         corruption: Whose radii and distances are in pixels of this image.
         image_id: With the corruption it decides the draws.
-
-    Raises:
-        MachineError: imagecorruptions is not installed.
     """
-    try:
-        # Not for everybody: the package is an extra.
-        from imagecorruptions import corruption_dict  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MachineError(
-            "corrupt= needs the package imagecorruptions-imaug, which is not installed; "
-            "pip install 'ssl-bench[corruptions]'"
-        ) from error
+    # Not for everybody: the package is an extra.
+    from imagecorruptions import corruption_dict  # pyright: ignore[reportMissingImports]
+
     text = f"{corruption}\n{image_id}".encode(errors="surrogateescape")
     seed = int.from_bytes(sha256(text).digest()[:4], "big")
     seeded = {"seed": seed} if corruption.name in _SEEDED else {}
@@ -116,6 +109,7 @@ def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
 
     Raises:
         ConfigurationError: there is no such corruption or severity, or the key comes twice.
+        MachineError: imagecorruptions is not installed.
     """
     asked = [text.partition("=")[2] for text in overrides if _is_key(text)]
     if len(asked) > 1:
@@ -126,6 +120,11 @@ def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
     found: dict[Corruption | None, None] = {}
     for part in (part.strip() for text in asked for part in text.split(",")):
         found |= dict.fromkeys([None] if part in _CLEAN else _of_part(part))
+    if any(found) and find_spec("imagecorruptions") is None:
+        raise MachineError(
+            "corrupt= needs the package imagecorruptions-imaug, which is not installed; "
+            "pip install 'ssl-bench[corruptions]'"
+        )
     others = [text for text in overrides if not _is_key(text)]
     return [[f"{KEY}={one}"] if one else [] for one in found] or [[]], others
 
