@@ -26,7 +26,6 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.read_options import ReadOptions, read_as
-from ssl_bench.data.layouts.archives import is_archive, open_archives, open_labelled_archives
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.toy import Toy
@@ -47,12 +46,10 @@ class DataOptions:
     """The images to learn from.
 
     Attributes:
-        root: Folder of images, those in its folders included, or archives, as
-            `ssl_bench.data.layouts.archives.open_archives` reads them; the toy scenes without it.
+        root: Folder of images, those in its folders included; the toy scenes without it.
         image_size: Side of the large crops in pixels, and size the encoder is built for; without
             it that of the model.
         in_memory: Decode all images once and keep them, for sets that fit.
-        keep_encoded: Keep them encoded instead, for archives that fit only so.
         on_bad_image: "skip" takes for an image that cannot be read the next one that can, and says
             which were left out.
         labels: Give the images their classes. A folder holds `train/CLASS/PICTURE` then, or
@@ -69,7 +66,6 @@ class DataOptions:
     root: FilePath | None = None
     image_size: Pixels | None = None
     in_memory: bool = False
-    keep_encoded: bool = False
     on_bad_image: Literal["fail", "skip"] = "fail"
     labels: bool | None = None
     fingerprint: FingerprintKind = "content"
@@ -84,8 +80,6 @@ class DataOptions:
         # YAML gives lists; equal options shall be equal.
         for name, three in zip(("mean", "std"), self.colours, strict=True):
             object.__setattr__(self, name, three)
-        if self.keep_encoded and not self.in_memory:
-            raise ConfigurationError("data.keep_encoded=true needs data.in_memory=true")
 
     @property
     def colours(self) -> Colours:
@@ -93,30 +87,17 @@ class DataOptions:
         (a, b, c), (d, e, f) = (map(float, three) for three in (self.mean, self.std))
         return (a, b, c), (d, e, f)
 
-    @property
-    def decodes_once(self) -> bool:
-        """Whether decoded images are kept."""
-        return self.in_memory and not self.keep_encoded
-
     def open(self) -> ImageSet:
         """All images.
 
         Raises:
             DataError: there are none.
-            ConfigurationError: they cannot be kept or labelled as asked.
+            ConfigurationError: they cannot be labelled as asked.
         """
         images = read_as(self._open(), ReadOptions(self.fingerprint, self.bits))
         return limited(images, self.limit) if self.limit else images
 
     def _open(self) -> ImageSet:
-        if self.root is not None and is_archive(self.root):
-            opened = open_labelled_archives if self.labels else open_archives
-            return opened(self.root, in_memory=self.in_memory)
-        if self.keep_encoded:
-            raise ConfigurationError(
-                "data.keep_encoded=true is for archives; files of a folder stay in the system's "
-                "own cache: leave both out, or take data.in_memory=true alone"
-            )
         if self.labels and self.root is None:
             raise ConfigurationError(
                 "data.labels=true, as objective=supervised has it, needs images with classes: "

@@ -455,7 +455,7 @@ def _batches(plan: Plan, images: ImageSet, ranks: TrainingRanks) -> Batches:
     skips = plan.data.on_bad_image == "skip"
     samples = Substituted(images) if skips else images
     return Batches(
-        images=in_memory(samples) if plan.data.decodes_once else samples,
+        images=in_memory(samples) if plan.data.in_memory else samples,
         cut=partial(crops.cut, sizes=sizes),
         share=Share(options.batch, options.accumulation, ranks.rank, ranks.count),
         seed=options.seed,

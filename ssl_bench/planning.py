@@ -21,8 +21,8 @@ from ssl_bench.composition.compose import (
 )
 from ssl_bench.composition.fields import Bits, Count, Place, Seed, require, shown
 from ssl_bench.composition.presets import changed_settings, preset_values, protocols
-from ssl_bench.data.corruptions.named import KEY as CORRUPT
-from ssl_bench.data.corruptions.named import asked_corruptions
+from ssl_bench.data.corruptions import KEY as CORRUPT
+from ssl_bench.data.corruptions import asked_corruptions
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import Looked, OnBadImage, as_readable

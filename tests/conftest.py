@@ -16,7 +16,7 @@ from jaxtyping import install_import_hook
 if torch.__version__ >= "2.15" and not torch.cuda.is_available():
     install_import_hook(["ssl_bench", "pretrain", "probes"], "beartype.beartype")
 
-from ssl_bench.data.files import digest_cache, digests
+from ssl_bench.data.files import digests
 from tests.support.faults import encoder_file, photo_folder
 from tests.support.web import WebServer
 
@@ -92,7 +92,7 @@ def place(tmp_path, monkeypatch) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own, which trusts files as soon as the clock of the files has moved on."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(digest_cache, "_RACY_NS", 0)
+    monkeypatch.setattr(digests, "_RACY_NS", 0)
     return tmp_path / "cache/ssl-bench/digests"
 
 

@@ -2,15 +2,15 @@
 
 import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
+import random
+import tarfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ssl_bench.composition.choices import require_choice
-from ssl_bench.data.files.archive_index import list_members
-from ssl_bench.data.files.checking import SplitState, check_dataset
 from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
 from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions
 from ssl_bench.data.files.readable import Looked, ReadableDataset
@@ -18,9 +18,10 @@ from ssl_bench.data.files.unpacking import UNPACKED, require_space, unpack
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
 from ssl_bench.data.layouts.coco_stuff import read_classes
 from ssl_bench.data.layouts.voc import CLASS_NAMES
+from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.sources import SOURCES, Download, Source
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.network.downloads import download, part_of
+from ssl_bench.network import download, part_of
 from ssl_bench.system.escaping import json_text, one_line, printable, printable_lines
 from ssl_bench.system.files import lock_when_free, write_text_atomically
 from ssl_bench.system.paths import expanded
@@ -32,6 +33,33 @@ _ROLES = (
     *("segmentation", "classification", "correspondence"),
     *("discovery", "saliency", "images"),
 )
+
+_CHECKED: Mapping[str, tuple[str, ...]] = {
+    "train": ("segmentation", "classification"),
+    "val": ("segmentation", "classification", "correspondence", "saliency"),
+    "discovery": ("discovery",),
+}
+
+
+@dataclass(frozen=True)
+class SplitState:
+    """What a split of a dataset was found to be.
+
+    Attributes:
+        role: `train`, `val`, `discovery`, or `images` where there is nothing else.
+        split: As it is called on disk.
+        images: How many there are; 0 where the split cannot be opened.
+        published: How many there should be, None if nobody says.
+        read: Images that were decoded with all that belongs to them.
+        problems: One line each.
+    """
+
+    role: str
+    split: str
+    images: int
+    published: int | None
+    read: int
+    problems: tuple[str, ...]
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -173,23 +201,23 @@ def _is_archive(one: Download) -> bool:
 def _fetch(one: Download, root: Path) -> None:
     say(f"{one.published.url}, {size_in_words(one.size)}")
     target = _target(one, root)
-    check = partial(_require_archive, target=target) if _is_archive(one) else None
+    check = _require_archive if _is_archive(one) else None
     with download(one.published, target, check).open("rb") as file:
         # Another process may unpack it.
         lock_when_free(file.fileno())
         if _is_done(one, root):
             return
         if _is_archive(one):
-            unpack(target, root / one.into, show_progress)
+            unpack(target, root / one.into)
             # Before the mark: it must not survive a loss of power that the files do not.
             if hasattr(os, "sync"):
                 os.sync()
         write_text_atomically(_mark(root, one), _what_is_done(one))
 
 
-def _require_archive(found: Path, *, target: Path) -> None:
-    with found.open("rb") as file:
-        list_members(file, target)
+def _require_archive(found: Path) -> None:
+    if not (zipfile.is_zipfile(found) or tarfile.is_tarfile(found)):
+        raise DataError(f"{found} is no whole zip or tar")
 
 
 def _is_done(one: Download, root: Path) -> bool:
@@ -221,7 +249,8 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if getattr(plain, "leaves_out_unreadable", False):
         return _look_through(ReadableDataset(dataset, Looked()), source.name, as_json=options.json)
     counts = {} if options.subset else source.counts
-    states = list(check_dataset(dataset, counts, sample=_SAMPLE, shown=show_progress))
+    roles = [role for role, kinds in _CHECKED.items() if dataset.supports.intersection(kinds)]
+    states = [_checked(dataset, role, counts.get(role)) for role in roles or ["images"]]
     if options.json:
         print(json_text({"dataset": source.name, "splits": [asdict(s) for s in states]}))
     else:
@@ -264,6 +293,26 @@ def _look_through(dataset: ReadableDataset, name: str, *, as_json: bool) -> int:
     return 0
 
 
+def _checked(dataset: Dataset, role: str, published: int | None) -> SplitState:
+    """Open a split, count it, and decode a random sample of it, always the same one."""
+    try:
+        images: ImageSet = getattr(dataset, role)()
+    except DataError as error:
+        return SplitState(role, "", 0, published, 0, (str(error),))
+    problems = []
+    if published not in (None, len(images)):
+        problems.append(f"{len(images):,} images, published are {published:,}")
+    chosen = sorted(random.Random(0).sample(range(len(images)), min(_SAMPLE, len(images))))
+    read = 0
+    for index in show_progress(chosen, f"reading {images.split}"):
+        try:
+            images[index]
+            read += 1
+        except DataError as error:
+            problems.append(str(error))
+    return SplitState(role, images.split, len(images), published, read, tuple(problems))
+
+
 def _root_to_check(options: argparse.Namespace, source: Source) -> str | None:
     if not source.is_generated:
         return str(_root(options))
@@ -304,12 +353,12 @@ def _verify(options: argparse.Namespace) -> int:
     root = expanded(options.target)
     manifest = expanded(options.manifest) if options.manifest else root / MANIFEST
     if options.update or not manifest.exists():
-        count = write_manifest(root, manifest, show_progress)
+        count = write_manifest(root, manifest)
         say(f"{count} files listed in {manifest}; `ssl-bench data verify {root}` compares them")
         if options.json:
             print(json_text({"manifest": str(manifest), "listed": count}, indent=None))
         return 0
-    found = check_manifest(root, manifest, show_progress)
+    found = check_manifest(root, manifest)
     if options.json:
         print(json_text({"manifest": str(manifest), **asdict(found)}))
     for what, names in (("new, not in the list", found.added), ("missing", found.missing)):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ssl_bench.data.corruptions.named import Corruption
+from ssl_bench.data.corruptions import Corruption, corrupted
 from ssl_bench.data.files.fingerprints import extended
 from ssl_bench.data.files.readable import RemainingImages
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Pair, Sample
@@ -45,9 +45,6 @@ class CorruptedImages:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample:
-        # Here, because scipy takes a while and a plan decodes nothing.
-        from ssl_bench.data.corruptions.apply import corrupted
-
         sample = self.images[index]
         if sample.pair is None:
             image_id, pair = sample.image_id, None
@@ -57,8 +54,6 @@ class CorruptedImages:
         return replace(sample, image=image, pair=pair)
 
     def _corrupted_pair(self, pair: Pair) -> Pair:
-        from ssl_bench.data.corruptions.apply import corrupted
-
         return replace(pair, image=corrupted(pair.image, self.corruption, pair.image_ids[1]))
 
     def fingerprint(self) -> str:

@@ -7,6 +7,8 @@ from pathlib import Path
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.system.paths import expanded
 
+_ARCHIVES = (".tar", ".tgz", ".tar.gz", ".zip")
+
 
 def find_root(
     root: str | Path | None,
@@ -27,12 +29,25 @@ def find_root(
     expected = f"expected {tree}; docs/data.md says where to get it"
     if root is None:
         raise DataError(f"{name} needs its folder, --data-root DIR: {expected}")
-    given = expanded(root)
+    given = given_folder(root)
     for folder in (given, *(given / part for part in inside)):
         if any((folder / landmark).is_dir() for landmark in landmarks):
             return folder
     problem = "does not hold" if given.is_dir() else "is not a folder with"
     raise DataError(f"{given} {problem} {name}: {expected}")
+
+
+def given_folder(root: str | Path) -> Path:
+    """The path of a dataset as it was typed.
+
+    Raises:
+        DataError: it is that of an archive.
+    """
+    path = expanded(root)
+    if path.name.lower().endswith(_ARCHIVES) and not path.is_dir():
+        command = "unzip" if path.suffix.lower() == ".zip" else "tar -xf"
+        raise DataError(f"expected a folder, got the archive {path}; unpack it: {command} {path}")
+    return path
 
 
 def first_folder(candidates: Sequence[Path]) -> Path:

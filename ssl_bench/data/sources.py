@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from ssl_bench.data.layouts.coco20k import LIST, LIST_NAMES
 from ssl_bench.data.published import PUBLISHED
-from ssl_bench.network.downloads import Published
+from ssl_bench.network import Published
 
 _COCO = "http://images.cocodataset.org"
 _VOC = "https://thor.robots.ox.ac.uk/pascal/VOC"

@@ -1,7 +1,7 @@
 """The forms in which a dataset can be asked for, one on top of the other."""
 
 from ssl_bench.data.corrupted import CorruptedDataset
-from ssl_bench.data.corruptions.named import Corruption
+from ssl_bench.data.corruptions import Corruption
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions
 from ssl_bench.data.limited import LimitedDataset

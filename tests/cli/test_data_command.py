@@ -8,7 +8,6 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -162,16 +161,6 @@ def test_a_download_is_unpacked_and_passes_the_check(
     assert "discovery  3 images of 3 published" in said
 
 
-def test_the_files_of_a_tar_are_not_looked_for_one_by_one(published, tmp_path, monkeypatch):
-    root = published(packed(voc_tree(tmp_path / "made"), "tar"))
-
-    def searched(archive: tarfile.TarFile, name: str) -> NoReturn:
-        raise AssertionError(f"{name} of {archive.name}: goes through all members")
-
-    monkeypatch.setattr(tarfile.TarFile, "getmember", searched)
-    assert download(root) == 0
-
-
 def test_a_download_that_goes_on_needs_no_space_for_what_is_there(published, tmp_path, monkeypatch):
     content = packed(voc_tree(tmp_path / "made"), "tar")
     root = published(content)
@@ -199,7 +188,7 @@ def test_a_connection_that_breaks_leaves_no_dataset_and_the_next_call_goes_on(
     server.cut_after = 3000
     assert download(root) == 5
     assert "broke off after 3000 of" in capsys.readouterr().err
-    assert files_below(root) == ["voc.tar.part", "voc.tar.part.json"]
+    assert files_below(root) == ["voc.tar.part"]
     assert download(root) == 0
     assert server.ranges == ["", "bytes=3000-"]
     assert check(root) == 0
@@ -213,28 +202,41 @@ def test_a_wrong_checksum_unpacks_nothing(published, server, tmp_path, capsys):
     assert not (root / "VOCdevkit").exists()
 
 
-def hostile(kind: str) -> bytes:
+OUTWARD = {
+    "above": ("../out.png", tarfile.REGTYPE, ""),
+    "above, hidden": ("inside/../../out.png", tarfile.REGTYPE, ""),
+    "link to an absolute path": ("inside/a.png", tarfile.SYMTYPE, "/etc/passwd"),
+    "link above": ("inside/a.txt", tarfile.SYMTYPE, "../../secret"),
+    "hard link above": ("inside/a.png", tarfile.LNKTYPE, "../secret"),
+}
+
+
+@pytest.mark.parametrize("outward", OUTWARD.values(), ids=OUTWARD)
+def test_fault_35_a_tar_that_leads_outwards_is_refused(published, outward, capsys):
     content = io.BytesIO()
-    if kind == "zip":
-        with zipfile.ZipFile(content, "w") as zipped:
-            zipped.writestr("VOCdevkit/fine.txt", "x")
-            zipped.writestr("../outside.txt", "x")
-        return content.getvalue()
     with tarfile.open(fileobj=content, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo("VOCdevkit/fine.txt"))
-        member = tarfile.TarInfo("VOCdevkit/link" if "link" in kind else "/outside.txt")
-        if "link" in kind:
-            member.type, member.linkname = tarfile.SYMTYPE, "fine.txt"
+        member = tarfile.TarInfo(outward[0])
+        _, member.type, member.linkname = outward
         archive.addfile(member)
-    return content.getvalue()
+    root = published(content.getvalue())
 
-
-@pytest.mark.parametrize("kind", ["zip", "tar", "tar with a link"])
-def test_an_archive_that_leads_out_or_links_is_refused_as_a_whole(published, kind, capsys):
-    root = published(hostile(kind), kind.split()[0])
     assert download(root) == 3
-    assert "as a whole" in capsys.readouterr().err
-    assert files_below(root.parent) == [f"data/voc.{kind.split()[0]}"]
+
+    assert "voc.tar is damaged" in capsys.readouterr().err
+    assert files_below(root.parent) == ["data/voc.tar"]
+
+
+@pytest.mark.parametrize("name", ["../out.png", "/tmp/out.png", "a/../../out.png"])
+def test_fault_35_a_zip_that_leads_outwards_stays_below_its_folder(published, name):
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        archive.writestr(name, "x")
+    root = published(content.getvalue(), "zip")
+
+    assert download(root) == 0
+
+    assert all(file.startswith("data/") for file in files_below(root.parent))
+    assert not Path("/tmp/out.png").exists()
 
 
 def test_a_damaged_member_is_told_and_the_dataset_is_not_taken_for_complete(
@@ -247,32 +249,6 @@ def test_a_damaged_member_is_told_and_the_dataset_is_not_taken_for_complete(
     assert download(root) == 3
     assert "is damaged" in capsys.readouterr().err
     assert not (root / ".ssl-bench").exists()
-
-
-def test_a_kill_while_unpacking_leaves_no_half_file_and_the_next_call_completes(
-    published, server, tmp_path, monkeypatch, capsys
-):
-    made = voc_tree(tmp_path / "made")
-    root = published(packed(made, "tar"))
-    copied: list[object] = []
-
-    def killed(source, target, size):
-        copied.append(target.write(source.read(40)))
-        if len(copied) == 4:
-            raise KeyboardInterrupt
-        target.write(source.read())
-
-    monkeypatch.setattr(unpacking.shutil, "copyfileobj", killed)
-    assert download(root) == 130
-    monkeypatch.undo()
-    complete = [name for name in files_below(root) if name.startswith("VOCdevkit")]
-    assert len(complete) == 3
-    assert all((root / name).read_bytes() == (made / name).read_bytes() for name in complete)
-    root = published(packed(made, "tar"))
-    server.ranges.clear()
-    assert download(root) == 0
-    assert server.ranges == []
-    assert check(root) == 0
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_fetched(

@@ -94,7 +94,7 @@ def test_fault_64_a_file_with_the_longest_name_is_written_and_unpacked(tmp_path,
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         archive.add(source, source.name)
 
-    assert unpack(tmp_path / "a.tar", tmp_path / "out", lambda names, *_: names) == 1
+    unpack(tmp_path / "a.tar", tmp_path / "out")
 
     assert (tmp_path / "out" / source.name).read_text() == "whole"
 

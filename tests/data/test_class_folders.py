@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages, labelled_by_folder
+from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.limited import LimitedDataset
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -23,14 +23,6 @@ def put(root: Path, *names: str) -> Path:
 def labels_of(images: LabelledImages) -> dict[str, str]:
     samples = [images[index] for index in range(len(images))]
     return {s.image_id: images.class_names[s.label] for s in samples if s.label is not None}
-
-
-def test_a_path_is_labelled_with_its_first_folder_and_classes_are_sorted():
-    ids = ("dog/1.jpg", "cat/images/deep/1.jpg", "dog/0.jpg")
-
-    assert labelled_by_folder(ids) == (("cat", "dog"), (1, 0, 1))
-    with pytest.raises(DataError, match=r"stray\.jpg lies in no class folder"):
-        labelled_by_folder(("cat/1.jpg", "stray.jpg"))
 
 
 def test_validation_images_are_numbered_as_the_training_folders_are(tmp_path):

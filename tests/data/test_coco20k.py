@@ -15,7 +15,7 @@ from ssl_bench.data.layouts import coco20k
 from ssl_bench.data.layouts.coco20k import LIST, Coco20k, read_boxes
 from ssl_bench.data.samples import Dataset, Sample
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.network.downloads import Published
+from ssl_bench.network import Published
 
 # Image 7 has two objects and a crowd, image 9 a crowd only, image 12 nothing; 3 is not listed.
 ANNOTATIONS: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files import digest_cache, digests
+from ssl_bench.data.files import digests
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import DataError
 from tests.core.test_progress import on_a_terminal
@@ -25,7 +25,7 @@ def test_fault_54_a_repainted_picture_is_noticed_in_coarse_time(tmp_path, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     exact = digests.file_state
 
-    def coarse(path: Path) -> digest_cache.FileState:
+    def coarse(path: Path) -> digests.FileState:
         state = exact(path)
         second = 10**9
         return state._replace(
@@ -114,24 +114,7 @@ def test_fault_54_a_cache_that_cannot_be_written_is_said_once(
     assert line.endswith("; XDG_CACHE_HOME=DIR moves it")
     assert len(set(found)) == 1
     # For what they hold and for how they are turned.
-    assert len(files_read) == (32 if homeless else 16)
-
-
-def test_the_cache_keeps_what_was_used_last(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(digest_cache, "_MOST_FILES", 3)
-    roots = [photo_folder(tmp_path / str(number), 1) for number in range(5)]
-    settle()
-    kept = []
-    for root in roots:
-        ImageFolder(root).images().fingerprint()
-        kept += [path for path in cache.iterdir() if path not in kept]
-        settle()
-    ImageFolder(roots[2]).images().fingerprint()
-    settle()
-    ImageFolder(photo_folder(tmp_path / "5", 1)).images().fingerprint()
-
-    assert {path for path in kept if path.exists()} == {kept[2], kept[4]}
-    assert len(list(cache.iterdir())) == 3
+    assert len(files_read) == 32
 
 
 def test_fault_54_two_processes_at_once_find_the_same_and_leave_a_whole_cache(tmp_path, files_read):
@@ -182,7 +165,7 @@ def test_fault_54_an_interrupt_keeps_what_was_read(
 
     assert exit_code(child) == code, (place / "said").read_text()
     assert "Traceback" not in (place / "said").read_text()
-    kept = sum(len(digest_cache._read(path)) for path in cache.iterdir())
+    kept = sum(len(digests._kept_in(path)) for path in cache.iterdir())
     assert 60 <= kept < 180
 
 
@@ -206,7 +189,7 @@ def test_fault_54_what_threads_are_reading_when_nobody_asks_any_more_is_kept(
     found.close()
 
     (path,) = cache.iterdir()
-    assert 2 <= len(digest_cache._read(path)) == len(files_read) < 40
+    assert 2 <= len(digests._kept_in(path)) == len(files_read) < 40
 
 
 def test_a_sweep_reads_each_file_once_whatever_is_planned(place, files_read, capsys):

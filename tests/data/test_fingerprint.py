@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from PIL import Image
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.ade20k import Ade20k
-from ssl_bench.data.layouts.archives import open_archives, open_labelled_archives
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco20k import Coco20k
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
@@ -34,7 +31,7 @@ from tests.support.faults import (
     save_mask,
     voc,
 )
-from tests.support.repainting import in_tar, repaint, settle, tarred
+from tests.support.repainting import repaint, settle
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -78,23 +75,6 @@ def named_folders(root: Path) -> Path:
         "sky\nsea\na\nb\nc\nd\ne\nf\ng"
     )
     return root
-
-
-def zipped(root: Path, method: int) -> Path:
-    photo_folder(root)
-    with zipfile.ZipFile(root / "a.zip", "w", method) as archive:
-        for path in sorted(root.glob("*.jpg")):
-            archive.write(path, path.name)
-            path.unlink()
-    return root
-
-
-def in_zip(root: Path) -> None:
-    """The checksums of the members are those of before, as after a change by hand."""
-    with zipfile.ZipFile(root / "a.zip") as archive:
-        end = archive.getinfo("3.jpg").header_offset
-    content = (root / "a.zip").read_bytes()
-    repaint(root / "a.zip", content[end - 32 : end], bytes(b ^ 1 for b in content[end - 32 : end]))
 
 
 def voc_set(root: Path) -> Path:
@@ -144,13 +124,6 @@ CASES: dict[str, tuple[Callable[[Path], Path], Opener, Callable[[Path], None]]] 
         *(tiny_imagenet, lambda r: ClassFolders(r).val()),
         at("val/val_annotations.txt", b"cat1.jpg\tcat", b"cat1.jpg\tdog"),
     ),
-    "tar": (tarred, lambda r: open_archives(f"{r}/a.tar"), in_tar),
-    "tar in memory": (tarred, lambda r: open_archives(f"{r}/a.tar", in_memory=True), in_tar),
-    "zip": (
-        lambda root: zipped(root, zipfile.ZIP_STORED),
-        lambda r: open_archives(f"{r}/a.zip"),
-        in_zip,
-    ),
 }
 
 
@@ -188,14 +161,13 @@ def test_fault_54_a_repainted_mask_gives_a_number_of_its_own(place, capsys):
     assert len(values) == 2
 
 
-@pytest.mark.parametrize("kind", ["folder", "archive"])
-def test_fault_54_a_run_does_not_go_on_with_repainted_images(place, capsys, kind):
-    root = place / "photos" if kind == "folder" else tarred(place / "packed") / "a.tar"
+def test_fault_54_a_run_does_not_go_on_with_repainted_images(place, capsys):
+    root = place / "photos"
     run = pretraining(root, "run", "train.max_minutes=0.0")
     settle()
     assert main(run) == 0
 
-    repaint(root / "0.jpg") if kind == "folder" else in_tar(root.parent)
+    repaint(root / "0.jpg")
 
     said = fails(capsys, [*run, "--resume"], 2)
     assert "image_files: " in said
@@ -249,25 +221,3 @@ def test_names_that_look_like_two_are_one(tmp_path):
 
     names = ("one", "two", "three", "four")
     assert len({ImageFolder(tmp_path / name).images().fingerprint() for name in names}) == 4
-
-
-def test_what_an_archive_held_in_memory_says_nothing_of_its_file(tmp_path):
-    root = tarred(tmp_path / "packed")
-    settle()
-    before = open_archives(f"{root}/a.tar", in_memory=True)
-    in_tar(root)
-
-    first, changed = before.fingerprint(), open_archives(f"{root}/a.tar").fingerprint()
-
-    assert first != changed
-    assert open_archives(f"{root}/a.tar", in_memory=True).fingerprint() == changed
-
-
-def test_a_labelled_archive_is_known_by_its_content(tmp_path):
-    class_folders(tmp_path / "classes")
-    with tarfile.open(tmp_path / "train.tar", "w") as archive:
-        archive.add(tmp_path / "classes/train", "train")
-
-    packed = open_labelled_archives(f"{tmp_path}/train.tar/train")
-
-    assert packed.fingerprint() == ClassFolders(tmp_path / "classes").train().fingerprint()

@@ -8,7 +8,6 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions, read_as
 from ssl_bench.data.files.readable import RemainingImages
-from ssl_bench.data.layouts.archives import open_archives
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.voc import Voc
@@ -21,7 +20,7 @@ from tests.support.faults import (
     records,
     voc,
 )
-from tests.support.repainting import repaint, tarred
+from tests.support.repainting import repaint
 
 BY_STAT = ReadOptions("stat")
 pytestmark = pytest.mark.usefixtures("cache")
@@ -41,9 +40,8 @@ def test_sizes_and_times_are_trusted_where_that_is_asked_for(tmp_path, files_rea
 
 
 def test_every_kind_of_image_set_says_that_it_trusts_times(tmp_path):
-    archive = tarred(tmp_path / "packed") / "a.tar"
     sets: list[Any] = [
-        read_as(open_archives(str(archive)), BY_STAT),
+        read_as(ImageFolder(photo_folder(tmp_path / "photos")).images(), BY_STAT),
         DatasetReadAs(Voc(voc(tmp_path).parents[1]), BY_STAT).discovery(),
         DatasetReadAs(ClassFolders(class_folders(tmp_path / "classes")), BY_STAT).val(),
     ]

@@ -10,7 +10,6 @@ from PIL import Image
 
 from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.layouts.archives import is_archive
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
@@ -114,14 +113,6 @@ def test_fault_83_every_layout_passes_over_what_was_written(place):
     assert len(ClassFolders(classes).train()) == 6
     assert named.train().ids == ("city/a",)
     assert len(DataOptions(str(classes)).open()) == 12
-
-
-def test_fault_83_archives_are_archives_with_a_run_beside_them(place):
-    (place / "shards").mkdir()
-    shutil.make_archive(str(place / "shards/a"), "zip", photo_folder(place / "photos"))
-
-    assert main(pretraining(place / "shards", "shards/run", "train.max_steps=1")) == 0
-    assert is_archive(str(place / "shards"))
 
 
 def test_fault_83_tasks_of_a_command_see_one_list(place, monkeypatch):

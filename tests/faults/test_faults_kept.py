@@ -13,7 +13,7 @@ import torch
 
 from probes.knn.probe import KNN
 from probes.tokencut.probe import TokenCut
-from ssl_bench.data.files.digest_cache import DigestCache, FileState
+from ssl_bench.data.files.digests import DigestCache, FileState
 from ssl_bench.data.layouts.coco20k import read_boxes
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.data.samples import Sample
@@ -308,7 +308,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
             "mtime_ns": 9,
             "ctime_ns": 9,
             "inode": 9,
-            "ssl_bench.data.files.digest_cache._HEADER": b"ssl-bench sha256 of files 2\n",
+            "ssl_bench.data.files.digests._HEADER": b"ssl-bench sha256 of files 2\n",
         },
     ),
     "boxes of COCO": (coco_boxes, {"bbox": [1, 1, 2, 3]}),

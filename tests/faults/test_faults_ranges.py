@@ -17,7 +17,6 @@ from ssl_bench.data.files.images import read_image, read_indices
 from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.labels import voc_colours
 from ssl_bench.data.layouts.ade20k import Ade20k
-from ssl_bench.data.layouts.archives import open_archives
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -38,7 +37,6 @@ from tests.support.faults import (
     save_mask,
     voc,
 )
-from tests.support.repainting import tarred
 from tests.support.spair import spair
 
 GREY = np.arange(0, 256, 4, dtype=np.uint8).reshape(8, 8)
@@ -215,13 +213,11 @@ def test_fault_80_full_range_and_black_need_no_key(place):
 
 
 def test_fault_80_the_range_is_part_of_every_fingerprint(tmp_path):
-    archive = tarred(tmp_path / "packed") / "a.tar"
     sets = [
         ImageFolder(class_folders(tmp_path / "classes")).images(),
         ClassFolders(tmp_path / "classes").val(),
         Voc(voc(tmp_path / "voc").parents[1]).train(),
         Spair71k(spair(tmp_path / "spair")).val(),
-        open_archives(str(archive)),
     ]
 
     for images in sets:

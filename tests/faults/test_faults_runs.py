@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import tarfile
 import time
 from dataclasses import replace
 from itertools import count
@@ -248,15 +247,13 @@ def test_fault_34_a_record_with_a_field_of_another_kind_is_no_record(
     assert [record.layer for record in records()] == [1]
 
 
-@pytest.mark.parametrize("kind", ["folder", "archive of classes"])
+@pytest.mark.parametrize("kind", ["folder", "classes"])
 def test_fault_46_a_run_does_not_go_on_with_other_images(place, capsys, kind):
     root, supervised = place / "photos", ["objective=supervised", "data.labels=true"]
     if kind == "folder":
         run = pretraining(root, "run", NO_TIME)
     else:
-        class_folders(place)
-        root = place / "train.tar"
-        pack(place / "train", root)
+        root = class_folders(place / "classes")
         model = [word for word in PRETRAIN if not word.startswith("objective.")]
         run = ["pretrain", "--data-root", str(root), "--out", "run", *model, *supervised, NO_TIME]
     assert main(run) == 0
@@ -264,18 +261,11 @@ def test_fault_46_a_run_does_not_go_on_with_other_images(place, capsys, kind):
     if kind == "folder":
         picture(77).save(root / "0.jpg", quality=50)
     else:
-        (place / "train/dog/2.jpg").rename(place / "train/cat/9.jpg")
-        pack(place / "train", root)
+        (root / "train/dog/2.jpg").rename(root / "train/cat/9.jpg")
 
     assert "image_files: " in fails(capsys, [*run, "--resume"], 2)
 
     assert sha256_of(Path("run/state.pt")) == before
-
-
-def pack(folder: Path, path: Path) -> None:
-    with tarfile.open(path, "w") as archive:
-        for file in sorted(folder.rglob("*.jpg")):
-            archive.add(file, file.relative_to(folder).as_posix())
 
 
 BLOWN_UP = ("objective.student_temperature=1e-38", "train.non_finite_patience=2")
@@ -362,20 +352,11 @@ def damaged(place: Path, name: str = "1.jpg") -> Path:
     return path
 
 
-def archive_of(place: Path) -> Path:
-    pack(place / "photos", place / "photos.tar")
-    return place / "photos.tar"
-
-
-@pytest.mark.parametrize("kind", ["folder", "archive"])
-def test_fault_89_a_picture_that_was_mended_lets_the_run_go_on(place, capsys, kind):
-    def run() -> list[str]:
-        root = place / "photos" if kind == "folder" else archive_of(place)
-        return pretraining(root, "run")
-
+def test_fault_89_a_picture_that_was_mended_lets_the_run_go_on(place, capsys):
+    run = pretraining(place / "photos", "run")
     path = damaged(place)
 
-    said = fails(capsys, run(), 3)
+    said = fails(capsys, run, 3)
 
     assert "1.jpg is damaged or cut short" in said
     assert "--on-bad-image skip" in said
@@ -383,10 +364,10 @@ def test_fault_89_a_picture_that_was_mended_lets_the_run_go_on(place, capsys, ki
     picture(1).save(path, quality=95)
     # Never read so far, like the one that was mended.
     picture(33).save(place / "photos/3.jpg", quality=95)
-    assert main([*run(), "--resume"]) == 0
+    assert main([*run, "--resume"]) == 0
     assert "images that this run has not learned from are others" in capsys.readouterr().err
     assert [row["step"] for row in log_rows("run")] == [*range(1, 7)]
-    assert main([*run(), "--resume"]) == 0
+    assert main([*run, "--resume"]) == 0
     assert "others than before" not in capsys.readouterr().err
 
 

@@ -10,10 +10,10 @@ import pytest
 import timm  # noqa: F401 - its seconds of import are no part of any test
 import torch
 
+from ssl_bench import network
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models import ViTConfig, build_vit, load_encoder
 from ssl_bench.models.loading import hub
-from ssl_bench.network import answers
 from ssl_bench.system.files import sha256_of
 
 
@@ -27,16 +27,14 @@ def empty_caches(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     "uri", ["timm:vit_tiny_patch16_224.augreg_in21k", "torchhub:facebookresearch/dino:dino_vits16"]
 )
-@pytest.mark.parametrize("network", ["refuses", "hangs"])
-def test_a_machine_without_network_is_told_quickly(uri, network, empty_caches, monkeypatch):
-    assert hub.REACH_SECONDS <= answers.REACH_SECONDS < 5
-    for room in (hub, answers):
-        monkeypatch.setattr(room, "REACH_SECONDS", 0.1)
-
+@pytest.mark.parametrize("line", ["refuses", "hangs"])
+def test_a_machine_without_network_is_told_quickly(uri, line, empty_caches, monkeypatch):
+    assert network.REACH_SECONDS < 5
+    monkeypatch.setattr(network, "REACH_SECONDS", 0.1)
     ended = threading.Event()
 
     def without_network(*_: object, **__: object) -> None:
-        if network == "hangs":
+        if line == "hangs":
             ended.wait(8)
         raise OSError("no network")
 
@@ -87,15 +85,14 @@ def refuses() -> str:
     return str(raised.value)
 
 
-def test_a_download_that_breaks_off_gets_no_name_and_goes_on(empty_caches, server, weights):
+def test_a_download_that_breaks_off_gets_no_name_and_begins_anew(empty_caches, server, weights):
     content = weights("small.pth")
-    server.headers = {"ETag": '"one"'}
     server.cut_after = 1000
     assert "broke off after 1000 of" in refuses()
     assert not (empty_caches / "small.pth").exists()
 
     assert load_encoder(DINO).sha256 == hashlib.sha256(content).hexdigest()
-    assert server.ranges == ["", "bytes=1000-"]
+    assert server.ranges == ["", ""]
     assert [path.name for path in empty_caches.iterdir()] == ["small.pth"]
 
 

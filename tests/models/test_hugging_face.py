@@ -15,6 +15,7 @@ import safetensors.torch
 import timm
 import torch
 
+from ssl_bench import network
 from ssl_bench.asked import announced_encoder
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import load_encoder
@@ -249,12 +250,11 @@ def test_a_cached_repository_needs_no_network(tmp_path, monkeypatch, revision):
 def test_hubs_without_a_network_are_told_within_seconds(uri, tmp_path, monkeypatch):
     monkeypatch.setattr(hub.huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path / "hub"))
-    monkeypatch.setattr(hub, "REACH_SECONDS", 0.2)
 
     def refused(*_: object, **__: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(hub.urllib.request, "urlopen", refused)
+    monkeypatch.setattr(network.urllib.request, "build_opener", refused)
     said = message_of(uri)
     assert "cannot be reached" in said
     assert "local-dir:FOLDER" in said

@@ -1,6 +1,7 @@
 """Cells of corrupted images: identity, features on disk, plans, tables and what is refused."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import Record
 from tests.support.faults import class_folders, encoder_file, fails, probing, records, voc
+
+pytest.importorskip("imagecorruptions")
 
 
 @pytest.fixture
@@ -97,3 +100,12 @@ def test_what_is_no_corruption_is_one_line(place, capsys, value, why):
 
     assert why in fails(capsys, words, 2)
     assert not Path("results").exists()
+
+
+def test_without_the_package_it_is_said_before_anything_is_loaded(place, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
+    Path("encoder.safetensors").unlink()
+
+    words = probing("knn", "class_folders", place / "classes", "corrupt=snow:1")
+
+    assert "pip install 'ssl-bench[corruptions]'" in fails(capsys, words, 5)

@@ -11,7 +11,7 @@ from torchvision import transforms
 
 from probes.knn.probe import KNN
 from ssl_bench.data.corrupted import CorruptedDataset
-from ssl_bench.data.corruptions.named import Corruption
+from ssl_bench.data.corruptions import Corruption
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset
 from ssl_bench.evaluation import Evaluation, Probe

@@ -11,12 +11,10 @@ import random
 import resource
 import signal
 import sys
-import tarfile
 import tempfile
 import time
 import traceback
 import warnings
-import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +31,6 @@ from ssl_bench.data.files.images import read_image
 from ssl_bench.data.files.manifests import read_manifest
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.layouts.ade20k import class_names
-from ssl_bench.data.layouts.archives import open_archives
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.coco20k import parse_boxes
 from ssl_bench.data.layouts.voc import VocBoxes
@@ -212,36 +209,6 @@ def per_image_files() -> Kind:
     return Kind([seed], "one.npz", read)
 
 
-def tars() -> Kind:
-    seeds = []
-    for style in (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
-        memory = io.BytesIO()
-        with tarfile.open(fileobj=memory, mode="w", format=style) as archive:
-            for number, name in enumerate(("a/0.png", "b/" + "long" * 20 + "/1.png")):
-                content = encoded("PNG", picture(number, 4, 5))
-                member = tarfile.TarInfo(name)
-                member.size = len(content)
-                archive.addfile(member, io.BytesIO(content))
-        seeds.append(memory.getvalue()[:6144])
-    return Kind(seeds, "some.tar", _every_image)
-
-
-def zips() -> Kind:
-    seeds = []
-    for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        memory = io.BytesIO()
-        with zipfile.ZipFile(memory, "w", method) as archive:
-            for number in range(3):
-                archive.writestr(f"a/{number}.png", encoded("PNG", picture(number, 4, 5)))
-        seeds.append(memory.getvalue())
-    return Kind(seeds, "some.zip", _every_image)
-
-
-def _every_image(path: Path) -> object:
-    found = open_archives(str(path))
-    return [found[index] for index in range(min(len(found), 9))]
-
-
 def lists() -> Kind:
     texts = ["2007_000027\n2007_000032 1\n", f"{'0' * 64}  a/b.png\n{'1' * 64}  c\\\\d\n"]
     texts += ["Idx\tRatio\n1\t0.1\twall, x\n", "val_0.png\tn1\t0\t0\t9\t9\n"]
@@ -301,8 +268,6 @@ KINDS: dict[str, Callable[[], Kind]] = {
     "overrides": overrides,
     "records": record_files,
     "per_image": per_image_files,
-    "tars": tars,
-    "zips": zips,
     "lists": lists,
 }
 

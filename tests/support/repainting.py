@@ -1,11 +1,8 @@
 """Files that change while their size and their time of change stay as they were."""
 
 import os
-import tarfile
 import time
 from pathlib import Path
-
-from tests.support.faults import photo_folder
 
 
 def settle() -> None:
@@ -29,20 +26,3 @@ def repaint(path: Path, old: bytes | None = None, new: bytes = b"") -> None:
     assert (after.st_size, after.st_mtime_ns) == (status.st_size, status.st_mtime_ns)
     assert after.st_ino == status.st_ino
     settle()
-
-
-def tarred(root: Path) -> Path:
-    photo_folder(root)
-    with tarfile.open(root / "a.tar", "w") as archive:
-        for path in sorted(root.glob("*.jpg")):
-            archive.add(path, path.name)
-            path.unlink()
-    return root
-
-
-def in_tar(root: Path) -> None:
-    with tarfile.open(root / "a.tar") as archive:
-        member = archive.getmember("2.jpg")
-    content = (root / "a.tar").read_bytes()
-    old = content[member.offset_data + member.size - 32 : member.offset_data + member.size]
-    repaint(root / "a.tar", old, bytes(byte ^ 1 for byte in old))

@@ -7,7 +7,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
-from ssl_bench.network.downloads import Published
+from ssl_bench.network import Published
 
 
 class WebServer(ThreadingHTTPServer):
@@ -18,13 +18,10 @@ class WebServer(ThreadingHTTPServer):
         cut_after: Bytes after which the connection breaks, once.
         delay: Seconds before it answers.
         knows_ranges: Else it sends the whole file always.
-        minds_versions: Else it goes on with the file whatever If-Range asks.
         gone: Nothing is found.
         headers: In place of those that are right, or beside them; None leaves one out.
         chunked: The length is not said before.
-        endless: The file begins again where it ends.
         pause: Seconds before each thousand bytes.
-        leads_to: Another address.
     """
 
     daemon_threads = True
@@ -35,10 +32,9 @@ class WebServer(ThreadingHTTPServer):
         self.ranges: list[str] = []
         self.cut_after: int | None = None
         self.delay = self.pause = 0.0
-        self.knows_ranges = self.minds_versions = True
-        self.gone = self.chunked = self.endless = False
+        self.knows_ranges = True
+        self.gone = self.chunked = False
         self.headers: dict[str, str | None] = {}
-        self.leads_to: str | None = None
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def publish(self, content: bytes, algorithm: Literal["md5", "sha256"] = "sha256") -> Published:
@@ -62,27 +58,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         found = re.fullmatch(r"bytes=(\d+)-", asked) if server.knows_ranges else None
-        version = self.headers.get("If-Range")
-        tags = (server.headers.get("ETag"), server.headers.get("Last-Modified"))
-        if server.minds_versions and version is not None and version not in tags:
-            found = None
         self._answer(int(found[1]) if found else None)
 
     def _answer(self, asked: int | None) -> None:
         server, start, total = self.server, asked or 0, len(self.server.content)
         headers: dict[str, str | None] = {"Content-Length": str(total - start)}
-        status = 302 if server.leads_to else 200 if asked is None else 206
+        status = 200 if asked is None else 206
         if asked is not None:
             headers["Content-Range"] = f"bytes {start}-{total - 1}/{total}"
         if asked is not None and start >= total:
             status = 416
             headers = {"Content-Range": f"bytes */{total}"}
-        if status == 302:
-            headers["Content-Length"] = "0"
         if server.chunked:
             headers = {**headers, "Content-Length": None, "Transfer-Encoding": "chunked"}
         self.send_response_only(status)
-        for name, value in {**headers, "Location": server.leads_to, **server.headers}.items():
+        for name, value in {**headers, **server.headers}.items():
             if value is not None:
                 self.send_header(name, value)
         self.end_headers()
@@ -94,12 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
         content = content if cut is None else content[:cut]
         size = 1000 if self.server.pause else 2**16
         try:
-            while True:
-                for start in range(0, len(content), size):
-                    time.sleep(self.server.pause)
-                    self._write(content[start : start + size])
-                if not self.server.endless:
-                    break
+            for start in range(0, len(content), size):
+                time.sleep(self.server.pause)
+                self._write(content[start : start + size])
             if self.server.chunked and cut is None:
                 self.wfile.write(b"0\r\n\r\n")
         except OSError:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import simplejpeg
 from jaxtyping import Integer, UInt8, UInt16
 from PIL import Image, UnidentifiedImageError, features
 from PIL.TiffImagePlugin import TiffImageFile
 
 from ssl_bench.data.files import tiff
-from ssl_bench.data.files.jpeg import open_ended, parse_jpeg, with_noise
 from ssl_bench.data.labels import voc_colours
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.system.files import read_regular
@@ -106,7 +106,7 @@ def decode_image(
     Raises:
         DataError: as `read_image`.
     """
-    pixels = _decode_usual_jpeg(data)
+    pixels = _decode_usual_jpeg(data, name)
     if pixels is not None:
         return pixels
     return _as_rgb(_decode(data, name), data, name, bits)
@@ -188,8 +188,6 @@ def _decode(data: bytes, name: str | Path) -> Image.Image:
             if frames > 1 and image.format not in _JPEG | {"TIFF", "HEIF"}:
                 raise _not_one_picture(name, f"a {image.format} of {frames} frames")
             image.load()
-            if image.format in _JPEG:
-                _require_all_pixels(image, data)
             return image
     except DataError:
         raise
@@ -234,36 +232,36 @@ def _has_heif() -> bool:
     return False
 
 
-def _require_all_pixels(image: Image.Image, data: bytes) -> None:
-    """Refuse a JPEG of an unusual kind, progressive for example, that ends early: decodes twice."""
-    jpeg = parse_jpeg(data)
-    fault = "its end marker is missing" if jpeg is None else jpeg.fault()
-    if jpeg is not None and fault is None:
-        with Image.open(io.BytesIO(with_noise(data, jpeg)), formats=("JPEG",)) as other:
-            if other.tobytes() == image.tobytes():
-                return
-        fault = "its pixels end before its end marker"
-    raise ValueError(fault)
+def _decode_usual_jpeg(data: bytes, name: str | Path) -> UInt8[np.ndarray, "height width 3"] | None:
+    """Grey or colour JPEG, equal to PIL's in every bit; None for everything else.
 
-
-def _decode_usual_jpeg(data: bytes) -> UInt8[np.ndarray, "height width 3"] | None:
-    """Grey or colour JPEG by OpenCV: faster than PIL, and equal in every bit.
-
-    Both call libjpeg-turbo. None for everything else, and for what is not whole, where PIL says
-    why.
+    Raises:
+        UnreadableImage: pixels of it are missing, which PIL and OpenCV make up.
     """
-    jpeg = parse_jpeg(data)
-    if jpeg is None or not jpeg.is_usual or jpeg.height * jpeg.width > MAX_PIXELS:
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
         return None
-    flags = cv2.IMREAD_COLOR_RGB | cv2.IMREAD_IGNORE_ORIENTATION
-    found = [
-        cv2.imdecode(np.frombuffer(content, np.uint8), flags) for content in open_ended(data, jpeg)
-    ]
-    first = found[0]
-    is_whole = first is not None and all(
-        other is not None and np.array_equal(first, other) for other in found[1:]
-    )
-    return first if is_whole else None
+    if height * width > MAX_PIXELS:
+        return None
+    for_print = colours in ("CMYK", "YCCK")
+    try:
+        pixels = _whole_jpeg(data, "CMYK" if for_print else "RGB")
+    except ValueError as error:
+        raise UnreadableImage(
+            f"{name} is damaged or cut short ({error}); fetch it again"
+        ) from error
+    return None if for_print else pixels
+
+
+def _whole_jpeg(data: bytes, colours: str) -> UInt8[np.ndarray, "height width channels"]:
+    try:
+        return simplejpeg.decode_jpeg(data, colours, strict=True)
+    except ValueError as error:
+        # Cameras and websites leave bytes behind the last pixel.
+        if "extraneous bytes before marker 0xd9" not in str(error):
+            raise
+        return simplejpeg.decode_jpeg(data, colours, strict=False)
 
 
 def _refuse_large(image: Image.Image, name: str | Path) -> None:

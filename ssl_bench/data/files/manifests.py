@@ -6,7 +6,7 @@ name holds a backslash or a line break.
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from ssl_bench.data.files.threads import in_threads
 from ssl_bench.errors import DataError
 from ssl_bench.system.files import read_regular, sha256_of, write_text_atomically
 from ssl_bench.system.paths import real
+from ssl_bench.system.progress import show_progress
 
 MANIFEST = "SHA256SUMS"
 # Between them `*` marks what sha256sum read as binary; `find` puts `./` before every name.
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
-Shown = Callable[[Iterable[str], str, int], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Differences:
         return bool(self.changed or self.missing)
 
 
-def write_manifest(root: Path, manifest: Path, shown: Shown) -> int:
+def write_manifest(root: Path, manifest: Path) -> int:
     """List the sha256 of every file below a folder; hidden files and the list itself are left out.
 
     Returns:
@@ -48,12 +48,12 @@ def write_manifest(root: Path, manifest: Path, shown: Shown) -> int:
     names = _files(root, manifest)
     if not names:
         raise DataError(f"{root} holds no file; name the folder of a dataset")
-    lines = [f"{digest}  {_escaped(name)}\n" for name, digest in _digests(root, names, shown)]
+    lines = [f"{digest}  {_escaped(name)}\n" for name, digest in _digests(root, names)]
     write_text_atomically(manifest, "".join(lines))
     return len(names)
 
 
-def check_manifest(root: Path, manifest: Path, shown: Shown) -> Differences:
+def check_manifest(root: Path, manifest: Path) -> Differences:
     """Compare the files below a folder with their list.
 
     Raises:
@@ -62,7 +62,7 @@ def check_manifest(root: Path, manifest: Path, shown: Shown) -> Differences:
     expected = read_manifest(manifest)
     present = _files(root, manifest)
     both = [name for name in present if name in expected]
-    digests = _digests(root, both, shown)
+    digests = _digests(root, both)
     return Differences(
         changed=tuple(name for name, digest in digests if digest != expected[name]),
         missing=tuple(sorted(expected.keys() - set(present))),
@@ -74,8 +74,7 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
     """Path to sha256.
 
     Raises:
-        DataError: it cannot be read, a line is not `DIGEST  PATH`, a path is not below the folder,
-            or two lines disagree.
+        DataError: it cannot be read, or a line is not `DIGEST  PATH`.
     """
     try:
         lines = read_regular(manifest).decode(errors="surrogateescape").split("\n")
@@ -87,13 +86,7 @@ def read_manifest(manifest: Path) -> Mapping[str, str]:
         if match is None and line:
             raise DataError(f"{manifest} line {number} is not `SHA256  PATH`; write it anew")
         if match is not None:
-            name = _unescaped(match[2])
-            if name.startswith("/") or ".." in name.split("/"):
-                raise DataError(
-                    f"{manifest} line {number} leads out of the folder: {name}; drop it"
-                )
-            if found.setdefault(name, match[1]) != match[1]:
-                raise DataError(f"{manifest} line {number} gives {name} a second sha256; drop one")
+            found[_unescaped(match[2])] = match[1]
     if not found:
         raise DataError(f"{manifest} lists no file; write it anew")
     return found
@@ -111,15 +104,14 @@ def _files(root: Path, manifest: Path) -> list[str]:
     return sorted(found)
 
 
-def _digests(root: Path, names: Iterable[str], shown: Shown) -> Iterator[tuple[str, str]]:
+def _digests(root: Path, names: list[str]) -> Iterator[tuple[str, str]]:
     def digest(name: str) -> str:
         try:
             return sha256_of(root / name)
         except OSError as error:
             raise DataError(f"{root / name} cannot be read ({error.strerror})") from error
 
-    names = list(names)
-    return in_threads(digest, shown(names, f"reading {root.name}", len(names)))
+    return in_threads(digest, show_progress(names, f"reading {root.name}"))
 
 
 def _escaped(name: str) -> str:

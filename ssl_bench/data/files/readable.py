@@ -11,8 +11,7 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int64, UInt64
 
-from ssl_bench.data.files.digest_cache import DigestCache, FileState
-from ssl_bench.data.files.digests import file_state
+from ssl_bench.data.files.digests import DigestCache, FileState, file_state
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import entries_of, extended, marks_of
 from ssl_bench.data.files.images import KINDS

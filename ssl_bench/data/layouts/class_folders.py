@@ -14,12 +14,12 @@ from ssl_bench.data.files.fingerprints import extended, marks_of
 from ssl_bench.data.files.read_options import ReadOptions, read_as
 from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
+from ssl_bench.data.locations import given_folder
 from ssl_bench.data.published import require_own_name
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import ImageSet, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError
-from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say_once
 from ssl_bench.system.written import is_written
 
@@ -174,7 +174,7 @@ class ClassFolders:
     def _root(self) -> Path:
         if self.root is None:
             raise DataError("a folder with train/CLASS/PICTURE in it is needed: --data-root DIR")
-        root = expanded(self.root)
+        root = given_folder(self.root)
         if next(root.glob("*/*"), None) is None:
             raise DataError(
                 f"{root} holds no class folders: expected train/CLASS/PICTURE and "
@@ -237,7 +237,7 @@ class ClassFolders:
 
     @cached_property
     def _class_names(self) -> tuple[str, ...]:
-        return labelled_by_folder(self._train_ids)[0]
+        return tuple(sorted({_first_folder(image_id) for image_id in self._train_ids}))
 
     def _labelled(self, split: str, classes: dict[str, str]) -> LabelledImages:
         """The share of a split, with `classes` naming the class of every image of the whole."""
@@ -255,21 +255,6 @@ class ClassFolders:
         ).checked()
         numbers = {name: number for number, name in enumerate(self._class_names)}
         return LabelledImages(files, self._class_names, tuple(numbers[classes[i]] for i in ids))
-
-
-def labelled_by_folder(ids: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Class names, sorted, and the class of each id, which is the first folder of its path.
-
-    Args:
-        ids: Such as `n01443537/images/n01443537_0.JPEG`; paths below the folder of the split.
-
-    Raises:
-        DataError: an id is not inside a folder.
-    """
-    folders = [_first_folder(image_id) for image_id in ids]
-    class_names = tuple(sorted(set(folders)))
-    numbers = {name: number for number, name in enumerate(class_names)}
-    return class_names, tuple(numbers[folder] for folder in folders)
 
 
 def _first_folder(image_id: str) -> str:

@@ -21,7 +21,7 @@ from ssl_bench.data.published import name_of_images
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
-from ssl_bench.network.downloads import Published, download
+from ssl_bench.network import Published, download
 from ssl_bench.system.files import read_regular, write_atomically
 from ssl_bench.system.paths import expanded
 

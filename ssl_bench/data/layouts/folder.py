@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.locations import given_folder
 from ssl_bench.data.published import require_own_name
 from ssl_bench.data.roles import lacking
 from ssl_bench.errors import DataError
-from ssl_bench.system.paths import expanded
 from ssl_bench.system.written import files_below
 
 SUFFIXES = (
@@ -57,7 +57,7 @@ class ImageFolder:
         """
         if self.root is None:
             raise DataError("a folder of images is needed: --data-root DIR")
-        root = expanded(self.root)
+        root = given_folder(self.root)
         if not root.is_dir():
             raise DataError(f"{root} is not a folder; expected one with pictures in it")
         ids = tuple(sorted(pictures_below(root)))

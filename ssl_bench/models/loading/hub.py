@@ -2,24 +2,19 @@
 
 import re
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from ssl_bench.errors import CheckpointError, DataError
-from ssl_bench.network.answers import NotFetched
-from ssl_bench.network.downloads import Published, download
+from ssl_bench.network import NotFetched, Published, download, open_url
 from ssl_bench.system.files import sha256_of
 
-# Long enough for a slow line, short enough that a machine without network answers within 5 s.
-REACH_SECONDS = 3.0
 _FILES = "https://dl.fbaipublicfiles.com"
 # Addresses in hubconf.py of each repository; its code is not run.
 HUB_WEIGHTS: Mapping[str, Mapping[str, str]] = {
@@ -112,26 +107,12 @@ def _from_hub(repository: str, name: str, revision: str | None, *, cached: bool)
 
 
 def _require_network(url: str) -> None:
-    # In a thread: no timeout of a socket covers a name server that does not answer.
-    reached: list[bool] = []
-    thread = Thread(target=lambda: reached.append(_answers(url)), daemon=True)
-    thread.start()
-    thread.join(REACH_SECONDS)
-    if not any(reached):
-        raise CheckpointError(
-            f"{urllib.parse.urlsplit(url).netloc} cannot be reached; {_local_ways(url)}"
-        )
-
-
-def _answers(url: str) -> bool:
-    request = urllib.request.Request(url, method="HEAD")
     try:
-        urllib.request.urlopen(request, timeout=REACH_SECONDS).close()
-    except urllib.error.HTTPError:
-        return True
-    except OSError:
-        return False
-    return True
+        # That there is an answer is enough.
+        with suppress(urllib.error.HTTPError):
+            open_url(urllib.request.Request(url, method="HEAD")).close()
+    except NotFetched as error:
+        raise CheckpointError(f"{error}; {_local_ways(url)}") from error
 
 
 def _local_ways(url: str) -> str:

@@ -1,11 +1,21 @@
-"""Corruptions by name and severity, as they are typed; imports nothing that computes."""
+"""The common corruptions of ImageNet-C, by name and severity, always with the same draws."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from threading import Lock
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
 
 from ssl_bench.composition.choices import nearest
 from ssl_bench.composition.fields import shown
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, MachineError
+
+Pixels = UInt8[np.ndarray, "height width 3"]
 
 KEY = "corrupt"
 SEVERITIES = (1, 2, 3, 4, 5)
@@ -18,6 +28,9 @@ NAMES = (
 """Those of ImageNet-C in its order, without frost."""
 _CLEAN = ("clean", "null")
 _ALL = "all"
+# Those with a generator of their own; the others draw from NumPy's global one.
+_SEEDED = ("impulse_noise", "glass_blur")
+_GLOBAL_GENERATOR = Lock()
 
 
 @dataclass(frozen=True)
@@ -32,11 +45,6 @@ class Corruption:
     severity: int
 
     def __post_init__(self) -> None:
-        if self.name == "frost":
-            raise ConfigurationError(
-                "corrupt=frost needs photographs of frost, which are no part of this package; the "
-                f"other corruptions of ImageNet-C: {', '.join(NAMES)}"
-            )
         if self.name not in NAMES:
             raise ConfigurationError(
                 f"unknown corruption {shown(self.name)}; {nearest(self.name, [*NAMES, _ALL])}"
@@ -63,11 +71,45 @@ class Corruption:
         return found[0]
 
 
+def corrupted(image: Pixels, corruption: Corruption, image_id: str) -> Pixels:
+    """An image after a corruption, the same whenever and wherever it is asked for.
+
+    Args:
+        image: RGB, 0 to 255.
+        corruption: Whose radii and distances are in pixels of this image.
+        image_id: With the corruption it decides the draws.
+    """
+    # Not for everybody: the package is an extra.
+    from imagecorruptions import corruption_dict  # pyright: ignore[reportMissingImports]
+
+    text = f"{corruption}\n{image_id}".encode(errors="surrogateescape")
+    seed = int.from_bytes(sha256(text).digest()[:4], "big")
+    seeded = {"seed": seed} if corruption.name in _SEEDED else {}
+    with _drawing_from(seed):
+        found = corruption_dict[corruption.name](
+            Image.fromarray(image), corruption.severity, **seeded
+        )
+    return np.array(found).astype(np.uint8)
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Let NumPy's global generator begin at a seed, for one thread at a time, and go on after."""
+    with _GLOBAL_GENERATOR:
+        before = np.random.get_state()
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(before)
+
+
 def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """An override for each corruption, none for the images as they are, and all other overrides.
 
     Raises:
         ConfigurationError: there is no such corruption or severity, or the key comes twice.
+        MachineError: imagecorruptions is not installed.
     """
     asked = [text.partition("=")[2] for text in overrides if _is_key(text)]
     if len(asked) > 1:
@@ -78,6 +120,11 @@ def asked_corruptions(overrides: Sequence[str]) -> tuple[list[list[str]], list[s
     found: dict[Corruption | None, None] = {}
     for part in (part.strip() for text in asked for part in text.split(",")):
         found |= dict.fromkeys([None] if part in _CLEAN else _of_part(part))
+    if any(found) and find_spec("imagecorruptions") is None:
+        raise MachineError(
+            "corrupt= needs the package imagecorruptions-imaug, which is not installed; "
+            "pip install 'ssl-bench[corruptions]'"
+        )
     others = [text for text in overrides if not _is_key(text)]
     return [[f"{KEY}={one}"] if one else [] for one in found] or [[]], others
 

@@ -1,1 +1,0 @@
-"""Files from the network, whole and as they were published."""
