@@ -242,7 +242,7 @@ def _decode_usual_jpeg(data: bytes, name: str | Path) -> UInt8[np.ndarray, "heig
         height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    if height * width > MAX_PIXELS:
+    if int(height) * int(width) > MAX_PIXELS:
         return None
     for_print = colours in ("CMYK", "YCCK")
     try:
