@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -35,12 +35,11 @@ class Trainer:
         assert isinstance(learner, nn.Module)
         self.learner, self.options, self.ranks = learner, options, ranks
         learner.to(ranks.device)
-        compiles = options.compiles(ranks.device)
-        if compiles:
+        if options.compiles(ranks.device):
             for module in learner.compilable():
                 module.compile(dynamic=False)
         # The crops' colours are compiled wherever they are changed on a GPU.
-        self._stance: Literal["default", "force_eager"] = "default" if compiles else "force_eager"
+        self._stays_eager = ranks.device.type == "cuda" and not options.compiles(ranks.device)
         self.network = ranks.wrap(learner.student)
         named = learner.student.named_parameters()
         groups = parameter_groups(
@@ -67,7 +66,8 @@ class Trainer:
         self._set_rates(step)
         statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
         try:
-            with torch.compiler.set_stance(self._stance):
+            eager = torch.compiler.set_stance("force_eager") if self._stays_eager else nullcontext()
+            with eager:
                 report = self._accumulate(step, parts)
         except BaseException:
             # A part that never came, or a device that is full: this step was not taken.

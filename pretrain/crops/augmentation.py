@@ -10,6 +10,7 @@ approximates the Gaussian blur by repeated box blurs.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int64, UInt8
@@ -89,7 +90,10 @@ def jitter_all(
     return torch.where(wanted, changed, images)
 
 
-_jitter_compiled = torch.compile(jitter_all, dynamic=False)
+@cache
+def _jitter_compiled() -> Callable[..., Images]:
+    # The compiler takes three seconds to import.
+    return torch.compile(jitter_all, dynamic=False)
 
 
 def _coloured_on_gpu(
@@ -101,12 +105,12 @@ def _coloured_on_gpu(
     images = pixels.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
     # All in one piece: a compiled function is compiled anew for other strides.
     kinds, factors = order.T.contiguous(), factors.gather(1, order).T.contiguous()
+    jitter_once = _jitter_compiled()
     for kind, factor in zip(kinds, factors, strict=True):
-        images = _jitter_compiled(images, wanted, kind, factor)
+        images = jitter_once(images, wanted, kind, factor)
     # Grey is a saturation of 0.
-    return _jitter_compiled(
-        images, grey, torch.full_like(kinds[0], SATURATION), torch.zeros_like(factors[0])
-    )
+    saturation, none_left = torch.full_like(kinds[0], SATURATION), torch.zeros_like(factors[0])
+    return jitter_once(images, grey, saturation, none_left)
 
 
 def normalise(images: Images, colours: Colours = IMAGENET_COLOURS) -> Images:
