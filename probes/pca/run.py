@@ -27,6 +27,7 @@ from probes.pca.probe import PCA
 from probes.pictures import Picture
 from ssl_bench.data.limited import sampled_numbers
 from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import CheckpointError
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import mean_estimate
@@ -76,10 +77,17 @@ class PCARun:
             self.context.say(f"{words}; --pictures {len(images)} takes all")
         samples = [images[number] for number in drawn]
         given = self._given_reference()
-        features, moments = self._features(images, samples)
+        layers = self._with_last
+        try:
+            features, moments = self._features(images, samples, layers)
+        except CheckpointError:
+            if layers == self.context.layers:
+                raise
+            # A last block that is not finite lends its colours to nobody.
+            layers = self.context.layers
+            features, moments = self._features(images, samples, layers)
         blocks = {
-            layer: self._fit([f[layer] for f in features], moments.get(layer))
-            for layer in self._layers
+            layer: self._fit([f[layer] for f in features], moments.get(layer)) for layer in layers
         }
         self._draw(blocks, samples, given)
         num_images = len(images) if self.probe.protocol == "dataset" else len(samples)
@@ -87,7 +95,7 @@ class PCARun:
             yield self._score(layer, blocks[layer], num_images)
 
     @property
-    def _layers(self) -> tuple[int, ...]:
+    def _with_last(self) -> tuple[int, ...]:
         """The asked blocks and the last of their kind, so that colours hang on no other command."""
         encoder = self.context.encoder
         kinds = [layers for _, layers in encoder.stages(range(encoder.depth))]
@@ -95,12 +103,12 @@ class PCARun:
         return tuple(dict.fromkeys((*self.context.layers, last)))
 
     def _features(
-        self, images: ImageSet, samples: Sequence[Sample]
+        self, images: ImageSet, samples: Sequence[Sample], layers: Sequence[int]
     ) -> tuple[list[Features], dict[int, Moments]]:
         """Features of the drawn images, and sums over all where the protocol wants them."""
         extractor = FeatureExtractor(
             self.context.encoder,
-            layers=self._layers,
+            layers=layers,
             facets=(self.probe.scored_facet,),
             device=self.context.device,
             dtype=self.context.dtype,
@@ -109,7 +117,7 @@ class PCARun:
         total = len(images) if whole else len(samples)
         shown = {sample.image_id for sample in samples}
         kept: list[Features] = []
-        moments = {layer: Moments() for layer in self._layers} if whole else {}
+        moments = {layer: Moments() for layer in layers} if whole else {}
         for number in self.context.progress(range(total), "pca", total):
             sample = images[number] if whole else samples[number]
             image = self._resized(sample.image, extractor.patch_size)
