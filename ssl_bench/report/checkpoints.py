@@ -88,7 +88,9 @@ def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
 
 def _facts(record: Record) -> tuple[tuple[str, str], ...]:
     own = record.architecture
-    facts: dict[str, Any] = {"skips": _skips(own), "depth": record.depth}
+    # Of somebody's own module nobody said.
+    known = {} if own.get("kind") == "module" else {"skips": _skips(own)}
+    facts: dict[str, Any] = {**known, "depth": record.depth}
     facts |= {name: value for name, value in sorted(own.items()) if name not in _SKIPS}
     epoch = record.details.get("epoch")
     if isinstance(epoch, (int, float)):

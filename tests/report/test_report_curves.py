@@ -105,6 +105,12 @@ def test_an_architecture_without_skips_is_dashed_whatever_its_name():
     assert (dict(first.facts)["skips"], dict(second.facts)["skips"]) == ("yes", "mlp")
 
 
+def test_nobody_knows_whether_a_module_of_ones_own_has_skips():
+    (own,) = checkpoints_of([cell(model="net", architecture={"kind": "module", "name": "Net"})])
+
+    assert "skips" not in dict(own.facts)
+
+
 @pytest.mark.parametrize(
     ("names", "short"),
     [
