@@ -306,12 +306,12 @@ def gpu_tests() -> None:
 
 SECTIONS: dict[str, tuple[Callable[[], None], int]] = {
     "environment": (environment, 40),
-    "training": (training, 190),
+    "training": (training, 240),
     "commands": (commands, 70),
     "operations": (operations, 50),
     "extraction": (extraction, 30),
     "heads": (heads, 30),
-    "gpu tests": (gpu_tests, 130),
+    "gpu tests": (gpu_tests, 80),
 }
 """Seconds each may take; in order of worth, within nine minutes together."""
 

@@ -45,9 +45,12 @@ def test_each_process_of_torchrun_has_a_device_of_its_own(two_gpus, monkeypatch)
 
 def test_float32_is_float32_on_a_gpu_and_its_name_says_so(two_gpus):
     assert device_name(torch.device("cuda")) == "cuda: H200, TF32 on"
+    # As a container's variable has it; what is chosen switches it off again.
+    torch.backends.cuda.matmul.allow_tf32 = True
 
     choose_device("cuda")
 
+    assert not torch.backends.cuda.matmul.allow_tf32
     assert device_name(torch.device("cuda")) == "cuda: H200, TF32 off"
 
 

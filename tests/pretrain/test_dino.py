@@ -106,6 +106,17 @@ def test_the_learner_sees_each_teacher_view_from_every_other_student_view():
     assert report["kl"].item() == pytest.approx((plain - entropy).item(), rel=1e-4)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_leaves_sums_of_bfloat16_products_in_float32():
+    tokens, weights = torch.randn(2, 3, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+
+    logits = cross_view.logits_of(tokens.to("cuda"), weights.to("cuda")).cpu()
+
+    exact = tokens.double() @ weights.double().T
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-4)
+
+
 def test_the_head_is_three_layers_onto_the_sphere_and_unit_prototypes():
     head = learner_of(seed=3).student.head
     features = torch.randn(5, 24)

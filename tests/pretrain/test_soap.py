@@ -85,6 +85,17 @@ def test_few_gradients_leave_orthonormal_bases_that_begin_with_them(device):
     assert energies[:5].sum() == pytest.approx(float(statistics.trace()), rel=1e-3)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_bases_of_a_parameter_without_any_gradient_stay_orthonormal(device):
+    weight = nn.Parameter(torch.zeros(6, 4, device=device))
+    optimizer = SOAP([weight], precondition_frequency=2)
+    for _ in range(5):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    for basis in optimizer.state[weight]["bases"].values():
+        assert torch.allclose((basis.T @ basis).cpu(), torch.eye(len(basis)), atol=1e-6)
+
+
 def test_rectangular_matrices_start_in_an_eigenbasis_of_the_first_gradient():
     parameter = nn.Parameter(torch.zeros(6, 3, dtype=torch.float64))
     parameter.grad = torch.randn(6, 3, dtype=torch.float64)
