@@ -326,6 +326,7 @@ def page(folder: Path) -> str:
             rows = [
                 f"| {name} | {', '.join(f'{k} {v}' for k, v in values.items() if _is_short(v))} |"
                 for name, values in found.items()
+                if any(map(_is_short, values.values()))
             ]
             text += "\n".join(["", f"| {section} | |", "|---|---|", *rows, ""])
     return text
