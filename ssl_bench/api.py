@@ -169,7 +169,7 @@ def evaluate(
         # So that one sees how much of all tasks is left.
         told = partial(_say_in, f"{number} of {len(plan)}: ") if len(plan) > 1 else say
         try:
-            asked = layers_of(planned.probe, layers, encoder.depth)
+            asked = layers_of(planned.probe.asked_facets, layers, encoder.depth)
             evaluation = planned.evaluation(encoder, asked, device)
             records += evaluation.run(store, say=told, overwrite=overwrite, passed=passed)
         except (ConfigurationError, ImportError, SyntaxError) as error:

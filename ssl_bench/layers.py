@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from ssl_bench.errors import ConfigurationError
 
@@ -35,14 +34,6 @@ class AskedFacets:
 
     names: tuple[Facet, ...]
     block: int | None
-
-
-@runtime_checkable
-class FacetProbe(Protocol):
-    """A probe whose facets may name a block."""
-
-    @property
-    def asked_facets(self) -> AskedFacets: ...
 
 
 def asked_facets(
@@ -81,14 +72,16 @@ def submodule_of(facet: Facet) -> str | None:
     return facet.removeprefix(_EVERY) if facet.startswith(_EVERY) else None
 
 
-def layers_of(probe: object, layers: str | int | Sequence[int], depth: int) -> tuple[int, ...]:
-    """As `resolve_layers`; "all" is the one block that a probe's facet names, where it does.
+def layers_of(
+    facets: AskedFacets | None, layers: str | int | Sequence[int], depth: int
+) -> tuple[int, ...]:
+    """As `resolve_layers`; "all" is the one block that a facet names, where it does.
 
     Raises:
         ConfigurationError: the facet names another block than those that are asked.
     """
     asked = resolve_layers(layers, depth)
-    block = probe.asked_facets.block if isinstance(probe, FacetProbe) else None
+    block = facets.block if facets else None
     if block is None:
         return asked
     named = resolve_layers(block, depth)

@@ -100,8 +100,7 @@ class PlannedProbe:
             UnfitEncoder: the probe has no answer for such blocks.
         """
         probe: Any = self.probe
-        if hasattr(probe, "require_fitting"):
-            probe.require_fitting(encoder)
+        probe.require_fitting(encoder)
         instead, facet = encoder.instead, getattr(probe, "facet", ())
         asked = [facet] if isinstance(facet, str) else list(facet or ())
         fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
@@ -115,7 +114,7 @@ class PlannedProbe:
         None where a protocol was chosen, or a value that one of them has of its own.
         """
         found = []
-        for name in getattr(self.probe, "further_protocols", ()):
+        for name in self.probe.further_protocols:
             own = preset_values(self.probe, name)
             if self.typed.isdisjoint(own):
                 overrides = (*self.overrides, f"{PROTOCOL}={name}")
@@ -233,7 +232,7 @@ def sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
 def _misfit(plan: Sequence[PlannedProbe]) -> str:
     tasks = defaultdict[tuple[str, str], set[str]](set)
     for one in plan:
-        others = {} if "truth" in one.typed else getattr(one.probe, "truths_by_role", {})
+        others = {} if "truth" in one.typed else one.probe.truths_by_role
         wanted = " or ".join(dict.fromkeys(OFFERED[role] for role in others or [one.probe.role]))
         tasks[one.dataset.name, wanted].add(one.probe.task)
     return "; ".join(
@@ -333,8 +332,12 @@ def _build(
     dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(built))
     whole = f"{as_yaml(config.dataset)} {views} {values[CORRUPT]}"
     view = listed.setdefault(whole, as_asked(dataset, **views, corrupt=values[CORRUPT]))
+    probe = build(config.probe)
+    if not isinstance(probe, Probe):
+        address = config.probe[TARGET]
+        raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")
     return PlannedProbe(
-        probe=build(config.probe),
+        probe=probe,
         dataset=as_readable(view, built, on_bad_image, looked),
         seed=values["seed"],
         dtype=values["dtype"],

@@ -21,7 +21,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
 TOPS = (1, 5)
@@ -48,7 +48,7 @@ _MOST_CHOOSING = 4
 
 
 @dataclass(frozen=True)
-class LinearClassification:
+class LinearClassification(Probe):
     """Linear heads on every block, with every penalty or learning rate, from one pass over images.
 
     Attributes:

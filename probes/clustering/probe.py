@@ -15,7 +15,7 @@ from ssl_bench.composition.fields import (
     require_some,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
 METRICS = ("ami", "nmi", "ari", "purity", "miou_matched")
@@ -33,7 +33,7 @@ _NOT_SETTINGS = frozenset({"protocol", "facet", "batch_size", "memory_gib", "num
 
 
 @dataclass(frozen=True)
-class Clustering:
+class Clustering(Probe):
     """K-means without labels, and how well its clusters agree with the classes.
 
     Attributes:

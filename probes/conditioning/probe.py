@@ -9,7 +9,7 @@ from probes.pictures import blocks_name
 from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.results import encoder_id
 
@@ -42,7 +42,7 @@ SPECTRA_FILE, CKA_FILE = "spectra.npz", "cka.npy"
 
 
 @dataclass(frozen=True)
-class Conditioning:
+class Conditioning(Probe):
     """Condition numbers, effective ranks, token cosines, Jacobians and CKA of every block.
 
     Attributes:

@@ -21,7 +21,7 @@ from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 from ssl_bench.system.naming import image_name
 
@@ -39,7 +39,7 @@ _SHOWN_ALPHA = 0.1
 
 
 @dataclass(frozen=True)
-class Correspondence:
+class Correspondence(Probe):
     """PCK: the share of points whose nearest patch in another image lies near their true place.
 
     Attributes:

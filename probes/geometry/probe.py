@@ -17,7 +17,7 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
@@ -27,7 +27,7 @@ _NOT_SETTINGS = frozenset({"protocol", "facet", "batch_size", "num_workers"})
 
 
 @dataclass(frozen=True)
-class Geometry:
+class Geometry(Probe):
     """Ranks, spectra and likeness of the vectors of images, and habits of their patch tokens.
 
     Attributes:

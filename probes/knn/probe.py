@@ -17,7 +17,7 @@ from ssl_bench.composition.fields import (
     require_some,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 
 TOPS = (1, 5)
@@ -31,7 +31,7 @@ _ONLY_OF_SHOTS = frozenset({"shots", "draws"})
 
 
 @dataclass(frozen=True)
-class KNN:
+class KNN(Probe):
     """Images take the class that their nearest training images vote for; nothing is trained.
 
     Attributes:

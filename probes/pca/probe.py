@@ -9,7 +9,7 @@ from ssl_bench.composition.fields import Count, FilePath, Pixels, check_fields
 from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 from ssl_bench.system.naming import image_name
 
@@ -22,7 +22,7 @@ _NOT_SETTINGS = ("protocol", "facet", "align_to", "grid", "own_size")
 
 
 @dataclass(frozen=True)
-class PCA:
+class PCA(Probe):
     """PCA maps of some images of a dataset, in colours that agree between blocks.
 
     Attributes:

@@ -15,7 +15,7 @@ from ssl_bench.composition.fields import (
     check_fields,
 )
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import AskedFacets, Facet
 
 METRICS = ("miou", "pixel_accuracy")
@@ -23,7 +23,7 @@ _NOT_SETTINGS = frozenset({"protocol", "facet", "memory_gib", "num_workers", "en
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class Retrieval(Probe):
     """Patches take the labels of their nearest neighbours; nothing is trained.
 
     Attributes:

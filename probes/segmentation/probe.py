@@ -30,7 +30,7 @@ from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import AskedFacets, Facet
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _NOT_SETTINGS = frozenset(
 
 
 @dataclass(frozen=True)
-class Segmentation:
+class Segmentation(Probe):
     """Linear heads on every block and with every learning rate, from one pass over the images.
 
     Attributes:

@@ -16,7 +16,7 @@ from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 from ssl_bench.scores import OBJECT_SCORES
 
@@ -28,7 +28,7 @@ FACETS: tuple[Facet, ...] = (
 
 
 @dataclass(frozen=True)
-class TokenCut(Cut):
+class TokenCut(Cut, Probe):
     """One object an image against its true boxes or mask, for every asked block and facet.
 
     Attributes:

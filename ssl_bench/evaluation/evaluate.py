@@ -15,7 +15,7 @@ from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.evaluation.cells import cell_keys, cell_settings, left_out
 from ssl_bench.evaluation.passed import PassedImages
-from ssl_bench.evaluation.pending import DrawingProbe, Pending, find_pending, pictures_folder
+from ssl_bench.evaluation.pending import Pending, find_pending, pictures_folder
 from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, called
 from ssl_bench.models import Encoder
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
@@ -90,7 +90,7 @@ class Evaluation:
         pending = self._pending(keys, images, store, say, overwrite=overwrite)
         records = dict(pending.finished)
         if pending.layers:
-            if isinstance(self.probe, DrawingProbe):
+            if self.probe.pictures(pending.layers, images, self.seed):
                 mark_as_written(artifacts)
             context = ProbeContext(
                 encoder=self.encoder,

@@ -3,33 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from ssl_bench.data.samples import ImageSet
+from ssl_bench.evaluation.probe import Probe
 from ssl_bench.results import CellKey, Record, ResultStore, stride_of
 from ssl_bench.system import naming
-
-
-@runtime_checkable
-class DrawingProbe(Protocol):
-    """A probe that leaves pictures, or other files, beside the records."""
-
-    def pictures(
-        self, layers: Sequence[int], images: ImageSet, seed: int
-    ) -> Mapping[str, Sequence[int]]:
-        """Every file that a run of these layers leaves, and which of them it shows.
-
-        Paths are relative to `ProbeContext.artifacts`.
-        """
-        ...
-
-
-@runtime_checkable
-class ImageKeepingProbe(Protocol):
-    """A probe whose scores come with what each image contributes, but for `metrics_of_sets`."""
-
-    @property
-    def keeps_images(self) -> bool: ...
 
 
 def pictures_folder(
@@ -61,23 +39,22 @@ class Pending:
 
 
 def find_pending(
-    probe: object, keys: Sequence[CellKey], images: ImageSet, store: ResultStore, folder: Path
+    probe: Probe, keys: Sequence[CellKey], images: ImageSet, store: ResultStore, folder: Path
 ) -> Pending:
     """Cells that are not finished, and the layers whose pictures are not all in `folder`.
 
     A picture of several layers is drawn by a run of all of them, so that none ever shows a part.
     """
-    keeps_images = isinstance(probe, ImageKeepingProbe) and probe.keeps_images
-    # Scores of a whole set, to which no image contributes alone.
-    of_sets = getattr(probe, "metrics_of_sets", ())
     found = {
-        key: _finished(key, store, keeps_images=keeps_images and key.metric not in of_sets)
+        key: _finished(
+            key, store, keeps_images=probe.keeps_images and key.metric not in probe.metrics_of_sets
+        )
         for key in keys
     }
     finished = {key: record for key, record in found.items() if record is not None}
     cells = frozenset(key for key in keys if key not in finished)
     asked, layers = _layers(keys), {key.layer for key in cells}
-    drawn = _drawn(probe, keys, images) if keys and isinstance(probe, DrawingProbe) else {}
+    drawn = _drawn(probe, keys, images) if keys else {}
     for name, shown in drawn.items():
         if not (folder / name).is_file():
             layers.update(shown)
@@ -87,9 +64,7 @@ def find_pending(
     return Pending(cells, tuple(layer for layer in asked if layer in layers), finished)
 
 
-def _drawn(
-    probe: DrawingProbe, keys: Sequence[CellKey], images: ImageSet
-) -> dict[str, tuple[int, ...]]:
+def _drawn(probe: Probe, keys: Sequence[CellKey], images: ImageSet) -> dict[str, tuple[int, ...]]:
     """Every file and what it shows, drawn stage by stage as `ProbeContext.stages` has them."""
     stages: dict[int | None, list[CellKey]] = {}
     for key in keys:

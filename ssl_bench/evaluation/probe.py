@@ -1,13 +1,15 @@
 """The interface of a probe: what it is given, and what it gives."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.evaluation.passed import Passed
-from ssl_bench.models import Encoder
+from ssl_bench.layers import AskedFacets
+from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results.record import PerImage, Record
 
 if TYPE_CHECKING:
@@ -77,44 +79,78 @@ class Score:
     unit: str = "%"
 
 
-@runtime_checkable
-class Probe(Protocol):
-    """A question asked of every block of a frozen encoder."""
+class Probe:
+    """A question asked of every block of a frozen encoder: a frozen dataclass of this class.
 
-    @property
-    def task(self) -> str: ...
+    What a probe does not say has the values below. Its own fields are what a user can set.
 
-    @property
-    def protocol(self) -> str: ...
+    Attributes:
+        task: Its name on the command line.
+        role: What the dataset must support: a role of `ssl_bench.data.samples.Dataset`.
+        protocol: Field of the preset that the other fields' values come from; records carry it.
+        keeps_images: Whether its scores come with what each image contributes.
+        metrics_of_sets: Scores of a whole set, to which no image contributes alone.
+        further_protocols: Presets that `--task all` runs too.
+        protocols_by_role: What `protocol` is for a dataset that supports a role, where nobody
+            typed one; likewise `truths_by_role` and `max_sides_by_role` for these fields.
+        rounds_size: Whether it fits `image_size` to the patch of the encoder itself.
+        not_settings: Fields that change no number, or are said elsewhere in a record.
+    """
 
-    @property
-    def role(self) -> str:
-        """What the dataset must support: a role of `ssl_bench.data.samples.Dataset`."""
-        ...
+    task: str
+    protocol: Any
+    role: Any
+    keeps_images: ClassVar[bool] = False
+    metrics_of_sets: ClassVar[Collection[str]] = ()
+    further_protocols: ClassVar[Sequence[str]] = ()
+    protocols_by_role: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    truths_by_role: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    max_sides_by_role: ClassVar[Mapping[str, int | None]] = MappingProxyType({})
+    rounds_size: ClassVar[bool] = False
+    not_settings: ClassVar[Collection[str]] = ("protocol", "facet", "num_workers", "guesses")
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         """Every (layer, facet, metric) that `run` will score."""
-        ...
-
-    def split(self, dataset: Dataset) -> ImageSet:
-        """The images that are scored."""
-        ...
-
-    def training_images(self, dataset: Dataset) -> ImageSet | None:
-        """The images that something is fitted to before others are scored; None for nothing."""
-        ...
-
-    def settings(self) -> dict[str, Any]:
-        """What changes the number, as plain JSON types."""
-        ...
+        raise NotImplementedError
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score the layers of the context, each as soon as it is known."""
-        ...
+        raise NotImplementedError
+
+    @property
+    def asked_facets(self) -> AskedFacets | None:
+        """What of a block it looks at, where that may name a block."""
+        return None
+
+    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
+        """Nothing where it has an answer for the blocks of an encoder, else raise UnfitEncoder."""
+
+    def split(self, dataset: Dataset) -> ImageSet:
+        """The images that are scored."""
+        return dataset.val()
+
+    def training_images(self, dataset: Dataset) -> ImageSet | None:
+        """The images that something is fitted to before others are scored; None for nothing."""
+        del dataset
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """What changes the number, as plain JSON types."""
+        fields: Any = self
+        return {n: value for n, value in asdict(fields).items() if n not in self.not_settings}
+
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        """Every file that a run of these layers leaves, and which of them it shows.
+
+        Paths are relative to `ProbeContext.artifacts`.
+        """
+        del layers, images, seed
+        return {}
 
 
 def called(probe: Probe) -> str:
     """Its task, such as "tokencut", or "tokencut, adaptive" in one of its further protocols."""
-    protocol = getattr(probe, "protocol", None)
-    is_further = protocol in getattr(probe, "further_protocols", ())
-    return f"{probe.task}, {protocol}" if is_further else probe.task
+    is_further = probe.protocol in probe.further_protocols
+    return f"{probe.task}, {probe.protocol}" if is_further else probe.task

@@ -11,7 +11,7 @@ from ssl_bench.asked import asked_encoders, planned_probes
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation import called, cell_keys, cell_settings
-from ssl_bench.evaluation.pending import DrawingProbe, find_pending, pictures_folder
+from ssl_bench.evaluation.pending import find_pending, pictures_folder
 from ssl_bench.layers import layers_of
 from ssl_bench.models import EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import is_baseline, layers_asked
@@ -103,7 +103,7 @@ def plan_sweep(
                 unfit.append(error)
                 say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
                 continue
-            layers = layers_of(fitted.probe, asked_layers, encoder.depth)
+            layers = layers_of(fitted.probe.asked_facets, asked_layers, encoder.depth)
             folder = pictures_folder(store, fitted.probe.task, images, encoder.name, known_as)
             shares = _shares(fitted, layers, images, -(-at_least // num_questions))
             for share in shares:
@@ -149,12 +149,11 @@ def _shares(
     probe = question.probe
     if {cell for share in shares for cell in probe.cells(share)} != {*probe.cells(layers)}:
         return [layers]
-    if count > 1 and isinstance(probe, DrawingProbe):
-        drawn = probe.pictures(layers, images, question.seed)
-        if any(len(shown) > 1 for shown in drawn.values()):
-            why = "its pictures show several blocks (of segmentation none with probe.panels=0)"
-            say(f"{called(probe)} is one job: {why}")
-            return [layers]
+    drawn = probe.pictures(layers, images, question.seed) if count > 1 else {}
+    if any(len(shown) > 1 for shown in drawn.values()):
+        why = "its pictures show several blocks (of segmentation none with probe.panels=0)"
+        say(f"{called(probe)} is one job: {why}")
+        return [layers]
     return shares
 
 

@@ -55,7 +55,7 @@ def test_maps_stop_at_the_block(tmp_path, broken, device):
     samples = [Sample("blue", np.zeros((32, 32, 3), np.uint8))]
     images = context.dataset.val()
     with pytest.raises(CheckpointError, match=r"layer 2 of tiny .* for blue"):
-        PCARun(PCA(image_size=32, panels=1), context)._features(images, samples)
+        PCARun(PCA(image_size=32, panels=1), context)._features(images, samples, (0, 2))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

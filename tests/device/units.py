@@ -260,7 +260,7 @@ def pca_image(folder: Path) -> Counts:
     def work(number: int) -> None:
         images: Any = _Labelled(number)
         samples = [images[index] for index in range(number)]
-        PCARun(PCA(image_size=32), context)._features(images, samples)
+        PCARun(PCA(image_size=32), context)._features(images, samples, context.layers)
 
     return counts_of(work, 1, 3)
 

@@ -25,10 +25,10 @@ PLUGIN = """
 from dataclasses import dataclass
 from pathlib import Path
 Path({mark!r}).touch()
-from ssl_bench.evaluation import Score
+from ssl_bench.evaluation import Probe, Score
 
 @dataclass(frozen=True)
-class Ones:
+class Ones(Probe):
     protocol: str = "plain"
     value: float = 1.0
     task = "ones"
@@ -37,10 +37,6 @@ class Ones:
         return [(layer, "token", "one") for layer in layers]
     def split(self, dataset):
         return dataset.images()
-    def training_images(self, dataset):
-        return None
-    def settings(self):
-        return {{"value": self.value}}
     def run(self, context):
         for layer in context.layers:
             yield Score(layer, "token", "one", self.value, None, 1)
