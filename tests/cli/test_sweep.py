@@ -248,7 +248,7 @@ def test_a_fault_that_nobody_foresaw_stops_no_other_job_but_debug_shows_it(place
         raise AssertionError("a fault of our own")
 
     with monkeypatch.context() as patch:
-        patch.setattr("probes.pca.probe.PCA.run", fault)
+        patch.setattr("probes.pca.PCA.run", fault)
         assert main(["sweep", *PHOTOS, "--checkpoint", "runs/*"]) == 1
         with pytest.raises(AssertionError):
             main(["sweep", *PHOTOS, "--checkpoint", "runs/*", "--debug"])

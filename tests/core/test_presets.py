@@ -10,7 +10,7 @@ from probes.correspondence.probe import Correspondence
 from probes.discovery.probe import ObjectDiscovery
 from probes.geometry.probe import Geometry
 from probes.knn.probe import KNN
-from probes.pca.probe import PCA
+from probes.pca import PCA
 from probes.retrieval.probe import Retrieval
 from probes.segmentation.probe import Segmentation
 from probes.tokencut.probe import TokenCut

@@ -24,8 +24,7 @@ from probes.features.stream import batches
 from probes.heads.lbfgs import minimise
 from probes.heads.scores import ScoredStream
 from probes.heads.sgd import TrainedHeads
-from probes.pca.probe import PCA
-from probes.pca.run import PCARun
+from probes.pca import PCA, features_of
 from probes.retrieval.probe import Retrieval
 from probes.segmentation.probe import Segmentation
 from probes.tokencut.extraction import extracted
@@ -260,7 +259,7 @@ def pca_image(folder: Path) -> Counts:
     def work(number: int) -> None:
         images: Any = _Labelled(number)
         samples = [images[index] for index in range(number)]
-        PCARun(PCA(image_size=32), context)._features(images, samples, context.layers)
+        features_of(PCA(image_size=32), context, images, samples, context.layers)
 
     return counts_of(work, 1, 3)
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from probes.features.moments import Moments
-from probes.pca.components import (
+from probes.pca import (
     aligned,
     as_colours,
     fit_projection,
