@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from probes.features.labels import LabelFacts, LabelFile
-from probes.features.statistics import RunningStatistics
+from probes.features.disk import LabelFile
 from probes.features.stream import ahead
-from probes.features.tiers.room import GIB, Room
+from probes.features.tiers import GIB, LabelFacts, Room
 from probes.heads.kept import KeptState
+from probes.heads.sgd import RunningStatistics
 from ssl_bench.errors import MachineError
 from ssl_bench.system import memory
 from tests.support.colours import Counter, probe_context, quick_probe, score_values, tiny_encoder
@@ -68,7 +68,7 @@ def test_a_tier_is_the_first_that_has_the_room(tmp_path, memory_gib, disk_gib, i
 
 
 def test_half_of_what_is_free_is_taken_where_nothing_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("probes.features.tiers.room.free_host_memory", lambda: 6 * GIB)
+    monkeypatch.setattr("probes.features.tiers.free_host_memory", lambda: 6 * GIB)
     room = Room("auto", None, None, tmp_path / "not there" / "yet")
     assert room.memory == 3 * GIB
     assert 0 < room.disk < 2**60

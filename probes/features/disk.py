@@ -1,21 +1,27 @@
-"""Features on disk: float16 with a checksum an entry, and a header that says what they are of."""
+"""Features and labels on disk.
+
+Features are float16 with a checksum an entry, and a header says what they are of, by which a later
+run finds them. Labels are in a file without a name, gone when the process is.
+"""
 
 import errno
 import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 from zlib import crc32
 
 import numpy as np
-from jaxtyping import Float16, UInt32
+import torch
+from jaxtyping import Float16, Int64, UInt8, UInt32
 from torch import Tensor
 
 from ssl_bench.errors import MachineError
@@ -72,8 +78,8 @@ class FeatureFile:
             remove_orphans(self.folder)
             self._require_room()
             with unfinished(self.path) as file:
-                _allocate(file, self._data_bytes() + len(self._tail(self._no_checksums())))
-                writer = FeatureWriter(self, file, self._no_checksums())
+                writer = FeatureWriter(self, file, np.zeros(self.shape[:2], _CHECKSUM))
+                _allocate(file, self._data_bytes() + len(self._tail(writer.checksums)))
                 yield writer
                 file.seek(self._data_bytes())
                 file.write(self._tail(writer.checksums))
@@ -98,7 +104,7 @@ class FeatureFile:
         return 2 * prod(self.entry_shape) * (entry * self.shape[0] + layer)
 
     def _read_checksums(self, file: BinaryIO) -> UInt32[np.ndarray, "layers entries"]:
-        expected = len(self._tail(self._no_checksums()))
+        expected = len(self._tail(np.zeros(self.shape[:2], _CHECKSUM)))
         try:
             file.seek(self._data_bytes())
             tail = file.read(expected + 1)
@@ -112,9 +118,6 @@ class FeatureFile:
     def _tail(self, checksums: UInt32[np.ndarray, "..."]) -> bytes:
         content = checksums.tobytes() + self._header_bytes()
         return content + np.array(crc32(content), _CHECKSUM).tobytes()
-
-    def _no_checksums(self) -> UInt32[np.ndarray, "layers entries"]:
-        return np.zeros(self.shape[:2], _CHECKSUM)
 
     def _header_bytes(self) -> bytes:
         return json.dumps({**self.header, "shape": self.shape}, indent=1, sort_keys=True).encode()
@@ -189,3 +192,49 @@ def _allocate(file: BinaryIO, size: int) -> None:
     except OSError as error:
         if error.errno not in _NO_ALLOCATION:
             raise
+
+
+class LabelFile:
+    """Masks of all entries in a file without a name, which is gone when the process is.
+
+    Raises:
+        MachineError: the folder takes no file, or its disk is full.
+    """
+
+    def __init__(self, folder: Path, shape: tuple[int, int, int]) -> None:
+        self.folder, self.shape = folder, shape
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            # It is closed, and with that gone, when nobody has it any more.
+            self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def put(self, entries: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
+        try:
+            for entry, mask in zip(entries, labels, strict=True):
+                self._file.seek(entry * self._entry_bytes)
+                self._file.write(mask.numpy().tobytes())
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def of(self, entries: Int64[Tensor, " some"]) -> UInt8[Tensor, "some height width"]:
+        found = torch.empty(len(entries), *self.shape[1:], dtype=torch.uint8)
+        self._file.flush()
+        for number, entry in enumerate(entries.tolist()):
+            place = entry * self._entry_bytes
+            content = os.pread(self._file.fileno(), self._entry_bytes, place)
+            found[number] = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(
+                self.shape[1:]
+            )
+        return found
+
+    @property
+    def _entry_bytes(self) -> int:
+        return prod(self.shape[1:])
+
+    def _refused(self, error: OSError) -> MachineError:
+        return MachineError(
+            f"cannot keep labels in {self.folder} ({error.strerror or error}); choose another "
+            "folder with probe.cache=DIR"
+        )
