@@ -8,7 +8,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from probes.features.views import nearest_labels, resized, tensors
-from probes.heads.pixels.prediction import predict_pixels
+from probes.heads.pixels import predict_pixels
 from ssl_bench.data.samples import Sample
 
 # Of the longer side to the shorter one, beyond which an image is shrunk further.

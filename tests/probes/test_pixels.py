@@ -5,9 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.heads.pixels.axes import Axis
-from probes.heads.pixels.blocks import OpenBlocks
-from probes.heads.pixels.prediction import predict_pixels, predict_upsampled
+from probes.heads.pixels import Axis, OpenBlocks, predict_pixels, predict_upsampled
 
 
 def _logits(kind, classes, heads=3, rows=6, cols=5):
@@ -75,8 +73,8 @@ def test_predicted_pixels_have_the_largest_interpolated_logit(size, classes, pre
 
 def test_labels_of_a_head_do_not_depend_on_its_company(monkeypatch):
     logits = _logits("noisy", 21)
-    monkeypatch.setattr("probes.heads.pixels.prediction._NODES", 1)
-    monkeypatch.setattr("probes.heads.pixels.filling._PIECE", 1)
+    monkeypatch.setattr("probes.heads.pixels._NODES", 1)
+    monkeypatch.setattr("probes.heads.pixels._PIECE", 1)
     alone = predict_pixels(logits, 40, 70)
     monkeypatch.undo()
 
