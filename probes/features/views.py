@@ -39,14 +39,8 @@ class WholeImage:
 
     def view(self, sample: Sample, number: int, size: int) -> View:
         image, mask = tensors(sample)
-        return (
-            mirrored(resized(image, size, size), mask)
-            if number
-            else (
-                resized(image, size, size),
-                mask,
-            )
-        )
+        view = resized(image, size, size), mask
+        return mirrored(*view) if number else view
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,6 @@ class Standardization:
     mean: Float[Tensor, "sources dim"]
     scale: Float[Tensor, "sources dim"]
 
-    def parts(self) -> tuple[Tensor, Tensor]:
-        return self.mean, self.scale
-
     def on(self, device: torch.device) -> "Standardization":
         return Standardization(self.mean.to(device), self.scale.to(device))
 
@@ -72,21 +69,15 @@ class RunningStatistics:
 
     def add(self, features: Float[Tensor, "layers some rows cols dim"]) -> None:
         for part in features.split(_AT_ONCE, 1):
-            variance, mean = torch.var_mean(part.float().flatten(2, 3), 2, correction=0)
-            self._join(in_float64(mean), in_float64(variance))
-
-    def _join(
-        self,
-        means: Float64[Tensor, "layers some dim"],
-        variances: Float64[Tensor, "layers some dim"],
-    ) -> None:
-        some, mean = means.shape[1], means.mean(1)
-        total, distance = self.images + some, mean - self.mean
-        around = (means - mean[:, None]).square().sum(1)
-        self.between = self.between + around + distance.square() * (self.images * some / total)
-        self.mean = self.mean + distance * (some / total)
-        self.within = self.within + variances.sum(1)
-        self.images = total
+            found = torch.var_mean(part.float().flatten(2, 3), 2, correction=0)
+            variances, means = map(in_float64, found)  # layers some dim
+            some, mean = means.shape[1], means.mean(1)
+            total, distance = self.images + some, mean - self.mean
+            around = (means - mean[:, None]).square().sum(1)
+            self.between = self.between + around + distance.square() * (self.images * some / total)
+            self.mean = self.mean + distance * (some / total)
+            self.within = self.within + variances.sum(1)
+            self.images = total
 
     def standardization(self, sources: int) -> Standardization:
         """What brings the channels of the sources, whose layers follow each other, to one scale."""
@@ -102,6 +93,7 @@ class RunningStatistics:
         return RunningStatistics(self.images, *(part.to(float64_device(device)) for part in parts))
 
 
+@dataclass(eq=False)
 class LinearHeads:
     """Heads over shared features, batched over (source, rate).
 
@@ -109,15 +101,9 @@ class LinearHeads:
     never leave the cache.
     """
 
-    def __init__(
-        self,
-        standardization: Standardization,
-        weight: Float[Tensor, "sources values classes dim"],
-        bias: Float[Tensor, "sources values classes"],
-    ):
-        self.standardization = standardization
-        self.weight = weight
-        self.bias = bias
+    standardization: Standardization
+    weight: Float[Tensor, "sources values classes dim"]
+    bias: Float[Tensor, "sources values classes"]
 
     def loss_and_gradients(
         self,
@@ -131,7 +117,8 @@ class LinearHeads:
         losses = torch.zeros_like(self.bias[..., 0])
         weight_gradient, bias_gradient = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
         for sources, images in self._pieces(features):
-            x = self._standardize(features[sources, images], sources)
+            mean, scale = self._scale(sources)
+            x = (features[sources, images].to(mean.dtype) - mean[:, None]).mul_(scale[:, None])
             tokens = x.flatten(1, 3)  # sources tokens dim
             shape = (-1, self.bias.shape[-1], *x.shape[1:4])
             bias = self.bias[sources].flatten(1).unsqueeze(2)
@@ -149,15 +136,14 @@ class LinearHeads:
         Float[Tensor, "sources values classes dim"], Float[Tensor, "sources values classes"]
     ]:
         """Weight and bias of the heads for features that were not standardized."""
-        mean, scale = (part[:, None, None] for part in self.standardization.parts())
+        mean, scale = self._scale(slice(None))
         weight = self.weight * scale
         return weight, self.bias - (weight * mean).sum(-1)
 
-    def _standardize(
-        self, features: Float[Tensor, "some batch rows cols dim"], sources: slice
-    ) -> Float[Tensor, "some batch rows cols dim"]:
-        mean, scale = (part[sources, None, None, None] for part in self.standardization.parts())
-        return (features.to(mean.dtype) - mean).mul_(scale)
+    def _scale(self, sources: slice) -> tuple[Tensor, Tensor]:
+        """Mean and scale of the channels of some sources, to be broadcast over two axes."""
+        parts = self.standardization
+        return parts.mean[sources, None, None], parts.scale[sources, None, None]
 
     def _pieces(
         self, features: Float[Tensor, "sources batch rows cols dim"]

@@ -3,7 +3,6 @@ import torch
 import torch.nn.functional as F
 
 from probes.features.labels import label_histograms
-from probes.heads import upsampled_logsumexp
 from probes.heads.losses import HistogramLoss, MajorityLoss, ResampledLoss, UpsampledLoss
 
 CLASSES, HEADS, BATCH, ROWS, COLS = 5, 3, 2, 4, 3
@@ -100,18 +99,6 @@ def test_mode_loss_equals_cross_entropy_of_the_patches_with_their_modes():
     expected, expected_gradient = _reference(logits, modes, "nearest")
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("side", [7, 8])
-@pytest.mark.parametrize("piece_bytes", [1, 2**12, 2**20])
-def test_the_size_of_the_pieces_does_not_move_the_loss(monkeypatch, piece_bytes, side):
-    loss, labels = UpsampledLoss(side), _labels(side)
-    targets = loss.targets(labels, CLASSES, GRID)
-    value, gradient = loss.loss_and_gradient(_logits(), targets)
-    monkeypatch.setitem(upsampled_logsumexp.PIECE_BYTES, "cpu", piece_bytes)
-    other, other_gradient = loss.loss_and_gradient(_logits(), targets)
-    torch.testing.assert_close(value, other)
-    torch.testing.assert_close(gradient, other_gradient)
 
 
 @pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(4), UpsampledLoss(8)])

@@ -94,16 +94,6 @@ def test_joined_layers_reach_up_to_the_last_asked_one(mode, last, joined):
     assert quick_probe(layers_mode=mode).sources((0, last)) == [joined]
 
 
-def test_a_head_on_joined_layers_sees_the_channels_of_all_of_them(tmp_path):
-    probe, context = quick_probe(layers_mode="multi"), probe_context(tmp_path)
-    run = probe.prepared(context)
-    heads = run.train(run.features())
-    assert heads.sources == ((0, 1, 2, 3),)
-    assert heads.weight.shape == (1, 3, 4, 4 * 24)
-    quarters = heads.weight.unflatten(-1, (4, 24)).abs().sum((0, 1, 2, 4))
-    assert (quarters > 0).all()
-
-
 def test_what_is_held_out_trains_nothing(tmp_path):
     split = TrainingSplit.draw(Colours("train", 18), at_most=None, holdout=0.3, seed=0)
     wrong = ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
