@@ -21,7 +21,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from jaxtyping import Float16, Int64, UInt8, UInt32
+from jaxtyping import Float16, UInt8, UInt32
 from torch import Tensor
 
 from ssl_bench.errors import MachineError
@@ -182,7 +182,7 @@ class FeatureReader:
             raise DamagedFeatures(f"{self.format.path} gives other features than were written")
 
 
-def _allocate(file: BinaryIO, size: int) -> None:
+def _allocate(file: IO[bytes], size: int) -> None:
     """Take the room on the disk now, so that a full one is not found after hours.
 
     Where the file system cannot do so, writing itself tells.
@@ -194,47 +194,20 @@ def _allocate(file: BinaryIO, size: int) -> None:
             raise
 
 
-class LabelFile:
-    """Masks of all entries in a file without a name, which is gone when the process is.
+def label_file(folder: Path, shape: tuple[int, int, int]) -> UInt8[Tensor, "entries height width"]:
+    """Labels of all entries, in a file that is gone when nobody has them any more.
 
     Raises:
         MachineError: the folder takes no file, or its disk is full.
     """
-
-    def __init__(self, folder: Path, shape: tuple[int, int, int]) -> None:
-        self.folder, self.shape = folder, shape
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # It is closed, and with that gone, when nobody has it any more.
-            self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def put(self, entries: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
-        try:
-            for entry, mask in zip(entries, labels, strict=True):
-                self._file.seek(entry * self._entry_bytes)
-                self._file.write(mask.numpy().tobytes())
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def of(self, entries: Int64[Tensor, " some"]) -> UInt8[Tensor, "some height width"]:
-        found = torch.empty(len(entries), *self.shape[1:], dtype=torch.uint8)
-        self._file.flush()
-        for number, entry in enumerate(entries.tolist()):
-            place = entry * self._entry_bytes
-            content = os.pread(self._file.fileno(), self._entry_bytes, place)
-            found[number] = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(
-                self.shape[1:]
-            )
-        return found
-
-    @property
-    def _entry_bytes(self) -> int:
-        return prod(self.shape[1:])
-
-    def _refused(self, error: OSError) -> MachineError:
-        return MachineError(
-            f"cannot keep labels in {self.folder} ({error.strerror or error}); choose another "
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Room that is missing later, behind mapped memory, would end the process.
+            _allocate(file, prod(shape))
+            return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=shape))
+    except OSError as error:
+        raise MachineError(
+            f"cannot keep labels in {folder} ({error.strerror or error}); choose another "
             "folder with probe.cache=DIR"
-        )
+        ) from error

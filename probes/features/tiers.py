@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
 from torch import Tensor
 
-from probes.features.disk import DamagedFeatures, FeatureFile, FeatureReader, LabelFile
+from probes.features.disk import DamagedFeatures, FeatureFile, FeatureReader, label_file
 from probes.features.stream import ahead, batches, check, extract, read_ahead
 from probes.features.views import TrainingViews, nearest_labels
 from ssl_bench.data.samples import ImageSet, Sample
@@ -108,38 +108,26 @@ class HalfFeatures:
         Raises:
             CheckpointError: a feature is not finite in float16.
         """
-        halves, finite, sums = self._computed(images, ids)
-        sums, finite, *halves = fetched([sums, finite, *halves])
-        self._require_finite(sums, finite, ids)
-        return halves
+        return self._checked(images, ids, leave=False)
 
     def left(self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]) -> list[Half]:
         """As `fetched`, left on the device."""
-        halves, finite, sums = self._computed(images, ids)
-        sums, finite = fetched([sums, finite])
-        self._require_finite(sums, finite, ids)
-        return halves
+        return self._checked(images, ids, leave=True)
 
-    def _computed(
-        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
-    ) -> tuple[list[Half], Bool[Tensor, "layers batch"], Float[Tensor, "layers batch"]]:
-        """Features by layer, which of them are finite in float16, and what `check` takes."""
+    def _checked(
+        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str], *, leave: bool
+    ) -> list[Half]:
         features, sums = extract(self.extractor, self.facet, images, ids)
         halves = [features[layer].half() for layer in self.extractor.layers]
-        return halves, torch.stack([half.isfinite().flatten(1).all(1) for half in halves]), sums
-
-    def _require_finite(
-        self,
-        sums: Float[Tensor, "layers batch"],
-        finite: Bool[Tensor, "layers batch"],
-        ids: Sequence[str],
-    ) -> None:
+        finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
+        sums, finite, *host = fetched([sums, finite, *([] if leave else halves)])
         check(self.extractor, sums, ids)
         for index, image in finite.logical_not().nonzero().tolist():
             raise CheckpointError(
                 f"layer {self.extractor.layers[index]} of {self.extractor.encoder.name} gives "
                 f"features beyond float16 (65504) for image {ids[image]}; try probe.norm=final"
             )
+        return halves if leave else host
 
 
 @dataclass(frozen=True)
@@ -222,7 +210,7 @@ class FeaturesOnDisk:
 
     layers: tuple[int, ...]
     facts: LabelFacts
-    labels: LabelFile
+    labels: UInt8[Tensor, "entries height width"]
     file: FeatureFile
     compute: Callable[[], object]
     say: Callable[[str], None]
@@ -246,7 +234,7 @@ class FeaturesOnDisk:
                         most=_AHEAD,
                     )
                     for features in found:
-                        labels = sent(self.labels.of(chosen[done]), device)
+                        labels = sent(self.labels[chosen[done]], device)
                         done += 1
                         yield FeatureBatch(sent(features, device), labels)
                 except DamagedFeatures as error:
@@ -365,24 +353,22 @@ class TrainingPass:
             self.read_labels(facts.put)
             return StreamedFeatures(layers, facts, self.stream)
         if tier == "memory":
-            blocks = torch.empty(shape, dtype=torch.float16)
             labels = torch.empty(entries, size, size, dtype=torch.uint8)
+        else:
+            labels = label_file(room.folder, (entries, size, size))
+
+        def put_labels(some: Sequence[int], values: UInt8[Tensor, "some rows cols"]) -> None:
+            facts.put(some, values)
+            labels[list(some)] = values
+
+        if tier == "memory":
+            blocks = torch.empty(shape, dtype=torch.float16)
 
             def put(index: int, some: Sequence[int], features: Half) -> None:
                 blocks[index, list(some)] = features
 
-            def put_labels(some: Sequence[int], values: UInt8[Tensor, "some rows cols"]) -> None:
-                facts.put(some, values)
-                labels[list(some)] = values
-
             self._fill(put, put_labels)
             return FeaturesInMemory(layers, blocks, labels, facts)
-        return self._on_disk(file, LabelFile(room.folder, (entries, size, size)), facts)
-
-    def _on_disk(self, file: FeatureFile, labels: LabelFile, facts: LabelFacts) -> FeaturesOnDisk:
-        def put_labels(some: Sequence[int], values: UInt8[Tensor, "some rows cols"]) -> None:
-            facts.put(some, values)
-            labels.put(some, values)
 
         def write() -> None:
             with file.writing() as writer:
@@ -393,8 +379,7 @@ class TrainingPass:
             self.read_labels(put_labels)
         else:
             write()
-        passes, layers = int(not is_kept), self.extractor.layers
-        return FeaturesOnDisk(layers, facts, labels, file, write, self.say, passes)
+        return FeaturesOnDisk(layers, facts, labels, file, write, self.say, int(not is_kept))
 
     def _is_kept(self, file: FeatureFile) -> bool:
         """Whether an earlier run left its features; those that are read are looked at then."""

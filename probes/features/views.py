@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,18 +16,6 @@ from ssl_bench.scores import IGNORED
 
 # RGB in [0, 1], and a mask that covers the same part of the scene at a resolution of its own.
 View = tuple[Float[Tensor, "3 size size"], UInt8[Tensor, "height width"]]
-
-
-@runtime_checkable
-class TrainingViews(Protocol):
-    """Gives a fixed number of views of every image, so that their features can be kept."""
-
-    @property
-    def count(self) -> int: ...
-
-    def view(self, sample: Sample, number: int, size: int) -> View:
-        """One view; always the same for the same sample and number."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -146,6 +133,13 @@ class ScaledCrops:
         scale = min(short_side / min(mask.shape), 4 * short_side / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
         return resized(image, height, width), nearest_labels(mask, height, width)
+
+
+TrainingViews = WholeImage | CentralSquare | ResizedCrops | ScaledCrops
+"""Gives `count` views of every image, so that their features can be kept.
+
+`view` is always the same for the same sample and number.
+"""
 
 
 def tensors(
