@@ -8,7 +8,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,7 +75,6 @@ class FeatureFile:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_orphans(self.folder)
-            self._require_room()
             with unfinished(self.path) as file:
                 writer = FeatureWriter(self, file, np.zeros(self.shape[:2], _CHECKSUM))
                 _allocate(file, self._data_bytes() + len(self._tail(writer.checksums)))
@@ -87,8 +85,9 @@ class FeatureFile:
             raise
         except OSError as error:
             raise MachineError(
-                f"cannot keep features in {self.folder} ({error.strerror or error}); choose "
-                "another folder with probe.cache=DIR"
+                f"cannot keep {self._data_bytes() / 2**30:.1f} GiB of features in {self.folder} "
+                f"({error.strerror or error}); choose another folder with probe.cache=DIR, or take "
+                "probe.tier=stream"
             ) from error
 
     @property
@@ -124,15 +123,6 @@ class FeatureFile:
 
     def _data_bytes(self) -> int:
         return 2 * prod(self.shape)
-
-    def _require_room(self) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if free < self._data_bytes():
-            raise MachineError(
-                f"the features take {self._data_bytes() / 2**30:.1f} GiB and {self.folder} has "
-                f"{free / 2**30:.1f} GiB free; take probe.tier=stream, or choose another folder "
-                "with probe.cache=DIR"
-            )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Heads that learn where to look: patches pooled by several queries, then a linear layer."""
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
@@ -10,7 +11,6 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from probes.features.tiers import TrainingFeatures
-from probes.heads.kept import Standing
 from probes.heads.optimizers import HeadOptimizer, Schedule
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.transfers import sent
@@ -156,7 +156,7 @@ class AttentiveTraining:
 
         `labels` are those of every entry, chosen or not.
         """
-        standing, batches = Standing(None), self._batches(entries)
+        start, batches = time.monotonic(), self._batches(entries)
         bank, constant, states = None, (), [{}, {}, {}, {}]
         read = features.of_layers(layers, self.device)
         peak = torch.tensor(self.values, device=self.device)
@@ -176,23 +176,19 @@ class AttentiveTraining:
                     classes=self.classes,
                     seed=self.seed,
                 ).on(self.device)
-            gradients = self._gradients(bank, blocks, sent(labels[some], self.device))
+            true = sent(labels[some], self.device)
+            # Of all sources, one after the other, because of what a batch of one takes.
+            found = [
+                bank.loss_and_gradients(source, tokens.float(), true)[1]
+                for source, tokens in enumerate(blocks)
+            ]
+            gradients = map(torch.stack, zip(*found, strict=True))
             rates = peak * self.schedule.factor(step, len(batches))
             for part, gradient, state in zip(bank.trained, gradients, states, strict=True):
                 shaped = rates.view(-1, *[1] * (part.ndim - 2))
                 self.optimizer.update(part, gradient, state, shaped, step + 1)
         assert bank is not None
-        return TrainedAttentiveHeads(tuple(layers), bank, constant, standing.seconds())
-
-    def _gradients(
-        self, bank: AttentiveHeads, blocks: Tensor, labels: Int64[Tensor, " batch"]
-    ) -> list[Tensor]:
-        """Of all sources, one after the other, because of what a batch of one takes."""
-        found = []
-        for source, tokens in enumerate(blocks):
-            _, gradients = bank.loss_and_gradients(source, tokens.float(), labels)
-            found.append(gradients)
-        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+        return TrainedAttentiveHeads(tuple(layers), bank, constant, time.monotonic() - start)
 
     def _batches(self, entries: Int64[Tensor, " chosen"]) -> list[Int64[Tensor, " some"]]:
         """Whole batches in a seeded order, the same for all heads.
