@@ -23,7 +23,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
-from probes.pca.components import Colours, aligned, as_colours, fit_projection, oriented
+from probes.pca import Colours, aligned, as_colours, fit_projection, oriented
 from probes.tokencut.cuts import Discovery, discover
 from probes.tokencut.options import Cut, PatchGrid
 from ssl_bench.features import FeatureExtractor

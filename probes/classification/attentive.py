@@ -14,12 +14,9 @@ from probes.classification.probe import LinearClassification
 from probes.classification.report import ClassificationReport, scores_of
 from probes.features.labels import class_labels
 from probes.features.stream import batches, read_ahead
-from probes.features.tiers.cache import TrainingPass
-from probes.features.tiers.halves import HalfFeatures
-from probes.features.tiers.room import Room
-from probes.features.tiers.training import TrainingFeatures
+from probes.features.tiers import HalfFeatures, Room, TrainingFeatures, TrainingPass
 from probes.features.views import CentralSquare
-from probes.heads.attentive_training import AttentiveTraining, TrainedAttentiveHeads
+from probes.heads.attentive import AttentiveTraining, TrainedAttentiveHeads
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.locations import cache_folder

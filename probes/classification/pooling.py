@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from probes.heads.fitting import floats
+from probes.heads.sgd import floats
 from ssl_bench.composition.fields import Count, Rate, check_fields, require_some
 
 if TYPE_CHECKING:
     import torch
 
-    from probes.heads.attentive_training import AttentiveTraining
+    from probes.heads.attentive import AttentiveTraining
 
 ATTENTIVE_FACET = "patch_attentive"
 """As records have it: the patches after the final norm, pooled where a head learned to look."""
@@ -58,7 +58,7 @@ class AttentivePooling:
         }
 
     def training(self, *, classes: int, seed: int, device: "torch.device") -> "AttentiveTraining":
-        from probes.heads.attentive_training import AttentiveTraining
+        from probes.heads.attentive import AttentiveTraining
         from probes.heads.optimizers import LARS, Schedule
 
         return AttentiveTraining(

@@ -8,7 +8,7 @@ from probes.classification.pooling import ATTENTIVE_FACET, AttentivePooling, Fix
 from probes.classification.training import ImageRegression
 from probes.features.shots import AskedShots, require_one_way_to_draw, shot_metric, shots_of
 from probes.features.sources import IMAGE_FACETS, LayerGroup, require_one_block_a_head, sources_of
-from probes.heads.fitting import HeadFitting
+from probes.heads.sgd import HeadFitting
 from ssl_bench.composition.fields import (
     Count,
     Pixels,

@@ -15,7 +15,7 @@ from probes.classification.report import ClassificationReport, scores_of
 from probes.features.image import ImageFeatures, ImagePass
 from probes.features.sources import LayerGroup
 from probes.features.stream import batches
-from probes.features.tiers.training import FeaturesInMemory
+from probes.features.tiers import FeaturesInMemory
 from probes.heads.losses import LabelLoss
 from probes.heads.sgd import Heads, TrainedHeads, Training
 from ssl_bench.composition.presets import guesses_of

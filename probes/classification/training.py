@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from probes.heads.fitting import LogisticRegression, floats
+from probes.heads.logistic import LogisticRegression
+from probes.heads.sgd import floats
 from ssl_bench.composition.fields import Count, Positive, Rate, check_fields, require_some
 
 if TYPE_CHECKING:

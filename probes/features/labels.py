@@ -1,21 +1,15 @@
-"""Labels of an image set: which classes images and patches show, and masks beyond memory."""
+"""Labels of an image set: which classes images and patches show."""
 
-import os
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
-from pathlib import Path
-from typing import IO, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int64, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from ssl_bench.data.samples import ImageSet
-from ssl_bench.errors import DataError, MachineError
+from ssl_bench.errors import DataError
 from ssl_bench.metrics import value_counts
-from ssl_bench.scores import IGNORED
 
 
 @runtime_checkable
@@ -38,76 +32,6 @@ def class_labels(images: ImageSet) -> Sequence[int]:
             "labels beside them; leave probe.shots and probe.pool out"
         )
     return images.labels
-
-
-@dataclass(frozen=True)
-class LabelFacts:
-    """Which values occur in the labels of each entry, 255 among them."""
-
-    present: Bool[Tensor, "entries 256"]
-
-    @classmethod
-    def unknown(cls, entries: int) -> "LabelFacts":
-        return cls(torch.zeros(entries, 256, dtype=torch.bool))
-
-    def put(self, entries: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
-        for entry, values in zip(entries, labels, strict=True):
-            self.present[entry, values.unique().long()] = True
-
-    def classes(self, entries: Int64[Tensor, " chosen"]) -> list[int]:
-        """Those of some entries, ascending."""
-        found = self.present[entries].any(0).nonzero()[:, 0].tolist()
-        return [value for value in found if value != IGNORED]
-
-    def without_label(self) -> Bool[Tensor, " entries"]:
-        """Entries all of whose pixels are ignored."""
-        return ~self.present[:, :IGNORED].any(1)
-
-
-class LabelFile:
-    """Masks of all entries in a file without a name, which is gone when the process is.
-
-    Raises:
-        MachineError: the folder takes no file, or its disk is full.
-    """
-
-    def __init__(self, folder: Path, shape: tuple[int, int, int]) -> None:
-        self.folder, self.shape = folder, shape
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # It is closed, and with that gone, when nobody has it any more.
-            self._file: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def put(self, entries: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
-        try:
-            for entry, mask in zip(entries, labels, strict=True):
-                self._file.seek(entry * self._entry_bytes)
-                self._file.write(mask.numpy().tobytes())
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def of(self, entries: Int64[Tensor, " some"]) -> UInt8[Tensor, "some height width"]:
-        found = torch.empty(len(entries), *self.shape[1:], dtype=torch.uint8)
-        self._file.flush()
-        for number, entry in enumerate(entries.tolist()):
-            place = entry * self._entry_bytes
-            content = os.pread(self._file.fileno(), self._entry_bytes, place)
-            found[number] = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(
-                self.shape[1:]
-            )
-        return found
-
-    @property
-    def _entry_bytes(self) -> int:
-        return prod(self.shape[1:])
-
-    def _refused(self, error: OSError) -> MachineError:
-        return MachineError(
-            f"cannot keep labels in {self.folder} ({error.strerror or error}); choose another "
-            "folder with probe.cache=DIR"
-        )
 
 
 def label_histograms(

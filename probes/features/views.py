@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,18 +18,6 @@ from ssl_bench.scores import IGNORED
 View = tuple[Float[Tensor, "3 size size"], UInt8[Tensor, "height width"]]
 
 
-@runtime_checkable
-class TrainingViews(Protocol):
-    """Gives a fixed number of views of every image, so that their features can be kept."""
-
-    @property
-    def count(self) -> int: ...
-
-    def view(self, sample: Sample, number: int, size: int) -> View:
-        """One view; always the same for the same sample and number."""
-        ...
-
-
 @dataclass(frozen=True)
 class WholeImage:
     """The image squashed to a square; with two views also its mirror image."""
@@ -39,14 +26,8 @@ class WholeImage:
 
     def view(self, sample: Sample, number: int, size: int) -> View:
         image, mask = tensors(sample)
-        return (
-            mirrored(resized(image, size, size), mask)
-            if number
-            else (
-                resized(image, size, size),
-                mask,
-            )
-        )
+        view = resized(image, size, size), mask
+        return mirrored(*view) if number else view
 
 
 @dataclass(frozen=True)
@@ -152,6 +133,13 @@ class ScaledCrops:
         scale = min(short_side / min(mask.shape), 4 * short_side / max(mask.shape))
         height, width = (max(1, round(scale * side)) for side in mask.shape)
         return resized(image, height, width), nearest_labels(mask, height, width)
+
+
+TrainingViews = WholeImage | CentralSquare | ResizedCrops | ScaledCrops
+"""Gives `count` views of every image, so that their features can be kept.
+
+`view` is always the same for the same sample and number.
+"""
 
 
 def tensors(

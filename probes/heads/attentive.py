@@ -1,13 +1,19 @@
 """Heads that learn where to look: patches pooled by several queries, then a linear layer."""
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
+
+from probes.features.tiers import TrainingFeatures
+from probes.heads.optimizers import HeadOptimizer, Schedule
+from ssl_bench.evaluation import Progress
+from ssl_bench.system.transfers import sent
 
 _EPSILON = 1e-6
 _MOMENTUM = 0.1
@@ -120,3 +126,93 @@ def pooled(
     slices = value.view(values * queries, dim // queries, dim)
     parts = torch.bmm(seen.transpose(0, 1), slices.mT)  # values*queries batch slice
     return parts.unflatten(0, (values, queries)).transpose(1, 2).flatten(2)
+
+
+@dataclass(frozen=True)
+class AttentiveTraining:
+    """Hyperparameters of attentive heads; their values are learning rates."""
+
+    values: tuple[float, ...]
+    queries: int
+    epochs: int
+    batch_size: int
+    optimizer: HeadOptimizer
+    schedule: Schedule
+    classes: int
+    seed: int
+    device: torch.device
+
+    hyperparameter = "learning_rate"
+
+    def train(
+        self,
+        features: TrainingFeatures,
+        labels: Int64[Tensor, " images"],
+        layers: Sequence[int],
+        entries: Int64[Tensor, " chosen"],
+        progress: Progress,
+    ) -> "TrainedAttentiveHeads":
+        """Train one head for each layer and rate on the chosen entries.
+
+        `labels` are those of every entry, chosen or not.
+        """
+        start, batches = time.monotonic(), self._batches(entries)
+        bank, constant, states = None, (), [{}, {}, {}, {}]
+        read = features.of_layers(layers, self.device)
+        peak = torch.tensor(self.values, device=self.device)
+        name = f"attentive heads of layers {layers[0]} to {layers[-1]}"
+        shown = progress(read(batches), name, len(batches))
+        for step, (batch, some) in enumerate(zip(shown, batches, strict=True)):
+            blocks = batch.features.flatten(2, 3)  # layers batch tokens dim
+            if bank is None:
+                by_channel = blocks.flatten(1, 2)  # layers batch*tokens dim
+                varies = by_channel.amax(1) != by_channel.amin(1)
+                constant = tuple((~varies).sum(1).tolist())
+                bank = AttentiveHeads.drawn(
+                    sources=len(blocks),
+                    values=len(self.values),
+                    queries=self.queries,
+                    dim=blocks.shape[-1],
+                    classes=self.classes,
+                    seed=self.seed,
+                ).on(self.device)
+            true = sent(labels[some], self.device)
+            # Of all sources, one after the other, because of what a batch of one takes.
+            found = [
+                bank.loss_and_gradients(source, tokens.float(), true)[1]
+                for source, tokens in enumerate(blocks)
+            ]
+            gradients = map(torch.stack, zip(*found, strict=True))
+            rates = peak * self.schedule.factor(step, len(batches))
+            for part, gradient, state in zip(bank.trained, gradients, states, strict=True):
+                shaped = rates.view(-1, *[1] * (part.ndim - 2))
+                self.optimizer.update(part, gradient, state, shaped, step + 1)
+        assert bank is not None
+        return TrainedAttentiveHeads(tuple(layers), bank, constant, time.monotonic() - start)
+
+    def _batches(self, entries: Int64[Tensor, " chosen"]) -> list[Int64[Tensor, " some"]]:
+        """Whole batches in a seeded order, the same for all heads.
+
+        What is left over of an epoch is left out, because a small batch has other statistics.
+        """
+        generator, size = torch.Generator().manual_seed(self.seed), self.batch_size
+        whole = max(1, len(entries) // size)
+        return [
+            entries[chosen]
+            for _ in range(self.epochs)
+            for chosen in torch.randperm(len(entries), generator=generator).split(size)[:whole]
+        ]
+
+
+@dataclass(frozen=True)
+class TrainedAttentiveHeads:
+    """Heads of some layers.
+
+    Attributes:
+        constant_channels: How many channels of each layer did not vary in the first batch.
+    """
+
+    layers: tuple[int, ...]
+    heads: AttentiveHeads
+    constant_channels: tuple[int, ...]
+    seconds: float

@@ -9,6 +9,8 @@ from torch import Tensor
 
 _Values = Float64[Tensor, "problems parameters"]
 _Each = Float64[Tensor, " problems"]
+# A step, how the gradient changed on it, and a weight: zero where that says nothing.
+_Pair = tuple[_Values, _Values, _Each]
 
 # Of the decrease that the slope promises; and halvings of a step before a problem is given up.
 _SUFFICIENT = 1e-4
@@ -31,46 +33,6 @@ class Minimum:
     iterations: int
 
 
-@dataclass(frozen=True)
-class _Point:
-    values: _Values
-    loss: _Each
-    gradient: _Values
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """Which problems have ended, and how."""
-
-    converged: Bool[Tensor, " problems"]
-    stalled: Bool[Tensor, " problems"]
-
-    @property
-    def done(self) -> Bool[Tensor, " problems"]:
-        return self.converged | self.stalled
-
-
-@dataclass(frozen=True)
-class _Tolerances:
-    gradient: float
-    loss: float
-
-    def ended(self, before: _Point, after: _Point, stalled: Bool[Tensor, " problems"]) -> _Ended:
-        """Where a step from one point to another leads; what has stalled once stays so."""
-        decrease = before.loss - after.loss
-        gained_nothing = decrease <= self.loss * before.loss.abs()
-        return _Ended(_is_flat(after, self.gradient), stalled | gained_nothing)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A step and how the gradient changed on it; of weight zero where that says nothing."""
-
-    step: _Values
-    change: _Values
-    weight: _Each
-
-
 def minimise(
     objective: Callable[[_Values], tuple[_Each, _Values]],
     start: Float64[Tensor, "problems parameters"],
@@ -90,21 +52,33 @@ def minimise(
     Source: Nocedal and Wright, Numerical Optimization, algorithms 7.4 and 3.1. Backtracking alone
     is enough: a convex function curves upwards along every step.
     """
-    point, pairs = _Point(start, *objective(start)), []
-    tolerances = _Tolerances(gradient_tolerance, loss_tolerance)
-    converged, iteration = _is_flat(point, gradient_tolerance), 0
-    ended = _Ended(converged, torch.zeros_like(converged))
-    is_over = bool(ended.done.all())
+    values, (loss, gradient), pairs, iteration = start, objective(start), list[_Pair](), 0
+    converged = gradient.abs().amax(1) <= gradient_tolerance
+    stalled = torch.zeros_like(converged)
+    is_over = bool((converged | stalled).all())
     while iteration < max_iterations and not is_over:
-        search = _LineSearch(objective, point, _direction(point.gradient, pairs), tolerances)
-        following, ended, is_over = search.step(ended)
-        pairs = [*pairs, _pair(point, following)][-memory:]
-        point, iteration = following, iteration + 1
-    return Minimum(point.values, ended.converged, ended.stalled & ~ended.converged, iteration)
-
-
-def _is_flat(point: _Point, tolerance: float) -> Bool[Tensor, " problems"]:
-    return point.gradient.abs().amax(1) <= tolerance
+        before, direction = (values, loss, gradient), _direction(gradient, pairs)
+        # Halve each problem's step until its loss falls enough; those that never do stay.
+        slope, stalled_before = _dot(gradient, direction), stalled
+        length = torch.where(converged | stalled, 0.0, 1.0).to(loss)
+        for _ in range(_HALVINGS):
+            tried = before[0] + length[:, None] * direction
+            tried_loss, tried_gradient = objective(tried)
+            fell = (tried_loss <= before[1] + _SUFFICIENT * length * slope) | (length == 0)
+            values = torch.where(fell[:, None], tried, before[0])
+            loss = torch.where(fell, tried_loss, before[1])
+            gradient = torch.where(fell[:, None], tried_gradient, before[2])
+            converged = gradient.abs().amax(1) <= gradient_tolerance
+            # What has stalled once stays so.
+            stalled = stalled_before | (before[1] - loss <= loss_tolerance * before[1].abs())
+            # Both at once: on a device the host waits for each answer.
+            have_fallen, is_over = torch.stack([fell.all(), (converged | stalled).all()]).tolist()
+            if have_fallen:
+                break
+            length = torch.where(fell, length, length / 2)
+        pairs = [*pairs, _pair(values - before[0], gradient - before[2])][-memory:]
+        iteration += 1
+    return Minimum(values, converged, stalled & ~converged, iteration)
 
 
 def _direction(gradient: _Values, pairs: Sequence[_Pair]) -> _Values:
@@ -113,63 +87,25 @@ def _direction(gradient: _Values, pairs: Sequence[_Pair]) -> _Values:
         # The first step is at most of length one.
         return -gradient / gradient.abs().sum(1, keepdim=True).clamp(min=1)
     direction, shares = gradient.clone(), []
-    for pair in reversed(pairs):
-        share = pair.weight * _dot(pair.step, direction)
-        direction -= share[:, None] * pair.change
+    for step, change, weight in reversed(pairs):
+        share = weight * _dot(step, direction)
+        direction -= share[:, None] * change
         shares.append(share)
-    direction *= _curvature_scale(pairs)[:, None]
-    for pair, share in zip(pairs, reversed(shares), strict=True):
-        back = pair.weight * _dot(pair.change, direction)
-        direction += (share - back)[:, None] * pair.step
+    # Scaled by the latest pair of each problem that says something.
+    scale = torch.ones_like(pairs[0][2])
+    for step, change, weight in pairs:
+        ratio = _dot(step, change) / _dot(change, change).clamp(min=1e-300)
+        scale = torch.where(weight > 0, ratio, scale)
+    direction *= scale[:, None]
+    for (step, change, weight), share in zip(pairs, reversed(shares), strict=True):
+        direction += (share - weight * _dot(change, direction))[:, None] * step
     return -direction
 
 
-def _curvature_scale(pairs: Sequence[_Pair]) -> _Each:
-    """Of the latest pair of each problem that says something."""
-    scale = torch.ones_like(pairs[0].weight)
-    for pair in pairs:
-        ratio = _dot(pair.step, pair.change) / _dot(pair.change, pair.change).clamp(min=1e-300)
-        scale = torch.where(pair.weight > 0, ratio, scale)
-    return scale
-
-
-@dataclass(frozen=True)
-class _LineSearch:
-    """Halve each problem's step until its loss falls enough; those that never do stay."""
-
-    objective: Callable[[_Values], tuple[_Each, _Values]]
-    point: _Point
-    direction: _Values
-    tolerances: _Tolerances
-
-    def step(self, before: _Ended) -> tuple[_Point, _Ended, bool]:
-        """Where the step leads, which problems end there, and whether all do."""
-        point, following, is_over = self.point, self.point, False
-        slope, ended = _dot(point.gradient, self.direction), before
-        length = torch.where(before.done, 0.0, 1.0).to(point.loss)
-        for _ in range(_HALVINGS):
-            values = point.values + length[:, None] * self.direction
-            loss, gradient = self.objective(values)
-            fell = (loss <= point.loss + _SUFFICIENT * length * slope) | (length == 0)
-            following = _Point(
-                torch.where(fell[:, None], values, point.values),
-                torch.where(fell, loss, point.loss),
-                torch.where(fell[:, None], gradient, point.gradient),
-            )
-            ended = self.tolerances.ended(point, following, before.stalled)
-            # Both at once: on a device the host waits for each answer.
-            have_fallen, is_over = torch.stack([fell.all(), ended.done.all()]).tolist()
-            if have_fallen:
-                break
-            length = torch.where(fell, length, length / 2)
-        return following, ended, is_over
-
-
-def _pair(before: _Point, after: _Point) -> _Pair:
-    step, change = after.values - before.values, after.gradient - before.gradient
+def _pair(step: _Values, change: _Values) -> _Pair:
     curvature = _dot(step, change)
     says = curvature > 1e-12 * _dot(step, step)
-    return _Pair(step, change, torch.where(says, 1 / curvature.where(says, 1.0), 0.0))
+    return step, change, torch.where(says, 1 / curvature.where(says, 1.0), 0.0)
 
 
 def _dot(one: _Values, other: _Values) -> _Each:

@@ -4,42 +4,80 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from probes.features.sources import LayerGroup
-from probes.features.statistics import RunningStatistics, Standardization
-from probes.features.tiers.training import Chosen, FeatureBatch, Read, TrainingFeatures
+from probes.features.tiers import FeatureBatch, TrainingFeatures
 from probes.heads.kept import KeptState
 from probes.heads.lbfgs import minimise
-from probes.heads.linear import LinearHeads
-from probes.heads.losses import PixelLoss
-from probes.heads.sgd import TrainedHeads, joined, layers_of
+from probes.heads.sgd import (
+    Heads,
+    LinearHeads,
+    RunningStatistics,
+    TrainedHeads,
+    Training,
+    floats,
+    joined,
+    layers_of,
+)
+from ssl_bench.composition.fields import Count, Positive, check_fields, require_some
 from ssl_bench.evaluation import Progress
 from ssl_bench.system.device import in_float64
 
 
 @dataclass(frozen=True)
-class LogisticTraining:
-    """Hyperparameters of the heads.
+class LogisticRegression:
+    """Logistic regressions, each fitted to its end by L-BFGS.
 
     Attributes:
-        values: C, which multiplies the sum of the loss beside half the squared weights, of two
-            classes half the squared difference of theirs; the bias is free, as in scikit-learn.
+        c_values: C of scikit-learn's: weight of the loss against the penalty. All are fitted;
+            which one counts is chosen afterwards.
         batch_size: Images that are looked at together; the result does not depend on it.
-        gradient_tolerance: See `probes.heads.fitting.LogisticRegression`.
+        gradient_tolerance: A head has converged where no entry of the mean loss's gradient exceeds
+            it.
     """
 
-    values: tuple[float, ...]
+    c_values: Sequence[Positive]
+    max_iterations: Count = 1000
+    batch_size: Count = 16
+
+    gradient_tolerance: ClassVar[float] = 1e-6
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.training")
+        require_some("probe.training.c_values", self.c_values)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "optimizer": "lbfgs",
+            "c_values": floats(self.c_values),
+            "max_iterations": self.max_iterations,
+        }
+
+    def of_heads(self, heads: "Heads") -> "LogisticTraining":
+        return LogisticTraining(
+            values=tuple(floats(self.c_values)),
+            max_iterations=self.max_iterations,
+            batch_size=self.batch_size,
+            gradient_tolerance=self.gradient_tolerance,
+            **vars(heads),
+        )
+
+
+@dataclass(frozen=True)
+class LogisticTraining(Training):
+    """Logistic regressions of the heads that it was told of; values are C.
+
+    C multiplies the sum of the loss beside half the squared weights, of two classes half the
+    squared difference of theirs; the bias is free, as in scikit-learn. The result does not depend
+    on the size of the batches.
+    """
+
     max_iterations: int
-    batch_size: int
-    loss: PixelLoss
-    standardize: bool
-    classes: int
-    seed: int
-    device: torch.device
     gradient_tolerance: float
 
     hyperparameter = "c_value"
@@ -57,61 +95,48 @@ class LogisticTraining:
         start = time.monotonic()
         read = features.of_layers(layers_of(sources), self.device)
         batches = entries.split(self.batch_size)
-        statistics, counted = self._looked_at(read, batches, len(sources), progress)
-        standardization = statistics if self.standardize else statistics.identity()
-        objective = self._objective(read, batches, counted, standardization)
-        name = f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}"
+        # From one pass: scale of the channels, and how many patches of each batch count.
+        found, counted = RunningStatistics.none(self.device), []
+        for batch in progress(read(batches), "mean and deviation", len(batches)):
+            found.add(batch.features)
+            counted.append(self.targets(batch).counted.sum())
+        statistics = found.standardization(len(sources)).on(self.device)
+        numbers = in_float64(torch.stack(counted))
+        total = numbers.sum().clamp(min=1)
+        c_values = torch.tensor(self.values, dtype=torch.float64, device=numbers.device)
+        # At the minimum the weights of two classes are opposite, so that the sum of their squares
+        # is half the square of the difference, which is all that scikit-learn has there.
+        squares = 2 if self.classes == 2 else 1
+        scale = statistics if self.standardize else statistics.identity()
+        shape = (len(sources), len(self.values), self.classes, scale.mean.shape[1])
+        weight = scale.mean.new_zeros(shape)
+        objective = _Objective(
+            training=self,
+            heads=LinearHeads(scale, weight, weight[..., 0].clone()),
+            read=partial(read, batches),
+            shares=(numbers / total).tolist(),
+            penalty=squares / (c_values.repeat(len(sources)) * total),
+        )
         # One item a fit: how many steps it takes is not known before.
-        (found,) = (
+        (minimum,) = (
             minimise(
                 objective,
                 objective.start(),
                 max_iterations=self.max_iterations,
                 gradient_tolerance=self.gradient_tolerance,
             )
-            for _ in progress(range(1), name, 1)
+            for _ in progress(
+                range(1), f"L-BFGS on layers {sources[0][-1]} to {sources[-1][-1]}", 1
+            )
         )
-        objective.place(found.values)
+        objective.place(minimum.values)
         return TrainedHeads(
             tuple(sources),
             *objective.heads.folded(),
             constant_channels=statistics.constant_channels(),
             seconds=time.monotonic() - start,
-            unfinished=int((~found.converged).sum()),
-            stalled=int(found.stalled.sum()),
-        )
-
-    def _looked_at(
-        self, read: Read, batches: Chosen, sources: int, progress: Progress
-    ) -> tuple[Standardization, list[Tensor]]:
-        """From one pass: scale of the channels, and how many patches of each batch count."""
-        found, counted = RunningStatistics.none(self.device), []
-        for batch in progress(read(batches), "mean and deviation", len(batches)):
-            found.add(batch.features)
-            counted.append(self.loss.targets(batch.labels, self.classes).counted.sum())
-        return found.standardization(sources).on(self.device), counted
-
-    def _objective(
-        self,
-        read: Read,
-        batches: Chosen,
-        counted: Sequence[Tensor],
-        standardization: Standardization,
-    ) -> "_Objective":
-        sources, dim = standardization.mean.shape
-        weight = standardization.mean.new_zeros(sources, len(self.values), self.classes, dim)
-        numbers = in_float64(torch.stack(list(counted)))
-        total = numbers.sum().clamp(min=1)
-        c_values = torch.tensor(self.values, dtype=torch.float64, device=numbers.device)
-        # At the minimum the weights of two classes are opposite, so that the sum of their squares
-        # is half the square of the difference, which is all that scikit-learn has there.
-        weights = 2 if self.classes == 2 else 1
-        return _Objective(
-            heads=LinearHeads(standardization, weight, weight[..., 0].clone()),
-            read=partial(read, batches),
-            shares=(numbers / total).tolist(),
-            loss=self.loss,
-            penalty=weights / (c_values.repeat(sources) * total),
+            unfinished=int((~minimum.converged).sum()),
+            stalled=int(minimum.stalled.sum()),
         )
 
 
@@ -125,10 +150,10 @@ class _Objective:
         penalty: Of half the squared weights, beside the mean loss.
     """
 
+    training: LogisticTraining
     heads: LinearHeads
     read: Callable[[], Iterator[FeatureBatch]]
     shares: Sequence[float]
-    loss: PixelLoss
     penalty: Float64[Tensor, " heads"]
 
     def start(self) -> Float64[Tensor, "heads parameters"]:
@@ -149,9 +174,8 @@ class _Objective:
         sources, _, classes, _ = self.heads.weight.shape
         loss, gradient = values.new_zeros(len(values)), torch.zeros_like(values)
         for batch, share in zip(self.read(), self.shares, strict=True):
-            features = joined(batch.features, sources)
-            targets = self.loss.targets(batch.labels, classes)
-            losses, parts = self.heads.loss_and_gradients(features, self.loss, targets)
+            features, targets = joined(batch.features, sources), self.training.targets(batch)
+            losses, parts = self.heads.loss_and_gradients(features, self.training.loss, targets)
             loss += share * in_float64(losses.flatten())
             by_head = torch.cat([parts[0].flatten(2), parts[1]], 2).flatten(0, 1)
             gradient += share * in_float64(by_head)

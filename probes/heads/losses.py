@@ -5,8 +5,9 @@ a patch, and only the loss knows about pixels. Each loss gives its gradient with
 through the pixels in pieces that stay in the cache.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,8 @@ from jaxtyping import Float, Int64, Integer, UInt8
 from torch import Tensor
 
 from probes.features.labels import label_histograms
-from probes.heads.upsampled_logsumexp import (
-    corner_weights,
-    logsumexp,
-    summed_logsumexp,
-)
+from probes.heads.upsampled_logsumexp import corner_weights, logsumexp, summed_logsumexp
+from ssl_bench.composition.fields import Count, Pixels, check_fields
 from ssl_bench.metrics import value_counts
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.device import float64_device
@@ -43,124 +41,125 @@ class PixelTargets:
         return PixelTargets(self.label_weights[:, images], self.counted[:, images])
 
 
-@runtime_checkable
-class PixelLoss(Protocol):
-    """A cross-entropy of patch logits against pixel labels."""
+class PixelLoss:
+    """A cross-entropy of the logits of each patch against the shares of its labels.
 
-    def label_size(self, grid: int) -> int:
-        """Labels along a side of an image of so many patches."""
-        ...
+    Losses of pixels inherit from it too, and say what they do otherwise. `probe.loss=NAME` takes
+    one of configs/probe/segmentation/loss.
+    """
 
-    def targets(self, labels: Integer[Tensor, "batch height width"], classes: int) -> PixelTargets:
-        """Prepare the labels of a batch once for all heads."""
-        ...
+    def settings(self) -> dict[str, Any]:
+        """What records say of it."""
+        raise NotImplementedError
+
+    def label_size(self, grid: int, patch: int) -> int:
+        """Labels along a side of an image of so many patches, each of so many pixels."""
+        return grid * patch
+
+    def targets(
+        self, labels: Integer[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
+    ) -> PixelTargets:
+        """Prepare the labels of a batch, with rows and columns of patches, for all heads."""
+        raise NotImplementedError
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
         """Sum of the loss over the pixels that count, and its gradient."""
-        ...
+        label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
+        shares = logits.softmax(1)
+        loss = (logsumexp(logits, shares, 1) * counted).flatten(1).sum(1)
+        loss -= (logits * label_weights).flatten(1).sum(1)
+        return loss, shares.mul_(counted).sub_(label_weights)
 
 
 @dataclass(frozen=True)
-class HistogramLoss:
-    """Cross-entropy of each patch's logits against the histogram of the labels under it.
+class HistogramLoss(PixelLoss):
+    """Patch logits against the histogram of the labels under the patch.
 
     Equals the cross-entropy over all pixels with logits upsampled by nearest neighbour.
     """
 
-    pixels_per_patch: int
+    def settings(self) -> dict[str, Any]:
+        return {"loss": "histogram"}
 
-    def label_size(self, grid: int) -> int:
-        return grid * self.pixels_per_patch
-
-    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
-        histograms = label_histograms(labels, self.pixels_per_patch, classes)
+    def targets(
+        self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
+    ) -> PixelTargets:
+        histograms = label_histograms(labels, labels.shape[1] // grid[0], classes)
         return PixelTargets(histograms, histograms.sum(0, keepdim=True))
-
-    def loss_and_gradient(
-        self, logits: Logits, targets: PixelTargets
-    ) -> tuple[Float[Tensor, " heads"], Logits]:
-        return _patch_cross_entropy(logits, targets)
 
 
 @dataclass(frozen=True)
-class ModeLoss:
-    """Cross-entropy of each patch's logits against the most frequent label under it.
+class MajorityLoss(PixelLoss):
+    """Patch logits against the most frequent label under the patch.
 
     Patches that are ignored for the most part do not count; of equally frequent labels the
     smallest wins, and a class before what is ignored.
     """
 
-    pixels_per_patch: int
+    def settings(self) -> dict[str, Any]:
+        return {"loss": "majority"}
 
-    def label_size(self, grid: int) -> int:
-        return grid * self.pixels_per_patch
-
-    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
+    def targets(
+        self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
+    ) -> PixelTargets:
         # Ignored pixels as a class behind all others, which may win but is not kept.
-        counts = label_histograms(labels.clamp(max=classes), self.pixels_per_patch, classes + 1)
+        side = labels.shape[1] // grid[0]
+        counts = label_histograms(labels.clamp(max=classes), side, classes + 1)
         winners = F.one_hot(counts.argmax(0), classes + 1).movedim(-1, 0)[:classes].float()
         return PixelTargets(winners, winners.sum(0, keepdim=True))
 
-    def loss_and_gradient(
-        self, logits: Logits, targets: PixelTargets
-    ) -> tuple[Float[Tensor, " heads"], Logits]:
-        return _patch_cross_entropy(logits, targets)
-
 
 @dataclass(frozen=True)
-class LabelLoss:
-    """Cross-entropy of the logits of each image, its only patch, against its class."""
+class LabelLoss(PixelLoss):
+    """Logits of each image, its only patch, against its class."""
 
-    def label_size(self, grid: int) -> int:
-        return grid
-
-    def targets(self, labels: Int64[Tensor, "batch 1 1"], classes: int) -> PixelTargets:
+    def targets(
+        self, labels: Int64[Tensor, "batch 1 1"], classes: int, grid: tuple[int, int]
+    ) -> PixelTargets:
+        del grid
         one_hot = F.one_hot(labels, classes).movedim(-1, 0).float()
         return PixelTargets(one_hot, torch.ones_like(one_hot[:1]))
 
-    def loss_and_gradient(
-        self, logits: Logits, targets: PixelTargets
-    ) -> tuple[Float[Tensor, " heads"], Logits]:
-        return _patch_cross_entropy(logits, targets)
-
-
-def _patch_cross_entropy(
-    logits: Logits, targets: PixelTargets
-) -> tuple[Float[Tensor, " heads"], Logits]:
-    label_weights, counted = targets.label_weights.to(logits), targets.counted.to(logits)
-    shares = logits.softmax(1)
-    loss = (logsumexp(logits, shares, 1) * counted).flatten(1).sum(1)
-    loss -= (logits * label_weights).flatten(1).sum(1)
-    return loss, shares.mul_(counted).sub_(label_weights)
-
 
 @dataclass(frozen=True)
-class UpsampledLoss:
-    """Cross-entropy of bilinearly upsampled logits against labels on the finer grid.
+class UpsampledLoss(PixelLoss):
+    """Bilinear logits against labels on a finer grid.
 
     The four patches around a cell of pixels give all its logits. So the labels' part is a weighted
     sum of patch logits, and only the normaliser visits the pixels.
+
+    Attributes:
+        factor: The labels have so many times the side of the token grid; that of the image if None.
     """
 
-    pixels_per_patch: int
+    factor: Count | None = 4
 
-    def label_size(self, grid: int) -> int:
-        return grid * self.pixels_per_patch
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.loss")
 
-    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
-        cells = _pixels_by_cell(labels, self.pixels_per_patch)
+    def settings(self) -> dict[str, Any]:
+        return {"loss": f"upsample{self.factor}" if self.factor else "full_resolution"}
+
+    def label_size(self, grid: int, patch: int) -> int:
+        return grid * (self.factor or patch)
+
+    def targets(
+        self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
+    ) -> PixelTargets:
+        side = labels.shape[1] // grid[0]
+        # Cut between the patch centers; pixels beyond the image count as ignored.
+        before, after = side - side // 2, side // 2
+        padded = F.pad(labels, (before, after, before, after), value=IGNORED)
+        cells = padded.unflatten(2, (-1, side)).unflatten(1, (-1, side))
+        cells = cells.permute(2, 4, 0, 1, 3).flatten(0, 1)  # pixels batch cell_rows cell_cols
         kept = cells.clamp(max=classes).flatten(1).long()
-        _, columns = kept.shape
+        columns = kept.shape[1]
         index = kept * columns + torch.arange(columns, device=labels.device)
-        weights, size = (
-            corner_weights(self.pixels_per_patch, labels.device),
-            (classes + 1) * columns,
-        )
         corners = [
-            value_counts(index.flatten(), size, side.repeat_interleave(columns))
-            for side in weights.T
+            value_counts(index.flatten(), (classes + 1) * columns, one.repeat_interleave(columns))
+            for one in corner_weights(side, labels.device).T
         ]
         by_corner = torch.stack(corners).view(4, classes + 1, *cells.shape[1:])[:, :classes]
         wanted = _add_corners(by_corner).float().to(labels.device)
@@ -178,43 +177,42 @@ class UpsampledLoss:
 
 
 @dataclass(frozen=True)
-class ResampledLoss:
-    """Cross-entropy of bilinearly resampled logits against labels of any fixed size.
+class ResampledLoss(PixelLoss):
+    """Bilinear logits against labels of a size of their own.
 
     For sizes that are no multiple of the token grid; slower a pixel than `UpsampledLoss`.
 
     Attributes:
-        rows: Patches of an image from top to bottom.
-        cols: Patches from left to right.
-        size: Labels along either side.
+        size: Their side in pixels.
     """
 
-    rows: int
-    cols: int
-    size: int
+    size: Pixels = 100
 
-    def label_size(self, grid: int) -> int:
-        del grid
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.loss")
+
+    def settings(self) -> dict[str, Any]:
+        return {"loss": str(self.size)}
+
+    def label_size(self, grid: int, patch: int) -> int:
+        del grid, patch
         return self.size
 
-    def targets(self, labels: UInt8[Tensor, "batch height width"], classes: int) -> PixelTargets:
-        counted = (labels != IGNORED).float()[None]
-        return PixelTargets(
-            torch.stack([self._weights(one, classes) for one in labels], 1), counted
-        )
-
-    def _weights(
-        self, labels: UInt8[Tensor, "height width"], classes: int
-    ) -> Float[Tensor, "classes rows cols"]:
-        present = torch.stack([labels == number for number in range(classes)]).float()
-        down, across = self._matrices(present)
-        return down.T @ present @ across
+    def targets(
+        self, labels: UInt8[Tensor, "batch height width"], classes: int, grid: tuple[int, int]
+    ) -> PixelTargets:
+        found = []
+        for one in labels:
+            present = torch.stack([one == number for number in range(classes)]).float()
+            down, across = self._matrices(grid, present)
+            found.append(down.T @ present @ across)
+        return PixelTargets(torch.stack(found, 1), (labels != IGNORED).float()[None])
 
     def loss_and_gradient(
         self, logits: Logits, targets: PixelTargets
     ) -> tuple[Float[Tensor, " heads"], Logits]:
         label_weights = targets.label_weights.to(logits)
-        down, across = self._matrices(logits)
+        down, across = self._matrices(logits.shape[-2:], logits)
         loss, gradient = -(logits * label_weights).flatten(1).sum(1), torch.empty_like(logits)
         for head in range(logits.shape[0]):
             for image in range(logits.shape[2]):
@@ -225,33 +223,16 @@ class ResampledLoss:
                 gradient[head, :, image] = down.T @ shares.mul_(counted) @ across
         return loss, gradient.sub_(label_weights)
 
-    def _matrices(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        sides = (self.rows, self.cols)
-        down, across = (
-            resampling_matrix(patches, self.size, like.device).to(like) for patches in sides
-        )
-        return down, across
-
-
-def resampling_matrix(
-    patches: int, size: int, device: torch.device | None = None
-) -> Float[Tensor, "size patches"]:
-    """Bilinear weights (`align_corners=False`) of patches in pixels, along one axis."""
-    pixels = torch.arange(size, dtype=torch.float64, device=device and float64_device(device))
-    position = ((pixels + 0.5) * (patches / size) - 0.5).clamp(0, patches - 1)
-    distance = position[:, None] - torch.arange(patches, device=pixels.device)
-    return (1 - distance.abs()).clamp(min=0)
-
-
-def _pixels_by_cell(
-    labels: UInt8[Tensor, "batch height width"], pixels_per_patch: int
-) -> UInt8[Tensor, "pixels batch cell_rows cell_cols"]:
-    """Cut labels between the patch centers; pixels beyond the image count as ignored."""
-    side = pixels_per_patch
-    before, after = side - side // 2, side // 2
-    padded = F.pad(labels, (before, after, before, after), value=IGNORED)
-    cells = padded.unflatten(2, (-1, side)).unflatten(1, (-1, side))
-    return cells.permute(2, 4, 0, 1, 3).flatten(0, 1)
+    def _matrices(self, grid: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
+        """Bilinear weights (`align_corners=False`) of patches in pixels, down and across."""
+        place = float64_device(like.device)
+        pixels = torch.arange(self.size, dtype=torch.float64, device=place)
+        found = []
+        for patches in grid:
+            position = ((pixels + 0.5) * (patches / self.size) - 0.5).clamp(0, patches - 1)
+            distance = position[:, None] - torch.arange(patches, device=place)
+            found.append((1 - distance.abs()).clamp(min=0).to(like))
+        return found[0], found[1]
 
 
 def _take_corners(

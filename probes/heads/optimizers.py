@@ -1,29 +1,15 @@
-"""Optimizers of a bank of heads: one step moves all of them, each at a rate of its own."""
+"""Optimizers of a bank of heads: one step moves all of them, each at a rate of its own.
+
+`update` moves a parameter in place; `rates` broadcasts over it, steps count from one.
+"""
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 _DROP_AT, _DROP_TO = 0.8, 0.1
-
-
-@runtime_checkable
-class HeadOptimizer(Protocol):
-    """Moves a parameter in place."""
-
-    def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: dict[str, Tensor],
-        rates: Tensor,
-        step: int,
-    ) -> None:
-        """One step; `rates` broadcasts over the parameter, steps count from one."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -108,6 +94,9 @@ class LARS:
         velocity = state.setdefault("velocity", torch.zeros_like(parameter))
         velocity.mul_(self.momentum).add_(gradient)
         parameter.sub_(rates * velocity)
+
+
+HeadOptimizer = HeadAdamW | SGD | LARS
 
 
 @dataclass(frozen=True)

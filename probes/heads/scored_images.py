@@ -1,7 +1,6 @@
 """How an image is shown to the encoder for scoring, and how logits become classes of its pixels."""
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +8,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from probes.features.views import nearest_labels, resized, tensors
-from probes.heads.pixels.prediction import predict_pixels
+from probes.heads.pixels import predict_pixels
 from ssl_bench.data.samples import Sample
 
 # Of the longer side to the shorter one, beyond which an image is shrunk further.
@@ -32,19 +31,6 @@ class ScoredImage:
     corners: tuple[tuple[int, int], ...]
     size: tuple[int, int]
     mask: UInt8[Tensor, "height width"]
-
-
-@runtime_checkable
-class Scoring(Protocol):
-    """A way to score."""
-
-    def prepare(self, sample: Sample) -> ScoredImage: ...
-
-    def predict(
-        self, logits: Float[Tensor, "windows values rows cols classes"], image: ScoredImage
-    ) -> UInt8[Tensor, "values height width"]:
-        """Class of each pixel of the mask."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,3 +125,7 @@ class SlidingScoring:
         """First pixels of the windows along one axis; the last window ends with the image."""
         last, stride = max(0, length - self.size), max(1, 2 * self.size // 3)
         return [*range(0, last, stride), last]
+
+
+Scoring = SquashedScoring | SlidingScoring
+"""Shows an image to the encoder (`prepare`); makes classes of the logits of patches (`predict`)."""

@@ -1,114 +1,76 @@
-"""Scoring many heads at once: every image streams through all of them at its original size."""
+"""Scores of many heads: what was counted of every scored image, and what follows from it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64, UInt8
+from jaxtyping import Int64, Integer
 from torch import Tensor
 
-from probes.features.sources import LayerGroup
-from probes.features.stream import batches, check, extract
-from probes.heads.image_counts import ImageCounts
-from probes.heads.scored_images import ScoredImage, Scoring
-from probes.heads.sgd import TrainedHeads
-from ssl_bench.features import FeatureExtractor
 from ssl_bench.intervals import Interval, mean_iou_estimate, pixel_accuracy_estimate
-from ssl_bench.layers import Facet
-from ssl_bench.metrics import class_counts
 from ssl_bench.results import Baseline, PerImage
-from ssl_bench.scores import (
-    iou_per_class,
-    mean_iou,
-    of_constant_class,
-    pixel_accuracy,
-)
-from ssl_bench.system.transfers import fetched, sent
+from ssl_bench.scores import iou_per_class, mean_iou, of_constant_class, pixel_accuracy
 
 
-@dataclass(frozen=True)
-class ScoredStream:
-    """Heads, and how they are scored.
+class ImageCounts:
+    """`class_counts` of images under the heads of some sources, each with some values.
 
-    Attributes:
-        batch_size: Images that pass the encoder together.
-        keep: Whether predictions are given back, to be drawn.
+    A head predicts few classes in an image. A cell is one of them: image, head times classes plus
+    class, right pixels, predicted ones. What is true is kept once for all heads. int32, because no
+    image has 2^31 pixels; what is summed is summed in int64.
     """
 
-    heads: TrainedHeads
-    scoring: Scoring
-    classes: int
-    batch_size: int
-    keep: bool = False
+    def __init__(self, sources: int, values: int, classes: int) -> None:
+        self.total: Int64[np.ndarray, "sources values 3 classes"]
+        self.total = np.zeros((sources, values, 3, classes), dtype=np.int64)
+        self._true = np.zeros((0, classes), dtype=np.int32)
+        # These grow in place, where arrays of numpy would leave holes in memory.
+        self._cells = [array("i") for _ in range(4)]
 
-    def count(
-        self,
-        extractor: FeatureExtractor,
-        facet: Facet,
-        items: Iterable[ScoredImage],
-        per_image: ImageCounts,
-        written: Callable[[ImageCounts], None] = lambda _: None,
-    ) -> list[Tensor]:
-        """Add counts of every image to `per_image`; give what all heads predict, if it is kept.
+    def __len__(self) -> int:
+        """Number of images."""
+        return len(self._true)
 
-        The images pass the encoder once; nothing of them is kept. `written` is told of the counts
-        after every batch.
-        """
-        kept = list[Tensor]()
-        for batch in batches(items, self.batch_size):
-            windows = torch.cat([item.windows for item in batch])
-            ids = [item.image_id for item in batch]
-            by_layer, sums = extract(extractor, facet, windows, ids)
-            counts, first = [], 0
-            drawn: list[Tensor] = []
-            for item in batch:
-                some = slice(first, first + len(item.windows))
-                features = {layer: blocks[some] for layer, blocks in by_layer.items()}
-                predicted = self.predict(features, item)
-                counts.append(self.count_one(predicted, item.mask))
-                if self.keep:
-                    drawn.append(predicted)
-                first = some.stop
-            # Together, because the host waits for each fetching.
-            sums, counts, *drawn = fetched([sums, torch.stack(counts), *drawn])
-            check(extractor, sums, ids)
-            per_image.add(counts)
-            kept += drawn
-            written(per_image)
-        return kept
+    @property
+    def has_labels(self) -> bool:
+        return bool(self.total[:, :, 2].any())
 
-    def predict(
-        self, features: Mapping[int, Float[Tensor, "windows rows cols dim"]], image: ScoredImage
-    ) -> UInt8[Tensor, "sources values height width"]:
-        """Classes of every pixel of one image by the heads of all sources."""
-        predicted = []
-        for index, source in enumerate(self.heads.sources):
-            logits = [self.heads.logits(index, x) for x in source_features(features, source)]
-            predicted.append(self.scoring.predict(torch.stack(logits), image))
-        return torch.stack(predicted)
+    def add(self, counts: Integer[Tensor, "images sources values 3 classes"]) -> None:
+        """Append some images."""
+        right, predicted = (counts[:, :, :, which].flatten(1) for which in (0, 1))
+        image, number = predicted.nonzero(as_tuple=True)
+        cells = torch.stack([image, number, right[image, number], predicted[image, number]])
+        total, true = counts.sum(0, dtype=torch.int64), counts[:, 0, 0, 2]
+        self.extend({"total": total, "true": true.int(), "cells": cells.int()})
 
-    def count_one(
-        self,
-        predicted: UInt8[Tensor, "sources values height width"],
-        mask: UInt8[Tensor, "height width"],
-    ) -> Int64[Tensor, "sources values 3 classes"]:
-        """Right, predicted and true pixels by class, for the heads of all sources."""
-        target = sent(mask, predicted.device)
-        counts = class_counts(predicted.flatten(0, 1), target, self.classes)
-        return counts.unflatten(0, predicted.shape[:2])
+    def of(self, source: int, value: int) -> PerImage:
+        """Pixels that are right, predicted and true by class, for each image, under one head."""
+        _, values, _, classes = self.total.shape
+        first = (source * values + value) * classes
+        image, number, right, predicted = (np.frombuffer(one, np.int32) for one in self._cells)
+        some = np.flatnonzero((number >= first) & (number < first + classes))
+        counts = np.zeros((len(self), 3, classes), dtype=np.int32)
+        counts[image[some], 0, number[some] - first] = right[some]
+        counts[image[some], 1, number[some] - first] = predicted[some]
+        counts[:, 2] = self._true
+        return counts
 
-    def nothing(self) -> ImageCounts:
-        """Counts of no image yet."""
-        sources, values = self.heads.bias.shape[:2]
-        return ImageCounts(sources, values, self.classes)
+    def state(self) -> dict[str, Tensor]:
+        """All that was counted."""
+        cells = np.stack([np.frombuffer(one, np.int32) for one in self._cells])
+        parts = {"total": self.total, "true": self._true, "cells": cells}
+        return {name: torch.from_numpy(part) for name, part in parts.items()}
 
-
-def source_features(
-    features: Mapping[int, Float[Tensor, "windows rows cols dim"]], source: LayerGroup
-) -> Float[Tensor, "windows rows cols joined_dim"]:
-    """The layers of a source, concatenated."""
-    return torch.cat([features[layer].float() for layer in source], -1)
+    def extend(self, state: Mapping[str, Tensor]) -> None:
+        """Append the images of counts under the same heads that gave this state."""
+        cells = state["cells"].numpy().copy()
+        cells[0] += len(self)
+        for kept, some in zip(self._cells, cells, strict=True):
+            kept.frombytes(some.tobytes())
+        self.total += state["total"].numpy()
+        self._true = np.concatenate([self._true, state["true"].numpy()])
 
 
 @dataclass(frozen=True)

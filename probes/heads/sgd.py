@@ -1,21 +1,225 @@
-"""Training a bank of heads on the features of a training set."""
+"""Linear heads for every (source of features, learning rate), trained side by side.
 
-from collections.abc import Sequence
+A source is one layer, or several layers concatenated. In this order: the scale of the channels, the
+bank of heads, how it is trained, and what is left: weights for features as the encoder gives them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from probes.features.sources import LayerGroup
-from probes.features.statistics import RunningStatistics
-from probes.features.tiers.training import Read, TrainingFeatures
+from probes.features.tiers import Chosen, FeatureBatch, Read, TrainingFeatures
 from probes.heads.kept import KeptState, Standing
-from probes.heads.linear import ParallelHeads
-from probes.heads.losses import PixelLoss
+from probes.heads.losses import PixelLoss, PixelTargets
 from probes.heads.optimizers import HeadOptimizer, Schedule
+from probes.heads.upsampled_logsumexp import PIECE_BYTES
 from ssl_bench.evaluation import Progress
+from ssl_bench.system.device import float64_device, in_float64
+
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Standardization:
+    """Shift and scale of each channel that come before a head; zero and one do nothing."""
+
+    mean: Float[Tensor, "sources dim"]
+    scale: Float[Tensor, "sources dim"]
+
+    def on(self, device: torch.device) -> "Standardization":
+        return Standardization(self.mean.to(device), self.scale.to(device))
+
+    def identity(self) -> "Standardization":
+        """One that leaves the features as they are."""
+        return Standardization(torch.zeros_like(self.scale), torch.ones_like(self.scale))
+
+    def constant_channels(self) -> tuple[int, ...]:
+        """How many channels of each source do not vary."""
+        return tuple((self.scale == 0).sum(1).tolist())
+
+
+@dataclass
+class RunningStatistics:
+    """What is known of the channels of each layer so far, in float64.
+
+    Images have equally many patches, so the variance of a channel is the mean of those within the
+    images plus that between their means. Those between are gathered as by Chan, Golub and LeVeque,
+    "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979).
+
+    Attributes:
+        mean: Of the means of the images.
+        between: Sum of the squared distances of these from it.
+        within: Sum of the variances within the images.
+    """
+
+    images: int
+    mean: Float64[Tensor, "layers dim"]
+    between: Float64[Tensor, "layers dim"]
+    within: Float64[Tensor, "layers dim"]
+
+    @classmethod
+    def none(cls, device: torch.device) -> "RunningStatistics":
+        zero = torch.zeros(1, 1, dtype=torch.float64, device=float64_device(device))
+        return cls(0, zero, zero, zero)
+
+    def add(self, features: Float[Tensor, "layers some rows cols dim"]) -> None:
+        for part in features.split(_AT_ONCE, 1):
+            found = torch.var_mean(part.float().flatten(2, 3), 2, correction=0)
+            variances, means = map(in_float64, found)  # layers some dim
+            some, mean = means.shape[1], means.mean(1)
+            total, distance = self.images + some, mean - self.mean
+            around = (means - mean[:, None]).square().sum(1)
+            self.between = self.between + around + distance.square() * (self.images * some / total)
+            self.mean = self.mean + distance * (some / total)
+            self.within = self.within + variances.sum(1)
+            self.images = total
+
+    def standardization(self, sources: int) -> Standardization:
+        """What brings the channels of the sources, whose layers follow each other, to one scale."""
+        deviation = ((self.within + self.between) / self.images).sqrt()
+        # A channel that does not vary in float16 says nothing; dividing would blow up its rounding.
+        varies = deviation > 1e-4 * self.mean.abs()
+        scale = torch.where(varies, 1 / deviation.clamp(min=1e-12), 0)
+        mean, scale = (part.float().reshape(sources, -1) for part in (self.mean, scale))
+        return Standardization(mean, scale)
+
+    def on(self, device: torch.device) -> "RunningStatistics":
+        parts = (self.mean, self.between, self.within)
+        return RunningStatistics(self.images, *(part.to(float64_device(device)) for part in parts))
+
+
+@dataclass(eq=False)
+class LinearHeads:
+    """Heads over shared features, batched over (source, rate).
+
+    The gradient is written by hand: the features need none, and the logits of a piece of the batch
+    never leave the cache.
+    """
+
+    standardization: Standardization
+    weight: Float[Tensor, "sources values classes dim"]
+    bias: Float[Tensor, "sources values classes"]
+
+    def loss_and_gradients(
+        self,
+        features: Float[Tensor, "sources batch rows cols dim"],
+        loss: PixelLoss,
+        targets: PixelTargets,
+    ) -> tuple[Float[Tensor, "sources values"], tuple[Tensor, Tensor]]:
+        """Mean loss over the pixels of a batch that count; its gradients by weight and by bias."""
+        # A batch whose pixels are all ignored has loss and gradient zero, not 0 / 0.
+        share = 1 / targets.counted.sum().clamp(min=1)
+        losses = torch.zeros_like(self.bias[..., 0])
+        weight_gradient, bias_gradient = torch.zeros_like(self.weight), torch.zeros_like(self.bias)
+        for sources, images in self._pieces(features):
+            mean, scale = self._scale(sources)
+            x = (features[sources, images].to(mean.dtype) - mean[:, None]).mul_(scale[:, None])
+            tokens = x.flatten(1, 3)  # sources tokens dim
+            shape = (-1, self.bias.shape[-1], *x.shape[1:4])
+            bias = self.bias[sources].flatten(1).unsqueeze(2)
+            logits = torch.baddbmm(bias, self.weight[sources].flatten(1, 2), tokens.mT)
+            sums, gradient = loss.loss_and_gradient(logits.view(shape), targets.of(images))
+            losses[sources] += sums.view(-1, losses.shape[1])
+            by_class = gradient.view(logits.shape)  # sources rates*classes tokens
+            bias_gradient[sources].flatten(1).add_(by_class.sum(2))
+            weight_gradient[sources].flatten(1, 2).baddbmm_(by_class, tokens)
+        return losses * share, (weight_gradient * share, bias_gradient * share)
+
+    def folded(
+        self,
+    ) -> tuple[
+        Float[Tensor, "sources values classes dim"], Float[Tensor, "sources values classes"]
+    ]:
+        """Weight and bias of the heads for features that were not standardized."""
+        mean, scale = self._scale(slice(None))
+        weight = self.weight * scale
+        return weight, self.bias - (weight * mean).sum(-1)
+
+    def _scale(self, sources: slice) -> tuple[Tensor, Tensor]:
+        """Mean and scale of the channels of some sources, to be broadcast over two axes."""
+        parts = self.standardization
+        return parts.mean[sources, None, None], parts.scale[sources, None, None]
+
+    def _pieces(
+        self, features: Float[Tensor, "sources batch rows cols dim"]
+    ) -> Iterator[tuple[slice, slice]]:
+        """Cut (source, image) so that the logits of one piece stay in the cache."""
+        sources, batch, rows, cols, _ = features.shape
+        head_bytes = rows * cols * self.bias[0].numel() * self.bias.element_size()
+        pairs = max(1, PIECE_BYTES[features.device.type] // head_bytes)
+        some, images = max(1, pairs // batch), min(batch, pairs)
+        for source in range(0, sources, some):
+            for image in range(0, batch, images):
+                yield slice(source, source + some), slice(image, image + images)
+
+
+class ParallelHeads(LinearHeads):
+    """Heads that one optimizer moves together, each at its own rate."""
+
+    def __init__(
+        self,
+        standardization: Standardization,
+        *,
+        classes: int,
+        rates: Sequence[float],
+        optimizer: HeadOptimizer,
+        seed: int,
+    ):
+        sources, dim = standardization.mean.shape
+        self.rates = torch.tensor(rates, device=standardization.mean.device)
+        generator = torch.Generator().manual_seed(seed)
+        # One draw for all cells: they differ by features and rate, not by luck.
+        draw = torch.randn(classes, dim, generator=generator).mul_(0.01).to(self.rates.device)
+        weight = draw.expand(sources, len(rates), -1, -1).clone()
+        super().__init__(standardization, weight, weight.new_zeros(sources, len(rates), classes))
+        self._optimizer = optimizer
+        self._states: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+        self._steps = 0
+
+    def step(
+        self,
+        features: Float[Tensor, "sources batch rows cols dim"],
+        loss: PixelLoss,
+        targets: PixelTargets,
+        *,
+        rate_factor: float,
+    ) -> Float[Tensor, "sources values"]:
+        """One optimizer step of every head on one batch; gives their losses before it."""
+        losses, gradients = self.loss_and_gradients(features, loss, targets)
+        self._steps += 1
+        rates = (self.rates * rate_factor)[:, None]
+        for parameter, gradient, state, shaped in zip(
+            (self.weight, self.bias),
+            gradients,
+            self._states,
+            (rates[..., None], rates),
+            strict=True,
+        ):
+            self._optimizer.update(parameter, gradient, state, shaped, self._steps)
+        return losses
+
+    def state(self) -> dict[str, Any]:
+        """Everything that steps change, not copied."""
+        return {
+            "weight": self.weight,
+            "bias": self.bias,
+            "optimizer": self._states,
+            "steps": self._steps,
+        }
+
+    def go_on(self, state: Mapping[str, Any]) -> None:
+        """Be as heads of the same shape were when they gave this state."""
+        device = self.weight.device
+        self.weight, self.bias = state["weight"].to(device), state["bias"].to(device)
+        weight, bias = (
+            {name: part.to(device) for name, part in parts.items()} for parts in state["optimizer"]
+        )
+        self._states, self._steps = (weight, bias), state["steps"]
 
 
 @dataclass(frozen=True)
@@ -29,29 +233,20 @@ class Heads:
     device: torch.device
 
 
-@runtime_checkable
-class Training(Protocol):
+@dataclass(frozen=True)
+class Training(Heads):
     """A way to fit heads.
 
     Attributes:
         values: What the heads of one source differ by; one of them is chosen afterwards.
         hyperparameter: What these are.
+        batch_size: Images that are looked at together.
     """
 
-    @property
-    def values(self) -> tuple[float, ...]: ...
+    values: tuple[float, ...]
+    batch_size: int
 
-    @property
-    def hyperparameter(self) -> str: ...
-
-    @property
-    def classes(self) -> int: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
+    hyperparameter: ClassVar[str]
 
     def train(
         self,
@@ -62,23 +257,37 @@ class Training(Protocol):
         kept: KeptState | None = None,
     ) -> "TrainedHeads":
         """Fit one head for each source and value to the chosen entries; `kept` may hold a part."""
+        raise NotImplementedError
+
+    def targets(self, batch: FeatureBatch) -> PixelTargets:
+        """The labels of a batch as the loss takes them."""
+        rows, cols = batch.features.shape[2:4]
+        return self.loss.targets(batch.labels, self.classes, (rows, cols))
+
+
+@runtime_checkable
+class HeadFitting(Protocol):
+    """How heads are fitted, as a configuration names it."""
+
+    def settings(self) -> dict[str, Any]:
+        """What records say of it."""
         ...
+
+    def of_heads(self, heads: Heads) -> Training: ...
+
+
+def floats(grid: Sequence[float]) -> list[float]:
+    """1 and 1.0 of a grid alike."""
+    return [float(value) for value in grid]
 
 
 @dataclass(frozen=True)
-class HeadTraining:
-    """Hyperparameters of heads that are trained step by step; values are learning rates."""
+class HeadTraining(Training):
+    """Heads that are trained step by step; values are learning rates."""
 
-    values: tuple[float, ...]
     epochs: int
-    batch_size: int
-    loss: PixelLoss
     optimizer: HeadOptimizer
     schedule: Schedule
-    standardize: bool
-    classes: int
-    seed: int
-    device: torch.device
 
     hyperparameter = "learning_rate"
 
@@ -93,7 +302,7 @@ class HeadTraining:
         """Train one head for each source and rate on the chosen entries."""
         standing = Standing(kept)
         read = features.of_layers(layers_of(sources), self.device)
-        found = self._statistics(read, entries, standing, progress)
+        found = self._statistics(read, entries.split(self.batch_size), standing, progress)
         statistics = found.standardization(len(sources)).on(self.device)
         bank = ParallelHeads(
             statistics if self.standardize else statistics.identity(),
@@ -108,12 +317,9 @@ class HeadTraining:
         name = f"heads of layers {sources[0][-1]} to {sources[-1][-1]}"
         shown = progress(read(batches[done:]), name, len(batches) - done)
         for step, batch in enumerate(shown, start=done):
-            bank.step(
-                joined(batch.features, len(sources)),
-                self.loss,
-                self.loss.targets(batch.labels, self.classes),
-                rate_factor=self.schedule.factor(step, len(batches)),
-            )
+            x = joined(batch.features, len(sources))
+            factor = self.schedule.factor(step, len(batches))
+            bank.step(x, self.loss, self.targets(batch), rate_factor=factor)
             standing.reached(step=step + 1, bank=bank.state())
         return TrainedHeads(
             tuple(sources),
@@ -123,16 +329,16 @@ class HeadTraining:
         )
 
     def _statistics(
-        self, read: Read, entries: Int64[Tensor, " chosen"], standing: Standing, progress: Progress
+        self, read: Read, batches: Chosen, standing: Standing, progress: Progress
     ) -> RunningStatistics:
-        batches, done = entries.split(self.batch_size), standing.state.get("batches", 0)
+        done = standing.state.get("batches", 0)
         found = RunningStatistics.none(self.device)
         if done:
             found = RunningStatistics(**standing.state["statistics"]).on(self.device)
         shown = progress(read(batches[done:]), "mean and deviation", len(batches) - done)
         for number, batch in enumerate(shown, start=done + 1):
             found.add(batch.features)
-            standing.reached(batches=number, statistics=found.state())
+            standing.reached(batches=number, statistics=dict(vars(found)))
         return found
 
     def _batches(self, entries: Int64[Tensor, " chosen"]) -> list[Int64[Tensor, " some"]]:

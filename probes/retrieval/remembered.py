@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Float16, Int64, UInt8
 from torch import Tensor
 
 from probes.features.labels import label_histograms
-from probes.features.tiers.cache import TrainingPass
+from probes.features.tiers import TrainingPass
 from ssl_bench.scores import IGNORED
 from ssl_bench.system.transfers import fetched, sent
 

@@ -10,11 +10,10 @@ from torch import Tensor
 from probes.features.neighbours import NeighbourSearch
 from probes.features.split import TrainingSplit
 from probes.features.stream import batches, check, extract, read_ahead
-from probes.features.tiers.cache import TrainingPass
+from probes.features.tiers import TrainingPass
 from probes.features.views import ResizedCrops, TrainingViews, WholeImage
-from probes.heads.image_counts import ImageCounts
 from probes.heads.scored_images import SquashedScoring
-from probes.heads.scores import HeadScores
+from probes.heads.scores import HeadScores, ImageCounts
 from probes.retrieval.probe import METRICS, Retrieval
 from probes.retrieval.remembered import labelled_patches, remembered
 from ssl_bench.composition.presets import guesses_of

@@ -230,16 +230,14 @@ def extraction() -> None:
 
 def heads() -> None:
     """A step of 96 linear heads, 12 blocks at 8 rates, on features of 384 values."""
-    from probes.features.statistics import Standardization
-    from probes.heads.linear import ParallelHeads
     from probes.heads.losses import HistogramLoss, UpsampledLoss
-    from probes.heads.sgd import Heads
-    from probes.segmentation.probe import Segmentation
+    from probes.heads.sgd import Heads, ParallelHeads, Standardization
+    from probes.segmentation import Segmentation
 
     for classes, side, batch in ((21, 28, 16), (150, 32, 4)) if CUDA else ((5, 4, 2),):
         x = torch.randn(12, batch, side, side, 384, device=DEVICE).half()
         labels = torch.randint(classes, (batch, 4 * side, 4 * side), device=DEVICE).byte()
-        for name, loss in (("pixels", UpsampledLoss(4)), ("histograms", HistogramLoss(4))):
+        for name, loss in (("pixels", UpsampledLoss(4)), ("histograms", HistogramLoss())):
             with entry(f"{classes} classes, {name}"):
                 asked = Heads(loss, True, classes, 0, DEVICE)
                 training: Any = Segmentation().training.of_heads(asked)
@@ -248,7 +246,7 @@ def heads() -> None:
                     Standardization(torch.zeros_like(ones), ones),
                     classes=classes, rates=training.values, optimizer=training.optimizer, seed=0,
                 )  # fmt: skip
-                targets = loss.targets(labels, classes)
+                targets = loss.targets(labels, classes, (side, side))
 
                 def step(bank: Any = bank, x: Any = x, loss: Any = loss, t: Any = targets) -> None:
                     bank.step(x, loss, t, rate_factor=1.0)

@@ -25,11 +25,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from probes.features.neighbours import NeighbourSearch
-from probes.features.statistics import Standardization
-from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
 from probes.heads.optimizers import HeadAdamW
-from probes.segmentation.components import HALF_DECADES
+from probes.heads.sgd import ParallelHeads, Standardization
+from probes.segmentation import HALF_DECADES
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
@@ -187,14 +186,14 @@ def loss_seconds(options: Options, loss: str) -> float:
     """Logits, loss, gradient and optimizer step of the whole bank, a head and image."""
     losses: dict[str, PixelLoss] = {
         "upsample4": UpsampledLoss(4),
-        "histogram": HistogramLoss(PATCH),
+        "histogram": HistogramLoss(),
         "full_resolution": UpsampledLoss(PATCH),
     }
     if loss == "naive":
         return naive_loss_seconds(options)
     grid, rates, images = options.image_size // PATCH, len(HALF_DECADES), 2
     sources = options.depth
-    side = losses[loss].label_size(grid)
+    side = losses[loss].label_size(grid, PATCH)
     labels = torch.randint(0, options.classes, (images, side, side), dtype=torch.uint8)
     labels = labels.to(options.device)
     shape = (sources, images, grid, grid, options.dim)
@@ -209,7 +208,7 @@ def loss_seconds(options: Options, loss: str) -> float:
     )
 
     def step() -> None:
-        targets = losses[loss].targets(labels, options.classes)
+        targets = losses[loss].targets(labels, options.classes, (grid, grid))
         bank.step(features, losses[loss], targets, rate_factor=1.0)
 
     return best_seconds(step, options.device) / (sources * rates * images)

@@ -10,9 +10,9 @@ from probes.correspondence.probe import Correspondence
 from probes.discovery.probe import ObjectDiscovery
 from probes.geometry.probe import Geometry
 from probes.knn.probe import KNN
-from probes.pca.probe import PCA
+from probes.pca import PCA
 from probes.retrieval.probe import Retrieval
-from probes.segmentation.probe import Segmentation
+from probes.segmentation import Segmentation
 from probes.tokencut.probe import TokenCut
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import build, compose_config

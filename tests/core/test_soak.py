@@ -27,7 +27,7 @@ def _held() -> tuple[float, int]:
 
 @pytest.mark.slow
 def test_hundreds_of_cells_leave_memory_and_open_files_flat(tmp_path):
-    from probes.pca.probe import PCA
+    from probes.pca import PCA
 
     encoder = load_encoder(str(encoder_file(tmp_path / "encoder.safetensors")))
     dataset = ImageFolder(photo_folder(tmp_path / "photos", 1))

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.pca.probe import PCA
-from probes.pca.run import PCARun
+from probes.pca import PCA, features_of
 from probes.retrieval.probe import Retrieval
 from probes.tokencut.extraction import extracted
 from probes.tokencut.options import PatchGrid
@@ -55,7 +54,7 @@ def test_maps_stop_at_the_block(tmp_path, broken, device):
     samples = [Sample("blue", np.zeros((32, 32, 3), np.uint8))]
     images = context.dataset.val()
     with pytest.raises(CheckpointError, match=r"layer 2 of tiny .* for blue"):
-        PCARun(PCA(image_size=32, panels=1), context)._features(images, samples, (0, 2))
+        features_of(PCA(image_size=32, panels=1), context, images, samples, (0, 2))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)

@@ -21,13 +21,11 @@ from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from probes.features.image import ImagePass
 from probes.features.stream import batches
+from probes.heads.kept import KeptState
 from probes.heads.lbfgs import minimise
-from probes.heads.scores import ScoredStream
-from probes.heads.sgd import TrainedHeads
-from probes.pca.probe import PCA
-from probes.pca.run import PCARun
+from probes.pca import PCA, features_of
 from probes.retrieval.probe import Retrieval
-from probes.segmentation.probe import Segmentation
+from probes.segmentation import Segmentation
 from probes.tokencut.extraction import extracted
 from probes.tokencut.options import PatchGrid
 from probes.tokencut.probe import TokenCut
@@ -138,8 +136,8 @@ def heads_step(folder: Path, loss: str, **changes: Any) -> Counts:
     features = run.features()
 
     def work(number: int) -> None:
-        training: Any = replace(run.training, epochs=number)  # pyright: ignore[reportArgumentType]
-        replace(run, training=training).train(features)
+        run.training = replace(run.training, epochs=number)  # pyright: ignore[reportCallIssue]
+        run.train(features)
 
     per_epoch = counts_of(work, 1, 3)
     places = {name: n / 2 for name, n in per_epoch.places.items()}
@@ -151,19 +149,14 @@ def scored_segmentation(folder: Path, scoring: str) -> Counts:
     probe = _segmentation(inference=scoring)
     run = probe.prepared(_context(folder, _BATCH))
     heads = run.train(run.features())
-    extractor = run.training_pass.extractor
+    kept = KeptState(folder / "counts", 10.0, print)
 
     def work(number: int) -> None:
         images = ColourDataset(num_val=number * _BATCH).val()
-        items = [run.scoring.prepare(one) for one in images]
-        stream = _stream(heads, run)
-        stream.count(extractor, "token", items, stream.nothing())
+        items = [run.scoring.prepare(images[i]) for i in range(len(images))]
+        run.count(heads, items, run.no_counts(heads), kept)
 
     return counts_of(work, 1, 3)
-
-
-def _stream(heads: TrainedHeads, run: Any) -> ScoredStream:
-    return run._stream(heads)
 
 
 def scored_retrieval(folder: Path) -> Counts:
@@ -260,7 +253,7 @@ def pca_image(folder: Path) -> Counts:
     def work(number: int) -> None:
         images: Any = _Labelled(number)
         samples = [images[index] for index in range(number)]
-        PCARun(PCA(image_size=32), context)._features(images, samples, context.layers)
+        features_of(PCA(image_size=32), context, images, samples, context.layers)
 
     return counts_of(work, 1, 3)
 

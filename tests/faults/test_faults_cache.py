@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.features.tiers import file as feature_file
-from probes.features.tiers.file import FeatureFile, FeatureWriter
+from probes.features.disk import FeatureFile, FeatureWriter
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from tests.support.colours import probe_context, quick_probe, score_values
@@ -163,10 +162,7 @@ def test_fault_57_a_disk_that_is_full_says_so_before_anything_is_computed(
     voc(place)
     with pytest.raises(OSError, match="No space left"):
         use_up(small_disk)
-    # What a quota, or another process a moment later, leaves of it is another matter.
-    free = feature_file.shutil.disk_usage(place)
-    monkeypatch.setattr(feature_file.shutil, "disk_usage", lambda _: free)
-    monkeypatch.setattr("probes.features.tiers.halves.extract", None)
+    monkeypatch.setattr("probes.features.tiers.extract", None)
 
     said = fails(capsys, from_disk(place, "out", "disk"), 5)
 

@@ -113,7 +113,7 @@ def test_fault_69_no_override_says_what_is_built(place, capsys, override):
             "probes.knn.run.torch.load",
             "pretrain..x",
         ),
-        *("ssl_bench.errors.ConfigurationError", "probes.pca.probe.Path", "ssl_bench.nothing.X"),
+        *("ssl_bench.errors.ConfigurationError", "probes.pca.Path", "ssl_bench.nothing.X"),
         "ssl_bench.cli.__main__.argparse.Namespace",
     ],
 )
@@ -255,7 +255,7 @@ def test_fault_72_the_memory_of_any_device_is_5_with_what_to_lower(
     def fault(*_, **__):
         raise error
 
-    monkeypatch.setattr("probes.pca.probe.PCA.run", fault)
+    monkeypatch.setattr("probes.pca.PCA.run", fault)
 
     assert "lower probe.batch_size" in fails(capsys, PCA, 5)
     assert main(["sweep", *PCA[1:]]) == 5

@@ -229,7 +229,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
             "probe.views": 2,
             "probe.crops": "resized",
             "seed of crops": Change({"seed": 1}, {"probe.crops": "resized"}),
-            "probes.features.tiers.cache.VERSION": 99,
+            "probes.features.tiers.VERSION": 99,
         },
     ),
     "heads": (

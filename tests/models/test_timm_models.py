@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from probes.conditioning.probe import Conditioning
-from probes.pca.probe import PCA
+from probes.pca import PCA
 from probes.tokencut.probe import TokenCut
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.errors import CheckpointError, ConfigurationError

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from probes.classification.pooling import AttentivePooling
 from probes.classification.probe import LinearClassification
-from probes.features.tiers.training import FeaturesInMemory
-from probes.heads.attentive import AttentiveHeads, pooled
-from probes.heads.attentive_training import AttentiveTraining
+from probes.features.tiers import FeaturesInMemory
+from probes.heads.attentive import AttentiveHeads, AttentiveTraining, pooled
 from probes.heads.optimizers import LARS, Schedule
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, DataError

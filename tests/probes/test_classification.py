@@ -17,7 +17,7 @@ from probes.classification.probe import LinearClassification
 from probes.classification.training import Momentum
 from probes.features.image import ImagePass
 from probes.features.split import TrainingSplit
-from probes.features.tiers.training import FeaturesInMemory
+from probes.features.tiers import FeaturesInMemory
 from probes.heads.losses import LabelLoss
 from probes.heads.optimizers import SGD, Schedule
 from probes.heads.sgd import HeadTraining

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from probes.features.views import WholeImage, nearest_labels
-from probes.segmentation.components import Steps
+from probes.segmentation import Steps
 from ssl_bench.errors import CheckpointError, MachineError
 from tests.benchmarks.memory import LiveBytes
 from tests.support.colours import (

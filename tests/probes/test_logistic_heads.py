@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 
-from probes.features.tiers.training import FeaturesInMemory
+from probes.features.tiers import FeaturesInMemory
 from probes.heads.lbfgs import minimise
 from probes.heads.logistic import LogisticTraining
 from probes.heads.losses import HistogramLoss
@@ -33,7 +33,7 @@ def _training(**changes):
     values = {"values": C_VALUES, "max_iterations": 1000, "standardize": True, "batch_size": 7}
     return LogisticTraining(
         **{"classes": CLASSES, "gradient_tolerance": 1e-6, **values, **changes},
-        loss=HistogramLoss(1),
+        loss=HistogramLoss(),
         seed=0,
         device=torch.device("cpu"),
     )

@@ -3,15 +3,10 @@ import torch
 import torch.nn.functional as F
 
 from probes.features.labels import label_histograms
-from probes.heads import upsampled_logsumexp
-from probes.heads.losses import (
-    HistogramLoss,
-    ModeLoss,
-    ResampledLoss,
-    UpsampledLoss,
-)
+from probes.heads.losses import HistogramLoss, MajorityLoss, ResampledLoss, UpsampledLoss
 
 CLASSES, HEADS, BATCH, ROWS, COLS = 5, 3, 2, 4, 3
+GRID = (ROWS, COLS)
 
 
 def _logits(dtype=torch.float64, scale=3.0):
@@ -44,8 +39,8 @@ def _reference(logits, labels, mode):
 @pytest.mark.parametrize("pixels_per_patch", [1, 3, 4])
 def test_histogram_loss_equals_pixel_cross_entropy_of_nearest_upsampling(pixels_per_patch):
     logits, labels = _logits(), _labels(pixels_per_patch)
-    loss = HistogramLoss(pixels_per_patch)
-    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES))
+    loss = HistogramLoss()
+    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
     expected, expected_gradient = _reference(logits, labels, "nearest")
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
@@ -55,7 +50,7 @@ def test_histogram_loss_equals_pixel_cross_entropy_of_nearest_upsampling(pixels_
 def test_upsampled_loss_equals_pixel_cross_entropy_of_bilinear_upsampling(pixels_per_patch):
     logits, labels = _logits(), _labels(pixels_per_patch)
     loss = UpsampledLoss(pixels_per_patch)
-    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES))
+    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
     expected, expected_gradient = _reference(logits, labels, "bilinear")
     # Label weights are kept in float32.
     torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
@@ -65,17 +60,17 @@ def test_upsampled_loss_equals_pixel_cross_entropy_of_bilinear_upsampling(pixels
 def test_resampled_loss_equals_pixel_cross_entropy_at_any_size():
     logits = _logits()
     labels = F.interpolate(_labels(4)[:, None], size=(10, 10), mode="nearest-exact")[:, 0]
-    loss = ResampledLoss(ROWS, COLS, 10)
-    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES))
+    loss = ResampledLoss(10)
+    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
     expected, expected_gradient = _reference(logits, labels, "bilinear")
     torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [HistogramLoss(4), UpsampledLoss(4)])
+@pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(4)])
 def test_label_weights_add_up_to_the_pixels_of_each_class(loss):
     labels = _labels(4, classes=171)
-    weights = loss.targets(labels, 171).label_weights
+    weights = loss.targets(labels, 171, GRID).label_weights
     expected = torch.bincount(labels[labels != 255].long(), minlength=171).float()
     torch.testing.assert_close(weights.sum((1, 2, 3)), expected)
 
@@ -88,7 +83,7 @@ def test_a_patch_histogram_counts_only_the_pixels_under_its_patch():
 
 def test_a_patch_counts_once_for_its_most_frequent_label():
     rows = [[0, 0, 2, 1, 255, 255, 255, 0], [0, 1, 1, 2, 255, 2, 0, 255]]
-    targets = ModeLoss(2).targets(torch.tensor([rows], dtype=torch.uint8), 3)
+    targets = MajorityLoss().targets(torch.tensor([rows], dtype=torch.uint8), 3, (1, 4))
     # Three 0; a tie of 1 and 2; three 255; a tie of 0 and 255.
     expected = [[1, 0, 0, 1], [0, 1, 0, 0], [0, 0, 0, 0]]
     assert targets.label_weights[:, 0, 0].tolist() == expected
@@ -99,28 +94,17 @@ def test_mode_loss_equals_cross_entropy_of_the_patches_with_their_modes():
     logits, labels = _logits(), _labels(4, ignored=0.4)
     modes = labels.unflatten(2, (-1, 4)).unflatten(1, (-1, 4)).transpose(2, 3)
     modes = modes.flatten(3).mode(3).values
-    loss = ModeLoss(4)
-    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES))
+    loss = MajorityLoss()
+    value, gradient = loss.loss_and_gradient(logits, loss.targets(labels, CLASSES, GRID))
     expected, expected_gradient = _reference(logits, modes, "nearest")
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("side", [7, 8])
-@pytest.mark.parametrize("piece_bytes", [1, 2**12, 2**20])
-def test_the_size_of_the_pieces_does_not_move_the_loss(monkeypatch, piece_bytes, side):
-    loss, labels = UpsampledLoss(side), _labels(side)
-    targets = loss.targets(labels, CLASSES)
-    value, gradient = loss.loss_and_gradient(_logits(), targets)
-    monkeypatch.setitem(upsampled_logsumexp.PIECE_BYTES, "cpu", piece_bytes)
-    other, other_gradient = loss.loss_and_gradient(_logits(), targets)
-    torch.testing.assert_close(value, other)
-    torch.testing.assert_close(gradient, other_gradient)
-
-
-@pytest.mark.parametrize("loss", [HistogramLoss(4), UpsampledLoss(4), UpsampledLoss(8)])
+@pytest.mark.parametrize("loss", [HistogramLoss(), UpsampledLoss(4), UpsampledLoss(8)])
 def test_logits_far_apart_keep_loss_and_gradient_finite(loss):
-    targets = loss.targets(_labels(loss.pixels_per_patch), CLASSES)
+    side = 8 if loss == UpsampledLoss(8) else 4
+    targets = loss.targets(_labels(side), CLASSES, GRID)
     value, gradient = loss.loss_and_gradient(_logits(torch.float32, scale=1e4), targets)
     assert value.isfinite().all()
     assert gradient.isfinite().all()

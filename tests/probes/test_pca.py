@@ -8,9 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from probes.pca.alignment import MapReference, load_reference, reference_folder
-from probes.pca.probe import FILE, PCA
-from probes.pca.run import resize
+from probes.pca import FILE, PCA, MapReference, load_reference, reference_folder, resize
 from probes.pictures import Picture, svg_sheet
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError, DataError

@@ -6,14 +6,12 @@ import sklearn.decomposition
 import torch
 from torch.nn.functional import interpolate
 
-from probes.features.moments import Moments
-from probes.pca.components import (
+from probes.pca import (
     aligned,
     as_colours,
     fit_projection,
     foreground,
     oriented,
-    projection_of,
     two_means,
 )
 
@@ -60,19 +58,6 @@ def test_components_and_variances_equal_those_of_an_svd_in_float64():
     np.testing.assert_allclose(
         projection.explained.numpy(), 100 * reference.explained_variance_ratio_
     )
-
-
-def test_sums_in_pieces_give_the_components_of_the_whole():
-    tokens = anisotropic(90, 5) + 1000
-
-    sums = Moments()
-    for piece in tokens.split(31):
-        sums.add(piece)
-    pieces, whole = projection_of(sums), fit_projection(tokens)
-
-    np.testing.assert_allclose(pieces.components, whole.components, atol=1e-9)
-    np.testing.assert_allclose(pieces.explained, whole.explained, rtol=1e-9, atol=0)
-    np.testing.assert_allclose(pieces.mean, tokens.double().mean(0), atol=1e-9)
 
 
 def test_projections_have_unit_variance_and_no_mean():

@@ -5,9 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.heads.pixels.axes import Axis
-from probes.heads.pixels.blocks import OpenBlocks
-from probes.heads.pixels.prediction import predict_pixels, predict_upsampled
+from probes.heads.pixels import predict_pixels, predict_upsampled
 
 
 def _logits(kind, classes, heads=3, rows=6, cols=5):
@@ -75,8 +73,8 @@ def test_predicted_pixels_have_the_largest_interpolated_logit(size, classes, pre
 
 def test_labels_of_a_head_do_not_depend_on_its_company(monkeypatch):
     logits = _logits("noisy", 21)
-    monkeypatch.setattr("probes.heads.pixels.prediction._NODES", 1)
-    monkeypatch.setattr("probes.heads.pixels.filling._PIECE", 1)
+    monkeypatch.setattr("probes.heads.pixels._NODES", 1)
+    monkeypatch.setattr("probes.heads.pixels._PIECE", 1)
     alone = predict_pixels(logits, 40, 70)
     monkeypatch.undo()
 
@@ -112,31 +110,3 @@ def test_a_head_that_diverged_leaves_the_others_alone(wild):
 
     assert torch.equal(predicted[[0, 2]], calm[[0, 2]])
     assert predicted[1].max() < 21
-
-
-@pytest.mark.parametrize(("size", "parts"), [(20, 1), (40, 1), (41, 2), (150, 4)])
-def test_a_gap_is_cut_into_blocks_of_at_most_ten_pixels(size, parts):
-    axis = Axis.of(size, 4)
-    values = torch.tensor([0.0, 4.0, 8.0, 4.0])
-    cut = [4 * i / parts for i in range(2 * parts)] + [8 - 4 * i / parts for i in range(parts)]
-
-    assert axis.most <= 10
-    assert axis.nodes(values, 0).tolist() == [0.0] * parts + cut + [4.0] * (parts + 1)
-
-
-def test_every_pixel_lies_in_one_block_at_its_weight():
-    axis = Axis.of(53, 4)
-    nodes = axis.nodes(torch.arange(4.0), 0)
-    assert sorted(axis.pixels[:, axis.occupied].flatten().unique().tolist()) == list(range(53))
-    place = torch.lerp(nodes[:-1], nodes[1:], axis.weights)[:, axis.occupied]
-    exact = ((torch.arange(53) + 0.5) * 4 / 53 - 0.5).clamp(0, 3)
-    torch.testing.assert_close(place, exact[axis.pixels[:, axis.occupied]])
-
-
-def test_a_class_below_another_one_at_all_corners_is_not_interpolated():
-    nodes = torch.tensor([[[0.0, 5, 1], [0, 1, 2]], [[0, 4, 3], [0.5, 0, 4]]])[None]
-    first = torch.zeros(1, dtype=torch.int64)
-    blocks = OpenBlocks.of(nodes, (first, first, first), torch.zeros(1))
-
-    assert blocks.classes[:, 0].tolist() == [1, 2]
-    assert blocks.corners[:, :, 0].tolist() == [[5, 1], [1, 2], [4, 3], [0, 4]]

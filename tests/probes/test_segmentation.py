@@ -10,7 +10,7 @@ from PIL import Image
 
 from probes.features.split import TrainingSplit
 from probes.heads.scored_images import SquashedScoring
-from probes.segmentation.probe import Segmentation
+from probes.segmentation import Segmentation
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.composition.presets import guesses_of
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
@@ -94,16 +94,6 @@ def test_joined_layers_reach_up_to_the_last_asked_one(mode, last, joined):
     assert quick_probe(layers_mode=mode).sources((0, last)) == [joined]
 
 
-def test_a_head_on_joined_layers_sees_the_channels_of_all_of_them(tmp_path):
-    probe, context = quick_probe(layers_mode="multi"), probe_context(tmp_path)
-    run = probe.prepared(context)
-    heads = run.train(run.features())
-    assert heads.sources == ((0, 1, 2, 3),)
-    assert heads.weight.shape == (1, 3, 4, 4 * 24)
-    quarters = heads.weight.unflatten(-1, (4, 24)).abs().sum((0, 1, 2, 4))
-    assert (quarters > 0).all()
-
-
 def test_what_is_held_out_trains_nothing(tmp_path):
     split = TrainingSplit.draw(Colours("train", 18), at_most=None, holdout=0.3, seed=0)
     wrong = ColourDataset(masks={split.indices[position]: 3 for position in split.held_out})
@@ -137,19 +127,21 @@ def test_a_rate_at_the_edge_of_the_grid_is_warned_of(tmp_path):
     assert alone.details["warnings"] == inner.details["warnings"] == few_images_warning(7)
 
 
-def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp_path):
-    probe, context = quick_probe(), probe_context(tmp_path)
+@pytest.mark.parametrize("mode", ["single", "last4"])
+def test_scores_equal_an_independent_confusion_matrix_over_all_scored_images(tmp_path, mode):
+    probe, context = quick_probe(layers_mode=mode), probe_context(tmp_path)
     run = probe.prepared(context)
     features = run.features()
     heads = run.train(features)
-    scores = run.score(heads, run.count_held_out(heads, features), {})[0][-1].scores()
+    _, scores = run.score(heads, run.count_held_out(heads, features), {})[0][-1]
     confusion = np.zeros((4, 4), np.int64)
     for sample in (context.dataset.val()[index] for index in range(7)):
         assert sample.mask is not None
         image = SquashedScoring(32).prepare(sample).windows
-        tokens = run.training_pass.extractor(image)[3]["token"][0]
+        blocks = run.training_pass.extractor(image)
+        tokens = torch.cat([blocks[layer]["token"][0] for layer in heads.sources[-1]], -1)
         rate = scores[-1].details["learning_rates"].index(scores[-1].details["learning_rate"])
-        logits = tokens @ heads.weight[2, rate].T + heads.bias[2, rate]
+        logits = tokens @ heads.weight[-1, rate].T + heads.bias[-1, rate]
         size = sample.mask.shape
         upsampled = F.interpolate(logits.movedim(-1, 0)[None], size, mode="bilinear")
         guesses = upsampled.argmax(1)[0].numpy()
@@ -199,7 +191,7 @@ def test_logistic_heads_are_chosen_by_the_held_out_images_and_fitted_to_all(tmp_
     run = probe.prepared(probe_context(tmp_path))
     features, progress = run.features(), run.training_pass.progress
     fitted = run.training.train(features, run.sources, torch.arange(18), progress)
-    expected = run.score(fitted, None, {})[0][-1].val.miou()
+    expected = run.score(fitted, None, {})[0][-1][1][0].details["miou_by_rate"]
     score = list(probe.run(probe_context(tmp_path)))[-3]
     assert score.metric == "miou_holdout"
     assert score.details["c_values"] == [1e-5, 1e-1]

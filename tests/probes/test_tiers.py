@@ -6,12 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from probes.features.labels import LabelFacts, LabelFile
-from probes.features.statistics import RunningStatistics
 from probes.features.stream import ahead
-from probes.features.tiers.room import GIB, Room
+from probes.features.tiers import GIB, Room
 from probes.heads.kept import KeptState
-from ssl_bench.errors import MachineError
 from ssl_bench.system import memory
 from tests.support.colours import Counter, probe_context, quick_probe, score_values, tiny_encoder
 
@@ -68,7 +65,7 @@ def test_a_tier_is_the_first_that_has_the_room(tmp_path, memory_gib, disk_gib, i
 
 
 def test_half_of_what_is_free_is_taken_where_nothing_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("probes.features.tiers.room.free_host_memory", lambda: 6 * GIB)
+    monkeypatch.setattr("probes.features.tiers.free_host_memory", lambda: 6 * GIB)
     room = Room("auto", None, None, tmp_path / "not there" / "yet")
     assert room.memory == 3 * GIB
     assert 0 < room.disk < 2**60
@@ -187,32 +184,3 @@ def test_what_is_made_ahead_is_bounded_and_in_order():
     assert [next(items) for _ in range(4)] == [0, 1, 4, 9]
     assert len(made) <= 4 + 5 + 1
     assert list(ahead(str, [], workers=1, most=1)) == []
-
-
-def test_statistics_do_not_depend_on_how_the_images_are_cut():
-    features = torch.randn(2, 37, 2, 3, 5, generator=torch.Generator().manual_seed(0)) * 9 + 100
-    found = []
-    for size in (1, 5, 37):
-        statistics = RunningStatistics.none(torch.device("cpu"))
-        for some in features.split(size, 1):
-            statistics.add(some)
-        found.append(statistics.standardization(2))
-    for other in found[1:]:
-        torch.testing.assert_close(other.mean, found[0].mean, rtol=1e-6, atol=0)
-        torch.testing.assert_close(other.scale, found[0].scale, rtol=1e-6, atol=0)
-
-
-def test_label_facts_and_the_label_file_give_what_was_put(tmp_path):
-    labels = torch.tensor([[[0, 255], [7, 7]], [[255, 255], [255, 255]], [[3, 3], [3, 0]]]).byte()
-    facts, file = LabelFacts.unknown(3), LabelFile(tmp_path, (3, 2, 2))
-    for entry in (2, 0, 1):
-        facts.put([entry], labels[entry : entry + 1])
-        file.put([entry], labels[entry : entry + 1])
-    assert facts.classes(torch.tensor([0, 1])) == [0, 7]
-    assert facts.classes(torch.tensor([0, 2])) == [0, 3, 7]
-    assert facts.without_label().tolist() == [False, True, False]
-    assert torch.equal(file.of(torch.tensor([2, 0])), labels[[2, 0]])
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(MachineError, match=r"cannot keep labels in .* probe.cache=DIR"):
-        LabelFile(tmp_path / "taken", (3, 2, 2))

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.pca.probe import PCA
+from probes.pca import PCA
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError

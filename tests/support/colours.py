@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from probes.segmentation.probe import Segmentation
+from probes.segmentation import Segmentation
 from ssl_bench.data.roles import lacking
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext

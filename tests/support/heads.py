@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from probes.classification.probe import LinearClassification
-from probes.segmentation.probe import Segmentation
+from probes.segmentation import Segmentation
 from ssl_bench.composition.choices import config_folder
 from ssl_bench.composition.components import TARGET, component_class, constructed
 from ssl_bench.composition.compose import read_file

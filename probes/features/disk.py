@@ -1,21 +1,26 @@
-"""Features on disk: float16 with a checksum an entry, and a header that says what they are of."""
+"""Features and labels on disk.
+
+Features are float16 with a checksum an entry, and a header says what they are of, by which a later
+run finds them. Labels are in a file without a name, gone when the process is.
+"""
 
 import errno
 import hashlib
 import json
 import os
-import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 from zlib import crc32
 
 import numpy as np
-from jaxtyping import Float16, UInt32
+import torch
+from jaxtyping import Float16, UInt8, UInt32
 from torch import Tensor
 
 from ssl_bench.errors import MachineError
@@ -70,10 +75,9 @@ class FeatureFile:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_orphans(self.folder)
-            self._require_room()
             with unfinished(self.path) as file:
-                _allocate(file, self._data_bytes() + len(self._tail(self._no_checksums())))
-                writer = FeatureWriter(self, file, self._no_checksums())
+                writer = FeatureWriter(self, file, np.zeros(self.shape[:2], _CHECKSUM))
+                _allocate(file, self._data_bytes() + len(self._tail(writer.checksums)))
                 yield writer
                 file.seek(self._data_bytes())
                 file.write(self._tail(writer.checksums))
@@ -81,8 +85,9 @@ class FeatureFile:
             raise
         except OSError as error:
             raise MachineError(
-                f"cannot keep features in {self.folder} ({error.strerror or error}); choose "
-                "another folder with probe.cache=DIR"
+                f"cannot keep {self._data_bytes() / 2**30:.1f} GiB of features in {self.folder} "
+                f"({error.strerror or error}); choose another folder with probe.cache=DIR, or take "
+                "probe.tier=stream"
             ) from error
 
     @property
@@ -98,7 +103,7 @@ class FeatureFile:
         return 2 * prod(self.entry_shape) * (entry * self.shape[0] + layer)
 
     def _read_checksums(self, file: BinaryIO) -> UInt32[np.ndarray, "layers entries"]:
-        expected = len(self._tail(self._no_checksums()))
+        expected = len(self._tail(np.zeros(self.shape[:2], _CHECKSUM)))
         try:
             file.seek(self._data_bytes())
             tail = file.read(expected + 1)
@@ -113,23 +118,11 @@ class FeatureFile:
         content = checksums.tobytes() + self._header_bytes()
         return content + np.array(crc32(content), _CHECKSUM).tobytes()
 
-    def _no_checksums(self) -> UInt32[np.ndarray, "layers entries"]:
-        return np.zeros(self.shape[:2], _CHECKSUM)
-
     def _header_bytes(self) -> bytes:
         return json.dumps({**self.header, "shape": self.shape}, indent=1, sort_keys=True).encode()
 
     def _data_bytes(self) -> int:
         return 2 * prod(self.shape)
-
-    def _require_room(self) -> None:
-        free = shutil.disk_usage(self.folder).free
-        if free < self._data_bytes():
-            raise MachineError(
-                f"the features take {self._data_bytes() / 2**30:.1f} GiB and {self.folder} has "
-                f"{free / 2**30:.1f} GiB free; take probe.tier=stream, or choose another folder "
-                "with probe.cache=DIR"
-            )
 
 
 @dataclass(frozen=True)
@@ -179,7 +172,7 @@ class FeatureReader:
             raise DamagedFeatures(f"{self.format.path} gives other features than were written")
 
 
-def _allocate(file: BinaryIO, size: int) -> None:
+def _allocate(file: IO[bytes], size: int) -> None:
     """Take the room on the disk now, so that a full one is not found after hours.
 
     Where the file system cannot do so, writing itself tells.
@@ -189,3 +182,22 @@ def _allocate(file: BinaryIO, size: int) -> None:
     except OSError as error:
         if error.errno not in _NO_ALLOCATION:
             raise
+
+
+def label_file(folder: Path, shape: tuple[int, int, int]) -> UInt8[Tensor, "entries height width"]:
+    """Labels of all entries, in a file that is gone when nobody has them any more.
+
+    Raises:
+        MachineError: the folder takes no file, or its disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Room that is missing later, behind mapped memory, would end the process.
+            _allocate(file, prod(shape))
+            return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=shape))
+    except OSError as error:
+        raise MachineError(
+            f"cannot keep labels in {folder} ({error.strerror or error}); choose another "
+            "folder with probe.cache=DIR"
+        ) from error

@@ -1,0 +1,484 @@
+"""Features of a training set: computed once and kept, or computed whenever they are asked for.
+
+They are in the first of three tiers that has the room: memory, a file, or nowhere ("stream"). From
+each come the same numbers, float16, refused where they are not finite. In this order: what they may
+take, how a batch becomes features, the three tiers, and the pass over the training images.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Float16, Int64, Integer, UInt8
+from torch import Tensor
+
+from probes.features.disk import DamagedFeatures, FeatureFile, FeatureReader, label_file
+from probes.features.stream import ahead, batches, check, extract, read_ahead
+from probes.features.views import TrainingViews, nearest_labels
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import CheckpointError, MachineError
+from ssl_bench.evaluation import Progress
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.layers import Facet
+from ssl_bench.scores import IGNORED
+from ssl_bench.system.device import free_memory
+from ssl_bench.system.memory import free_host_memory
+from ssl_bench.system.transfers import fetched, sent
+
+Tier = Literal["memory", "disk", "stream"]
+AskedTier = Literal["auto", "memory", "disk", "stream"]
+GIB = 2**30
+# Batches that are read from a disk before they are asked for.
+_AHEAD = 2
+# Count up when the same image gives other cached values, or they lie in another order.
+VERSION = 3
+
+Half = Float16[Tensor, "batch rows cols dim"]
+# Entries of batches that follow each other.
+Chosen = Sequence[Int64[Tensor, "..."]]
+# Takes the labels of some entries.
+PutLabels = Callable[[Sequence[int], Tensor], None]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What features may take.
+
+    Attributes:
+        tier: "auto": memory if they fit there, else disk if they fit there, else stream.
+        memory_gib: Without it half of what is free.
+        disk_gib: Likewise.
+        folder: On that disk.
+    """
+
+    tier: AskedTier
+    memory_gib: float | None
+    disk_gib: float | None
+    folder: Path
+
+    def choose(self, features: int, labels: int, is_kept: Callable[[], bool]) -> Tier:
+        """The tier for so many bytes; features that a file holds already take no more room."""
+        if self.tier != "auto":
+            return self.tier
+        if features + labels <= self.memory:
+            return "memory"
+        return "disk" if features + labels <= self.disk or is_kept() else "stream"
+
+    @property
+    def memory(self) -> float:
+        return free_host_memory() / 2 if self.memory_gib is None else self.memory_gib * GIB
+
+    @property
+    def disk(self) -> float:
+        if self.disk_gib is not None:
+            return self.disk_gib * GIB
+        there = self.folder.absolute()
+        while not there.is_dir() and there != there.parent:
+            there = there.parent
+        return shutil.disk_usage(there).free / 2
+
+    def said(self, tier: Tier, features: int) -> str:
+        """What is told before anything is computed."""
+        memory, disk = (f"{room / GIB:.1f} GiB" for room in (self.memory, self.disk))
+        return (
+            f"features: {features / GIB:.1f} GiB, tier {tier} (may take {memory} of memory, "
+            f"{disk} of {self.folder})"
+        )
+
+
+@dataclass(frozen=True)
+class HalfFeatures:
+    """What rounds the features of all layers of an extractor to float16."""
+
+    extractor: FeatureExtractor
+    facet: Facet
+
+    def fetched(
+        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]
+    ) -> list[Half]:
+        """By layer in host memory, which waits for them once.
+
+        Raises:
+            CheckpointError: a feature is not finite in float16.
+        """
+        return self._checked(images, ids, leave=False)
+
+    def left(self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str]) -> list[Half]:
+        """As `fetched`, left on the device."""
+        return self._checked(images, ids, leave=True)
+
+    def _checked(
+        self, images: Float[Tensor, "batch 3 height width"], ids: Sequence[str], *, leave: bool
+    ) -> list[Half]:
+        features, sums = extract(self.extractor, self.facet, images, ids)
+        halves = [features[layer].half() for layer in self.extractor.layers]
+        finite = torch.stack([half.isfinite().flatten(1).all(1) for half in halves])
+        sums, finite, *host = fetched([sums, finite, *([] if leave else halves)])
+        check(self.extractor, sums, ids)
+        for index, image in finite.logical_not().nonzero().tolist():
+            raise CheckpointError(
+                f"layer {self.extractor.layers[index]} of {self.extractor.encoder.name} gives "
+                f"features beyond float16 (65504) for image {ids[image]}; try probe.norm=final"
+            )
+        return halves if leave else host
+
+
+@dataclass(frozen=True)
+class FeatureBatch:
+    """Features and labels of some entries, on the device of the heads."""
+
+    features: Float[Tensor, "layers some rows cols dim"]
+    labels: Integer[Tensor, "some height width"]
+
+
+# Gives the batches of these entries in this order.
+Read = Callable[[Chosen], Iterator[FeatureBatch]]
+
+
+@dataclass(frozen=True)
+class LabelFacts:
+    """Which values occur in the labels of each entry, 255 among them."""
+
+    present: Bool[Tensor, "entries 256"]
+
+    @classmethod
+    def unknown(cls, entries: int) -> "LabelFacts":
+        return cls(torch.zeros(entries, 256, dtype=torch.bool))
+
+    def put(self, entries: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
+        for entry, values in zip(entries, labels, strict=True):
+            self.present[entry, values.unique().long()] = True
+
+    def classes(self, entries: Int64[Tensor, " chosen"]) -> list[int]:
+        """Those of some entries, ascending."""
+        found = self.present[entries].any(0).nonzero()[:, 0].tolist()
+        return [value for value in found if value != IGNORED]
+
+    def without_label(self) -> Bool[Tensor, " entries"]:
+        """Entries all of whose pixels are ignored."""
+        return ~self.present[:, :IGNORED].any(1)
+
+
+@dataclass(frozen=True)
+class FeaturesInMemory:
+    """Features that were computed for this run and are held by it."""
+
+    layers: tuple[int, ...]
+    blocks: Float[Tensor, "layers entries rows cols dim"]
+    labels: Integer[Tensor, "entries height width"]
+    facts: LabelFacts = field(default_factory=lambda: LabelFacts.unknown(0))
+
+    tier = "memory"
+    passes = 1
+
+    def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
+        """As every tier; a GPU keeps them if they take half of what is free there or less."""
+        indices = [self.layers.index(layer) for layer in layers]
+        if indices == list(range(indices[0], indices[-1] + 1)):
+            # A view where the layers follow each other.
+            blocks = self.blocks[indices[0] : indices[-1] + 1]
+        else:
+            blocks = torch.stack([self.blocks[index] for index in indices])
+        if device.type == "cuda" and 2 * blocks.nbytes <= free_memory(device):
+            blocks = blocks.to(device)
+
+        def read(chosen: Chosen) -> Iterator[FeatureBatch]:
+            for some in chosen:
+                features = blocks.index_select(1, sent(some, blocks.device))
+                yield FeatureBatch(sent(features, device), sent(self.labels[some], device))
+
+        return read
+
+
+@dataclass
+class FeaturesOnDisk:
+    """Features in a file, compared with their checksums whenever they are read.
+
+    Damaged ones are said, and all are computed again: nobody knows what else the disk lost.
+
+    Attributes:
+        compute: Writes the file anew.
+        say: Gets the line about it.
+    """
+
+    layers: tuple[int, ...]
+    facts: LabelFacts
+    labels: UInt8[Tensor, "entries height width"]
+    file: FeatureFile
+    compute: Callable[[], object]
+    say: Callable[[str], None]
+    passes: int
+    _reader: FeatureReader | None = field(default=None, init=False, repr=False)
+
+    tier = "disk"
+
+    def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
+        """As every tier; an image's layers lie side by side, so that most of it is one reading."""
+        indices = [self.layers.index(layer) for layer in layers]
+
+        def read(chosen: Chosen) -> Iterator[FeatureBatch]:
+            done = 0
+            while done < len(chosen):
+                try:
+                    found = ahead(
+                        lambda some: self._read(indices, some),
+                        islice(chosen, done, None),
+                        workers=1,
+                        most=_AHEAD,
+                    )
+                    for features in found:
+                        labels = sent(self.labels[chosen[done]], device)
+                        done += 1
+                        yield FeatureBatch(sent(features, device), labels)
+                except DamagedFeatures as error:
+                    self._compute_again(error, indices, chosen[done])
+
+        return read
+
+    def _read(
+        self, indices: Sequence[int], some: Int64[Tensor, " some"]
+    ) -> Float16[Tensor, "layers some rows cols dim"]:
+        if self._reader is None:
+            self._reader = self.file.open()
+        # Somebody deleted it.
+        if self._reader is None:
+            raise DamagedFeatures(f"{self.file.path} is gone")
+        found = torch.empty(len(indices), len(some), *self.file.entry_shape, dtype=torch.float16)
+        for number, entry in enumerate(some.tolist()):
+            for place, index in enumerate(indices):
+                self._reader.read(index, entry, found[place, number].numpy())
+        return found
+
+    def _compute_again(
+        self, error: DamagedFeatures, indices: Sequence[int], some: Int64[Tensor, " some"]
+    ) -> None:
+        self.say(f"{error}; computing them again")
+        self.compute()
+        self.passes += 1
+        self._reader = None
+        try:
+            self._read(indices, some)
+        except DamagedFeatures as again:
+            raise MachineError(
+                f"{again}, right after they were written; choose another folder with "
+                "probe.cache=DIR"
+            ) from again
+
+
+@dataclass
+class StreamedFeatures:
+    """Features that are computed whenever they are asked for, and kept nowhere.
+
+    Attributes:
+        compute: Gives the batches of these entries of these layers, on a device.
+    """
+
+    layers: tuple[int, ...]
+    facts: LabelFacts
+    compute: Callable[[Sequence[int], Chosen, torch.device], Iterator[FeatureBatch]]
+    _computed: int = field(default=0, init=False, repr=False)
+
+    tier = "stream"
+
+    @property
+    def passes(self) -> int:
+        return -(-self._computed // len(self.facts.present))
+
+    def of_layers(self, layers: Sequence[int], device: torch.device) -> Read:
+        def read(chosen: Chosen) -> Iterator[FeatureBatch]:
+            for batch in self.compute(layers, chosen, device):
+                self._computed += len(batch.labels)
+                yield batch
+
+        return read
+
+
+TrainingFeatures = FeaturesInMemory | FeaturesOnDisk | StreamedFeatures
+"""Features by layer and entry; entry `views * i + v` is view v of image i.
+
+Where an image as a whole has a class, it is one patch with one label. `of_layers` gives what reads
+some layers in the order asked for; `facts` are the classes that the labels of each entry hold
+(nothing where each has one); `passes` is how often the views passed the encoder, rounded up: 0 if a
+file held the features.
+"""
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """How training images become features and labels.
+
+    Attributes:
+        indices: Of the images, within `images`.
+        label_size: Height and width of the labels in training.
+        say: Gets a line on where features are, and where those of an earlier run are damaged.
+    """
+
+    extractor: FeatureExtractor
+    facet: Facet
+    images: ImageSet
+    indices: Sequence[int]
+    image_size: int
+    views: TrainingViews
+    label_size: int
+    batch_size: int
+    workers: int
+    progress: Progress
+    say: Callable[[str], None]
+
+    def run(self, room: Room) -> TrainingFeatures:
+        """Compute the features, take them from a file of an earlier run, or get ready to stream.
+
+        All labels are read in any case, so that a file that cannot be is found now.
+
+        Raises:
+            CheckpointError: a feature is not finite in float16.
+            MachineError: neither memory nor disk has the room.
+        """
+        side, layers = self.image_size // self.extractor.patch_size, self.extractor.layers
+        entries, size = len(self.indices) * self.views.count, self.label_size
+        shape = (len(layers), entries, side, side, self.extractor.width(self.facet))
+        file = FeatureFile(room.folder, self.header(), shape)
+        num_bytes = 2 * prod(shape)
+        tier = room.choose(num_bytes, entries * size**2, lambda: self._is_kept(file))
+        self.say(room.said(tier, num_bytes))
+        facts = LabelFacts.unknown(entries)
+        if tier == "stream":
+            self.read_labels(facts.put)
+            return StreamedFeatures(layers, facts, self.stream)
+        if tier == "memory":
+            labels = torch.empty(entries, size, size, dtype=torch.uint8)
+        else:
+            labels = label_file(room.folder, (entries, size, size))
+
+        def put_labels(some: Sequence[int], values: UInt8[Tensor, "some rows cols"]) -> None:
+            facts.put(some, values)
+            labels[list(some)] = values
+
+        if tier == "memory":
+            blocks = torch.empty(shape, dtype=torch.float16)
+
+            def put(index: int, some: Sequence[int], features: Half) -> None:
+                blocks[index, list(some)] = features
+
+            self._fill(put, put_labels)
+            return FeaturesInMemory(layers, blocks, labels, facts)
+
+        def write() -> None:
+            with file.writing() as writer:
+                self._fill(writer.put, put_labels)
+
+        is_kept = self._is_kept(file)
+        if is_kept:
+            self.read_labels(put_labels)
+        else:
+            write()
+        return FeaturesOnDisk(layers, facts, labels, file, write, self.say, int(not is_kept))
+
+    def _is_kept(self, file: FeatureFile) -> bool:
+        """Whether an earlier run left its features; those that are read are looked at then."""
+        try:
+            return file.open() is not None
+        except DamagedFeatures as error:
+            self.say(f"{error}; computing the features again")
+            return False
+
+    def stream(
+        self, layers: Sequence[int], chosen: Chosen, device: torch.device
+    ) -> Iterator[FeatureBatch]:
+        """Decode and encode the batches of these entries, in this order; nothing is kept.
+
+        Rounded to float16, as what is kept is. An image has the same features whatever images pass
+        the encoder beside it as far as the library's matrix products see to that, and those of
+        torch on a CPU do.
+
+        Args:
+            layers: Of those of the extractor.
+            chosen: Their entries.
+            device: Where the batches go.
+
+        Raises:
+            CheckpointError: a feature is not finite in float16.
+        """
+        encoder = HalfFeatures(self.extractor, self.facet)
+        indices = [self.extractor.layers.index(layer) for layer in layers]
+
+        def prepared(entry: int) -> _Prepared:
+            position, view = divmod(entry, self.views.count)
+            return self._prepared([view], self.images[self.indices[position]])
+
+        entries = (entry for some in chosen for entry in some.tolist())
+        found = ahead(prepared, entries, workers=self.workers, most=4 * self.workers)
+        for some in chosen:
+            ids, images, labels = _of_view(list(islice(found, len(some))), 0)
+            halves = encoder.left(images, ids)
+            features = torch.stack([halves[index] for index in indices])
+            yield FeatureBatch(sent(features, device), sent(labels, device))
+
+    def read_labels(self, put: PutLabels) -> None:
+        """Give the labels of all entries, those of a batch's views one after the other."""
+        self._fill(None, put)
+
+    def _fill(
+        self, put: Callable[[int, Sequence[int], Half], None] | None, put_labels: PutLabels
+    ) -> None:
+        """Read all images; features are computed only where somebody takes them."""
+        encoder, views, start = HalfFeatures(self.extractor, self.facet), self.views.count, 0
+        prepare = partial(self._prepared, range(views))
+        images = read_ahead(self.images, self.indices, prepare, workers=self.workers)
+        shown = self.progress(images, "training images", len(self.indices))
+        for batch in batches(shown, self.batch_size):
+            for number in range(views):
+                entries = range(start * views + number, (start + len(batch)) * views, views)
+                ids, pixels, labels = _of_view(batch, number)
+                put_labels(entries, labels)
+                if put is not None:
+                    for index, half in enumerate(encoder.fetched(pixels, ids)):
+                        put(index, entries, half)
+            start += len(batch)
+
+    def _prepared(self, views: Sequence[int], sample: Sample) -> "_Prepared":
+        seen = [self.views.view(sample, number, self.image_size) for number in views]
+        size = self.label_size
+        labels = [nearest_labels(mask, size, size) for _, mask in seen]
+        return sample.image_id, [image for image, _ in seen], labels
+
+    def header(self) -> dict[str, Any]:
+        """Everything the features depend on."""
+        ids = "\n".join(self.images.ids[index] for index in self.indices)
+        return {
+            "version": VERSION,
+            **self.extractor.encoder.identity(),
+            "layers": self.extractor.layers,
+            "facet": self.facet,
+            "encoder_dtype": str(self.extractor.dtype),
+            "transform": f"{self.views} at {self.image_size}, bilinear with antialias",
+            "dataset": f"{self.images.name} {self.images.split}",
+            "dataset_fingerprint": self.images.fingerprint(),
+            "ids_sha256": sha256(ids.encode(errors="surrogateescape")).hexdigest(),
+        }
+
+
+# Id, and pixels and labels of some views of a training image.
+_Prepared = tuple[
+    str, list[Float[Tensor, "3 size size"]], list[UInt8[Tensor, "label_rows label_cols"]]
+]
+
+
+def _of_view(
+    batch: Sequence[_Prepared], number: int
+) -> tuple[
+    list[str], Float[Tensor, "batch 3 size size"], UInt8[Tensor, "batch label_rows label_cols"]
+]:
+    ids, images, labels = zip(*batch, strict=True)
+    return (
+        list(ids),
+        torch.stack([one[number] for one in images]),
+        torch.stack([one[number] for one in labels]),
+    )

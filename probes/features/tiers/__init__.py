@@ -1,1 +1,0 @@
-"""Where the features of a training set are, and how they come there."""

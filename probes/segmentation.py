@@ -1,0 +1,708 @@
+"""Linear segmentation: what can a linear head segment with the patches of each block?
+
+In this order: the choices (`probe.training`, `probe.inference`; losses are in `heads/losses.py`),
+the probe, and a run of it: features, heads, held-out images, scored images, scores, pictures.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int64, UInt8
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from probes.features.sources import LayerGroup, asked_patches, require_one_block_a_head, sources_of
+from probes.features.split import TrainingSplit
+from probes.features.stream import batches, check, extract, read_ahead
+from probes.features.tiers import AskedTier, Room, TrainingFeatures, TrainingPass
+from probes.features.views import ResizedCrops, ScaledCrops, WholeImage, nearest_labels
+from probes.heads.kept import KeptState
+from probes.heads.logistic import LogisticRegression
+from probes.heads.losses import PixelLoss, UpsampledLoss
+from probes.heads.optimizers import SGD, HeadAdamW, Schedule
+from probes.heads.scored_images import (
+    PatchScoring,
+    ScoredImage,
+    Scoring,
+    SlidingScoring,
+    SquashedScoring,
+)
+from probes.heads.scores import HeadScores, ImageCounts, best_rate
+from probes.heads.sgd import Heads, HeadTraining, TrainedHeads, floats
+from probes.pictures import sheet, titled
+from ssl_bench.composition.fields import (
+    Count,
+    CountOrZero,
+    FilePath,
+    Pixels,
+    Positive,
+    PositiveOrZero,
+    Rate,
+    ShareBelowOne,
+    Threads,
+    check_fields,
+    require_some,
+)
+from ssl_bench.composition.presets import guesses_of
+from ssl_bench.data.labels import voc_colours
+from ssl_bench.data.limited import sampled, sampled_numbers
+from ssl_bench.data.locations import cache_folder
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.intervals import few_images_warning
+from ssl_bench.layers import AskedFacets, Facet
+from ssl_bench.metrics import class_counts
+from ssl_bench.models import Encoder
+from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED, mean_iou
+from ssl_bench.system.files import remove_orphans, write_text_atomically
+from ssl_bench.system.naming import image_name
+from ssl_bench.system.transfers import fetched, sent
+
+HALF_DECADES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+_OF_CAPI = (1e-6, 3.727594e-5, 1.389495e-3, 5.179475e-2, 1.930698, 71.96857, 2682.696, 1e5)
+_COMPONENTS = ("loss", "training", "inference")
+_COLOURS = voc_colours()
+_TILES_PER_ROW = 5
+_LEGEND_LINES = 24
+_LINE_HEIGHT = 16
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A number of optimizer steps.
+
+    Attributes:
+        learning_rates: All are trained; which one counts is chosen afterwards.
+        batch_size: Images of a step.
+        warmup: Share of the steps in which the learning rate rises.
+    """
+
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    learning_rates: Sequence[Rate] = HALF_DECADES
+    epochs: Count = 30
+    batch_size: Count = 16
+    schedule: Literal["cosine", "linear", "constant", "drop"] = "cosine"
+    warmup: ShareBelowOne = 0.05
+    weight_decay: PositiveOrZero = 1e-4
+
+    refit: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.training")
+        require_some("probe.training.learning_rates", self.learning_rates)
+
+    def settings(self) -> dict[str, Any]:
+        return asdict(self) | {"learning_rates": floats(self.learning_rates)}
+
+    def of_heads(self, heads: Heads) -> HeadTraining:
+        optimizer = {"adamw": HeadAdamW, "sgd": SGD}[self.optimizer]
+        return HeadTraining(
+            values=tuple(floats(self.learning_rates)),
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            optimizer=optimizer(weight_decay=self.weight_decay),
+            schedule=Schedule(self.schedule, self.warmup),
+            **vars(heads),
+        )
+
+
+@dataclass(frozen=True)
+class PatchRegression(LogisticRegression):
+    """Logistic regressions of patches.
+
+    Attributes:
+        refit: Fit to all training images once the held-out ones have chosen.
+    """
+
+    c_values: Sequence[Positive] = _OF_CAPI
+    refit: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "refit": self.refit}
+
+
+@dataclass(frozen=True)
+class Squashed:
+    """Images are squashed to squares, logits upsampled bilinearly.
+
+    Attributes:
+        score_size: Masks are reduced to this size before scoring; the original size if None.
+    """
+
+    score_size: Pixels | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.inference")
+
+    def settings(self) -> dict[str, Any]:
+        return {"scoring": "squash", "score_size": self.score_size}
+
+    def of_images(self, image_size: int, encoder: Encoder) -> Scoring:
+        del encoder
+        return SquashedScoring(image_size, self.score_size)
+
+
+@dataclass(frozen=True)
+class ByPatch(Squashed):
+    """Images are squashed to squares, and each pixel takes the class of its patch."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"scoring": "patch", "score_size": self.score_size}
+
+    def of_images(self, image_size: int, encoder: Encoder) -> Scoring:
+        del encoder
+        return PatchScoring(image_size, self.score_size)
+
+
+@dataclass(frozen=True)
+class SlidingWindows:
+    """Windows slide over the image at its own shape."""
+
+    def settings(self) -> dict[str, Any]:
+        return {"scoring": "slide", "score_size": None}
+
+    def of_images(self, image_size: int, encoder: Encoder) -> Scoring:
+        return SlidingScoring(image_size, encoder.mean)
+
+
+@dataclass(frozen=True)
+class Segmentation(Probe):
+    """Linear heads on every block and with every learning rate, from one pass over the images.
+
+    Attributes:
+        protocol: The preset these values come from; records carry it.
+        layers_mode: "single": one head a block. "multi": one head on the blocks at 1/4, 1/2, 3/4
+            and all of the depth up to the last asked layer. "last4": on the last four up to it.
+        image_size: Side of the squares that the encoder sees; without a choice the nearest multiple
+            of the patch.
+        loss: What the heads are trained to, a file of configs/probe/segmentation/loss.
+        training: How, a file of configs/probe/segmentation/training.
+        inference: How images are scored, a file of configs/probe/segmentation/inference.
+        facet: What of a patch the heads see: token, key, query, value, attn_out, attn_skip,
+            mlp_hidden, mlp_out, or a submodule of a block.
+        norm: Before the head. "standardize": each channel over the training set. "final": the
+            encoder's last norm. "none": the block's output.
+        crops: "whole": training images are squashed. "resized": random parts of at least 80 % of
+            the area are squashed. "scaled": random squares of the image at half to twice the size.
+        views: How many crops of each image are drawn, once; with "whole", 2 adds its mirror image.
+        holdout: Share of the training images that choose the rate or C and train nothing.
+        train_images: At most so many, drawn with the seed.
+        panels: How many of the scored images are drawn, from all over the set.
+        tier: Where features are until the heads are trained: in "memory", on "disk", or nowhere:
+            "stream" computes them in every epoch. "auto": the first that has the room.
+        memory_gib: What features may take in memory; half of what is free if None.
+        disk_gib: What they may take on the disk of `cache`; half of what is free if None.
+        cache: Folder for features and for heads that are not finished; the user's cache if None.
+        keep_minutes: Between two writings of unfinished heads, from which a killed run goes on.
+        num_workers: Threads that decode images.
+        guesses: What the protocol's authors left open, and where this preset differs from theirs;
+            $NAME stands for the setting NAME.
+    """
+
+    protocol: str = "ssl_bench"
+    layers_mode: Literal["single", "multi", "last4"] = "single"
+    image_size: Pixels = 512
+    loss: PixelLoss = field(default_factory=UpsampledLoss)
+    training: Steps | PatchRegression = field(default_factory=Steps)
+    inference: Squashed | SlidingWindows = field(default_factory=Squashed)
+    facet: str = "token"
+    norm: Literal["none", "final", "standardize"] = "standardize"
+    crops: Literal["whole", "resized", "scaled"] = "whole"
+    views: Count = 1
+    holdout: ShareBelowOne = 0.1
+    train_images: Count | None = None
+    panels: CountOrZero = 6
+    tier: AskedTier = "auto"
+    memory_gib: PositiveOrZero | None = None
+    disk_gib: PositiveOrZero | None = None
+    cache: FilePath | None = None
+    keep_minutes: PositiveOrZero = 10.0
+    num_workers: Threads = 4
+    guesses: Sequence[str] = ()
+
+    task = "segmentation"
+    role = "segmentation"
+    keeps_images = True
+    # Where, how fast and with what words, not what comes out; the components say what is theirs.
+    not_settings = (
+        *(*Probe.not_settings, *_COMPONENTS, "panels"),
+        *("tier", "memory_gib", "disk_gib", "cache", "keep_minutes"),
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe")
+        require_one_block_a_head(self.asked_facets, self.layers_mode)
+        if self.crops == "whole" and self.views > 2:
+            raise ConfigurationError(
+                f"probe.views must be 1 or 2 for probe.crops=whole, got {self.views}"
+            )
+        slides = isinstance(self.inference, SlidingWindows)
+        if self.holdout and (self.crops != "whole" or slides):
+            raise ConfigurationError(
+                "probe.holdout must be 0 unless probe.crops=whole and probe.inference is squashed "
+                "or by_patch: the held-out images are scored from their cached features, got "
+                f"{self.holdout}"
+            )
+        if self.training.refit and not self.holdout:
+            raise ConfigurationError("probe.training.refit must be false unless probe.holdout > 0")
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        metrics = ["miou_holdout"] if self.holdout else []
+        metrics += ["miou_oracle", "pixel_accuracy"]
+        sources = self.sources(layers)
+        return [(source[-1], self.scored_facet, metric) for source in sources for metric in metrics]
+
+    def training_images(self, dataset: Dataset) -> ImageSet:
+        return dataset.train()
+
+    def settings(self) -> dict[str, Any]:
+        own = {name: value for name, value in vars(self).items() if name not in self.not_settings}
+        for name in _COMPONENTS:
+            own |= getattr(self, name).settings()
+        return own
+
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        shown = [source[-1] for source in self.sources(layers)]
+        panels = [self._panel_name(image_id) for image_id in sampled(images.ids, self.panels)]
+        # The list is left by a run of any block.
+        return {**dict.fromkeys(panels, shown), self._list_name(seed): shown[:1]}
+
+    def _panel_name(self, image_id: str) -> str:
+        return image_name(image_id, before=f"{self._beginning}-")
+
+    def _list_name(self, seed: int) -> str:
+        return f"{self._beginning}-seed{seed}-train.txt"
+
+    @property
+    def _beginning(self) -> str:
+        """Of the names of all files that are left beside the records."""
+        features = [] if self.layers_mode == "single" else [self.layers_mode]
+        if not features or self.facet != "token":
+            features.append(self.scored_facet)
+        return "-".join([self.protocol, *features])
+
+    @property
+    def asked_facets(self) -> AskedFacets:
+        return asked_patches(self.facet, self.norm)
+
+    @property
+    def scored_facet(self) -> Facet:
+        """As records have it."""
+        return self.asked_facets.names[0]
+
+    def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
+        """The layers that each head sees."""
+        return sources_of(layers, self.layers_mode)
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score all heads of all layers.
+
+        Raises:
+            DataError: the labels hold too few classes.
+        """
+        yield from SegmentationRun(self, context).scores()
+
+    def prepared(self, context: ProbeContext) -> "SegmentationRun":
+        """The run with all its parts; opens the dataset, computes nothing."""
+        return SegmentationRun(self, context)
+
+
+class SegmentationRun:
+    """Linear segmentation of one encoder on one dataset.
+
+    Attributes:
+        split: Which training images are used, and which of them choose the rate.
+        training_pass: How these images become features and labels.
+        training: Fits one head for each source and learning rate, or C.
+        scoring: Shows an image to the encoder, and makes of the logits of its patches classes.
+    """
+
+    def __init__(self, probe: Segmentation, context: ProbeContext) -> None:
+        self.probe, self.context, encoder = probe, context, context.encoder
+        images = probe.training_images(context.dataset)
+        self.split = TrainingSplit.draw(
+            images, at_most=probe.train_images, holdout=probe.holdout, seed=context.seed
+        )
+        self.val_images = probe.split(context.dataset)
+        self.sources = probe.sources(context.layers)
+        self.views = WholeImage(probe.views)
+        if probe.crops == "resized":
+            self.views = ResizedCrops(probe.views, context.seed)
+        elif probe.crops == "scaled":
+            self.views = ScaledCrops(probe.views, context.seed, encoder.mean)
+        patch = encoder.patch_size
+        self.training_pass = TrainingPass(
+            extractor=FeatureExtractor(
+                encoder,
+                layers=sorted({layer for source in self.sources for layer in source}),
+                facets=(probe.scored_facet,),
+                device=context.device,
+                dtype=context.dtype,
+            ),
+            facet=probe.scored_facet,
+            images=images,
+            indices=self.split.indices,
+            image_size=probe.image_size,
+            views=self.views,
+            label_size=probe.loss.label_size(probe.image_size // patch, patch),
+            batch_size=probe.training.batch_size,
+            workers=probe.num_workers,
+            progress=context.progress,
+            say=context.say,
+        )
+        heads = Heads(
+            loss=probe.loss,
+            standardize=probe.norm == "standardize",
+            classes=len(self.val_images.class_names),
+            seed=context.seed,
+            device=context.device,
+        )
+        self.training = probe.training.of_heads(heads)
+        self.scoring = probe.inference.of_images(probe.image_size, encoder)
+        self.cache = cache_folder(probe.cache)
+
+    def scores(self) -> Iterator[Score]:
+        """Train all heads on passes over the training images, score them on one over the others.
+
+        Raises:
+            DataError: the labels hold too few classes.
+        """
+        features = self.features()
+        heads = self.train(features)
+        held_out = self.count_held_out(heads, features)
+        if self.probe.training.refit:
+            heads = self._fit(features, self.split.every_entry(self.views.count))
+        found, drawn = self.score(heads, held_out, self._details(heads, features))
+        # Before the scores, so that no record stands there without them.
+        self._draw(drawn, [chosen for chosen, _ in found])
+        ids = self.split.ids(self.training_pass.images)
+        write_text_atomically(
+            self.context.artifacts / self.probe._list_name(self.context.seed),
+            "".join(f"{image_id}\n" for image_id in ids),
+        )
+        for _, scores in found:
+            yield from scores
+        self._forget_kept()
+
+    def features(self) -> TrainingFeatures:
+        """Of all training images, in memory, on disk, or computed whenever they are asked for."""
+        probe = self.probe
+        room = Room(probe.tier, probe.memory_gib, probe.disk_gib, self.cache / "features")
+        return self.training_pass.run(room)
+
+    def train(self, features: TrainingFeatures) -> TrainedHeads:
+        """Train the heads of all sources on the images that are not held out."""
+        entries = self.split.entries(self.views.count)
+        seen = features.facts.classes(entries)
+        if len(seen) < 2:
+            names = [self.val_images.class_names[number] for number in seen]
+            raise DataError(
+                f"the training labels of {self.training_pass.images.name} hold "
+                f"{names or 'no class'}, expected at least two classes"
+            )
+        return self._fit(features, entries)
+
+    def _fit(self, features: TrainingFeatures, entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
+        """Heads of all sources; those that a killed run had finished are taken from its file."""
+        kept = self._kept(self._heads_path(entries))
+        if "finished" in kept.found:
+            return TrainedHeads(**kept.found["finished"]).on(self.context.device)
+        heads = self.training.train(features, self.sources, entries, self.context.progress, kept)
+        if heads.seconds >= 60 * self.probe.keep_minutes:
+            kept.write({"finished": vars(heads)})
+        return heads
+
+    def count_held_out(
+        self, heads: TrainedHeads, features: TrainingFeatures
+    ) -> Int64[np.ndarray, "sources values 3 classes"] | None:
+        """Counts summed over the held-out images, from their cached features."""
+        if not self.split.held_out:
+            return None
+        total = torch.zeros(1, dtype=torch.int64, device=self.context.device)
+        positions = torch.tensor(sorted(self.split.held_out))
+        chosen = (positions * self.views.count).split(self.probe.training.batch_size)
+        read = features.of_layers(features.layers, self.context.device)
+        shown = self.context.progress(read(chosen), "held-out images", len(chosen))
+        left = iter(positions.tolist())
+        for batch in shown:
+            for number in range(batch.features.shape[1]):
+                one = batch.features[:, number : number + 1]
+                image = self.scoring.prepare(
+                    self.training_pass.images[self.split.indices[next(left)]]
+                )
+                blocks = dict(zip(features.layers, one, strict=True))
+                predicted = self._predict(heads, blocks, image)
+                total = total + self._count_one(predicted, image.mask)
+        return total.cpu().numpy()
+
+    def score(
+        self,
+        heads: TrainedHeads,
+        held_out: Int64[np.ndarray, "sources values 3 classes"] | None,
+        details: Mapping[str, Any],
+    ) -> tuple[list[tuple[int, list[Score]]], list[Tensor]]:
+        """The chosen value and the scores of each source, and what is predicted of drawn images.
+
+        The scored images stream once through encoder and heads; what a killed run had counted
+        passes no more.
+        """
+        images, kept = self.val_images, self._kept(self._counts_path())
+        counts = self.no_counts(heads)
+        if kept.found:
+            counts.extend(kept.found)
+        self.count(heads, self._scored(range(len(images))[len(counts) :]), counts, kept)
+        if not counts.has_labels:
+            raise DataError(f"{images.name} {images.split} has no labelled pixel")
+        # Once more, since a killed run may have counted them long ago.
+        indices = sampled_numbers(images.ids, self.probe.panels)
+        drawn = self.count(heads, self._scored(indices), self.no_counts(heads)) if indices else []
+        chosen = [None] * len(self.sources) if held_out is None else held_out
+        found = [
+            self._scores(heads, index, HeadScores(counts, index), chosen[index], details)
+            for index in range(len(self.sources))
+        ]
+        return found, drawn
+
+    def _scored(self, indices: Sequence[int]) -> Iterable[ScoredImage]:
+        workers = self.probe.num_workers
+        items = read_ahead(self.val_images, indices, self.scoring.prepare, workers=workers)
+        return self.context.progress(items, "scored images", len(indices))
+
+    def no_counts(self, heads: TrainedHeads) -> ImageCounts:
+        """Counts of no image yet."""
+        sources, values = heads.bias.shape[:2]
+        return ImageCounts(sources, values, self.training.classes)
+
+    def count(
+        self,
+        heads: TrainedHeads,
+        images: Iterable[ScoredImage],
+        counts: ImageCounts,
+        kept: KeptState | None = None,
+    ) -> list[UInt8[Tensor, "sources values _height _width"]]:
+        """Add what all heads predict of each image to `counts`, which is written down now and then.
+
+        The predictions are given back where nothing is written down: a few images are drawn.
+        """
+        extractor, found = self.training_pass.extractor, []
+        for batch in batches(images, self.probe.training.batch_size):
+            windows = torch.cat([image.windows for image in batch])
+            ids = [image.image_id for image in batch]
+            by_layer, sums = extract(extractor, self.probe.scored_facet, windows, ids)
+            parts, drawn, first = [], [], 0
+            for image in batch:
+                some = slice(first, first := first + len(image.windows))
+                blocks = {layer: features[some] for layer, features in by_layer.items()}
+                predicted = self._predict(heads, blocks, image)
+                parts.append(self._count_one(predicted, image.mask))
+                drawn += [predicted] if kept is None else []
+            # Together, because the host waits for each fetching.
+            sums, parts, *drawn = fetched([sums, torch.stack(parts), *drawn])
+            check(extractor, sums, ids)
+            counts.add(parts)
+            found += drawn
+            if kept and kept.is_due():
+                kept.write(counts.state())
+        return found
+
+    def _predict(
+        self,
+        heads: TrainedHeads,
+        features: Mapping[int, Float[Tensor, "windows rows cols dim"]],
+        image: ScoredImage,
+    ) -> UInt8[Tensor, "sources values height width"]:
+        """Classes of every pixel of one image by the heads of all sources."""
+        predicted = []
+        for index, source in enumerate(heads.sources):
+            windows = torch.cat([features[layer].float() for layer in source], -1)
+            logits = torch.stack([heads.logits(index, one) for one in windows])
+            # Here the logits of patches become classes of pixels.
+            predicted.append(self.scoring.predict(logits, image))
+        return torch.stack(predicted)
+
+    def _count_one(
+        self,
+        predicted: UInt8[Tensor, "sources values height width"],
+        mask: UInt8[Tensor, "height width"],
+    ) -> Int64[Tensor, "sources values 3 classes"]:
+        """Right, predicted and true pixels by class, for the heads of all sources."""
+        target = sent(mask, predicted.device)
+        counts = class_counts(predicted.flatten(0, 1), target, self.training.classes)
+        return counts.unflatten(0, predicted.shape[:2])
+
+    def _scores(
+        self,
+        heads: TrainedHeads,
+        index: int,
+        val: HeadScores,
+        held_out: Int64[np.ndarray, "values 3 classes"] | None,
+        shared: Mapping[str, Any],
+    ) -> tuple[int, list[Score]]:
+        """Of one source; first the index of the value that counts.
+
+        The held-out images choose it; without any, the scored ones do. Mean IoU is given at the
+        one chosen without a look at the scored images and at the best one, accuracy at the former.
+        """
+        source, values = self.sources[index], self.training.values
+        hyperparameter, names = self.training.hyperparameter, self.val_images.class_names
+        width = self.training_pass.extractor.width(self.probe.scored_facet)
+        # Share of the channels that are the same in all training patches.
+        constant = heads.constant_channels[index] / width / len(source)
+        oracle = val.best()
+        chosen = oracle if held_out is None else best_rate(held_out)
+        ways = [] if held_out is None else [("miou_holdout", chosen)]
+        scores = []
+        for metric, rate in [*ways, ("miou_oracle", oracle), ("pixel_accuracy", chosen)]:
+            value, ci95 = val.miou()[rate], val.miou_ci95(rate)
+            if metric == "pixel_accuracy":
+                value, ci95 = val.accuracy(rate), val.accuracy_ci95(rate)
+            warnings = []
+            if len(values) > 1 and rate in (0, len(values) - 1):
+                name = hyperparameter.replace("_", " ")
+                warnings.append(f"the chosen {name} {values[rate]:g} is at the edge of its grid")
+            if constant == 1:
+                warnings.append("degenerate: all training patches have the same features")
+            details = {
+                hyperparameter: values[rate],
+                f"{hyperparameter}s": list(values),
+                "miou_by_rate": _plain(val.miou()),
+                "miou_by_rate_held_out": held_out
+                if held_out is None
+                else _plain(mean_iou(held_out).tolist()),
+                "constant_features": constant == 1,
+                "constant_channels_percent": round(100 * constant, 1),
+                "warnings": [*warnings, *few_images_warning(val.num_images)],
+                "iou_by_class": dict(zip(names, _plain(val.iou(rate)), strict=True)),
+                "absent_classes": ABSENT_CLASS_POLICY,
+                **shared,
+                "layers": list(source),
+                **val.baseline(metric, names).as_details(),
+            }
+            scores.append(
+                Score(
+                    source[-1],
+                    self.probe.scored_facet,
+                    metric,
+                    value,
+                    ci95,
+                    val.num_images,
+                    details,
+                    val.counts(rate),
+                )
+            )
+        return chosen, scores
+
+    def _details(self, heads: TrainedHeads, features: TrainingFeatures) -> dict[str, Any]:
+        """What records say of the training, the same for all sources."""
+        held_out = len(self.split.held_out)
+        ignored = features.facts.without_label()[:: self.views.count]
+        trained = len(self.split.indices) - (0 if self.probe.training.refit else held_out)
+        return {
+            "num_train_images": trained,
+            "num_held_out_images": held_out,
+            "train_ids_sha256": self.split.ids_sha256(self.training_pass.images),
+            "all_ignored_train_images": int(ignored.sum()),
+            "train_seconds": round(heads.seconds, 3),
+            "unconverged_heads": heads.unfinished,
+            "stalled_heads": heads.stalled,
+            "feature_tier": features.tier,
+            "encoder_passes": features.passes,
+            "guesses": guesses_of(self.probe, self.probe.guesses),
+        }
+
+    def _draw(self, drawn: Sequence[Tensor], rates: Sequence[int]) -> None:
+        indices = sampled_numbers(self.val_images.ids, self.probe.panels)
+        for index, predicted in zip(indices, drawn, strict=True):
+            sample = self.val_images[index]
+            masks = {"ground truth": self.scoring.prepare(sample).mask}
+            for source, rate, by_rate in zip(self.sources, rates, predicted, strict=True):
+                title = f"layer{'s' * (len(source) > 1)} {', '.join(map(str, source))}"
+                masks[title] = by_rate[rate]
+            size = sample.image.shape[:2]
+            full = {title: nearest_labels(mask, *size).numpy() for title, mask in masks.items()}
+            path = self.context.artifacts / self.probe._panel_name(sample.image_id)
+            draw_panel(sample.image, full, self.val_images.class_names, path)
+
+    # Files that a killed run goes on from are named after all that their content depends on.
+
+    def _kept(self, path: Path) -> KeptState:
+        return KeptState(path, self.probe.keep_minutes, self.context.say)
+
+    def _heads_path(self, entries: Int64[Tensor, " chosen"]) -> Path:
+        return self._named("heads", entries.tolist())
+
+    def _counts_path(self) -> Path:
+        images = (self.val_images.fingerprint(), *self.val_images.ids)
+        split = (self.split.indices, sorted(self.split.held_out), self.probe.training.refit)
+        return self._named("counts", split, images, repr(self.scoring))
+
+    def _named(self, ending: str, *facts: Any) -> Path:
+        header = self.training_pass.header()
+        words = json.dumps([repr(self.training), header, self.sources, *facts])
+        return self.cache / "heads" / f"{sha256(words.encode()).hexdigest()[:16]}.{ending}"
+
+    def _forget_kept(self) -> None:
+        views = self.views.count
+        for entries in (self.split.entries(views), self.split.every_entry(views)):
+            self._heads_path(entries).unlink(missing_ok=True)
+        self._counts_path().unlink(missing_ok=True)
+        remove_orphans(self.cache / "heads")
+
+
+def _plain(values: Sequence[float]) -> list[float | None]:
+    # JSON has no NaN: the IoU of an absent class is null.
+    return [None if math.isnan(value) else value for value in values]
+
+
+def draw_panel(
+    image: UInt8[np.ndarray, "height width 3"],
+    masks: Mapping[str, UInt8[np.ndarray, "height width"]],
+    class_names: Sequence[str],
+    path: Path,
+) -> None:
+    """Save the photograph, each titled mask laid over it, and a legend of the classes that occur.
+
+    A mask holds the class of every pixel; where it holds 255 the photograph is left as it is.
+    """
+    tiles = [titled(image, "photograph")]
+    tiles += [titled(overlaid(image, mask), title) for title, mask in masks.items()]
+    tiles.append(_legend(masks.values(), class_names))
+    rows = [tiles[i : i + _TILES_PER_ROW] for i in range(0, len(tiles), _TILES_PER_ROW)]
+    sheet(rows, path)
+
+
+def overlaid(
+    image: UInt8[np.ndarray, "height width 3"], mask: UInt8[np.ndarray, "height width"]
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Blend the colours of the classes into a photograph."""
+    blended = (0.4 * image + 0.6 * _COLOURS[mask]).astype(np.uint8)
+    return np.where((mask == IGNORED)[..., None], image, blended)
+
+
+def _legend(
+    masks: Iterable[UInt8[np.ndarray, "height width"]], class_names: Sequence[str]
+) -> Image.Image:
+    """Names of the most frequent classes beside their colours."""
+    pixels = sum(np.bincount(mask.ravel(), minlength=256) for mask in masks)
+    order = np.argsort(-np.asarray(pixels)[: len(class_names)], kind="stable")
+    shown = [int(c) for c in order if np.asarray(pixels)[c] > 0][:_LEGEND_LINES]
+    font = ImageFont.load_default(12)
+    width = 24 + max((int(font.getlength(class_names[c])) for c in shown), default=0)
+    legend = Image.new("RGB", (width, _LINE_HEIGHT * max(1, len(shown))), "white")
+    draw = ImageDraw.Draw(legend)
+    for line, number in enumerate(shown):
+        top = line * _LINE_HEIGHT
+        draw.rectangle((2, top + 2, 16, top + 13), fill=tuple(_COLOURS[number].tolist()))
+        draw.text((20, top), class_names[number], fill="black", font=font)
+    return legend
