@@ -16,6 +16,7 @@ from ssl_bench.cli.records import (
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.results.store import PACKED
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import draw_curves
@@ -35,6 +36,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     style = asked_format(options.format)
     _check_together(options)
     with shown(options.out) as store:
+        if options.pack:
+            say(f"{store.pack()} records are in {store.root / PACKED} now, which is read like them")
+            return 0
         records = asked_records(options, store)
         tables = _tables(options, records, store)
         over_blocks = [table for table in tables if isinstance(table, DepthTable)]

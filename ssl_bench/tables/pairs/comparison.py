@@ -161,7 +161,7 @@ def _never_kept(store: ResultStore, records: Sequence[Record], encoders: Sequenc
     """Whether it can be mended by another run: not where a task keeps nothing of single images."""
     own = [record for record in records if record.encoder_id in encoders]
     tasks = {record.task for record in own}
-    if not own or {r.task for r in own if store.per_image_path(r).exists()}:
+    if not own or {r.task for r in own if store.keeps_images(r.key())}:
         return "; run `ssl-bench probe --overwrite` for what is missing"
     return (
         f"; of {' and '.join(sorted(tasks))} no values of single images are kept that could be "
