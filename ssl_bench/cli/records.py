@@ -16,8 +16,13 @@ from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.printing.parquet import as_parquet
-from ssl_bench.tables.printing.sheets import FORMATS, Printable, default_format, render_tables
+from ssl_bench.tables.printing.sheets import (
+    FORMATS,
+    Printable,
+    as_parquet,
+    default_format,
+    render_tables,
+)
 from ssl_bench.tables.series import model_names
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
@@ -34,7 +39,6 @@ def print_tables(tables: Sequence[Printable], style: str) -> None:
 
     Raises:
         ConfigurationError: what is no text would go to a terminal.
-        MachineError: pyarrow is not installed.
     """
     if style == "parquet":
         if sys.stdout.isatty():

@@ -1,6 +1,7 @@
 """`ssl-bench table`: records over blocks, encoders, epochs, severities, or beside papers."""
 
 import argparse
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ssl_bench.cli.records import (
 )
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.store import PACKED
 from ssl_bench.system.progress import say
@@ -24,8 +26,7 @@ from ssl_bench.tables.epochs import epoch_tables
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
-from ssl_bench.tables.printing.documents import insert_between_markers
-from ssl_bench.tables.printing.sheets import Printable, render_tables
+from ssl_bench.tables.printing.sheets import Printable, insert_between_markers, render_tables
 from ssl_bench.tables.published import PublishedTable, published_table
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
@@ -86,6 +87,9 @@ def _tables(
 ) -> Sequence[Printable]:
     choice = options.best_layer or "holdout"
     if options.pivot:
+        # Programs that read it are given all columns.
+        if options.metric is None and options.format not in ("csv", "json", "parquet"):
+            records = _headlines(records)
         return [pivot_table(records, store, choice)]
     if options.over_epochs:
         return epoch_tables(records)
@@ -96,6 +100,20 @@ def _tables(
     published = published_table(options.paper)
     encoders = _encoders(options.encoders or [], published, records, store)
     return [paper_table(published, records, store, encoders=encoders, choice=choice)]
+
+
+def _headlines(records: Sequence[Record]) -> list[Record]:
+    """Of several tasks the metric that stands for each, dataset by dataset; of one task all."""
+    if len({record.task for record in records}) == 1:
+        return list(records)
+    metrics: dict[tuple[str, str], dict[tuple[str, bool], None]] = defaultdict(dict)
+    for record in records:
+        metrics[record.task, record.dataset][record.metric, record.is_ranked] = None
+    main = {where: chosen_metric(list(known)) for where, known in metrics.items()}
+    kept = [record for record in records if main[record.task, record.dataset] == record.metric]
+    if more := sorted({record.metric for record in records} - set(main.values())):
+        say(f"not shown: {', '.join(more)}; --metric {more[0]} shows one, --task shows all of one")
+    return kept
 
 
 def _encoders(

@@ -41,7 +41,7 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import sha256_of
 from ssl_bench.tables.depth import depth_tables, render
-from ssl_bench.tables.printing.documents import insert_between_markers
+from ssl_bench.tables.printing.sheets import insert_between_markers
 from tests.core.test_results import RECORD
 from tests.support.faults import DINO_LIKE, OBJECT, TINY, encoded, picture
 

@@ -8,13 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables, render
 from ssl_bench.tables.drawing import curves_figure, draw_curves
 from ssl_bench.tables.notes import provenance
-from ssl_bench.tables.printing.documents import MARKERS, insert_between_markers
-from ssl_bench.tables.printing.sheets import NO_VALUE, render_tables
+from ssl_bench.tables.printing.sheets import (
+    MARKERS,
+    NO_VALUE,
+    insert_between_markers,
+    render_tables,
+)
 from ssl_bench.tables.series import settings_digest
 from tests.core.test_results import RECORD
 
@@ -350,3 +356,14 @@ def test_blocks_of_other_grids_have_their_stride_beside_them():
     assert [one.get("stride") for one in cells] == [4, None, 8, None]
     assert "stride" not in render(plain, "markdown")
     assert "stride" in render(table, "csv").splitlines()[0]
+
+
+def test_words_that_metrics_have_for_themselves_are_explained(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    store.save(replace(RECORD, metric="degenerate"))
+    store.save(replace(RECORD, task="segmentation", metric="miou_oracle"))
+    for words in ([], ["--pivot", "--metric", "degenerate,miou_oracle"]):
+        assert main(["table", "--out", str(tmp_path), *words]) == 0
+        out = capsys.readouterr().out
+        assert out.count("oracle: of the rates that were tried the best on the scored images") == 1
+        assert out.count("degenerate: their patches are so alike that rounding") == 1

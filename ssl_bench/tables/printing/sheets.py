@@ -1,4 +1,4 @@
-"""Tables as text, on a terminal, and as Markdown, LaTeX, CSV and JSON."""
+"""Tables as text, on a terminal, as Markdown, LaTeX, CSV, JSON and Parquet; into documents."""
 
 import csv
 import io
@@ -6,15 +6,18 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.system.escaping import csv_field, json_text, latex, markdown, printable
+from ssl_bench.system.files import write_text_atomically
 
 STYLES = ("text", "terminal", "markdown", "latex")
 FORMATS = (*STYLES, "csv", "json", "parquet")
 NO_VALUE = "\N{EN DASH}"
 """Stands where a value is no number."""
+MARKERS = ("<!-- ssl-bench table -->", "<!-- end of ssl-bench table -->")
 _LINE = 100
 _BOLD, _UNDERLINED, _PLAIN = "\033[1m", "\033[4m", "\033[0m"
 
@@ -98,6 +101,47 @@ def set_sheet(sheet: Sheet, style: str) -> str:
     if style not in setters:
         raise ConfigurationError(f"expected a style of {'|'.join(STYLES)}, got {style!r}")
     return setters[style](sheet)
+
+
+def as_parquet(tables: Sequence[Printable]) -> bytes:
+    """The rows of all tables as one file; columns that a table lacks are null there."""
+    # Here, because it is slow to import.
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [row for table in tables for row in table.csv_rows()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: _column([row.get(name) for row in rows]) for name in names}
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue()
+
+
+def _column(values: Sequence[Any]) -> list[Any]:
+    """Empty text is what CSV has for nothing; numbers beside text are text."""
+    known = [None if value == "" else value for value in values]
+    kinds = {type(value) for value in known if value is not None}
+    if str in kinds and len(kinds) > 1:
+        return [None if value is None else str(value) for value in known]
+    return known
+
+
+def insert_between_markers(document: Path, text: str) -> None:
+    """Replace what stands between the two `MARKERS` of a document.
+
+    Raises:
+        DataError: the document does not hold each marker once, in order.
+    """
+    begin, end = MARKERS
+    try:
+        text_before = document.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {document} ({error}); name a text file") from error
+    before, found, rest = text_before.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise DataError(f"{document} has no lines {begin!r} and {end!r} to put the table between")
+    write_text_atomically(document, f"{before}{begin}\n{text}{end}{after}")
 
 
 def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
