@@ -1,13 +1,13 @@
 """`ssl-bench compare`: two checkpoints, or the blocks of one, over the same images."""
 
 import argparse
-from collections import defaultdict
 from collections.abc import Sequence
 
 from ssl_bench.cli.records import (
     FILTERS,
     asked_format,
     filtered,
+    main_metrics,
     none_of,
     of_tasks,
     print_tables,
@@ -15,7 +15,6 @@ from ssl_bench.cli.records import (
     shown,
 )
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.epochs import by_run
@@ -52,13 +51,12 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _main(tables: Sequence[Table]) -> list[Table]:
     """Of each task, dataset, facet, protocol and seed the metric that stands for the task."""
-    groups: dict[tuple[object, ...], list[Table]] = defaultdict(list)
-    for table in tables:
-        groups[tuple(getattr(table.record, name) for name in _ASKED)].append(table)
-    kept = []
-    for those in groups.values():
-        metric = chosen_metric([(one.record.metric, one.record.is_ranked) for one in those])
-        kept += [one for one in those if one.record.metric == metric]
+    main = main_metrics([table.record for table in tables], _ASKED)
+    kept = [
+        table
+        for table in tables
+        if main[tuple(getattr(table.record, name) for name in _ASKED)] == table.record.metric
+    ]
     metrics = {table.record.metric for table in kept}
     if more := sorted({table.record.metric for table in tables} - metrics):
         say(f"not shown: {', '.join(more)}; --metric {more[0]} shows one, --all-metrics all")

@@ -1,7 +1,6 @@
 """`ssl-bench table`: records over blocks, encoders, epochs, severities, or beside papers."""
 
 import argparse
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from ssl_bench.cli.records import (
     FILTERS,
     asked_format,
     asked_records,
+    main_metrics,
     print_main_tables,
     print_tables,
     recorded_checkpoint,
@@ -16,7 +16,6 @@ from ssl_bench.cli.records import (
 )
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.results.store import PACKED
 from ssl_bench.system.progress import say
@@ -26,7 +25,7 @@ from ssl_bench.tables.epochs import epoch_tables
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
-from ssl_bench.tables.printing.sheets import Printable, insert_between_markers, render_tables
+from ssl_bench.tables.printing.sheets import Printable
 from ssl_bench.tables.published import PublishedTable, published_table
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
@@ -47,9 +46,6 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print_main_tables(over_blocks, store)
         else:
             print_tables(tables, style)
-        if options.into:
-            insert_between_markers(Path(options.into), render_tables(tables, "markdown"))
-            say(f"written into {options.into}")
         if options.figure:
             severities = [table.curves() for table in tables if isinstance(table, SeverityTable)]
             draw_curves(over_blocks or severities or depth_tables(records), Path(options.figure))
@@ -106,10 +102,7 @@ def _headlines(records: Sequence[Record]) -> list[Record]:
     """Of several tasks the metric that stands for each, dataset by dataset; of one task all."""
     if len({record.task for record in records}) == 1:
         return list(records)
-    metrics: dict[tuple[str, str], dict[tuple[str, bool], None]] = defaultdict(dict)
-    for record in records:
-        metrics[record.task, record.dataset][record.metric, record.is_ranked] = None
-    main = {where: chosen_metric(list(known)) for where, known in metrics.items()}
+    main = main_metrics(records)
     kept = [record for record in records if main[record.task, record.dataset] == record.metric]
     if more := sorted({record.metric for record in records} - set(main.values())):
         say(f"not shown: {', '.join(more)}; --metric {more[0]} shows one, --task shows all of one")

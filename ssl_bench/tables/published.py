@@ -153,30 +153,6 @@ def published_table(name: str) -> PublishedTable:
     return found[0]
 
 
-def published_values(
-    paper: str | None = None, table: str | None = None
-) -> tuple[PublishedValue, ...]:
-    """All published values, or those of one paper or table.
-
-    Raises:
-        ConfigurationError: an unknown paper or table.
-    """
-    chosen = published_tables()
-    papers = list(dict.fromkeys(one.paper for one in chosen))
-    if paper is not None and paper not in papers:
-        raise ConfigurationError(f"no published paper {paper!r}; known are {', '.join(papers)}")
-    if table is not None:
-        chosen = (published_table(table),)
-    return tuple(
-        _value(one, row, column)
-        for one in chosen
-        if paper in (None, one.paper)
-        for row in one.rows
-        for column in one.columns
-        if (row, column.name) in one.values
-    )
-
-
 def published_beside(record: Record) -> tuple[Beside, ...]:
     """The published values of the task, dataset and metric of a record, whatever its protocol."""
     return tuple(

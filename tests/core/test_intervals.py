@@ -214,7 +214,7 @@ def test_a_picture_draws_no_interval_that_its_record_leaves_out(tmp_path, monkey
     drawn = []
     monkeypatch.setattr(
         "matplotlib.axes.Axes.fill_between",
-        lambda _, at, low, high, **k: drawn.append((at, low, high)),
+        lambda _, at, low, high, **_style: drawn.append((at, low, high)),
     )
     # Corrected for its bias, an interval may leave out its own value.
     scores = [

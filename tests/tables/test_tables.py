@@ -9,18 +9,13 @@ import numpy as np
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables, render
 from ssl_bench.tables.drawing import curves_figure, draw_curves
 from ssl_bench.tables.notes import provenance
-from ssl_bench.tables.printing.sheets import (
-    MARKERS,
-    NO_VALUE,
-    insert_between_markers,
-    render_tables,
-)
+from ssl_bench.tables.printing.sheets import NO_VALUE, render_tables
 from ssl_bench.tables.series import settings_digest
 from tests.core.test_results import RECORD
 
@@ -322,18 +317,6 @@ def test_a_model_has_its_colour_in_every_panel(tmp_path):
     drawing = (tmp_path / "curves.svg").read_text()
     bands = re.findall(r'id="FillBetweenPolyCollection.*?fill: (#\w+)', drawing, re.DOTALL)
     assert len(bands) == len(set(bands)) == 2
-
-
-def test_a_table_replaces_only_what_stands_between_the_markers(tmp_path):
-    document = tmp_path / "README.md"
-    document.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
-
-    insert_between_markers(document, "new\n")
-
-    assert document.read_text() == f"before\n{MARKERS[0]}\nnew\n{MARKERS[1]}\nafter\n"
-    document.write_text("no markers")
-    with pytest.raises(DataError, match="to put the table between"):
-        insert_between_markers(document, "new")
 
 
 def test_the_date_of_a_table_is_that_of_its_latest_record():

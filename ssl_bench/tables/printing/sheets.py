@@ -1,4 +1,4 @@
-"""Tables as text, on a terminal, as Markdown, LaTeX, CSV, JSON and Parquet; into documents."""
+"""Tables as text, on a terminal, as Markdown, LaTeX, CSV, JSON and Parquet."""
 
 import csv
 import io
@@ -6,18 +6,15 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.escaping import csv_field, json_text, latex, markdown, printable
-from ssl_bench.system.files import write_text_atomically
 
 STYLES = ("text", "terminal", "markdown", "latex")
 FORMATS = (*STYLES, "csv", "json", "parquet")
 NO_VALUE = "\N{EN DASH}"
 """Stands where a value is no number."""
-MARKERS = ("<!-- ssl-bench table -->", "<!-- end of ssl-bench table -->")
 _LINE = 100
 _BOLD, _UNDERLINED, _PLAIN = "\033[1m", "\033[4m", "\033[0m"
 
@@ -87,20 +84,14 @@ def render_tables(tables: Sequence[Printable], style: str) -> str:
 
 
 def set_sheet(sheet: Sheet, style: str) -> str:
-    """The sheet in one of `STYLES`, ending in a newline.
-
-    Raises:
-        ConfigurationError: another style.
-    """
-    setters = {
-        "text": _as_text,
-        "terminal": _on_terminal,
-        "markdown": _as_markdown,
-        "latex": _as_latex,
-    }
-    if style not in setters:
-        raise ConfigurationError(f"expected a style of {'|'.join(STYLES)}, got {style!r}")
-    return setters[style](sheet)
+    """The sheet in one of `STYLES`, ending in a newline."""
+    if style == "markdown":
+        return _as_markdown(sheet)
+    if style == "latex":
+        return _as_latex(sheet)
+    if style == "terminal":
+        return _ruled(sheet, _BOLD + "{}" + _PLAIN, _UNDERLINED + "{}" + _PLAIN)
+    return _ruled(sheet, "*{}*", "_{}_")
 
 
 def as_parquet(tables: Sequence[Printable]) -> bytes:
@@ -126,24 +117,6 @@ def _column(values: Sequence[Any]) -> list[Any]:
     return known
 
 
-def insert_between_markers(document: Path, text: str) -> None:
-    """Replace what stands between the two `MARKERS` of a document.
-
-    Raises:
-        DataError: the document does not hold each marker once, in order.
-    """
-    begin, end = MARKERS
-    try:
-        text_before = document.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {document} ({error}); name a text file") from error
-    before, found, rest = text_before.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise DataError(f"{document} has no lines {begin!r} and {end!r} to put the table between")
-    write_text_atomically(document, f"{before}{begin}\n{text}{end}{after}")
-
-
 def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
     buffer = io.StringIO()
     heads = list(dict.fromkeys(name for row in rows for name in row))
@@ -164,14 +137,6 @@ def _as_markdown(sheet: Sheet) -> str:
 
 def _piped(words: Iterable[str]) -> str:
     return " | ".join(["", *words, ""]).strip()
-
-
-def _as_text(sheet: Sheet) -> str:
-    return _ruled(sheet, "*{}*", "_{}_")
-
-
-def _on_terminal(sheet: Sheet) -> str:
-    return _ruled(sheet, _BOLD + "{}" + _PLAIN, _UNDERLINED + "{}" + _PLAIN)
 
 
 def _ruled(sheet: Sheet, bold: str, underlined: str) -> str:
