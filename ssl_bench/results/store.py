@@ -189,7 +189,8 @@ class ResultStore:
                 images = read_within(self.root, npz, MOST_NPZ)
             file = path.relative_to(self.root).as_posix()
             rows.append({"file": file, **frame_row(record), "images": images})
-        table = pyarrow.Table.from_pylist(rows)
+        kept = [self._packed[path] for path in self.unreadable if path in self._packed]
+        table = pyarrow.Table.from_pylist([*rows, *kept])
         write_atomically(
             self.root / PACKED,
             lambda file: pyarrow.parquet.write_table(table, file, compression="zstd"),
@@ -211,7 +212,8 @@ class ResultStore:
 
         try:
             content = pyarrow.BufferReader(read_within(self.root, path, _MOST_PACKED))
-            rows = pyarrow.parquet.read_table(content).to_pylist()
+            # Not read_table, which imports pandas.
+            rows = pyarrow.parquet.ParquetFile(content).read().to_pylist()
             return {self.root.joinpath(*row["file"].split("/")): row for row in rows}
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise DataError(

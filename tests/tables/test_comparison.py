@@ -15,7 +15,6 @@ from ssl_bench.scores import iou_per_class
 from ssl_bench.tables.pairs.comparison import (
     Comparison,
     Difference,
-    between_blocks,
     between_checkpoints,
     comparisons,
     difference,
@@ -100,23 +99,6 @@ def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
     assert iou_per_class(counts[0].sum(0)).mean() == pytest.approx(found.first)
 
 
-def test_the_held_out_choice_never_sees_the_images_it_is_scored_on():
-    # Ten images; block 1 wins by one image only: the fold that holds it must choose block 0.
-    one = hits(1, 1, 1, 1, 0, 0, 0, 0, 0, 0)
-    two = hits(0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
-    both = curve(b0=one, b1=two)
-
-    mixed, layers = both.held_out()
-
-    order = np.random.default_rng(0).permutation(10)
-    for fold, layer in zip(np.array_split(order, 5), layers, strict=True):
-        others = np.setdiff1d(order, fold)
-        assert layer == int(two[others].sum() > one[others].sum())
-        assert (mixed[fold] == (one, two)[layer][fold]).all()
-    assert set(layers) == {0, 1}
-    assert both.best_layer() == 1
-
-
 def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
     first = curve(b0=hits(1, 0, 0, 0), b1=hits(1, 1, 0, 0), b2=hits(1, 1, 1, 1))
     second = curve(b0=hits(1, 1, 1, 0), b1=hits(0, 0, 0, 0))
@@ -126,12 +108,6 @@ def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
     assert [row.name for row in rows][:3] == ["0", "1", "best (2, 0)"]
     assert [(row.first, row.second) for row in rows[:3]] == [(25, 75), (50, 0), (100, 75)]
     assert rows[3].name.startswith("held-out choice (2; 0")
-
-
-def test_blocks_are_compared_with_the_best_one():
-    rows = between_blocks(Scored.of(curve(b0=hits(1, 0, 0, 0), b3=hits(1, 1, 1, 0))))
-    assert [(row.name, row.value) for row in rows[:2]] == [("0", -50), ("3", 0)]
-    assert rows[1].text == "+0.0"
 
 
 def save(store, sha, layers, **changes):

@@ -174,12 +174,6 @@ def test_numbers_that_cannot_be_compared_stand_in_tables_of_their_own():
     assert titles[1].endswith("protocol reference, tau=0.3")
 
 
-def test_two_checkpoints_of_one_name_are_told_apart():
-    (table,) = depth_tables([RECORD, replace(SKIPLESS, model="skip")])
-
-    assert table.models == NAMES
-
-
 def test_epochs_of_a_run_stand_in_the_order_of_their_numbers():
     runs = [replace(RECORD, model=f"skip@{n}", checkpoint_sha256=f"{n:064}") for n in (100, 50, 10)]
 
@@ -192,13 +186,6 @@ def test_epochs_of_a_run_stand_in_the_order_of_their_numbers():
 def test_an_unknown_format_names_the_known_ones():
     with pytest.raises(ConfigurationError, match=r"markdown\|latex\|csv\|json.*'xml'"):
         render(depth_tables(RECORDS)[0], "xml")
-
-
-def test_curves_are_drawn_with_one_line_a_model(tmp_path):
-    draw_curves(depth_tables(RECORDS), tmp_path / "curves.svg")
-
-    drawing = (tmp_path / "curves.svg").read_text()
-    assert drawing.count('id="FillBetweenPolyCollection') == 2
 
 
 def drawn_figure(tmp_path, records):
