@@ -29,7 +29,7 @@ from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.printing.sheets import render_tables
 
 if TYPE_CHECKING:
-    import pandas  # pyright: ignore[reportMissingImports]
+    import pandas
     from matplotlib.figure import Figure
 
 Images = str | Path | np.ndarray | Tensor
@@ -51,7 +51,7 @@ class Results:
         return render_tables(self._tables(), style)
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """A row a record; needs the extra `frames`."""
+        """A row a record."""
         return to_pandas(self.records)
 
     def plot(self, metric: str | None = None) -> "Figure":

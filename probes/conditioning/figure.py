@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from ssl_bench.evaluation import Score
+from ssl_bench.results.reading import holds
 from ssl_bench.system.files import write_atomically
 
 
@@ -82,7 +83,12 @@ def _draw_line(axis: Any, scores: Sequence[Score], facet: str, number: int) -> N
     layers = [score.layer for score in scores]
     values = [score.value if math.isfinite(score.value) else math.nan for score in scores]
     axis.plot(layers, values, marker="o", markersize=3, color=colour, label=facet)
-    sure = [(s.layer, *s.ci95) for s in scores if s.ci95 and math.isfinite(sum(s.ci95))]
+    # As in the records: of one that leaves its own value out nobody knows what it says.
+    sure = [
+        (s.layer, *s.ci95)
+        for s in scores
+        if s.ci95 and math.isfinite(sum(s.ci95)) and holds(s.ci95, s.value)
+    ]
     if sure:
         at, low, high = zip(*sure, strict=True)
         axis.fill_between(at, low, high, alpha=0.15, color=colour)

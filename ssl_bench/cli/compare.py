@@ -1,12 +1,13 @@
 """`ssl-bench compare`: two checkpoints, or the blocks of one, over the same images."""
 
 import argparse
-from collections import defaultdict
 from collections.abc import Sequence
 
 from ssl_bench.cli.records import (
+    FILTERS,
     asked_format,
     filtered,
+    main_metrics,
     none_of,
     of_tasks,
     print_tables,
@@ -14,13 +15,15 @@ from ssl_bench.cli.records import (
     shown,
 )
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.epochs import by_run
-from ssl_bench.tables.pairs.comparison import Comparison, apart, comparisons
-from ssl_bench.tables.pairs.epoch_comparison import EpochComparison, epoch_comparisons
-from ssl_bench.tables.series import difference
+from ssl_bench.tables.pairs.comparison import (
+    Comparison,
+    EpochComparison,
+    comparisons,
+    epoch_comparisons,
+)
 
 Table = Comparison | EpochComparison
 _ASKED = ("task", "dataset", "split", "facet", "protocol", "seed")
@@ -33,28 +36,27 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if len(options.checkpoints) > 2:
         raise ConfigurationError(f"expected one or two checkpoints, got {len(options.checkpoints)}")
     with shown(options.out) as store:
-        records = of_tasks(options.task, store.records())
+        every = store.records()
+        records = of_tasks(options.task, every)
         if not records:
             raise none_of(options.task, store)
         tables: Sequence[Table]
         if options.over_epochs:
             tables = _over_epochs(options, records, store)
         else:
-            tables = _compared(options, records, store)
+            tables = _compared(options, every, filtered(options, records, store), store)
         print_tables(tables if options.metric or options.all_metrics else _main(tables), style)
     return 0
 
 
 def _main(tables: Sequence[Table]) -> list[Table]:
     """Of each task, dataset, facet, protocol and seed the metric that stands for the task."""
-    groups: dict[tuple[object, ...], list[Table]] = defaultdict(list)
-    for table in tables:
-        record = table.record
-        groups[tuple(getattr(record, name) for name in _ASKED)].append(table)
-    kept = []
-    for those in groups.values():
-        metric = chosen_metric([(one.record.metric, one.record.is_ranked) for one in those])
-        kept += [one for one in those if one.record.metric == metric]
+    main = main_metrics([table.record for table in tables], _ASKED)
+    kept = [
+        table
+        for table in tables
+        if main[tuple(getattr(table.record, name) for name in _ASKED)] == table.record.metric
+    ]
     metrics = {table.record.metric for table in kept}
     if more := sorted({table.record.metric for table in tables} - metrics):
         say(f"not shown: {', '.join(more)}; --metric {more[0]} shows one, --all-metrics all")
@@ -86,32 +88,31 @@ def _recorded_run(name: str, records: Sequence[Record], store: ResultStore) -> s
 
 
 def _compared(
-    options: argparse.Namespace, records: Sequence[Record], store: ResultStore
+    options: argparse.Namespace,
+    every: Sequence[Record],
+    records: Sequence[Record],
+    store: ResultStore,
 ) -> list[Comparison]:
-    chosen = [recorded_checkpoint(name, records, store) for name in options.checkpoints]
-    by_id = {record.encoder_id: record for record in records}
-    records = filtered(options, records, store)
-    names = [model for _, model in chosen]
-    if len(chosen) == 2 and chosen[0] == chosen[1]:
+    chosen = [recorded_checkpoint(name, every, store) for name in options.checkpoints]
+    encoders = {
+        encoder: word for (encoder, _), word in zip(chosen, options.checkpoints, strict=True)
+    }
+    if len(encoders) < len(chosen):
         raise ConfigurationError(
-            f"{' and '.join(options.checkpoints)} are one encoder, {names[0]}; name another one, "
-            "or it alone to compare its blocks with its best"
+            f"{' and '.join(options.checkpoints)} are one encoder, {chosen[0][1]}; name another "
+            "one, or it alone to compare its blocks with its best"
         )
-    if len(set(names)) < len(names):
-        names = [f"{model} {encoder[:6]}" for encoder, model in chosen]
-    heads = (names[0], names[1]) if len(names) == 2 else (names[0], "best block")
-    encoders = tuple(by_id[encoder] for encoder, _ in chosen)
-    found = comparisons(store, records, [encoder for encoder, _ in chosen])
-    own = {record.task for record in records if record.encoder_id in dict(chosen)}
-    left = own - {record.task for record, _ in found}
-    differing = apart([r for r in records if r.task in left], [encoder for encoder, _ in chosen])
-    for task, words in differing.items():
-        say(f"left out: {task}: {words}")
-    if kept_nothing := sorted(left - differing.keys()):
-        tasks = ", ".join(kept_nothing)
-        say(f"left out: {tasks}: no values of single images are there to be paired")
-    alike = [[record] for record, _ in found]
-    return [
-        Comparison(record, tuple(rows), heads, encoders, difference(record, alike))
-        for record, rows in found
-    ]
+    for encoder, word in encoders.items():
+        if not any(record.encoder_id == encoder for record in records):
+            given = [f"--{name} {getattr(options, name)}" for name in ("task", *FILTERS)
+                     if getattr(options, name) not in (None, "all")]  # fmt: skip
+            has = ", ".join(sorted({r.task for r in every if r.encoder_id == encoder}))
+            task = "" if options.task == "all" else f" --task {options.task}"
+            raise DataError(
+                f"{word} has no record of {' '.join(given)} in {store.root}, only of {has}; "
+                f"run `ssl-bench probe{task} --checkpoint {word} --out {store.root}`"
+            )
+    tables, reasons = comparisons(store, records, encoders)
+    for task, why in reasons.items():
+        say(f"left out: {task}: {why}")
+    return tables

@@ -202,7 +202,7 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="of --pivot and --paper: the block that other images choose (default), or the best",
     )
     add("--figure", metavar="FILE", help="draw the curves too (.png, .svg, .pdf)")
-    add("--into", metavar="FILE", help="put the Markdown tables between the markers of a document")
+    add("--pack", action="store_true", help="only move all records into OUT/records.parquet")
 
 
 def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:

@@ -2,9 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
@@ -16,8 +18,13 @@ from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable
-from ssl_bench.tables.printing.parquet import as_parquet
-from ssl_bench.tables.printing.sheets import FORMATS, Printable, default_format, render_tables
+from ssl_bench.tables.printing.sheets import (
+    FORMATS,
+    Printable,
+    as_parquet,
+    default_format,
+    render_tables,
+)
 from ssl_bench.tables.series import model_names
 
 FILTERS = ("dataset", "metric", "facet", "protocol")
@@ -34,7 +41,6 @@ def print_tables(tables: Sequence[Printable], style: str) -> None:
 
     Raises:
         ConfigurationError: what is no text would go to a terminal.
-        MachineError: pyarrow is not installed.
     """
     if style == "parquet":
         if sys.stdout.isatty():
@@ -46,13 +52,10 @@ def print_tables(tables: Sequence[Printable], style: str) -> None:
 
 def print_main_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
     """All of a task that has a few, of others those of the metric that stands for it."""
-    by_task: dict[str, list[DepthTable]] = {}
-    metrics: dict[tuple[str, str], list[tuple[str, bool]]] = {}
+    by_task: dict[str, list[DepthTable]] = defaultdict(list)
     for table in tables:
-        one = table.record
-        by_task.setdefault(one.task, []).append(table)
-        metrics.setdefault((one.task, one.dataset), []).append((one.metric, one.is_ranked))
-    main = {where: chosen_metric(known) for where, known in metrics.items()}
+        by_task[table.record.task].append(table)
+    main = main_metrics([table.record for table in tables])
     most = MOST_TABLES if len(by_task) == 1 else 1
     for task, those in by_task.items():
         few = len(those) <= most
@@ -62,6 +65,17 @@ def print_main_tables(tables: Sequence[DepthTable], store: ResultStore) -> None:
         if len(shown) < len(those):
             more = f"ssl-bench table --task {task} --out {store.root}"
             say(f"{len(those) - len(shown)} more tables of {task}: {more}")
+
+
+def main_metrics(
+    records: Iterable[Record], names: Sequence[str] = ("task", "dataset")
+) -> dict[tuple[Any, ...], str]:
+    """The metric that stands for the task, by what records are asked for."""
+    known: dict[tuple[Any, ...], dict[tuple[str, bool], None]] = defaultdict(dict)
+    for record in records:
+        asked = tuple(getattr(record, name) for name in names)
+        known[asked][record.metric, record.is_ranked] = None
+    return {asked: chosen_metric(list(metrics)) for asked, metrics in known.items()}
 
 
 def asked_format(asked: str | None) -> str:

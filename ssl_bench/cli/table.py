@@ -8,6 +8,7 @@ from ssl_bench.cli.records import (
     FILTERS,
     asked_format,
     asked_records,
+    main_metrics,
     print_main_tables,
     print_tables,
     recorded_checkpoint,
@@ -16,6 +17,7 @@ from ssl_bench.cli.records import (
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import Record, ResultStore
+from ssl_bench.results.store import PACKED
 from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import draw_curves
@@ -23,8 +25,7 @@ from ssl_bench.tables.epochs import epoch_tables
 from ssl_bench.tables.layer_selection import CHOICES
 from ssl_bench.tables.paper import paper_table
 from ssl_bench.tables.pivot import pivot_table
-from ssl_bench.tables.printing.documents import insert_between_markers
-from ssl_bench.tables.printing.sheets import Printable, render_tables
+from ssl_bench.tables.printing.sheets import Printable
 from ssl_bench.tables.published import PublishedTable, published_table
 from ssl_bench.tables.severities import SeverityTable, severity_tables
 
@@ -35,6 +36,9 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     style = asked_format(options.format)
     _check_together(options)
     with shown(options.out) as store:
+        if options.pack:
+            say(f"{store.pack()} records are in {store.root / PACKED} now, which is read like them")
+            return 0
         records = asked_records(options, store)
         tables = _tables(options, records, store)
         over_blocks = [table for table in tables if isinstance(table, DepthTable)]
@@ -42,9 +46,6 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print_main_tables(over_blocks, store)
         else:
             print_tables(tables, style)
-        if options.into:
-            insert_between_markers(Path(options.into), render_tables(tables, "markdown"))
-            say(f"written into {options.into}")
         if options.figure:
             severities = [table.curves() for table in tables if isinstance(table, SeverityTable)]
             draw_curves(over_blocks or severities or depth_tables(records), Path(options.figure))
@@ -82,6 +83,9 @@ def _tables(
 ) -> Sequence[Printable]:
     choice = options.best_layer or "holdout"
     if options.pivot:
+        # Programs that read it are given all columns.
+        if options.metric is None and options.format not in ("csv", "json", "parquet"):
+            records = _headlines(records)
         return [pivot_table(records, store, choice)]
     if options.over_epochs:
         return epoch_tables(records)
@@ -92,6 +96,17 @@ def _tables(
     published = published_table(options.paper)
     encoders = _encoders(options.encoders or [], published, records, store)
     return [paper_table(published, records, store, encoders=encoders, choice=choice)]
+
+
+def _headlines(records: Sequence[Record]) -> list[Record]:
+    """Of several tasks the metric that stands for each, dataset by dataset; of one task all."""
+    if len({record.task for record in records}) == 1:
+        return list(records)
+    main = main_metrics(records)
+    kept = [record for record in records if main[record.task, record.dataset] == record.metric]
+    if more := sorted({record.metric for record in records} - set(main.values())):
+        say(f"not shown: {', '.join(more)}; --metric {more[0]} shows one, --task shows all of one")
+    return kept
 
 
 def _encoders(

@@ -19,7 +19,7 @@ from ssl_bench.evaluation.pending import Pending, find_pending, pictures_folder
 from ssl_bench.evaluation.probe import Probe, ProbeContext, Score, called
 from ssl_bench.models import Encoder
 from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id
-from ssl_bench.results.ranges import holds
+from ssl_bench.results.reading import holds
 from ssl_bench.results.store import first_few
 from ssl_bench.system.progress import show_progress
 from ssl_bench.system.written import mark_as_written

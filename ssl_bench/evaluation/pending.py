@@ -78,7 +78,7 @@ def _drawn(probe: Probe, keys: Sequence[CellKey], images: ImageSet) -> dict[str,
 
 def _finished(key: CellKey, store: ResultStore, *, keeps_images: bool) -> Record | None:
     """Its record, if it is there, and what each image contributed to it."""
-    if keeps_images and not store.path(key).with_suffix(".npz").is_file():
+    if keeps_images and not store.keeps_images(key):
         return None
     return store.load(key)
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ssl_bench.results import Record
-from ssl_bench.results.ranges import INFINITE
 from ssl_bench.results.reading import place_of
+from ssl_bench.results.record import INFINITE
 from ssl_bench.system.escaping import json_text, plain_json, printable
 
 _SHOWN = {

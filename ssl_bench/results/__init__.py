@@ -1,7 +1,5 @@
 """Records: what they are and where they lie. Where they are from, in `provenance`, needs torch."""
 
-from ssl_bench.results.baseline import Baseline
-from ssl_bench.results.frames import to_pandas
 from ssl_bench.results.reading import OUTDATED
 from ssl_bench.results.record import (
     CORRUPTED,
@@ -9,6 +7,7 @@ from ssl_bench.results.record import (
     SUPERVISED,
     TRAINED_ON,
     UNRANKED_METRICS,
+    Baseline,
     CellKey,
     PerImage,
     Record,
@@ -16,7 +15,7 @@ from ssl_bench.results.record import (
     encoder_id,
     stride_of,
 )
-from ssl_bench.results.store import ResultStore
+from ssl_bench.results.store import ResultStore, to_pandas
 
 __all__ = [
     "CORRUPTED",

@@ -6,10 +6,19 @@ import re
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ssl_bench.intervals import (
+    Estimate,
+    Share,
+    bootstrap_estimate,
+    mean_estimate,
+    mean_iou_estimate,
+    pixel_accuracy_estimate,
+)
 from ssl_bench.results.record import PerImage, Record
 from ssl_bench.scores import (
     OBJECT_SCORES,
@@ -36,51 +45,62 @@ class Kind:
     """What an image contributes to some metrics, and what they make of it.
 
     Attributes:
-        shapes: Those that the contribution of an image may have; None is any length.
+        shape: Of the contribution of an image; None is any length.
         value: In percent, or the metric's own unit.
+        estimate: The same with what each image does to it.
     """
 
-    shapes: tuple[tuple[int | None, ...], ...]
+    shape: tuple[int | None, ...]
     value: Callable[[PerImage], float]
+    estimate: Callable[[PerImage], Estimate]
 
     def fits(self, per_image: PerImage) -> bool:
-        """Whether contributions have one of the shapes."""
+        """Whether contributions have the shape."""
         own = per_image.shape[1:]
-        return any(
-            len(own) == len(shape)
-            and all(wanted in (None, side) for side, wanted in zip(own, shape, strict=True))
-            for shape in self.shapes
+        return len(own) == len(self.shape) and all(
+            wanted in (None, side) for side, wanted in zip(own, self.shape, strict=True)
         )
 
 
-def _of_total(score: Callable[[Any], Any]) -> Callable[[PerImage], float]:
+def _of_total(
+    score: Callable[[Any], Any], shape: tuple[int | None, ...], estimate: Callable[[Any], Estimate]
+) -> Kind:
     """Of a score of counts that are summed over the images."""
-    return lambda per_image: float(score(per_image.sum(0, dtype=np.int64)))
+    return Kind(shape, lambda per_image: float(score(per_image.sum(0, dtype=np.int64))), estimate)
+
+
+def _of_each(score: Callable[[Any], Any], shape: tuple[int | None, ...]) -> Kind:
+    """Of the mean of a score that each image has alone."""
+    return Kind(
+        shape,
+        lambda per_image: float(score(per_image).mean()),
+        lambda per_image: mean_estimate(score(per_image)),
+    )
 
 
 def _share(hits: PerImage) -> float:
     return 100.0 * float(hits.sum()) / hits.size
 
 
-def _points(per_image: PerImage) -> float:
+def _points(per_image: PerImage) -> PerImage:
     right, points = per_image.astype(np.float64).T
-    return float((100.0 * right / points).mean())
+    return 100.0 * right / points
 
 
-def _mean_of(score: Callable[[Any], Any]) -> Callable[[PerImage], float]:
-    """Of a score that each image has alone."""
-    return lambda per_image: float(score(per_image).mean())
+def _detections(score: Callable[[Any], Any]) -> Kind:
+    return _of_total(score, (None, None), partial(bootstrap_estimate, score=score))
 
 
-_HITS = Kind(((),), _share)
+_HITS = Kind((), _share, lambda hits: Share(hits.astype(bool)))
 _KINDS = {
-    "miou.*": Kind(((3, None),), _of_total(mean_iou)),
-    "pixel_accuracy": Kind(((3, None),), _of_total(pixel_accuracy)),
-    r".*_\d+shot": Kind(((None,),), _share),
-    "pck_.*": Kind(((2,),), _points),
-    "ap|ap50": Kind(((None, None),), _of_total(average_precision)),
-    "ar100": Kind(((None, None),), _of_total(average_recall)),
-    **{name: Kind(((4,),), _mean_of(score)) for name, score in OBJECT_SCORES.items()},
+    "miou.*": _of_total(mean_iou, (3, None), mean_iou_estimate),
+    "pixel_accuracy": _of_total(pixel_accuracy, (3, None), pixel_accuracy_estimate),
+    # Of each image the share of the draws of training images with which it was right.
+    r".*_\d+shot": Kind((None,), _share, lambda hits: mean_estimate(100.0 * hits.mean(1))),
+    "pck_.*": _of_each(_points, (2,)),
+    "ap|ap50": _detections(average_precision),
+    "ar100": _detections(average_recall),
+    **{name: _of_each(score, (4,)) for name, score in OBJECT_SCORES.items()},
 }
 """By the names of metrics, as regular expressions; all others are hits."""
 
@@ -111,8 +131,9 @@ def read_array(content: io.BufferedIOBase, most_bytes: int) -> PerImage:
 def require_agreement(record: Record, content: io.BufferedIOBase) -> None:
     """Check a record against the .npz file beside it: its number of images, and its value.
 
-    The value of those whose contributions are few bytes, and of metrics that are known here; what
-    is no such file at all says nothing of the record.
+    The value of those whose contributions are few bytes, and of metrics that are known here:
+    probes of others may keep what they like under names of their own. What is no such file at all
+    says nothing of the record.
 
     Raises:
         ValueError: the two contradict each other.
@@ -131,17 +152,12 @@ def require_agreement(record: Record, content: io.BufferedIOBase) -> None:
         return
     if shape[0] != record.num_images:
         raise ValueError(f"num_images is {record.num_images}, beside it are values of {shape[0]}")
-    if per_image is None or math.isnan(record.value) or not _is_known(record.metric, per_image):
+    known = kind_of(record.metric)
+    if per_image is None or math.isnan(record.value) or not known.fits(per_image):
         return
-    if not adds_up(per_image, record):
-        value = kind_of(record.metric).value(per_image)
+    if (known is not _HITS or per_image.dtype == bool) and not adds_up(per_image, record):
+        value = known.value(per_image)
         raise ValueError(f"value is {record.value}, the values of its images make {value:.10g}")
-
-
-def _is_known(metric: str, per_image: PerImage) -> bool:
-    """Probes of others may keep what they like under names of their own."""
-    kind = kind_of(metric)
-    return kind.fits(per_image) and (kind is not _HITS or per_image.dtype == bool)
 
 
 def adds_up(per_image: PerImage, record: Record) -> bool:

@@ -3,7 +3,7 @@
 import glob
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from json.encoder import encode_basestring_ascii
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Shaped
 
-from ssl_bench.results.ranges import INFINITE
 from ssl_bench.system.escaping import plain_json
 
 PerImage = Shaped[np.ndarray, "images *values"]
@@ -30,6 +29,10 @@ SUPERVISED = "supervised"
 ENCODER = ("checkpoint_sha256", "architecture", "mean", "std")
 """Fields that say which encoder was scored."""
 
+INFINITE = "inf"
+"""Infinity in the JSON of records."""
+
+_BASELINE = "baseline"
 _LONG = 24
 
 TRAINED_ON = "trained_on"
@@ -64,6 +67,40 @@ class RecordedCorruption:
     severity: int
     dataset: str
     fingerprint: str
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """An answer that looks at no image, such as the same for all, and its score.
+
+    Attributes:
+        answer: In words, such as "centre box".
+        value: Of the metric that it stands beside, on the same images, in the same unit.
+    """
+
+    answer: str
+    value: float
+
+    def as_details(self) -> dict[str, Any]:
+        """As records keep it."""
+        return {_BASELINE: asdict(self)}
+
+    @classmethod
+    def of(cls, details: Mapping[str, Any]) -> "Baseline | None":
+        """What `as_details` was put among; None where nothing was, as in older records."""
+        told = details.get(_BASELINE)
+        return None if told is None else cls(**told)
+
+    @classmethod
+    def most_frequent(cls, counts: Sequence[int], top: int) -> "Baseline":
+        """Naming the classes that most of the scored images are of, the same ones for each.
+
+        Args:
+            counts: Images of each class, at least one in all.
+            top: How many classes may be named.
+        """
+        share = 100.0 * sum(sorted(counts, reverse=True)[:top]) / sum(counts)
+        return cls("most frequent class" if top == 1 else f"{top} most frequent classes", share)
 
 
 def stride_of(architecture: Mapping[str, Any], layer: int) -> int | None:

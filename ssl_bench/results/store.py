@@ -1,22 +1,26 @@
-"""Records of finished cells: one JSON file each, written whole or not at all."""
+"""Records of finished cells: one JSON file each, written whole or not at all, or packed into one.
 
+A folder of results holds `records/TASK/DATASET/*.json`, beside each what the images contributed
+(.npz), and `images/` with their names. `records.parquet`, where it is there, holds the same in one
+file, a row a record; a file of the same cell counts before it.
+"""
+
+import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 
 from ssl_bench.errors import DataError
-from ssl_bench.results.contributions import WHOLE, most_bytes, read_array
-from ssl_bench.results.ranges import shortened
-from ssl_bench.results.reading import (
-    MOST_BYTES,
-    OUTDATED,
-    RecordReader,
-    place_of,
-)
-from ssl_bench.results.record import ENCODER, CellKey, PerImage, Record
-from ssl_bench.results.run_folder import said_of_run
+from ssl_bench.results.contributions import MOST_NPZ, WHOLE, most_bytes, read_array
+from ssl_bench.results.reading import MOST_BYTES, OUTDATED, RecordReader, place_of, shortened
+from ssl_bench.results.record import ENCODER, INFINITE, CellKey, PerImage, Record
+from ssl_bench.system.escaping import plain_json
 from ssl_bench.system.files import (
     open_within,
     read_within,
@@ -24,7 +28,14 @@ from ssl_bench.system.files import (
     write_text_atomically,
 )
 from ssl_bench.system.memory import pass_on_memory, without_collections
+from ssl_bench.system.progress import say
 
+if TYPE_CHECKING:
+    import pandas
+
+PACKED = "records.parquet"
+_MOST_PACKED = 2**30
+_COLOURS = ("mean", "std")
 _SHOWN = 5
 
 
@@ -51,10 +62,19 @@ class ResultStore:
         """
         return self.root.joinpath("records", *place_of(key, key.digest()))
 
+    def per_image_path(self, record: Record) -> Path:
+        """Where they are, if they were kept."""
+        return self.path(record.key()).with_suffix(".npz")
+
     def load(self, key: CellKey) -> Record | None:
         """The record of a finished cell, None when there is none or only half of one."""
         path = self.path(key)
-        return self._read(path) if path.is_file() else None
+        return self._read(path) if path.is_file() or path in self._packed else None
+
+    def keeps_images(self, key: CellKey) -> bool:
+        """Whether what each image contributed to the value of a cell is there."""
+        path = self.path(key)
+        return path.with_suffix(".npz").is_file() or bool(self._packed.get(path, {}).get("images"))
 
     def outdated(self, key: CellKey) -> Path | None:
         """A record of this block, facet and metric that is of an earlier kind.
@@ -62,19 +82,15 @@ class ResultStore:
         Cost: opens all records of them, of whatever encoder.
         """
         for path in sorted(self.path(key).parent.glob(key.of_any_kind())):
-            if self._tells_encoder(path):
-                continue
-            if self._read(path) is None and self.unreadable[path] == OUTDATED:
+            try:
+                content = read_within(self.root, path, MOST_BYTES)
+            except OSError:
+                content = b""
+            # Without the names that an earlier kind lacks; takes no parsing.
+            is_older = not all(f'"{name}":'.encode() in content for name in ENCODER)
+            if is_older and self._read(path) is None and self.unreadable[path] == OUTDATED:
                 return path
         return None
-
-    def _tells_encoder(self, path: Path) -> bool:
-        """Whether a file has the names that an earlier kind lacks; takes no parsing."""
-        try:
-            content = read_within(self.root, path, MOST_BYTES)
-        except OSError:
-            return False
-        return all(f'"{name}":'.encode() in content for name in ENCODER)
 
     def save(self, record: Record, per_image: PerImage | None = None) -> Path:
         """Write a record and, beside it, what each image contributed to the value."""
@@ -90,11 +106,14 @@ class ResultStore:
 
     def per_image(self, record: Record) -> PerImage | None:
         """What each image contributed; None where nothing was kept, or it is `damaged`."""
-        path = self.per_image_path(record)
+        path, most = self.per_image_path(record), most_bytes(record)
         try:
-            most = most_bytes(record)
-            with open_within(self.root, path, most) as file:
-                found = read_array(file, most)
+            packed = self._packed.get(path.with_suffix(".json"), {}).get("images")
+            if packed and not path.exists():
+                found = read_array(io.BytesIO(packed), most)
+            else:
+                with open_within(self.root, path, most) as file:
+                    found = read_array(file, most)
             if found.dtype.kind in WHOLE and found.shape[:1] == (record.num_images,):
                 return found
         except FileNotFoundError:
@@ -121,10 +140,6 @@ class ResultStore:
     def _ids_path(self, fingerprint: str) -> Path:
         return self.root / "images" / f"{fingerprint[:16]}.json"
 
-    def per_image_path(self, record: Record) -> Path:
-        """Where they are, if they were kept."""
-        return self.path(record.key()).with_suffix(".npz")
-
     def records(self) -> list[Record]:
         """Every readable record; the others are in `unreadable`.
 
@@ -132,17 +147,21 @@ class ResultStore:
             DataError: there is no record at all; that of a run folder says what the run measured.
         """
         self.unreadable = {}
-        paths = sorted((self.root / "records").glob("*/*/*.json"), key=lambda path: path.parts)
-        self.found = len(paths)
-        found = self._read_all(paths)
-        if paths and not found:
+        paths = {*(self.root / "records").glob("*/*/*.json"), *self._packed}
+        reader = RecordReader(self.root)
+        with without_collections():
+            ordered = sorted(paths, key=lambda path: path.parts)
+            found = [record for path in ordered if (record := self._read(path, reader)) is not None]
+        self.found = len(paths | self.unreadable.keys())
+        if self.unreadable and not found:
+            path = min(self.unreadable, key=lambda path: path.parts)
             raise DataError(
-                f"none of the {len(paths)} records in {self.root / 'records'} can be read, such as "
-                f"{paths[0]} ({self.unreadable[paths[0]]}); run `ssl-bench probe --out {self.root}`"
+                f"none of the {self.found} records in {self.root / 'records'} can be read, such as "
+                f"{path} ({self.unreadable[path]}); run `ssl-bench probe --out {self.root}`"
             )
         if not found:
             raise DataError(
-                said_of_run(self.root)
+                _said_of_run(self.root)
                 or f"no records in {self.root / 'records'}; run `ssl-bench probe --out {self.root}`"
             )
         return found
@@ -152,15 +171,63 @@ class ResultStore:
         count = f"{len(self.unreadable)} of {self.found} records cannot be shown"
         return f"{count}: {first_few(self.unreadable)}; the next probe computes what is missing"
 
-    def _read_all(self, paths: Iterable[Path]) -> list[Record]:
-        reader = RecordReader(self.root)
-        with without_collections():
-            found = [self._read(path, reader) for path in paths]
-        return [record for record in found if record is not None]
+    def pack(self) -> int:
+        """Move all records that can be read, and what images contributed, to `records.parquet`.
+
+        Returns:
+            How many it holds now.
+        """
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = []
+        for record in self.records():
+            path = self.path(record.key())
+            npz = path.with_suffix(".npz")
+            images = self._packed.get(path, {}).get("images")
+            if npz.is_file():
+                images = read_within(self.root, npz, MOST_NPZ)
+            file = path.relative_to(self.root).as_posix()
+            rows.append({"file": file, **frame_row(record), "images": images})
+        kept = [self._packed[path] for path in self.unreadable if path in self._packed]
+        table = pyarrow.Table.from_pylist([*rows, *kept])
+        write_atomically(
+            self.root / PACKED,
+            lambda file: pyarrow.parquet.write_table(table, file, compression="zstd"),
+        )
+        vars(self).pop("_packed", None)
+        for path in (self.root / row["file"] for row in rows):
+            path.unlink(missing_ok=True)
+            path.with_suffix(".npz").unlink(missing_ok=True)
+        return len(rows)
+
+    @cached_property
+    def _packed(self) -> Mapping[Path, Mapping[str, Any]]:
+        """Rows of `records.parquet` by the place of their files."""
+        path = self.root / PACKED
+        if not path.exists():
+            return {}
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            content = pyarrow.BufferReader(read_within(self.root, path, _MOST_PACKED))
+            # Not read_table, which imports pandas.
+            rows = pyarrow.parquet.ParquetFile(content).read().to_pylist()
+            return {self.root.joinpath(*row["file"].split("/")): row for row in rows}
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise DataError(
+                f"cannot read {path} ({error}); copy it again, or move it away"
+            ) from error
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
+        reader = reader or RecordReader(self.root)
         try:
-            return (reader or RecordReader(self.root)).read(path)
+            if path in self._packed and not path.exists():
+                row = self._packed[path]
+                images = io.BytesIO(row["images"]) if row["images"] else None
+                return reader.record(_fields_of(row), path, images)
+            return reader.read(path)
         except OSError as error:
             self.unreadable[path] = error.strerror or str(error)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -173,3 +240,89 @@ def first_few(reasons: Mapping[Path, str]) -> str:
     named = [f"{path}: {why}" for path, why in reasons.items()]
     more = [f"and {len(named) - _SHOWN} more"] if len(named) > _SHOWN else []
     return "; ".join([*named[:_SHOWN], *more])
+
+
+def to_pandas(records: Sequence[Record] | Path | str) -> "pandas.DataFrame":
+    """One row a record, whose columns are its fields.
+
+    `ci95` is `low_95` and `high_95`, in the unit of `value`; mean and deviation are three columns
+    each; what has names of its own, such as `settings`, is JSON, so that every column has one type
+    and can be written as Parquet.
+
+    Args:
+        records: Or the folder of results that holds them, such as "results".
+
+    Raises:
+        DataError: there is no record in that folder.
+    """
+    # Here, because it is slow to import.
+    import pandas
+
+    if isinstance(records, Path | str):
+        store = ResultStore(Path(records))
+        records = store.records()
+        if store.unreadable:
+            say(store.said_unreadable())
+    return pandas.DataFrame([frame_row(record) for record in records])
+
+
+def frame_row(record: Record) -> dict[str, Any]:
+    """A record by column: numbers, text and null alone."""
+    row: dict[str, Any] = {}
+    for item in fields(Record):
+        name, value = item.name, getattr(record, item.name)
+        if name == "ci95":
+            row["low_95"], row["high_95"] = value or (None, None)
+        elif name in _COLOURS:
+            row |= {f"{name}_{colour}": v for colour, v in zip("rgb", value, strict=True)}
+        elif isinstance(value, Mapping):
+            plain = plain_json(value, infinity=INFINITE)
+            row[name] = json.dumps(plain, sort_keys=True, default=list)
+        else:
+            row[name] = value
+    return row | {"encoder_id": record.encoder_id}
+
+
+def _fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record, as `parsed` has them, of its `frame_row`."""
+    found = {
+        item.name: json.loads(row[item.name]) if "Mapping" in str(item.type) else row[item.name]
+        for item in fields(Record)
+        if item.name in row
+    }
+    for name in _COLOURS:
+        found[name] = [row[f"{name}_{colour}"] for colour in "rgb"]
+    ends = (row["low_95"], row["high_95"])
+    return found | {"ci95": None if None in ends else ends}
+
+
+def _said_of_run(folder: Path) -> str | None:
+    """One line on a run folder, with what its last step measured; None for any other folder.
+
+    What a run measures of itself, such as the letters that it copies, is in its log alone: numbers
+    of the last row that the first one lacks.
+    """
+    log = folder / "log.jsonl"
+    try:
+        text = (folder / "config.yaml").read_text(encoding="utf-8")
+        config = yaml.load(text, yaml.CSafeLoader)
+        objective, model = (
+            str(config[name]["_target_"]).rpartition(".")[2] for name in ("objective", "model")
+        )
+        lines = log.read_text(encoding="utf-8").splitlines()
+        first, last = json.loads(lines[0]), json.loads(lines[-1])
+        names = ["loss", *(name for name in last if name not in first and name != "loss")]
+        measured = [f"{name} {last[name]:.4g}" for name in names if last.get(name) is not None]
+        said = ", ".join([f"step {int(last['step'])}", *measured])
+    # Somebody's own files may hold anything.
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, yaml.YAMLError):
+        return None
+    further = (
+        "no probe takes its model"
+        if model == "StateSpaceConfig"
+        else f"`ssl-bench probe --checkpoint {folder} --out results` leaves records of its encoder"
+    )
+    return (
+        f"{folder} is a run of {objective} and holds no records: {said}; every step is in {log}; "
+        f"{further}"
+    )

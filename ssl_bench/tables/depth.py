@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,6 @@ from ssl_bench.tables.series import comparable_groups, difference, model_names, 
 
 Row = int | float
 """A block, or an epoch."""
-_JSON_NAMES = {"block": "layer"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,27 @@ class DepthTable:
     footnote: str
     rows: str = "block"
 
+    @classmethod
+    def of(
+        cls,
+        records: Sequence[Record],
+        heading: str,
+        place: Callable[[Record], tuple[Row, str]],
+        rows: str = "block",
+    ) -> "DepthTable":
+        """Means over seeds of records, each at the row and column that `place` gives it."""
+        cells: dict[tuple[Row, str], list[Record]] = defaultdict(list)
+        for record in records:
+            cells[place(record)].append(record)
+        return cls(
+            title=heading,
+            models=tuple(sorted({model for _, model in cells}, key=in_order)),
+            layers=tuple(sorted({row for row, _ in cells})),
+            entries=with_seeds_said({cell: mean_entry(seeds) for cell, seeds in cells.items()}),
+            footnote=footnote(records),
+            rows=rows,
+        )
+
     @property
     def record(self) -> Record:
         """One of those behind the values, which share what was asked."""
@@ -42,11 +62,6 @@ class DepthTable:
     def has_values(self) -> bool:
         """Whether any of them has a meaning, unlike top-5 of two classes."""
         return any(not math.isnan(entry.value) for entry in self.entries.values())
-
-    @property
-    def unit(self) -> str:
-        """Of all values."""
-        return self.record.unit
 
     def best_layer(self, model: str) -> Row | None:
         """The block with the highest value of a model; None when none has one or is better."""
@@ -105,28 +120,20 @@ class DepthTable:
     def csv_rows(self) -> list[dict[str, Any]]:
         """Fields of every cell, by block and model."""
         return [
-            {
-                "title": self.title,
-                self.rows: layer,
-                "model": model,
-                **_stride_of(entry),
-                **entry.csv_fields(),
-            }
+            {"title": self.title, self.rows: layer, "model": model}
+            | _stride_of(entry)
+            | entry.csv_fields()
             for layer, model, entry in self._cells()
         ]
 
     def as_json(self) -> dict[str, Any]:
         """Cells with what is needed to trust them."""
+        row = "layer" if self.rows == "block" else self.rows
         cells = [
-            {
-                _JSON_NAMES.get(self.rows, self.rows): layer,
-                "column": model,
-                **_stride_of(entry),
-                **entry.as_json(),
-            }
+            {row: layer, "column": model} | _stride_of(entry) | entry.as_json()
             for layer, model, entry in self._cells()
         ]
-        series = series_json(next(iter(self.entries.values())).records[0])
+        series = series_json(self.record)
         return {"kind": f"{self.rows}s", "title": self.title, **series, "cells": cells}
 
     def _cells(self) -> list[tuple[Row, str, Entry]]:
@@ -148,22 +155,15 @@ def depth_tables(records: Sequence[Record]) -> list[DepthTable]:
 
     Numbers that differ in dataset, protocol, facet, settings or images never share a table.
     """
-    ordered, names = comparable_groups(records), model_names(records)
-    return [_depth_table(group, difference(group[0], ordered), names) for group in ordered]
-
-
-def _depth_table(records: Sequence[Record], differing: str, names: Mapping[str, str]) -> DepthTable:
-    columns = {record.encoder_id: names[record.encoder_id] for record in records}
-    cells: dict[tuple[Row, str], list[Record]] = defaultdict(list)
-    for record in records:
-        cells[record.layer, columns[record.encoder_id]].append(record)
-    return DepthTable(
-        title=title(records[0]) + differing,
-        models=tuple(sorted(set(columns.values()), key=in_order)),
-        layers=tuple(sorted({record.layer for record in records})),
-        entries=with_seeds_said({cell: mean_entry(seeds) for cell, seeds in cells.items()}),
-        footnote=footnote(records),
-    )
+    groups, names = comparable_groups(records), model_names(records)
+    return [
+        DepthTable.of(
+            group,
+            title(group[0]) + difference(group[0], groups),
+            lambda record: (record.layer, names[record.encoder_id]),
+        )
+        for group in groups
+    ]
 
 
 def render(table: DepthTable, style: str) -> str:

@@ -90,7 +90,7 @@ def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> Non
     heights = [end for end in (*ends, *answers.values()) if end is not None and math.isfinite(end)]
     lowest, highest = min(heights, default=0.0), max(heights, default=0.5)
     # What is drawn at zero on a logarithmic axis lies at infinity, which ends no layout.
-    if not table.unit and 0 < 5 * lowest < highest:
+    if not table.record.unit and 0 < 5 * lowest < highest:
         axis.set_yscale("log")
     top = highest + (abs(highest) or 1.0)
     for model in table.models:
@@ -104,7 +104,7 @@ def _draw_panel(axis: Any, table: DepthTable, colours: Mapping[str, Any]) -> Non
     if table.rows == "block":
         axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel(table.rows)
-    axis.set_ylabel(table.unit)
+    axis.set_ylabel(table.record.unit)
     axis.grid(alpha=0.3)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ssl_bench.results import ENCODER, Baseline, Record
+from ssl_bench.results.record import cell_filename
 from ssl_bench.tables.printing.sheets import NO_VALUE
 from ssl_bench.tables.series import SERIES, settings_digest
 
@@ -42,17 +43,17 @@ class Entry:
             return NO_VALUE
         count = len(self.seeds)
         said = f" ({count} seed{'s' if count > 1 else ''})" if self.says_seeds else ""
-        return self._number() + said
-
-    def _number(self) -> str:
         if self.records[0].unit != "%":
-            return _plain(self.value) + self._ends(_plain)
+            return _plain(self.value) + self._ends(_plain) + said
+        dagger = ""
+        if self.arbitrary:
+            dagger = f" †{self.arbitrary:.{0 if self.arbitrary >= 1 else 1}f}"
         below, above = (
             "" if end is None else f"{abs(end - self.value):.1f}" for end in (self.low, self.high)
         )
         if below and below == above:
-            return f"{self.value:.1f} ± {above}{self._dagger()}"
-        return f"{self.value:.1f}{self._ends('{:.1f}'.format)}{self._dagger()}"
+            return f"{self.value:.1f} ± {above}{dagger}{said}"
+        return f"{self.value:.1f}{self._ends('{:.1f}'.format)}{dagger}{said}"
 
     def _ends(self, shown: Callable[[float], str]) -> str:
         """The interval, where it is not symmetric."""
@@ -60,11 +61,6 @@ class Entry:
             return ""
         low, high = shown(self.low), shown(self.high)
         return "" if low == high else f" [{low}, {high}]"
-
-    def _dagger(self) -> str:
-        if not self.arbitrary:
-            return ""
-        return f" †{self.arbitrary:.{0 if self.arbitrary >= 1 else 1}f}"
 
     def csv_fields(self) -> dict[str, Any]:
         """Value, interval and what tells the experiment from others."""
@@ -97,7 +93,17 @@ class Entry:
             "baseline": first.details.get("baseline"),
             "degenerate_percent": self.arbitrary,
             "seeds": list(self.seeds),
-            "records": [_record_json(record) for record in self.records],
+            "records": [
+                {
+                    "layer": record.layer,
+                    "seed": record.seed,
+                    "value": record.value,
+                    "ci95": None if record.ci95 is None else list(record.ci95),
+                    **{name: getattr(record, name) for name in _PROVENANCE},
+                    "file": cell_filename(record, record.digest),
+                }
+                for record in self.records
+            ],
         }
 
 
@@ -107,37 +113,38 @@ def _plain(value: float) -> str:
 
 def mean_entry(seeds: Sequence[Record]) -> Entry:
     """The mean of records of one block that differ in their seed alone."""
-    value = sum(record.value for record in seeds) / len(seeds)
-    # Averaging keeps the width of one seed: it never claims more certainty than was measured.
-    known = [r.ci95 for r in seeds if r.ci95 is not None and not math.isnan(sum(r.ci95))]
-    lows, highs = [low for low, _ in known], [high for _, high in known]
+    entries = []
+    for record in seeds:
+        low, high = record.ci95 or (None, None)
+        # An interval that knows one end alone says nothing.
+        if low is None or high is None or math.isnan(low + high):
+            low = high = None
+        share = record.details.get("degenerate_percent")
+        entries.append(Entry(record.value, low, high, share, (record,)))
+    return mean_of(entries)
+
+
+def mean_of(entries: Sequence[Entry]) -> Entry:
+    """The mean over seeds, with all their records.
+
+    Averaging keeps the width of one seed: it never claims more certainty than was measured.
+    """
     return Entry(
-        value=value,
-        low=sum(lows) / len(lows) if lows else None,
-        high=sum(highs) / len(highs) if highs else None,
-        arbitrary=arbitrary_percent(seeds),
-        records=tuple(seeds),
+        value=sum(entry.value for entry in entries) / len(entries),
+        low=mean_of_known([entry.low for entry in entries]),
+        high=mean_of_known([entry.high for entry in entries]),
+        arbitrary=mean_of_known([entry.arbitrary for entry in entries]),
+        records=tuple(record for entry in entries for record in entry.records),
     )
+
+
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are not None; None where all are."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def with_seeds_said(entries: Mapping[K, Entry]) -> dict[K, Entry]:
     """What stands side by side; each says its number of seeds where it is not the same for all."""
     uneven = len({len(entry.seeds) for entry in entries.values()}) > 1
     return {at: replace(entry, says_seeds=uneven) for at, entry in entries.items()}
-
-
-def arbitrary_percent(records: Sequence[Record]) -> float | None:
-    """Mean percent of the images whose answer rounding chose; None where none can be."""
-    shares = [r.details["degenerate_percent"] for r in records if "degenerate_percent" in r.details]
-    return sum(shares) / len(shares) if shares else None
-
-
-def _record_json(record: Record) -> dict[str, Any]:
-    return {
-        "layer": record.layer,
-        "seed": record.seed,
-        "value": record.value,
-        "ci95": None if record.ci95 is None else list(record.ci95),
-        **{name: getattr(record, name) for name in _PROVENANCE},
-        "file": record.key().filename(),
-    }

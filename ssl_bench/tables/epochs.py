@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import Record
-from ssl_bench.tables.depth import DepthTable, Row
-from ssl_bench.tables.entry import mean_entry, with_seeds_said
-from ssl_bench.tables.notes import footnote
+from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.series import comparable_groups, difference, title
 
 
@@ -25,7 +23,12 @@ def epoch_tables(records: Sequence[Record]) -> list[DepthTable]:
         for run, those in by_run(group).items():
             require_one_encoder_an_epoch(run, those)
     tables = [
-        _epoch_table(those, f"{title(those[0])}{difference(group[0], groups)}, {run}")
+        DepthTable.of(
+            those,
+            f"{title(those[0])}{difference(group[0], groups)}, {run}",
+            lambda record: (epoch_of(record), f"block {record.layer}"),
+            "epoch",
+        )
         for group in groups
         for run, those in followed_runs(group).items()
     ]
@@ -50,7 +53,8 @@ def by_run(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Records of encoders whose epoch is known, by the name of their run."""
     runs: dict[str, list[Record]] = defaultdict(list)
     for record in records:
-        if _is_number(record.details.get("epoch")):
+        epoch = record.details.get("epoch")
+        if isinstance(epoch, int | float) and math.isfinite(epoch):
             runs[record.model.partition("@")[0]].append(record)
     return runs
 
@@ -74,21 +78,3 @@ def require_one_encoder_an_epoch(run: str, records: Sequence[Record]) -> None:
 def epoch_of(record: Record) -> float:
     """How long the encoder was trained; of a record of `by_run`."""
     return float(record.details["epoch"])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _epoch_table(records: Sequence[Record], heading: str) -> DepthTable:
-    cells: dict[tuple[Row, str], list[Record]] = defaultdict(list)
-    for record in records:
-        cells[epoch_of(record), f"block {record.layer}"].append(record)
-    return DepthTable(
-        title=heading,
-        models=tuple(f"block {layer}" for layer in sorted({r.layer for r in records})),
-        layers=tuple(sorted({epoch_of(record) for record in records})),
-        entries=with_seeds_said({cell: mean_entry(seeds) for cell, seeds in cells.items()}),
-        footnote=footnote(records),
-        rows="epoch",
-    )

@@ -1,11 +1,13 @@
 """Which block of an encoder stands for it: one chosen on other images, or the best on the same."""
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.tables.entry import Entry, arbitrary_percent, mean_entry, with_seeds_said
+from ssl_bench.tables.entry import Entry, mean_entry, mean_of, mean_of_known, with_seeds_said
 from ssl_bench.tables.pairs.image_scores import FOLDS, stored_curve
 
 CHOICES = ("holdout", "oracle")
@@ -23,7 +25,6 @@ NO_IMAGES_NOTE = (
     "‡: no block was chosen: no values of single images were kept to choose on other images; "
     "--layer N shows one block, --best-layer oracle the best"
 )
-UNRANKED_NOTE = "‡ of {}: no block was chosen: more of it is not better; --layer N shows one block"
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,25 @@ class LayerSelection:
     Attributes:
         layers: Several where folds or seeds chose different ones.
         offered: Those that could have been chosen.
+        left_out: Seeds that were not probed at all of these.
+        seeds_differ: Whether each of several seeds chose for itself, and not all the same.
     """
 
     entry: Entry
     layers: tuple[int, ...]
     offered: tuple[int, ...]
+    left_out: tuple[int, ...] = ()
+    seeds_differ: bool = False
 
 
 def choose_block(
     records: Sequence[Record], store: ResultStore, choice: str
 ) -> LayerSelection | None:
     """Score one encoder with a block chosen from comparable records of several.
+
+    A mean over seeds is of seeds that could choose among the same blocks: of those with the most
+    blocks, then of the most seeds. Held out, each chooses its own, as somebody with that seed
+    alone would have.
 
     Args:
         records: Of one checkpoint; they differ in block and seed alone.
@@ -53,15 +62,69 @@ def choose_block(
     Returns:
         None where a held-out choice lacks the values of single images, and for what is not ranked.
     """
-    offered = tuple(sorted({record.layer for record in records}))
+    by_seed: dict[int, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: record.seed):
+        by_seed[record.seed].append(record)
+    blocks = {seed: tuple(sorted(r.layer for r in those)) for seed, those in by_seed.items()}
+    all_blocks = list(blocks.values())
+    offered = max(all_blocks, key=lambda layers: (len(layers), all_blocks.count(layers)))
+    left_out = tuple(seed for seed in by_seed if blocks[seed] != offered)
+    seeds = [those for seed, those in by_seed.items() if seed not in left_out]
     if len(offered) > 1 and not records[0].is_ranked:
         return None
     if len(offered) == 1 or choice == "oracle":
-        return _oracle(records, offered)
-    seeds = sorted({record.seed for record in records})
-    found = [_held_out([r for r in records if r.seed == seed], store) for seed in seeds]
+        entries = [
+            mean_entry([record for those in seeds for record in those if record.layer == layer])
+            for layer in offered
+        ]
+        values = [-math.inf if math.isnan(entry.value) else entry.value for entry in entries]
+        best = values.index(max(values))
+        return LayerSelection(entries[best], (offered[best],), offered, left_out)
+    found = [_held_out(those, store) for those in seeds]
     entries = [entry for entry in found if entry is not None]
-    return _mean(entries, offered) if len(entries) == len(seeds) else None
+    if len(entries) < len(seeds):
+        return None
+    chosen = [tuple(sorted({record.layer for record in entry.records})) for entry in entries]
+    return LayerSelection(
+        mean_of(entries),
+        tuple(sorted({layer for layers in chosen for layer in layers})),
+        offered,
+        left_out,
+        seeds_differ=len(set(chosen)) > 1,
+    )
+
+
+def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
+    curve = stored_curve(store, records)
+    by_layer = {record.layer: record for record in records}
+    if curve.per_image.keys() != by_layer.keys():
+        return None
+    mixed, layers = curve.held_out()
+    if len(set(layers)) == 1:
+        return mean_entry([by_layer[layers[0]]])
+    estimate = curve.estimate(mixed)
+    # Folds are of equal size, so a block counts as often as it was chosen.
+    shares = [by_layer[layer].details.get("degenerate_percent") for layer in layers]
+    return Entry(
+        estimate.value,
+        *(estimate.ci95() or (None, None)),
+        mean_of_known(shares),
+        tuple(by_layer[layer] for layer in sorted(set(layers))),
+    )
+
+
+def choice_notes(cells: Mapping[tuple[str, str], LayerSelection | None], choice: str) -> list[str]:
+    """How blocks were chosen, as far as it concerns what stands in some cells."""
+    chosen = [one for one in cells.values() if one is not None]
+    notes = [CHOICE_NOTES[choice]] if any(len(one.offered) > 1 for one in chosen) else []
+    if any(one.seeds_differ for one in chosen):
+        notes.append("each seed chooses its own block (@: those of all); the mean is over seeds")
+    if left_out := sorted({seed for one in chosen for seed in one.left_out}):
+        notes.append(
+            f"seed {', '.join(map(str, left_out))} is left out where it was probed at other blocks "
+            "than the seeds shown"
+        )
+    return notes
 
 
 def columns_with_seeds_said(
@@ -77,50 +140,15 @@ def columns_with_seeds_said(
     }
 
 
-def _oracle(records: Sequence[Record], offered: tuple[int, ...]) -> LayerSelection:
-    entries = {
-        layer: mean_entry([record for record in records if record.layer == layer])
-        for layer in offered
+def selection_csv(chosen: LayerSelection) -> dict[str, Any]:
+    """Blocks and numbers of a cell, for a row of CSV."""
+    return {"blocks": " ".join(map(str, chosen.layers)), **chosen.entry.csv_fields()}
+
+
+def selection_json(chosen: LayerSelection) -> dict[str, Any]:
+    """Blocks, those that could have been chosen, and numbers of a cell."""
+    return {
+        "blocks": list(chosen.layers),
+        "blocks_offered": list(chosen.offered),
+        **chosen.entry.as_json(),
     }
-
-    def value(layer: int) -> float:
-        return -math.inf if math.isnan(entries[layer].value) else entries[layer].value
-
-    best = max(offered, key=value)
-    return LayerSelection(entries[best], (best,), offered)
-
-
-def _held_out(records: Sequence[Record], store: ResultStore) -> Entry | None:
-    curve = stored_curve(store, records)
-    by_layer = {record.layer: record for record in records}
-    if curve.per_image.keys() != by_layer.keys():
-        return None
-    mixed, layers = curve.held_out()
-    if len(set(layers)) == 1:
-        return mean_entry([by_layer[layers[0]]])
-    estimate = curve.estimate(mixed)
-    low, high = estimate.ci95() or (None, None)
-    return Entry(
-        value=estimate.value,
-        low=low,
-        high=high,
-        # Folds are of equal size, so a block counts as often as it was chosen.
-        arbitrary=arbitrary_percent([by_layer[layer] for layer in layers]),
-        records=tuple(by_layer[layer] for layer in sorted(set(layers))),
-    )
-
-
-def _mean(entries: Sequence[Entry], offered: tuple[int, ...]) -> LayerSelection:
-    def mean(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
-
-    records = tuple(record for entry in entries for record in entry.records)
-    entry = Entry(
-        value=sum(entry.value for entry in entries) / len(entries),
-        low=mean([entry.low for entry in entries]),
-        high=mean([entry.high for entry in entries]),
-        arbitrary=mean([entry.arbitrary for entry in entries]),
-        records=records,
-    )
-    return LayerSelection(entry, tuple(sorted({record.layer for record in records})), offered)

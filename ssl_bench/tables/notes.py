@@ -8,12 +8,28 @@ from ssl_bench.results import Baseline, Record
 from ssl_bench.system.escaping import printable
 from ssl_bench.tables.entry import Entry
 
+_DEGENERATE = "degenerate: their patches are so alike that rounding, not the image, chooses"
+
 
 def dagger_note(entries: Iterable[Entry]) -> str:
     """What a dagger means, if there is one."""
     if not any(entry.arbitrary for entry in entries):
         return ""
-    return "; †: percent of the images that are degenerate, their box is arbitrary"
+    return f"; †: percent of the images that are {_DEGENERATE}"
+
+
+def metric_notes(records: Iterable[Record]) -> list[str]:
+    """What a word in the names of some metrics means."""
+    metrics = {record.metric for record in records}
+    notes = []
+    if any(metric.endswith("_oracle") for metric in metrics):
+        notes.append(
+            "oracle: of the rates that were tried the best on the scored images themselves, which "
+            "flatters; holdout chooses on others"
+        )
+    if "degenerate" in metrics:
+        notes.append(_DEGENERATE)
+    return notes
 
 
 def trusted_note(records: Iterable[Record]) -> str:
@@ -61,7 +77,7 @@ def baseline_note(records: Sequence[Record]) -> str:
 
 def footnote(records: Sequence[Record]) -> str:
     """All that stands below the numbers of one metric on one set of images, in one line."""
-    note = baseline_note(records)
+    note = "; ".join(filter(None, [*metric_notes(records), baseline_note(records)]))
     # One of a mean over seeds is that of the seeds that have one.
     lacking = {r.layer for r in records if r.ci95 is None} - {r.layer for r in records if r.ci95}
     if lacking and any(record.ci95 for record in records):
@@ -69,6 +85,13 @@ def footnote(records: Sequence[Record]) -> str:
         note += (
             f"no interval: these images do not tell of block {', '.join(map(str, sorted(lacking)))}"
         )
+    reasons: dict[str, set[int]] = defaultdict(set)
+    for record in records:
+        if why := record.details.get("undefined"):
+            reasons[printable(str(why))].add(record.layer)
+    for why, layers in reasons.items():
+        note += "; " if note else ""
+        note += f"no number of block {', '.join(map(str, sorted(layers)))}: {why}"
     limited = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
     if limited:
         note += "; " if note else ""

@@ -1,17 +1,20 @@
 """Ours beside a published table, with every known difference between the experiments."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ssl_bench.results import SUPERVISED, Record, ResultStore
 from ssl_bench.system.naming import in_order
 from ssl_bench.tables.layer_selection import (
-    CHOICE_NOTES,
     NO_IMAGES_NOTE,
     LayerSelection,
+    choice_notes,
     choose_block,
     columns_with_seeds_said,
+    selection_csv,
+    selection_json,
 )
 from ssl_bench.tables.notes import baseline_note, dagger_note, provenance
 from ssl_bench.tables.printing.sheets import Cell, Sheet
@@ -81,14 +84,17 @@ class PaperTable:
             ),
         ]
         chosen = self._chosen()
-        if any(len(one.offered) > 1 for one in chosen):
-            notes.append(CHOICE_NOTES[self.choice])
+        notes += choice_notes(self.ours, self.choice)
         if None in self.ours.values():
             notes.append(NO_IMAGES_NOTE)
         if chosen:
             records = [record for one in chosen for record in one.entry.records]
             notes.append(provenance(records) + dagger_note(one.entry for one in chosen))
         return [*notes, *self._missing()]
+
+    def _cells(self) -> Iterator[tuple[str, PublishedColumn, LayerSelection | None]]:
+        for row, column in itertools.product(self.published.rows, self.published.columns):
+            yield row, column, self.ours.get((row, column.name))
 
     def _unknown_training(self) -> str:
         records = [record for one in self._chosen() for record in one.entry.records]
@@ -140,10 +146,9 @@ class PaperTable:
                 "published": self.published.values.get((row, column.name)),
                 "published_spread": self.published.spreads.get((row, column.name)),
                 "source": self.published.source,
-                **_csv_fields(self.ours.get((row, column.name))),
+                **({} if chosen is None else selection_csv(chosen)),
             }
-            for row in self.published.rows
-            for column in self.published.columns
+            for row, column, chosen in self._cells()
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -154,10 +159,14 @@ class PaperTable:
                 "column": column.name,
                 "published": self.published.values.get((row, column.name)),
                 "published_spread": self.published.spreads.get((row, column.name)),
-                "ours": _json(self.ours.get((row, column.name))),
+                "ours": None
+                if chosen is None
+                else {
+                    "settings": settings_of(chosen.entry.records[0]),
+                    **selection_json(chosen),
+                },
             }
-            for row in self.published.rows
-            for column in self.published.columns
+            for row, column, chosen in self._cells()
         ]
         return {
             "kind": "published",
@@ -178,23 +187,6 @@ def _how_to_measure(column: PublishedColumn) -> str:
         )
     command = ["--task", column.task, "--dataset", column.dataset, *column.probe]
     return f"{column.name} ({' '.join(command)}, facet {' or '.join(column.facets)})"
-
-
-def _csv_fields(chosen: LayerSelection | None) -> dict[str, Any]:
-    if chosen is None:
-        return {}
-    return {"blocks": " ".join(map(str, chosen.layers)), **chosen.entry.csv_fields()}
-
-
-def _json(chosen: LayerSelection | None) -> dict[str, Any] | None:
-    if chosen is None:
-        return None
-    return {
-        "blocks": list(chosen.layers),
-        "blocks_offered": list(chosen.offered),
-        "settings": settings_of(chosen.entry.records[0]),
-        **chosen.entry.as_json(),
-    }
 
 
 def paper_table(

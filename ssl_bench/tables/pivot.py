@@ -8,14 +8,15 @@ from typing import Any
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.naming import in_order
 from ssl_bench.tables.layer_selection import (
-    CHOICE_NOTES,
     NO_IMAGES_NOTE,
-    UNRANKED_NOTE,
     LayerSelection,
+    choice_notes,
     choose_block,
     columns_with_seeds_said,
+    selection_csv,
+    selection_json,
 )
-from ssl_bench.tables.notes import baseline_note, dagger_note, provenance
+from ssl_bench.tables.notes import baseline_note, dagger_note, metric_notes, provenance
 from ssl_bench.tables.printing.sheets import Cell, Sheet
 from ssl_bench.tables.series import comparable_groups, differing_settings, model_names, series_json
 
@@ -36,7 +37,10 @@ class PivotTable:
     cells: dict[tuple[str, str], LayerSelection | None]
 
     def sheet(self, style: str) -> Sheet:
-        """The highest value of a column is marked, the next one second; as printed, ties share."""
+        """Of several encoders the highest value of a column is marked, the next one second.
+
+        As printed: ties share their rank.
+        """
         del style
         ranks = {column: self._ranks(column) for column in self.columns}
         rows = [
@@ -47,10 +51,9 @@ class PivotTable:
         return Sheet(self._title(), head, tuple(rows), tuple(self._notes()))
 
     def _ranks(self, column: str) -> list[str]:
-        if not self.columns[column].is_ranked:
+        if not self.columns[column].is_ranked or len(self.models) == 1:
             return []
-        found = [self.cells.get((model, column)) for model in self.models]
-        values = {chosen.entry.value for chosen in found if chosen is not None}
+        values = {chosen.entry.value for chosen in self._chosen(column)}
         printed = dict.fromkeys(f"{v:.1f}" for v in sorted(values, reverse=True) if v == v)
         return list(printed)[:2]
 
@@ -68,50 +71,53 @@ class PivotTable:
 
     def _title(self) -> str:
         records = list(self.columns.values())
-        shared = [
+        words = [
             str(getattr(records[0], name))
             for name in ("task", "metric")
             if len({getattr(record, name) for record in records}) == 1
         ]
+        layers = sorted({layer for chosen in self._chosen() for layer in chosen.layers})
+        words.append(
+            f"block {', '.join(map(str, layers))}"
+            if self.choice == "block"
+            else f"{self.choice} choice of the block"
+        )
         percent = " (%)" if all(record.unit == "%" for record in records) else ""
-        return f"encoders{percent}: {', '.join([*shared, self._block()])}"
+        return f"encoders{percent}: {', '.join(words)}"
 
-    def _block(self) -> str:
-        if self.choice != "block":
-            return f"{self.choice} choice of the block"
-        layers = {layer for chosen in self._chosen() for layer in chosen.layers}
-        return f"block {', '.join(map(str, sorted(layers)))}"
-
-    def _chosen(self) -> list[LayerSelection]:
-        return [chosen for chosen in self.cells.values() if chosen is not None]
+    def _chosen(self, column: str | None = None) -> list[LayerSelection]:
+        return [
+            one for (_, at), one in self.cells.items() if one is not None and column in (None, at)
+        ]
 
     def _notes(self) -> list[str]:
-        notes = [] if self.choice == "block" else [CHOICE_NOTES[self.choice]]
-        notes += self._no_choice_notes()
-        if len({chosen.offered for chosen in self._chosen()}) > 1:
+        chosen, several = self._chosen(), len(self.models) > 1
+        notes = choice_notes(self.cells, self.choice)
+        lacking = [self.columns[column] for (_, column), one in self.cells.items() if one is None]
+        if any(record.is_ranked for record in lacking):
+            notes.append(NO_IMAGES_NOTE)
+        if unranked := sorted({record.metric for record in lacking if not record.is_ranked}):
+            notes.append(
+                f"‡ of {', '.join(unranked)}: no block was chosen: more of it is not better; "
+                "--layer N shows one block"
+            )
+        if several and len({one.offered for one in chosen}) > 1:
             notes.append("not every encoder was probed at the same blocks in every column")
-        notes += [f"{name}: {_described(record)}" for name, record in self.columns.items()]
-        notes += self._baseline_notes()
-        records = [record for chosen in self._chosen() for record in chosen.entry.records]
-        if records:
-            notes.append(provenance(records) + dagger_note(c.entry for c in self._chosen()))
-        notes.append("marked: the highest and the second of a column; no test of the difference")
-        return notes
-
-    def _baseline_notes(self) -> list[str]:
-        """What a number of each column must be held against, where a record says it."""
-        found = []
+        for name, one in self.columns.items():
+            notes.append(
+                f"{name}: {one.task}, {one.metric}, {one.split}, {one.facet}, "
+                f"protocol {one.named_protocol}, {one.num_images:,} images"
+            )
         for column in self.columns:
-            chosen = [one for (_, c), one in self.cells.items() if c == column and one is not None]
-            note = baseline_note([record for one in chosen for record in one.entry.records])
-            found += [f"{column}: {note}"] if note else []
-        return found
-
-    def _no_choice_notes(self) -> list[str]:
-        lacking = [self.columns[c] for (_, c), chosen in self.cells.items() if chosen is None]
-        unranked = sorted({record.metric for record in lacking if not record.is_ranked})
-        notes = [NO_IMAGES_NOTE] if any(record.is_ranked for record in lacking) else []
-        return [*notes, UNRANKED_NOTE.format(", ".join(unranked))] if unranked else notes
+            behind = [record for one in self._chosen(column) for record in one.entry.records]
+            if note := baseline_note(behind):
+                notes.append(f"{column}: {note}")
+        records = [record for one in chosen for record in one.entry.records]
+        if records:
+            notes += metric_notes(self.columns.values())
+            notes.append(provenance(records) + dagger_note(one.entry for one in chosen))
+        marked = "marked: the highest and the second of a column; no test of the difference"
+        return [*notes, marked] if several else notes
 
     def csv_rows(self) -> list[dict[str, Any]]:
         """A cell a row."""
@@ -120,8 +126,7 @@ class PivotTable:
                 "encoder": model,
                 "column": column,
                 "layer_selection": self.choice,
-                "blocks": " ".join(map(str, chosen.layers)),
-                **chosen.entry.csv_fields(),
+                **selection_csv(chosen),
             }
             for (model, column), chosen in self.cells.items()
             if chosen is not None
@@ -137,28 +142,15 @@ class PivotTable:
                 {"name": name, **series_json(record)} for name, record in self.columns.items()
             ],
             "cells": [
-                {"encoder": model, "column": column, **_chosen_json(chosen)}
+                {
+                    "encoder": model,
+                    "column": column,
+                    **({"value": None} if chosen is None else selection_json(chosen)),
+                }
                 for (model, column), chosen in self.cells.items()
             ],
             "notes": self._notes(),
         }
-
-
-def _described(record: Record) -> str:
-    return (
-        f"{record.task}, {record.metric}, {record.split}, {record.facet}, "
-        f"protocol {record.named_protocol}, {record.num_images:,} images"
-    )
-
-
-def _chosen_json(chosen: LayerSelection | None) -> dict[str, Any]:
-    if chosen is None:
-        return {"value": None}
-    return {
-        "blocks": list(chosen.layers),
-        "blocks_offered": list(chosen.offered),
-        **chosen.entry.as_json(),
-    }
 
 
 def pivot_table(records: Sequence[Record], store: ResultStore, choice: str) -> PivotTable:
@@ -184,15 +176,16 @@ def pivot_table(records: Sequence[Record], store: ResultStore, choice: str) -> P
 def column_names(records: Sequence[Record]) -> list[str]:
     """What tells each of some series from the others, in as few words as will do."""
     metrics = len({record.metric for record in records}) > 1
-    words = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
-    for field in ("split", "task", "facet"):
-        words = _distinguished(words, [[getattr(record, field)] for record in records])
-    words = _distinguished(words, [[record.named_protocol] for record in records])
-    last = []
-    for name, record in zip(words, records, strict=True):
-        rivals = [r for w, r in zip(words, records, strict=True) if w == name]
-        last.append(differing_settings(record, rivals))
-    return [", ".join(name) for name in _distinguished(words, last)]
+    names = [[r.dataset, r.metric] if metrics else [r.dataset] for r in records]
+    for field in ("split", "task", "facet", "named_protocol"):
+        names = _distinguished(names, [[getattr(record, field)] for record in records])
+    settings = [
+        differing_settings(
+            record, [rival for other, rival in zip(names, records, strict=True) if other == name]
+        )
+        for name, record in zip(names, records, strict=True)
+    ]
+    return [", ".join(name) for name in _distinguished(names, settings)]
 
 
 def _distinguished(names: Sequence[list[str]], more: Sequence[list[str]]) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """Published values, and how the experiments behind them differ from a record of this suite."""
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.results import SUPERVISED, Record
 
 SINGLE = "single"
+_AS_THEY_STAND = ("name", "title", "setup", "unknown", "where", "doubts", "in_reports")
 _CHOSEN_BY = {
     "miou_holdout": "learning rate chosen on held-out training images",
     "miou_oracle": "learning rate chosen on the scored images",
@@ -100,13 +101,9 @@ class PublishedTable:
 class PublishedValue:
     """One cell of a published table."""
 
-    paper: str
     table: str
     row: str
     column: str
-    task: str
-    dataset: str
-    metric: str
     value: float
     source: str
 
@@ -153,34 +150,15 @@ def published_table(name: str) -> PublishedTable:
     return found[0]
 
 
-def published_values(
-    paper: str | None = None, table: str | None = None
-) -> tuple[PublishedValue, ...]:
-    """All published values, or those of one paper or table.
-
-    Raises:
-        ConfigurationError: an unknown paper or table.
-    """
-    chosen = published_tables()
-    papers = list(dict.fromkeys(one.paper for one in chosen))
-    if paper is not None and paper not in papers:
-        raise ConfigurationError(f"no published paper {paper!r}; known are {', '.join(papers)}")
-    if table is not None:
-        chosen = (published_table(table),)
-    return tuple(
-        _value(one, row, column)
-        for one in chosen
-        if paper in (None, one.paper)
-        for row in one.rows
-        for column in one.columns
-        if (row, column.name) in one.values
-    )
-
-
 def published_beside(record: Record) -> tuple[Beside, ...]:
     """The published values of the task, dataset and metric of a record, whatever its protocol."""
     return tuple(
-        Beside(_value(table, row, column), difference_of_settings(table, column, record))
+        Beside(
+            PublishedValue(
+                table.name, row, column.name, table.values[row, column.name], table.source
+            ),
+            difference_of_settings(table, column, record),
+        )
         for table in published_tables()
         for column in table.columns
         if table.in_reports and column.is_measured_by(record)
@@ -224,63 +202,38 @@ def _family(metric: str) -> str:
     return "miou" if metric.startswith("miou") else metric
 
 
-def _value(table: PublishedTable, row: str, column: PublishedColumn) -> PublishedValue:
-    return PublishedValue(
-        paper=table.paper,
-        table=table.name,
-        row=row,
-        column=column.name,
-        task=column.task,
-        dataset=column.dataset,
-        metric=column.metric,
-        value=table.values[row, column.name],
-        source=table.source,
+def _table(paper: Paper, told: Mapping[str, Any]) -> PublishedTable:
+    columns = tuple(
+        PublishedColumn(
+            facets=tuple(one["facets"]),
+            num_images=one["images"],
+            layers_modes=tuple(one.get("layers_modes", [SINGLE])),
+            probe=tuple(one.get("probe", ())),
+            **{key: one[key] for key in ("name", "task", "dataset", "metric")},
+        )
+        for one in told["columns"]
     )
+    names = tuple(row["name"] for row in told["rows"])
+    if len(set(names)) < len(names) or len({c.name for c in columns}) < len(columns):
+        raise ValueError(f"rows or columns of {told['name']} share a name")
 
+    def cells(key: str) -> dict[tuple[str, str], float]:
+        return {
+            (row["name"], column.name): float(value)
+            for row in told["rows"]
+            if key in row
+            # Strict: a row with a number too many or too few would shift all that follow.
+            for column, value in zip(columns, row[key], strict=True)
+            if value is not None
+        }
 
-def _table(paper: Paper, table: Mapping[str, Any]) -> PublishedTable:
-    columns = tuple(_column(column) for column in table["columns"])
-    cells = _cells(table["rows"], columns, "values")
-    spreads = _cells([row for row in table["rows"] if "spreads" in row], columns, "spreads")
-    if len(cells) != len(table["rows"]) * len(columns):
-        raise ValueError(f"rows or columns of {table['name']} share a name")
     return PublishedTable(
         paper=paper.name,
-        name=table["name"],
-        title=table["title"],
-        setup=table["setup"],
-        unknown=table["unknown"],
-        source=f"{paper.title}, {paper.reference}, {table['where']}",
-        rows=tuple(row["name"] for row in table["rows"]),
+        source=f"{paper.title}, {paper.reference}, {told['where']}",
+        rows=names,
         columns=columns,
-        values={cell: float(value) for cell, value in cells.items() if value is not None},
-        spreads={cell: float(value) for cell, value in spreads.items() if value is not None},
-        where=table["where"],
-        doubts=table.get("doubts", ""),
-        runs={row["name"]: row["run"] for row in table["rows"] if "run" in row},
-        in_reports=table.get("in_reports", True),
-    )
-
-
-def _cells(
-    rows: Sequence[Mapping[str, Any]], columns: Sequence[PublishedColumn], key: str
-) -> dict[tuple[str, str], float | None]:
-    return {
-        (row["name"], column.name): value
-        for row in rows
-        # Strict: a row with a number too many or too few would shift all that follow.
-        for column, value in zip(columns, row[key], strict=True)
-    }
-
-
-def _column(column: Mapping[str, Any]) -> PublishedColumn:
-    return PublishedColumn(
-        name=column["name"],
-        task=column["task"],
-        dataset=column["dataset"],
-        metric=column["metric"],
-        facets=tuple(column["facets"]),
-        layers_modes=tuple(column.get("layers_modes", [SINGLE])),
-        num_images=column["images"],
-        probe=tuple(column.get("probe", ())),
+        values=cells("values"),
+        spreads=cells("spreads"),
+        runs={row["name"]: row["run"] for row in told["rows"] if "run" in row},
+        **{key: told[key] for key in _AS_THEY_STAND if key in told},
     )

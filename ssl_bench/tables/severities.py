@@ -1,6 +1,5 @@
 """Scores of corrupted images block by block: which block survives noise."""
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,15 +7,14 @@ from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.results import CORRUPTED, Baseline, Record
-from ssl_bench.tables.depth import DepthTable, Row
+from ssl_bench.tables.depth import DepthTable
 from ssl_bench.tables.entry import Entry, mean_entry, with_seeds_said
-from ssl_bench.tables.notes import dagger_note, footnote
+from ssl_bench.tables.notes import footnote
 from ssl_bench.tables.printing.sheets import NO_VALUE, Cell, Sheet
 from ssl_bench.tables.series import comparable_groups, difference, model_names, series_json, title
 
 CLEAN = 0
 """The severity of images as they are."""
-_DROP = "drop (%)"
 
 
 @dataclass(frozen=True)
@@ -55,41 +53,33 @@ class SeverityTable:
         if not clean.value > (0.0 if baseline is None else baseline.value):
             return None
         lost = 100.0 * (1 - sum(values) / len(values) / clean.value)
-        return None if math.isnan(lost) else lost
+        return lost if lost == lost else None
 
     @property
     def survivors(self) -> frozenset[int]:
         """The blocks with the smallest drop; none where several all have the same."""
-        return _alone({layer: self.drop(layer) for layer in self.layers}, -1)
+        drops = {layer: lost for layer in self.layers if (lost := self.drop(layer)) is not None}
+        found = {layer for layer, lost in drops.items() if lost == min(drops.values())}
+        return frozenset() if 1 < len(drops) == len(found) else frozenset(found)
 
     def sheet(self, style: str) -> Sheet:
         """The highest score of each severity is marked, and the smallest drop."""
         del style
-        survivors = self.survivors
-        best = {severity: _alone(self._ranked(severity), 1) for severity in self.severities}
-        rows = tuple(
-            (
-                Cell(str(layer)),
-                *(self._word(layer, s, marked=layer in best[s]) for s in self.severities),
-                Cell(_percent(self.drop(layer)), marked=layer in survivors),
-            )
-            for layer in self.layers
-        )
-        heads = ["clean" if severity == CLEAN else str(severity) for severity in self.severities]
-        note = self.footnote + dagger_note(self.entries.values())
-        return Sheet(self.title, ("block", *heads, _DROP), rows, (note,))
-
-    def _ranked(self, severity: int) -> dict[int, float | None]:
-        """The values that more is better of, by block."""
-        return {
-            layer: entry.value if entry.records[0].is_ranked else None
-            for (layer, at), entry in self.entries.items()
-            if at == severity
-        }
-
-    def _word(self, layer: int, severity: int, *, marked: bool) -> Cell:
-        entry = self.entries.get((layer, severity))
-        return Cell("") if entry is None else Cell(entry.text(), marked=marked)
+        heads = {one: "clean" if one == CLEAN else str(one) for one in self.severities}
+        sheet = DepthTable(
+            title=self.title,
+            models=tuple(heads.values()),
+            layers=self.layers,
+            entries={(layer, heads[at]): entry for (layer, at), entry in self.entries.items()},
+            footnote=self.footnote,
+        ).sheet("text")
+        drops = []
+        for layer in self.layers:
+            lost = self.drop(layer)
+            text = NO_VALUE if lost is None else f"{lost:.1f}"
+            drops.append(Cell(text, marked=layer in self.survivors))
+        rows = tuple((*row, drop) for row, drop in zip(sheet.rows, drops, strict=True))
+        return replace(sheet, head=(*sheet.head, "drop (%)"), rows=rows)
 
     def csv_rows(self) -> list[dict[str, Any]]:
         """Fields of every cell, by block and severity."""
@@ -107,23 +97,17 @@ class SeverityTable:
             for (layer, severity), entry in sorted(self.entries.items(), key=lambda one: one[0])
         ]
         drops = [{"layer": layer, "drop": self.drop(layer)} for layer in self.layers]
-        series = series_json(self._hardest.records[0])
+        hardest = self.entries[max(self.entries, key=lambda at: at[1])]
+        series = series_json(hardest.records[0])
         return {"kind": "severities", "title": self.title, **series, "drops": drops, "cells": cells}
-
-    @property
-    def _hardest(self) -> Entry:
-        return self.entries[max(self.entries, key=lambda at: at[1])]
 
     def curves(self) -> DepthTable:
         """Severities as rows and blocks as columns, as they are drawn."""
-        cells: dict[tuple[Row, str], Entry] = {
-            (severity, f"block {layer}"): entry for (layer, severity), entry in self.entries.items()
-        }
         return DepthTable(
             title=self.title,
             models=tuple(f"block {layer}" for layer in self.layers),
             layers=self.severities,
-            entries=cells,
+            entries={(at, f"block {layer}"): entry for (layer, at), entry in self.entries.items()},
             footnote=self.footnote,
             rows="severity",
         )
@@ -141,30 +125,33 @@ def severity_tables(records: Sequence[Record]) -> list[SeverityTable]:
     groups = comparable_groups(plain)
     tables = []
     for group in groups:
-        for encoder, corruption in _asked(group, originals):
+        heading = title(group[0]) + difference(group[0], groups)
+        found = [originals[id(one)] for one in group]
+        asked = {(one.encoder_id, one.corrupted.name) for one in found if one.corrupted}
+        for encoder, corruption in sorted(asked):
             those = [
-                originals[id(one)]
-                for one in group
+                one
+                for one in found
                 if one.encoder_id == encoder
-                and _corruption(originals[id(one)]) in (None, corruption)
+                and (one.corrupted is None or one.corrupted.name == corruption)
             ]
-            heading = title(group[0]) + difference(group[0], groups)
-            tables.append(_table(those, f"{heading}, {corruption}, {names[encoder]}", names))
+            cells: dict[tuple[int, int], list[Record]] = defaultdict(list)
+            for one in those:
+                cells[one.layer, one.corrupted.severity if one.corrupted else CLEAN].append(one)
+            tables.append(
+                SeverityTable(
+                    title=f"{heading}, {corruption}, {names[encoder]}",
+                    model=names[encoder],
+                    entries=with_seeds_said({at: mean_entry(some) for at, some in cells.items()}),
+                    footnote=footnote(those),
+                )
+            )
     if not tables:
         raise DataError(
             "no record is of corrupted images; probe with corrupt=clean,gaussian_noise:1-5 for "
             "example, see docs/corruptions.md"
         )
     return tables
-
-
-def severity_of(record: Record) -> int:
-    """That of its corruption; `CLEAN` of images as they are."""
-    return CLEAN if record.corrupted is None else record.corrupted.severity
-
-
-def _corruption(record: Record) -> str | None:
-    return None if record.corrupted is None else record.corrupted.name
 
 
 def _as_clean(record: Record) -> Record:
@@ -178,33 +165,3 @@ def _as_clean(record: Record) -> Record:
         dataset_fingerprint=record.corrupted.fingerprint,
         settings=settings,
     )
-
-
-def _asked(group: Sequence[Record], originals: Mapping[int, Record]) -> list[tuple[str, str]]:
-    """Encoders and corruptions of a group."""
-    found = {(one.encoder_id, _corruption(originals[id(one)])) for one in group}
-    return sorted((encoder, name) for encoder, name in found if name is not None)
-
-
-def _table(records: Sequence[Record], heading: str, names: Mapping[str, str]) -> SeverityTable:
-    cells: dict[tuple[int, int], list[Record]] = defaultdict(list)
-    for record in records:
-        cells[record.layer, severity_of(record)].append(record)
-    return SeverityTable(
-        title=heading,
-        model=names[records[0].encoder_id],
-        entries=with_seeds_said({at: mean_entry(seeds) for at, seeds in cells.items()}),
-        footnote=footnote(records),
-    )
-
-
-def _alone(values: Mapping[int, float | None], sign: int) -> frozenset[int]:
-    """Blocks with the largest value, or with -1 the smallest; none where all of several have it."""
-    known = {layer: v for layer, v in values.items() if v is not None and not math.isnan(v)}
-    best = max((sign * value for value in known.values()), default=0.0)
-    found = frozenset(layer for layer, value in known.items() if sign * value == best)
-    return frozenset() if len(known) > 1 and len(found) == len(known) else found
-
-
-def _percent(lost: float | None) -> str:
-    return NO_VALUE if lost is None else f"{lost:.1f}"

@@ -51,7 +51,7 @@ def test_a_block_that_no_encoder_has_is_refused_before_anything_runs(capsys):
 def test_what_is_not_kept_image_by_image_is_not_blamed_on_lost_files(capsys):
     assert main(probed("conditioning", "probe.image_size=32")) == 0
     line = fails(capsys, ["compare", "one", "other"], 3)
-    assert "of conditioning no values of single images are kept" in line
+    assert "conditioning: no values of single images are kept" in line
     assert "--overwrite" not in line
 
 

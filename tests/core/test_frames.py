@@ -1,4 +1,4 @@
-"""Records and tables for programs of others: pandas and Parquet."""
+"""Records and tables for programs of others: pandas, Parquet, and a folder in one file."""
 
 import io
 import json
@@ -6,16 +6,16 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.errors import MachineError
 from ssl_bench.results import ResultStore, to_pandas
-from ssl_bench.results.frames import frame_row
-from ssl_bench.tables.depth import depth_tables
-from ssl_bench.tables.printing.parquet import parquet_columns
+from tests.core.test_results import RECORD
 from tests.support.faults import fails
 
 REPOSITORY = Path(__file__).parents[2]
@@ -23,70 +23,39 @@ REPOSITORY = Path(__file__).parents[2]
 
 @pytest.fixture
 def results(tmp_path, monkeypatch) -> Path:
-    """Some records of this repository, and one interval that is not known."""
+    """Records of this repository."""
     monkeypatch.chdir(tmp_path)
-    task = REPOSITORY / "results/dino_photographs/records/pca"
-    shutil.copytree(task, tmp_path / "results/records/pca")
+    (tmp_path / "results").mkdir()
+    shutil.copy(REPOSITORY / "results/osa_mnist/records.parquet", tmp_path / "results")
     return tmp_path / "results"
 
 
-def test_a_row_is_a_record_in_plain_values(results):
-    record = ResultStore(results).records()[0]
-
-    row = frame_row(record)
-
-    assert (row["value"], row["layer"], row["task"]) == (record.value, record.layer, "pca")
-    assert (row["low_95"], row["high_95"]) == (record.ci95 or (None, None))
-    assert (row["mean_r"], row["std_b"]) == (record.mean[0], record.std[2])
-    assert json.loads(row["settings"]) == record.settings
-    assert row["encoder_id"] == record.encoder_id
-    assert all(isinstance(value, int | float | str | None) for value in row.values())
-
-
-def test_a_column_has_one_type_and_null_where_csv_has_nothing(results):
-    columns = parquet_columns(depth_tables(ResultStore(results).records()))
-
-    assert len({len(column) for column in columns.values()}) == 1
-    for column in columns.values():
-        assert len({type(value) for value in column if value is not None}) <= 1
-        assert "" not in column
-
-
-def test_pandas_has_a_row_for_each_record(results):
-    pytest.importorskip("pandas")
+def test_pandas_has_a_row_of_plain_values_for_each_record(results):
     records = ResultStore(results).records()
 
     frame = to_pandas("results")
 
-    assert len(frame) == len(records)
     assert frame.equals(to_pandas(records))
     assert math.isclose(frame["value"].to_numpy().sum(), sum(record.value for record in records))
+    row, record = frame.iloc[0], records[0]
+    assert (row["low_95"], row["high_95"]) == record.ci95
+    assert (row["mean_r"], row["std_b"]) == (record.mean[0], record.std[2])
+    assert json.loads(row["settings"]) == record.settings
+    assert row["encoder_id"] == record.encoder_id
 
 
-def test_parquet_is_the_rows_of_csv(results):
-    parquet = pytest.importorskip("pyarrow.parquet")
+def test_parquet_is_the_rows_of_csv_and_null_where_csv_has_nothing(results):
+    ResultStore(results).save(replace(RECORD, ci95=None))
     words = [sys.executable, "-m", "ssl_bench", "table", "--format"]
 
     written = subprocess.run([*words, "parquet"], capture_output=True, check=True).stdout
     text = subprocess.run([*words, "csv"], capture_output=True, check=True, text=True).stdout
 
-    table = parquet.read_table(io.BytesIO(written))
+    table = pyarrow.parquet.read_table(io.BytesIO(written))
     lines = text.splitlines()
     assert table.column_names == lines[0].split(",")
     assert table.num_rows == len(lines) - 1
-
-
-@pytest.mark.parametrize("package", ["pandas", "pyarrow"])
-def test_a_missing_package_is_named_with_the_remedy(results, monkeypatch, capsys, package):
-    # None makes the import fail, as it does where the package is not installed.
-    monkeypatch.setitem(sys.modules, package, None)
-
-    if package == "pandas":
-        with pytest.raises(MachineError, match=r"pip install 'ssl-bench\[frames\]'"):
-            to_pandas(results)
-    else:
-        said = fails(capsys, ["table", "--format", "parquet"], 5)
-        assert "pip install 'ssl-bench[frames]', or take csv" in said
+    assert table["low_95"].null_count == 1
 
 
 def test_no_terminal_is_filled_with_parquet(results, monkeypatch, capsys):
@@ -95,3 +64,43 @@ def test_no_terminal_is_filled_with_parquet(results, monkeypatch, capsys):
     assert main(["table", "--format", "parquet"]) == 2
 
     assert "put it into a file: > results.parquet" in capsys.readouterr().err
+
+
+def test_packed_records_are_read_like_files(tmp_path, capsys):
+    store, out = ResultStore(tmp_path), ["--out", str(tmp_path)]
+    details = {"iou_by_class": {"dog": 1.5, "cat": math.nan, "cow": math.inf}}
+    for layer, change in enumerate(({"ci95": None}, {"details": details}, {"unit": ""})):
+        hits = np.arange(5) < 2
+        given = {"num_images": 5, "ci95": (math.nan, 50.0), "layer": layer} | change
+        store.save(replace(RECORD, **given), hits)
+    store.save(replace(RECORD, metric="rankme", unit="", value=math.inf, ci95=(2.0, math.inf)))
+    whole = [record.as_json() for record in store.records()]
+    key = replace(RECORD, layer=1).key()
+
+    def printed():
+        assert main(["compare", "skip", *out, "--format", "json"]) == 0
+        assert main(["table", "--pivot", *out, "--format", "json"]) == 0
+        return capsys.readouterr().out
+
+    before = printed()
+    assert main(["table", "--pack", *out]) == 0
+
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["records.parquet"]
+    packed = ResultStore(tmp_path)
+    assert [record.as_json() for record in packed.records()] == whole
+    assert printed() == before
+    assert packed.load(key) is not None
+    assert packed.keeps_images(key)
+    # A later file of the same cell counts, and joins the others.
+    packed.save(replace(RECORD, layer=1, value=60.0, ci95=None, num_images=5), np.arange(5) < 3)
+    assert main(["table", "--pack", *out]) == 0
+    assert [record.value for record in ResultStore(tmp_path).records()][:3] == [40.0, 60.0, 40.0]
+    assert not list((tmp_path / "records").rglob("*.*"))
+
+
+def test_a_packed_file_that_cannot_be_read_is_named(results, capsys):
+    (results / "records.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+
+    said = fails(capsys, ["table"], 3)
+
+    assert "cannot read results/records.parquet (" in said

@@ -93,8 +93,8 @@ def prepare(words: list[str], place: Path) -> None:
     """Records where a page made none before, no run where one is to begin, one to begin from."""
     out = Path(words[words.index("--out") + 1] if "--out" in words else "results")
     if words[0] in ("table", "compare", "report") and not (out / "records").exists():
-        committed = ROOT / out / "records"
-        source = committed.parent if committed.is_dir() else Path("results")
+        committed = ROOT / out / "records.parquet"
+        source = committed.parent if committed.is_file() else Path("results")
         shutil.copytree(source, out, dirs_exist_ok=True)
     if words[0] == "pretrain" and "--out" in words:
         shutil.rmtree(out, ignore_errors=True)

@@ -164,7 +164,6 @@ def test_fault_69_an_installed_package_adds_a_probe_by_an_entry_point(place, mon
         ["pretrain", "--out"],
         ["pretrain", "--data-root"],
         ["table", "--figure"],
-        ["table", "--into"],
         ["report", "--into"],
         ["sweep", "--slurm-logs"],
         ["data", "verify", "photos", "--manifest"],

@@ -127,11 +127,11 @@ def test_differences_are_those_of_the_command_compare(tmp_path, metric):
 
     compared = compared_pair(store, records)
 
-    ((_, rows),) = comparisons(store, records, [known_as("a"), known_as("c")])
+    (table,), _ = comparisons(store, records, {known_as(letter): letter for letter in "ac"})
     found = [row.difference for row in (*compared.rows, *compared.summary)]
     fields = ("first", "second", "low", "high")
     assert [[getattr(one, f) for f in fields] for one in found] == [
-        [getattr(row, f) for f in fields] for row in rows
+        [getattr(row, f) for f in fields] for row in table.rows
     ]
     blocks = [tuple(records[i].layer for i in (*r.first, *r.second)) for r in compared.rows]
     assert blocks == [(0, 0), (1, 1), (2, 2)]

@@ -219,7 +219,6 @@ class Draw:
             *self.some("--as", self.word("a=b"), share=0.1),
             *self.some("--best-layer", self.word("oracle"), share=0.2),
             *self.some("--figure", self.word("curves.svg"), share=0.1),
-            *self.some("--into", self.word("table.md"), share=0.1),
             *self.some("--layer", self.word("0"), share=0.2),
         ]
 
@@ -297,7 +296,6 @@ def prepare() -> None:
     class_folders(Path("classes"))
     voc(Path("voc"))
     ResultStore(Path("results")).save(RECORD)
-    Path("table.md").write_text("<!-- ssl-bench table -->\n<!-- end of ssl-bench table -->\n")
 
 
 def main() -> int:

@@ -41,7 +41,6 @@ from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from ssl_bench.system.files import sha256_of
 from ssl_bench.tables.depth import depth_tables, render
-from ssl_bench.tables.printing.documents import insert_between_markers
 from tests.core.test_results import RECORD
 from tests.support.faults import DINO_LIKE, OBJECT, TINY, encoded, picture
 
@@ -212,7 +211,6 @@ def per_image_files() -> Kind:
 def lists() -> Kind:
     texts = ["2007_000027\n2007_000032 1\n", f"{'0' * 64}  a/b.png\n{'1' * 64}  c\\\\d\n"]
     texts += ["Idx\tRatio\n1\t0.1\twall, x\n", "val_0.png\tn1\t0\t0\t9\t9\n"]
-    texts += ["<!-- ssl-bench table -->\n<!-- end of ssl-bench table -->\n"]
 
     def read(path: Path) -> object:
         return [_answer(reader, path) for reader in (read_list, read_manifest, *_IN_PLACE)]
@@ -235,11 +233,6 @@ def _tiny_imagenet(path: Path) -> object:
     return ClassFolders(root).val().labels
 
 
-def _document(path: Path) -> object:
-    insert_between_markers(path, "table")
-    return path.read_bytes()
-
-
 def _sidecar(path: Path) -> object:
     weights = path.parent / "w.safetensors"
     if not weights.exists():
@@ -248,7 +241,7 @@ def _sidecar(path: Path) -> object:
     return load_encoder(str(weights))
 
 
-_IN_PLACE = (_names, _tiny_imagenet, _sidecar, _document)
+_IN_PLACE = (_names, _tiny_imagenet, _sidecar)
 
 
 def _answer(reader: Callable[[Path], object], path: Path) -> object:

@@ -15,7 +15,6 @@ from ssl_bench.scores import iou_per_class
 from ssl_bench.tables.pairs.comparison import (
     Comparison,
     Difference,
-    between_blocks,
     between_checkpoints,
     comparisons,
     difference,
@@ -100,23 +99,6 @@ def test_mean_iou_is_compared_over_the_whole_set_not_image_by_image():
     assert iou_per_class(counts[0].sum(0)).mean() == pytest.approx(found.first)
 
 
-def test_the_held_out_choice_never_sees_the_images_it_is_scored_on():
-    # Ten images; block 1 wins by one image only: the fold that holds it must choose block 0.
-    one = hits(1, 1, 1, 1, 0, 0, 0, 0, 0, 0)
-    two = hits(0, 0, 0, 0, 1, 1, 1, 1, 1, 0)
-    both = curve(b0=one, b1=two)
-
-    mixed, layers = both.held_out()
-
-    order = np.random.default_rng(0).permutation(10)
-    for fold, layer in zip(np.array_split(order, 5), layers, strict=True):
-        others = np.setdiff1d(order, fold)
-        assert layer == int(two[others].sum() > one[others].sum())
-        assert (mixed[fold] == (one, two)[layer][fold]).all()
-    assert set(layers) == {0, 1}
-    assert both.best_layer() == 1
-
-
 def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
     first = curve(b0=hits(1, 0, 0, 0), b1=hits(1, 1, 0, 0), b2=hits(1, 1, 1, 1))
     second = curve(b0=hits(1, 1, 1, 0), b1=hits(0, 0, 0, 0))
@@ -126,12 +108,6 @@ def test_checkpoints_are_compared_block_by_block_and_by_their_best_blocks():
     assert [row.name for row in rows][:3] == ["0", "1", "best (2, 0)"]
     assert [(row.first, row.second) for row in rows[:3]] == [(25, 75), (50, 0), (100, 75)]
     assert rows[3].name.startswith("held-out choice (2; 0")
-
-
-def test_blocks_are_compared_with_the_best_one():
-    rows = between_blocks(Scored.of(curve(b0=hits(1, 0, 0, 0), b3=hits(1, 1, 1, 0))))
-    assert [(row.name, row.value) for row in rows[:2]] == [("0", -50), ("3", 0)]
-    assert rows[1].text == "+0.0"
 
 
 def save(store, sha, layers, **changes):
@@ -150,14 +126,14 @@ def test_only_scores_of_the_same_images_and_settings_are_compared(tmp_path):
     save(store, "d", {0: hits(0, 0), 1: hits(1, 0)})
     save(store, "d", {0: hits(1, 1)}, settings={"tau": 0.3})
 
-    ((record, rows),) = comparisons(store, store.records(), [known_as("a"), known_as("d")])
+    (table,), _ = comparisons(store, store.records(), {known_as("a"): "a", known_as("d"): "d"})
 
-    assert record.settings == {"tau": 0.2}
-    assert [(row.first, row.second) for row in rows[:2]] == [(50, 0), (100, 50)]
-    ((alone, _),) = comparisons(store, store.records(), [known_as("a")])
-    assert alone.settings == {"tau": 0.2}
+    assert table.record.settings == {"tau": 0.2}
+    assert [(row.first, row.second) for row in table.rows[:2]] == [(50, 0), (100, 50)]
+    (alone,), _ = comparisons(store, store.records(), {known_as("a"): "a"})
+    assert alone.record.settings == {"tau": 0.2}
     with pytest.raises(DataError, match="scored image by image"):
-        comparisons(store, store.records(), [known_as("a"), known_as("e")])
+        comparisons(store, store.records(), {known_as("a"): "a", known_as("e"): "e"})
 
 
 def test_another_size_of_the_images_is_named_as_the_reason(tmp_path, capsys):
@@ -167,8 +143,9 @@ def test_another_size_of_the_images_is_named_as_the_reason(tmp_path, capsys):
         save(store, sha, {0: hits(1, 0)}, settings={"tau": 0.2, "image_size": size})
 
     assert main(words) == 3
-    assert "same settings and training images (tokencut: image_size 224 and 448)" in (
-        capsys.readouterr().err
+    assert (
+        "same settings and training images (pca: no values of single images are kept; "
+        "tokencut: image_size 224 and 448)" in capsys.readouterr().err
     )
 
     for sha in "ad":
@@ -199,9 +176,9 @@ def test_a_record_whose_images_were_not_kept_or_half_kept_is_left_out(tmp_path):
     half = store.path(replace(RECORD, layer=1).key()).with_suffix(".npz")
     half.write_bytes(half.read_bytes()[:40])
 
-    ((_, rows),) = comparisons(store, store.records(), [known_as("a")])
+    (table,), _ = comparisons(store, store.records(), {known_as("a"): "a"})
 
-    assert [row.name for row in rows][:-1] == ["0"]
+    assert [row.name for row in table.rows][:-1] == ["0"]
 
 
 def test_the_command_takes_names_and_digests(tmp_path, capsys):
@@ -282,3 +259,78 @@ def test_one_metric_a_task_is_compared_unless_others_are_asked_for(tmp_path, cap
         "not shown: miou_oracle, pixel_accuracy; --metric miou_oracle shows one, --all-metrics all"
     )
     assert (left in said.err) == (not words)
+
+
+def compared(capsys, root, *words: str, ends: int = 0) -> tuple[str, str]:
+    assert main(["compare", *words, "--out", str(root)]) == ends
+    return capsys.readouterr()
+
+
+def test_a_block_that_all_folds_choose_has_no_difference_from_itself(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(*[0] * 10), 3: hits(*[1] * 8, 0, 0)})
+
+    out, _ = compared(capsys, tmp_path, "skip", "--format", "json")
+
+    rows = {row["block"]: row for row in json.loads(out)[0]["rows"]}
+    assert rows["0"]["low"] is not None
+    for name in ("3", "held-out choice (3)"):
+        assert (rows[name]["difference"], rows[name]["low"], rows[name]["high"]) == (0, None, None)
+
+
+def test_other_blocks_to_choose_from_are_said(tmp_path, capsys):
+    store, best = ResultStore(tmp_path), hits(1, 1, 0, 0)
+    save(store, "a", dict.fromkeys(range(6), best))
+    save(store, "d", {0: best, 5: best})
+
+    out, _ = compared(capsys, tmp_path, "skip", "skipless")
+
+    said = "among 6 blocks (0, 1, 2, 3, 4, 5) of skip and 2 blocks (0, 5) of skipless"
+    assert f"best block and held-out choice are {said}" in out
+    assert "are among" not in compared(capsys, tmp_path, "skip")[0]
+
+
+def test_blocks_of_which_none_is_shared_are_the_reason(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0), 1: hits(1, 0)})
+    save(store, "d", {2: hits(1, 0)})
+
+    _, said = compared(capsys, tmp_path, "skip", "skipless", ends=3)
+
+    assert "(tokencut: block 0, 1 of skip and block 2 of skipless: none is of both; " in said
+    assert "--overwrite" not in said
+
+
+def test_a_checkpoint_that_was_never_probed_is_named_with_the_command(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0)})
+    save(store, "a", {0: hits(1, 0)}, task="knn", metric="top1_k20")
+    save(store, "d", {0: hits(1, 0)})
+
+    _, said = compared(capsys, tmp_path, "skip", "skipless")
+    assert (
+        "left out: knn: no record of skipless; "
+        "run `ssl-bench probe --task knn --checkpoint skipless`\n" in said
+    )
+    _, said = compared(capsys, tmp_path, "skip", "skipless", "--task", "knn", ends=3)
+    assert f"skipless has no record of --task knn in {tmp_path}, only of tokencut; run" in said
+
+
+def test_another_facet_on_each_side_is_the_reason(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0)})
+    save(store, "d", {0: hits(1, 0)}, facet="token")
+
+    _, said = compared(capsys, tmp_path, "skip", "skipless", ends=3)
+
+    assert "of skip corloc toy key reference alone; of skipless corloc toy token" in said
+
+
+def test_a_side_whose_images_were_not_kept_is_probed_again(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    save(store, "a", {0: hits(1, 0)})
+    save(store, "d", {0: None}, num_images=2)
+
+    _, said = compared(capsys, tmp_path, "skip", "skipless", ends=3)
+
+    assert "values of single images are missing; `ssl-bench probe --task tokencut" in said

@@ -12,8 +12,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.epochs import epoch_tables
-from ssl_bench.tables.pairs.comparison import comparisons
-from ssl_bench.tables.pairs.epoch_comparison import epoch_comparisons
+from ssl_bench.tables.pairs.comparison import comparisons, epoch_comparisons
 from tests.support.report_cells import cell, save
 
 # Images that are right, of ten: by run, epoch and block.
@@ -71,10 +70,12 @@ def test_an_epoch_is_compared_as_its_two_encoders_are(store, epoch):
     records = store.records()
     pair = [encoder(run, epoch).encoder_id for run in RUNS]
 
-    ((_, rows),) = comparisons(store, records, pair)
+    (table,), _ = comparisons(store, records, dict(zip(pair, RUNS, strict=True)))
     (found,) = epoch_comparisons(store, records, RUNS)
 
-    assert list(found.by_epoch[epoch].rows) == [row for row in rows if row.name in ("0", "11")]
+    assert list(found.by_epoch[epoch].rows) == [
+        row for row in table.rows if row.name in ("0", "11")
+    ]
     assert [record.encoder_id for record in found.by_epoch[epoch].encoders] == pair
 
 

@@ -177,25 +177,17 @@ def test_a_cell_without_values_of_images_says_so_and_the_oracle_is_called_one(st
     assert "ORACLE" not in render_tables([held_out], "text")
 
 
-def test_of_a_plain_number_no_block_and_no_encoder_is_best(store):
-    fields: dict[str, Any] = {"metric": "condition_number", "unit": ""}
+@pytest.mark.parametrize(
+    ("metric", "unit", "title"),
+    [
+        ("condition_number", "", "encoders: tokencut, condition_number, block 1"),
+        ("explained_variance", "%", "encoders (%): tokencut, explained_variance, block 1"),
+    ],
+)
+def test_where_more_is_not_better_no_block_and_no_encoder_is_best(store, metric, unit, title):
     for layer in (0, 1):
-        save(store, "a", layer, hits(1, 0, layer), **fields)
-        save(store, "d", layer, hits(1, 0, 0), **fields)
-    records = store.records()
-
-    assert [row[1] for row in cells(pivot_table(records, store, "oracle"))][1:] == ["‡", "‡"]
-    alone = pivot_table([record for record in records if record.layer == 1], store, "oracle")
-    assert [row[1] for row in cells(alone)][1:] == ["66.7", "33.3"]
-    assert render_tables([alone], "text").startswith(
-        "encoders: tokencut, condition_number, block 1"
-    )
-
-
-def test_of_explained_variance_no_block_and_no_encoder_is_best(store):
-    for layer in (0, 1):
-        save(store, "a", layer, hits(1, 0, layer), metric="explained_variance")
-        save(store, "d", layer, hits(1, 0, 0), metric="explained_variance")
+        for sha in "ad":
+            save(store, sha, layer, hits(1, 0, layer and sha == "a"), metric=metric, unit=unit)
     records = store.records()
 
     several = pivot_table(records, store, "oracle")
@@ -205,6 +197,7 @@ def test_of_explained_variance_no_block_and_no_encoder_is_best(store):
     assert "--best-layer oracle" not in render_tables([several], "text")
     assert "more of it is not better" in render_tables([several], "text")
     assert [row[1] for row in cells(alone)][1:] == ["66.7", "33.3"]
+    assert render_tables([alone], "text").startswith(title)
 
 
 def test_other_blocks_for_another_encoder_are_said(store):
@@ -240,6 +233,69 @@ def test_other_blocks_for_another_encoder_are_said(store):
 )
 def test_columns_are_named_by_what_tells_them_apart(changes, names):
     assert column_names([replace(RECORD, **change) for change in changes]) == names
+
+
+def test_seeds_at_other_blocks_are_not_pooled(store, capsys):
+    for seed, layer in ((0, 2), (1, 3), (2, 2)):
+        save(store, "a", layer, hits(1, 0, layer == 3), seed=seed)
+        save(store, "d", 2, hits(0, 0, 0), seed=seed)
+    save(store, "d", 3, hits(1, 1, 1), seed=1)
+    command = ["table", "--out", str(store.root), "--pivot"]
+
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    # Of the first seeds 0 and 2, both at block 2; of the second seed 1, which has two blocks.
+    assert "33.3 (2 seeds) @2" in out
+    assert "(1 seed) @3" in out
+    assert "seed 0, 1, 2 is left out where it was probed at other blocks" in out
+    assert main([*command, "--best-layer", "oracle"]) == 0
+    assert "33.3 (2 seeds) @2" in capsys.readouterr().out
+
+
+def test_seeds_that_choose_other_blocks_are_said(store, capsys):
+    for seed in (0, 1):
+        for layer in (2, 3):
+            save(store, "a", layer, hits(*[layer == 2 + seed] * 6), seed=seed)
+
+    assert main(["table", "--out", str(store.root), "--pivot"]) == 0
+
+    out = capsys.readouterr().out
+    assert "100.0 @2,3" in out
+    assert "each seed chooses its own block (@: those of all); the mean is over seeds" in out
+
+
+def test_of_one_encoder_nothing_is_marked_and_no_other_is_spoken_of(store, capsys):
+    for layer in (0, 1):
+        save(store, "a", layer, hits(layer, layer, layer))
+    save(store, "a", 0, hits(1, 0, 0), dataset="voc2012")
+
+    assert main(["table", "--out", str(store.root), "--pivot"]) == 0
+
+    out = capsys.readouterr().out
+    assert "100.0 @1" in out
+    assert "*" not in out
+    assert not any(word in out for word in ("marked:", "every encoder", "seed chooses"))
+
+
+def test_of_several_tasks_the_headline_of_each_is_a_column(store, capsys):
+    for metric in ("top1_k10", "top1_k20", "top5_k20"):
+        save(store, "a", 0, hits(1, 0, 0), task="knn", metric=metric)
+    for metric in ("corloc", "degenerate"):
+        save(store, "a", 0, hits(1, 0, 0), metric=metric)
+    command = ["table", "--out", str(store.root), "--pivot"]
+
+    def columns(*words):
+        assert main([*command, *words]) == 0
+        out, said = capsys.readouterr()
+        return next(line for line in out.splitlines() if line.startswith("encoder ")), said
+
+    heads, said = columns()
+    assert heads.split() == ["encoder", "toy,", "top1_k20", "toy,", "corloc"]
+    assert "not shown: degenerate, top1_k10, top5_k20; --metric degenerate shows one" in said
+    assert "top1_k10" in columns("--task", "knn")[0]
+    assert "degenerate" in columns("--metric", "degenerate")[0] or "toy" in heads
+    assert main([*command, "--format", "csv"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 6
 
 
 def test_csv_and_json_carry_the_blocks_that_were_chosen_from(store):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.tables.printing.sheets import Cell, Sheet, default_format, set_sheet
 
 SHEET = Sheet(
@@ -92,8 +91,3 @@ def test_a_pipe_gets_plain_text_and_a_terminal_gets_bold(monkeypatch):
     assert default_format() == "terminal"
     monkeypatch.setenv("TERM", "dumb")
     assert default_format() == "text"
-
-
-def test_an_unknown_style_names_the_known_ones():
-    with pytest.raises(ConfigurationError, match=r"text\|terminal\|markdown\|latex, got 'pdf'"):
-        set_sheet(SHEET, "pdf")

@@ -8,12 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables, render
 from ssl_bench.tables.drawing import curves_figure, draw_curves
 from ssl_bench.tables.notes import provenance
-from ssl_bench.tables.printing.documents import MARKERS, insert_between_markers
 from ssl_bench.tables.printing.sheets import NO_VALUE, render_tables
 from ssl_bench.tables.series import settings_digest
 from tests.core.test_results import RECORD
@@ -173,12 +174,6 @@ def test_numbers_that_cannot_be_compared_stand_in_tables_of_their_own():
     assert titles[1].endswith("protocol reference, tau=0.3")
 
 
-def test_two_checkpoints_of_one_name_are_told_apart():
-    (table,) = depth_tables([RECORD, replace(SKIPLESS, model="skip")])
-
-    assert table.models == NAMES
-
-
 def test_epochs_of_a_run_stand_in_the_order_of_their_numbers():
     runs = [replace(RECORD, model=f"skip@{n}", checkpoint_sha256=f"{n:064}") for n in (100, 50, 10)]
 
@@ -191,13 +186,6 @@ def test_epochs_of_a_run_stand_in_the_order_of_their_numbers():
 def test_an_unknown_format_names_the_known_ones():
     with pytest.raises(ConfigurationError, match=r"markdown\|latex\|csv\|json.*'xml'"):
         render(depth_tables(RECORDS)[0], "xml")
-
-
-def test_curves_are_drawn_with_one_line_a_model(tmp_path):
-    draw_curves(depth_tables(RECORDS), tmp_path / "curves.svg")
-
-    drawing = (tmp_path / "curves.svg").read_text()
-    assert drawing.count('id="FillBetweenPolyCollection') == 2
 
 
 def drawn_figure(tmp_path, records):
@@ -318,18 +306,6 @@ def test_a_model_has_its_colour_in_every_panel(tmp_path):
     assert len(bands) == len(set(bands)) == 2
 
 
-def test_a_table_replaces_only_what_stands_between_the_markers(tmp_path):
-    document = tmp_path / "README.md"
-    document.write_text(f"before\n{MARKERS[0]}\nold\n{MARKERS[1]}\nafter\n")
-
-    insert_between_markers(document, "new\n")
-
-    assert document.read_text() == f"before\n{MARKERS[0]}\nnew\n{MARKERS[1]}\nafter\n"
-    document.write_text("no markers")
-    with pytest.raises(DataError, match="to put the table between"):
-        insert_between_markers(document, "new")
-
-
 def test_the_date_of_a_table_is_that_of_its_latest_record():
     records = [replace(RECORD, created=f"2026-0{n}-01T00:00:00+00:00") for n in (1, 3, 2)]
 
@@ -350,3 +326,14 @@ def test_blocks_of_other_grids_have_their_stride_beside_them():
     assert [one.get("stride") for one in cells] == [4, None, 8, None]
     assert "stride" not in render(plain, "markdown")
     assert "stride" in render(table, "csv").splitlines()[0]
+
+
+def test_words_that_metrics_have_for_themselves_are_explained(tmp_path, capsys):
+    store = ResultStore(tmp_path)
+    store.save(replace(RECORD, metric="degenerate"))
+    store.save(replace(RECORD, task="segmentation", metric="miou_oracle"))
+    for words in ([], ["--pivot", "--metric", "degenerate,miou_oracle"]):
+        assert main(["table", "--out", str(tmp_path), *words]) == 0
+        out = capsys.readouterr().out
+        assert out.count("oracle: of the rates that were tried the best on the scored images") == 1
+        assert out.count("degenerate: their patches are so alike that rounding") == 1

@@ -1,23 +1,26 @@
-"""Is one better than the other? Paired over images, between checkpoints and between blocks."""
+"""Is one better than the other? Paired over images: two checkpoints, two runs, blocks of one."""
 
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ssl_bench.errors import DataError
 from ssl_bench.intervals import Estimate
 from ssl_bench.results import ENCODER, TRAINED_ON, Record, ResultStore
+from ssl_bench.tables.epochs import by_run, epoch_of, require_one_encoder_an_epoch
 from ssl_bench.tables.notes import trusted_note
 from ssl_bench.tables.pairs.image_scores import Scored, stored_curve
 from ssl_bench.tables.printing.sheets import NO_VALUE, Cell, Sheet
+from ssl_bench.tables.series import difference as differing_from
 from ssl_bench.tables.series import said_training, settings_text
 
 Layers = tuple[tuple[int, ...], tuple[int, ...]]
 
 _SERIES = ("task", "dataset", "split", "metric", "facet", "protocol", "seed")
+_SAME = ("task", "dataset", "metric", "facet", "protocol")
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,19 @@ class Difference:
             return _shown(self.value, "+.1f")
         return f"{self.value:+.1f} [{self.low:+.1f}, {self.high:+.1f}]"
 
+    def as_json(self) -> dict[str, Any]:
+        """Its numbers, null where they are none."""
+        values = {"first": self.first, "second": self.second, "difference": self.value}
+        values |= {"low": self.low, "high": self.high}
+        finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+        return {**finite, "interval_leaves_out_0": self.is_clear}
+
 
 def difference(name: str, first: Estimate, second: Estimate, layers: Layers) -> Difference:
     """Compare two estimates from the same images; nothing is uncertain between one and itself."""
     interval = None if first is second else first.difference_ci95(second)
     low, high = interval or (math.nan, math.nan)
     return Difference(name, first.value, second.value, low, high, layers)
-
-
-def between_checkpoints(first: Scored, second: Scored) -> list[Difference]:
-    """Block by block; then, of several, the best blocks and those that were chosen held out."""
-    rows = block_by_block(first, second)
-    return rows + best_blocks(first, second) if len(rows) > 1 else rows
 
 
 def block_by_block(first: Scored, second: Scored) -> list[Difference]:
@@ -102,6 +106,12 @@ def best_blocks(first: Scored, second: Scored) -> list[Difference]:
     ]
 
 
+def between_checkpoints(first: Scored, second: Scored) -> list[Difference]:
+    """Block by block; then, of several, the best blocks and those that were chosen held out."""
+    rows = block_by_block(first, second)
+    return rows + best_blocks(first, second) if len(rows) > 1 else rows
+
+
 def between_blocks(scored: Scored) -> list[Difference]:
     """Every block, and the held-out choice, minus the best block on the scored images."""
     best, blocks = scored.blocks[scored.best], sorted(scored.blocks)
@@ -112,88 +122,6 @@ def between_blocks(scored: Scored) -> list[Difference]:
     name = f"held-out choice ({_named(scored.layers_held_out)})"
     layers = (tuple(blocks), (scored.best,))
     return [*rows, difference(name, scored.held_out, best, layers)]
-
-
-def comparisons(
-    store: ResultStore, records: Sequence[Record], encoders: Sequence[str]
-) -> list[tuple[Record, list[Difference]]]:
-    """Everything that one checkpoint, block by block, or two can be compared in.
-
-    Args:
-        store: Holds the images' contributions.
-        records: Those to look at.
-        encoders: Their `Record.encoder_id`, one or two.
-
-    Returns:
-        A record of each comparable group, and its rows.
-
-    Raises:
-        DataError: nothing can be compared.
-    """
-    found = [
-        (group[0], rows)
-        for group in paired_groups(records)
-        if (rows := rows_of(store, group, encoders))
-    ]
-    if not found:
-        why = ", ".join(f"{task}: {words}" for task, words in apart(records, encoders).items())
-        raise DataError(
-            f"nothing to compare in {store.root}: no task was scored image by image for "
-            f"{'both checkpoints' if len(encoders) > 1 else 'the checkpoint'} on the same images "
-            f"with the same settings and training images{f' ({why})' if why else ''}"
-            f"{_never_kept(store, records, encoders)}"
-        )
-    return found
-
-
-def rows_of(
-    store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
-) -> list[Difference]:
-    """What one or two checkpoints of a group of `paired_groups` can be compared in."""
-    curves = [stored_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
-    if not all(curve.per_image for curve in curves):
-        return []
-    sides = [Scored.of(curve) for curve in curves]
-    return between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
-
-
-def _never_kept(store: ResultStore, records: Sequence[Record], encoders: Sequence[str]) -> str:
-    """Whether it can be mended by another run: not where a task keeps nothing of single images."""
-    own = [record for record in records if record.encoder_id in encoders]
-    tasks = {record.task for record in own}
-    if not own or {r.task for r in own if store.per_image_path(r).exists()}:
-        return "; run `ssl-bench probe --overwrite` for what is missing"
-    return (
-        f"; of {' and '.join(sorted(tasks))} no values of single images are kept that could be "
-        "compared"
-    )
-
-
-def apart(records: Sequence[Record], encoders: Sequence[str]) -> dict[str, str]:
-    """By task, in what scores of the same question to two encoders differ, if in anything."""
-    same = ("task", "dataset", "metric", "facet", "protocol")
-    asked = [[r for r in records if r.encoder_id == encoder] for encoder in encoders]
-    found: dict[str, list[list[str]]] = defaultdict(list)
-    for one, other in itertools.product(asked[0], asked[-1]):
-        if all(getattr(one, name) == getattr(other, name) for name in same):
-            found[one.task].append(
-                [
-                    f"{name} {ours} and {theirs}"
-                    for name, ours, theirs in _beside(one, other)
-                    if ours != theirs
-                ]
-            )
-    # Of several pairs the nearest; one that differs in nothing has another reason.
-    nearest = {task: min(those, key=len) for task, those in sorted(found.items())}
-    return {task: "; ".join(those) for task, those in nearest.items() if those}
-
-
-def _beside(one: Record, other: Record) -> Iterator[tuple[str, Any, Any]]:
-    yield "trained on", one.trained_on, other.trained_on
-    for name in ("split", "dataset_fingerprint", "seed"):
-        yield name, getattr(one, name), getattr(other, name)
-    for name in sorted((one.settings.keys() | other.settings.keys()) - {TRAINED_ON}):
-        yield name, one.settings.get(name), other.settings.get(name)
 
 
 @dataclass(frozen=True)
@@ -216,16 +144,18 @@ class Comparison:
     def sheet(self, style: str) -> Sheet:
         """Differences whose interval leaves out 0 are marked."""
         del style
-        cells = [
-            (
-                Cell(row.name),
-                Cell(row.first_text),
-                Cell(row.second_text),
-                Cell(row.text, row.is_clear),
-            )
-            for row in self.rows
-        ]
         record = self.record
+        notes = [
+            f"paired over {record.num_images} images{trusted_note([record])}; no correction "
+            "for the number of rows"
+        ]
+        first, second = self.rows[-1].layers
+        if len(self.encoders) > 1 and set(first) != set(second):
+            one, other = self.names
+            notes.append(
+                "best block and held-out choice are among "
+                f"{_blocks(first)} of {one} and {_blocks(second)} of {other}"
+            )
         return Sheet(
             title=(
                 f"{record.task}: {record.metric} (%) on {record.dataset} {record.split}, "
@@ -233,11 +163,16 @@ class Comparison:
                 f"{said_training(record)}, seed {record.seed}{self.differing}"
             ),
             head=("block", *self.names, "first - second [95 %]"),
-            rows=tuple(cells),
-            notes=(
-                f"paired over {record.num_images} images{trusted_note([record])}; no correction "
-                "for the number of rows",
+            rows=tuple(
+                (
+                    Cell(row.name),
+                    Cell(row.first_text),
+                    Cell(row.second_text),
+                    Cell(row.text, row.is_clear),
+                )
+                for row in self.rows
             ),
+            notes=tuple(notes),
         )
 
     def csv_rows(self) -> list[dict[str, Any]]:
@@ -248,7 +183,7 @@ class Comparison:
                 "block": row.name,
                 "first_name": self.names[0],
                 "second_name": self.names[1],
-                **_numbers(row),
+                **row.as_json(),
                 "num_images": self.record.num_images,
             }
             for row in self.rows
@@ -267,23 +202,117 @@ class Comparison:
             "version": self.record.version,
             "git_commit": self.record.git_commit,
             "device": self.record.device,
-            "rows": [{"block": row.name, **_numbers(row)} for row in self.rows],
+            "rows": [{"block": row.name, **row.as_json()} for row in self.rows],
         }
 
 
-def _numbers(row: Difference) -> dict[str, Any]:
-    values = {
-        "first": row.first,
-        "second": row.second,
-        "difference": row.value,
-        "low": row.low,
-        "high": row.high,
+def comparisons(
+    store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]
+) -> tuple[list[Comparison], dict[str, str]]:
+    """Everything that one checkpoint, block by block, or two can be compared in.
+
+    Args:
+        store: Holds the images' contributions.
+        records: Those to look at.
+        encoders: One or two, by `Record.encoder_id` the name that somebody typed.
+
+    Returns:
+        A table of each comparable group; and by task, of those that have none, the reason.
+
+    Raises:
+        DataError: nothing can be compared.
+    """
+    asked = list(encoders)
+    by_id = {record.encoder_id: record for record in records}
+    names = [by_id[one].model if one in by_id else encoders[one] for one in asked]
+    if len(set(names)) < len(names):
+        names = [f"{name} {one[:6]}" for one, name in zip(asked, names, strict=True)]
+    found = [
+        (group[0], rows)
+        for group in _paired_groups(records)
+        if (rows := _rows_of(store, group, asked))
+    ]
+    tasks = {r.task for r in records if r.encoder_id in encoders}
+    reasons = {
+        task: _why_not(store, [r for r in records if r.task == task], encoders)
+        for task in sorted(tasks - {record.task for record, _ in found})
     }
-    finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
-    return {**finite, "interval_leaves_out_0": row.is_clear}
+    if not found:
+        why = "; ".join(f"{task}: {words}" for task, words in reasons.items())
+        raise DataError(
+            f"nothing to compare in {store.root}: no task was scored image by image for "
+            f"{'both checkpoints' if len(asked) > 1 else 'the checkpoint'} on the same images "
+            f"with the same settings and training images{f' ({why})' if why else ''}"
+        )
+    heads = (names[0], names[1]) if len(names) == 2 else (names[0], "best block")
+    alike = [[record] for record, _ in found]
+    of = tuple(by_id[one] for one in asked)
+    tables = [
+        Comparison(record, tuple(rows), heads, of, differing_from(record, alike))
+        for record, rows in found
+    ]
+    return tables, reasons
 
 
-def paired_groups(records: Sequence[Record]) -> list[list[Record]]:
+def _rows_of(
+    store: ResultStore, group: Sequence[Record], encoders: Sequence[str]
+) -> list[Difference]:
+    curves = [stored_curve(store, [r for r in group if r.encoder_id == one]) for one in encoders]
+    if not all(curve.per_image for curve in curves):
+        return []
+    sides = [Scored.of(curve) for curve in curves]
+    return between_blocks(sides[0]) if len(sides) == 1 else between_checkpoints(*sides)
+
+
+def _why_not(store: ResultStore, records: Sequence[Record], encoders: Mapping[str, str]) -> str:
+    """Of one task why it cannot be compared, and where a command helps, which."""
+    task = records[0].task
+    sides = {word: [r for r in records if r.encoder_id == one] for one, word in encoders.items()}
+    for word, side in sides.items():
+        if not side:
+            return f"no record of {word}; run `ssl-bench probe --task {task} --checkpoint {word}`"
+    (first, *_), (*_, second) = sides.values(), sides.values()
+    pairs = [
+        (one, other)
+        for one, other in itertools.product(first, second)
+        if all(getattr(one, name) == getattr(other, name) for name in _SAME)
+    ]
+    if not pairs:
+        asked = {
+            word: ", ".join(
+                sorted({f"{r.metric} {r.dataset} {r.facet} {r.protocol}" for r in side})
+            )
+            for word, side in sides.items()
+        }
+        return "; ".join(f"of {word} {what} alone" for word, what in asked.items())
+    # The nearest; one that differs in nothing has another reason.
+    if differing := min(([*_differing(*pair)] for pair in pairs), key=len):
+        return "; ".join(differing)
+    kept = [{r.layer for r in side if store.keeps_images(r.key())} for side in (first, second)]
+    if not any(kept):
+        return "no values of single images are kept"
+    again = f"`ssl-bench probe --task {task} --overwrite`"
+    if not all(kept):
+        return f"the values of single images are missing; {again} leaves them"
+    if not kept[0] & kept[1]:
+        blocks = " and ".join(
+            f"block {_named(layers)} of {word}" for word, layers in zip(sides, kept, strict=True)
+        )
+        return f"{blocks}: none is of both; probe both with the same --layer"
+    return f"the values of single images do not fit their records; {again} makes both anew"
+
+
+def _differing(one: Record, other: Record) -> Iterator[str]:
+    """In what the same question was put to two encoders in another way."""
+    beside: list[tuple[str, Any, Any]] = [("trained on", one.trained_on, other.trained_on)]
+    for name in ("split", "dataset_fingerprint", "seed"):
+        beside.append((name, getattr(one, name), getattr(other, name)))
+    for name in sorted((one.settings.keys() | other.settings.keys()) - {TRAINED_ON}):
+        beside.append((name, one.settings.get(name), other.settings.get(name)))
+    return (f"{name} {ours} and {theirs}" for name, ours, theirs in beside if ours != theirs)
+
+
+def _paired_groups(records: Sequence[Record]) -> list[list[Record]]:
     """Records whose images may be paired, whatever the block and the model."""
     groups: dict[str, list[Record]] = defaultdict(list)
     for record in records:
@@ -293,8 +322,101 @@ def paired_groups(records: Sequence[Record]) -> list[list[Record]]:
     return [group for _, group in sorted(groups.items())]
 
 
-def _named(layers: Sequence[int]) -> str:
+@dataclass(frozen=True)
+class EpochComparison:
+    """Differences of one metric between two runs, over blocks and epochs.
+
+    Attributes:
+        by_epoch: Of blocks alone, in the order of the epochs, at least one.
+    """
+
+    by_epoch: Mapping[float, Comparison]
+
+    @property
+    def record(self) -> Record:
+        """One of those that were compared."""
+        return next(iter(self.by_epoch.values())).record
+
+    def sheet(self, style: str) -> Sheet:
+        """The epochs of a block below one another."""
+        sheets = {epoch: one.sheet(style) for epoch, one in self.by_epoch.items()}
+        whole = next(iter(sheets.values()))
+        rows = [
+            (row[0], Cell(f"{epoch:g}"), *row[1:])
+            for epoch, sheet in sheets.items()
+            for row in sheet.rows
+        ]
+        return replace(
+            whole,
+            head=(whole.head[0], "epoch", *whole.head[1:]),
+            # Stable: the epochs stay in their order.
+            rows=tuple(sorted(rows, key=lambda row: int(row[0].text))),
+        )
+
+    def csv_rows(self) -> list[dict[str, Any]]:
+        """A difference a row, with its epoch."""
+        return [
+            {"epoch": epoch, **row}
+            for epoch, comparison in self.by_epoch.items()
+            for row in comparison.csv_rows()
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """A comparison an epoch."""
+        epochs = [{"epoch": epoch, **one.as_json()} for epoch, one in self.by_epoch.items()]
+        return {"kind": "comparison_over_epochs", "epochs": epochs}
+
+
+def epoch_comparisons(
+    store: ResultStore, records: Sequence[Record], runs: tuple[str, str]
+) -> list[EpochComparison]:
+    """First run minus second at every epoch of which both have a scored encoder.
+
+    Args:
+        store: Holds the images' contributions.
+        records: Those to look at.
+        runs: Their names: `RUN` for `RUN@100` and the like.
+
+    Raises:
+        DataError: a run has two encoders of an epoch, or nothing can be compared.
+    """
+    tables = []
+    for group in _paired_groups(records):
+        encoders = []
+        for run in runs:
+            those = by_run(group).get(run, [])
+            require_one_encoder_an_epoch(run, those)
+            encoders.append({epoch_of(record): record for record in those})
+        by_epoch = {}
+        for epoch in sorted(encoders[0].keys() & encoders[1].keys()):
+            pair = tuple(of_epoch[epoch] for of_epoch in encoders)
+            rows = _rows_of(store, group, [record.encoder_id for record in pair])
+            # Not the best block: it is another one at each epoch.
+            if blocks := tuple(row for row in rows if row.name.isdigit()):
+                by_epoch[epoch] = Comparison(pair[0], blocks, runs, pair)
+        if by_epoch:
+            tables.append(EpochComparison(by_epoch))
+    if not tables:
+        known = [sorted({epoch_of(r) for r in by_run(records).get(run, [])}) for run in runs]
+        told = " and ".join(
+            f"{run} {', '.join(f'{epoch:g}' for epoch in epochs) or 'none'}"
+            for run, epochs in zip(runs, known, strict=True)
+        )
+        raise DataError(
+            f"nothing to compare over epochs in {store.root}: no task was scored image by image "
+            "for both runs at a common epoch on the same images with the same settings (epochs "
+            f"with records: {told}); pretrain with train.keep_epochs=[100,200] and probe "
+            "RUN@100 and so on"
+        )
+    return tables
+
+
+def _named(layers: Sequence[int] | set[int]) -> str:
     return ", ".join(str(layer) for layer in sorted(set(layers)))
+
+
+def _blocks(layers: Sequence[int]) -> str:
+    return f"{len(layers)} block{'s' if len(layers) > 1 else ''} ({_named(layers)})"
 
 
 def _shown(value: float, style: str) -> str:

@@ -1,57 +1,17 @@
 """A metric over the blocks of one checkpoint, from what each image contributes to it."""
 
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from jaxtyping import Int64
 
-from ssl_bench.intervals import (
-    Estimate,
-    Share,
-    bootstrap_estimate,
-    mean_estimate,
-    mean_iou_estimate,
-    pixel_accuracy_estimate,
-)
+from ssl_bench.intervals import Estimate
 from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.results.contributions import adds_up, kind_of
-from ssl_bench.scores import OBJECT_SCORES, average_precision, average_recall
 
 FOLDS = 5
-
-
-def _draws_estimate(hits: PerImage) -> Estimate:
-    """Of each image the share of the draws of training images with which it was right."""
-    return mean_estimate(100.0 * hits.mean(1))
-
-
-def _hits_estimate(hits: PerImage) -> Share:
-    return Share(hits.astype(bool))
-
-
-def _points_estimate(per_image: PerImage) -> Estimate:
-    right, points = per_image.astype(np.float64).T
-    return mean_estimate(100.0 * right / points)
-
-
-def _mean_of(score: Callable[[PerImage], PerImage], per_image: PerImage) -> Estimate:
-    return mean_estimate(score(per_image))
-
-
-_ESTIMATES: dict[str, Callable[[PerImage], Estimate]] = {
-    "miou.*": mean_iou_estimate,
-    "pixel_accuracy": pixel_accuracy_estimate,
-    r".*_\d+shot": _draws_estimate,
-    "pck_.*": _points_estimate,
-    "ap|ap50": partial(bootstrap_estimate, score=average_precision),
-    "ar100": partial(bootstrap_estimate, score=average_recall),
-    **{name: partial(_mean_of, score) for name, score in OBJECT_SCORES.items()},
-}
-"""By the names of metrics, as values in `ssl_bench.results.contributions`; others are hits."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +31,7 @@ class ImageCurve:
 
     def estimate(self, per_image: PerImage) -> Estimate:
         """The metric with its interval."""
-        found = (make for name, make in _ESTIMATES.items() if re.fullmatch(name, self.metric))
-        return next(found, _hits_estimate)(per_image)
+        return kind_of(self.metric).estimate(per_image)
 
     def best_layer(self, images: Int64[np.ndarray, " chosen"] | slice = slice(None)) -> int:
         """The block with the largest value on some of the images."""
@@ -117,10 +76,12 @@ class Scored:
     def of(cls, curve: ImageCurve) -> "Scored":
         """Of at least one block, all of the same images."""
         mixed, layers = curve.held_out()
+        blocks = {layer: curve.estimate(some) for layer, some in curve.per_image.items()}
         return cls(
-            blocks={layer: curve.estimate(some) for layer, some in curve.per_image.items()},
+            blocks=blocks,
             best=curve.best_layer(),
-            held_out=curve.estimate(mixed),
+            # A block that all folds choose is that block, and no different from itself.
+            held_out=blocks[layers[0]] if len(set(layers)) == 1 else curve.estimate(mixed),
             layers_held_out=tuple(sorted(set(layers))),
         )
 

@@ -1,4 +1,4 @@
-"""Tables as text, on a terminal, and as Markdown, LaTeX, CSV and JSON."""
+"""Tables as text, on a terminal, as Markdown, LaTeX, CSV, JSON and Parquet."""
 
 import csv
 import io
@@ -84,20 +84,37 @@ def render_tables(tables: Sequence[Printable], style: str) -> str:
 
 
 def set_sheet(sheet: Sheet, style: str) -> str:
-    """The sheet in one of `STYLES`, ending in a newline.
+    """The sheet in one of `STYLES`, ending in a newline."""
+    if style == "markdown":
+        return _as_markdown(sheet)
+    if style == "latex":
+        return _as_latex(sheet)
+    if style == "terminal":
+        return _ruled(sheet, _BOLD + "{}" + _PLAIN, _UNDERLINED + "{}" + _PLAIN)
+    return _ruled(sheet, "*{}*", "_{}_")
 
-    Raises:
-        ConfigurationError: another style.
-    """
-    setters = {
-        "text": _as_text,
-        "terminal": _on_terminal,
-        "markdown": _as_markdown,
-        "latex": _as_latex,
-    }
-    if style not in setters:
-        raise ConfigurationError(f"expected a style of {'|'.join(STYLES)}, got {style!r}")
-    return setters[style](sheet)
+
+def as_parquet(tables: Sequence[Printable]) -> bytes:
+    """The rows of all tables as one file; columns that a table lacks are null there."""
+    # Here, because it is slow to import.
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [row for table in tables for row in table.csv_rows()]
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: _column([row.get(name) for row in rows]) for name in names}
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer)
+    return buffer.getvalue()
+
+
+def _column(values: Sequence[Any]) -> list[Any]:
+    """Empty text is what CSV has for nothing; numbers beside text are text."""
+    known = [None if value == "" else value for value in values]
+    kinds = {type(value) for value in known if value is not None}
+    if str in kinds and len(kinds) > 1:
+        return [None if value is None else str(value) for value in known]
+    return known
 
 
 def _as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -120,14 +137,6 @@ def _as_markdown(sheet: Sheet) -> str:
 
 def _piped(words: Iterable[str]) -> str:
     return " | ".join(["", *words, ""]).strip()
-
-
-def _as_text(sheet: Sheet) -> str:
-    return _ruled(sheet, "*{}*", "_{}_")
-
-
-def _on_terminal(sheet: Sheet) -> str:
-    return _ruled(sheet, _BOLD + "{}" + _PLAIN, _UNDERLINED + "{}" + _PLAIN)
 
 
 def _ruled(sheet: Sheet, bold: str, underlined: str) -> str:

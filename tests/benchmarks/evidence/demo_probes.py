@@ -55,6 +55,8 @@ def main() -> None:
     there = [name for name in NAMES if (demo_folder() / file_name(name)).is_file()]
     for words in commands(options.data, options.out, [f"{DEMO}:{name}" for name in there]):
         subprocess.run([sys.executable, "-m", "ssl_bench", *words, "--baselines"], check=True)
+    packed = ["table", "--pack", "--out", str(options.out)]
+    subprocess.run([sys.executable, "-m", "ssl_bench", *packed], check=True)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,8 @@ def main() -> None:
     ):
         for words in commands(options.data, options.out, encoders, probes):
             subprocess.run([sys.executable, "-m", "ssl_bench", *words], check=True)
+    packed = ["table", "--pack", "--out", str(options.out)]
+    subprocess.run([sys.executable, "-m", "ssl_bench", *packed], check=True)
 
 
 if __name__ == "__main__":
