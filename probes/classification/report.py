@@ -59,7 +59,9 @@ class ClassificationReport:
         for top in TOPS:
             share = Share((self.ranks[rate] < top).numpy())
             has_meaning = self.num_classes >= top
-            baseline = Baseline.most_frequent(shown, top).as_details() if has_meaning else {}
+            more: dict[str, Any] = {"undefined": "fewer than five classes"}
+            if has_meaning:
+                more = Baseline.most_frequent(shown, top).as_details()
             yield Score(
                 layer=self.layer,
                 facet=self.facet,
@@ -67,7 +69,7 @@ class ClassificationReport:
                 value=share.value if has_meaning else math.nan,
                 ci95=share.ci95() if has_meaning else None,
                 num_images=len(share.hits),
-                details=details | baseline,
+                details=details | more,
                 per_image=share.hits,
             )
 

@@ -46,8 +46,8 @@ Passes = dict[int, list[BlockPass]]
 
 def block_passes(
     encoder: Encoder, samples: Sequence[Sample], image_size: int, context: ProbeContext
-) -> Passes:
-    """By layer the passes of all images, which are squeezed to squares of the same size.
+) -> tuple[Passes, Float[Tensor, "images tokens dim"]]:
+    """By layer the passes of all images, squeezed to squares of one size, and what enters block 0.
 
     Raises:
         UnfitEncoder: The encoder has no attention, or stages.
@@ -64,6 +64,12 @@ def block_passes(
         block.register_forward_hook(_keeper(seen, layer), prepend=True)
         for layer, block in asked.items()
     ]
+    embedded: list[Tensor] = []
+    handles.append(
+        blocks.get_submodule("0").register_forward_pre_hook(
+            lambda _block, inputs: embedded.append(inputs[0][0])
+        )
+    )
     found: Passes = {layer: [] for layer in context.layers}
     try:
         for sample in context.progress(samples, "conditioning", len(samples)):
@@ -77,7 +83,7 @@ def block_passes(
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return found, torch.stack(embedded)
 
 
 def _keeper(seen: dict[int, tuple[Tensor, Tensor]], layer: int) -> Any:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
+from jaxtyping import Float
 
 from probes.conditioning.cka import linear_cka_ci95
 from probes.conditioning.figure import CkaMatrix, draw
@@ -12,9 +14,9 @@ from probes.conditioning.matrices import Spectrum, block_spectra
 from probes.conditioning.passes import Passes, block_passes, initialised_again
 from probes.conditioning.probe import CELLS, CKA_FILE, SPECTRA_FILE, Conditioning, title_of
 from probes.conditioning.scores import (
+    SAME,
     cka_matrix,
     cka_with_input,
-    entered,
     exact_scores,
     lanczos_scores,
     left,
@@ -65,13 +67,15 @@ class ConditioningRun:
         if self.probe.protocol == "mean_log":
             yield from self._averaged(samples)
             return
-        passes = block_passes(encoder, samples, self.probe.image_size, self.context)
+        passes, embedded = block_passes(encoder, samples, self.probe.image_size, self.context)
         if self.probe.protocol == "checkpoints":
             yield from self._compared(passes, samples)
         else:
-            yield from self._scored(passes, len(samples))
+            yield from self._scored(passes, embedded)
 
-    def _scored(self, passes: Passes, num_images: int) -> Iterator[Score]:
+    def _scored(
+        self, passes: Passes, embedded: Float[torch.Tensor, "images tokens dim"]
+    ) -> Iterator[Score]:
         scores: list[Score] = []
         spectra: dict[int, Mapping[str, Spectrum]] = {}
         for layer in self.context.progress(passes, "blocks", len(passes)):
@@ -93,19 +97,19 @@ class ConditioningRun:
         if self.probe.protocol == "spectra":
             save_spectra(spectra, path.with_name(f"{path.name}-{SPECTRA_FILE}"))
             names = ["input", *map(str, passes)]
-            states = [entered(next(iter(passes.values()))), *map(left, passes.values())]
+            states = [embedded, *map(left, passes.values())]
             likeness = CkaMatrix(cka_matrix(states, states), names, names, "")
             values = likeness.values
             write_atomically(
                 path.with_name(f"{path.name}-{CKA_FILE}"), lambda file: np.save(file, values)
             )
-        draw(scores, likeness, self._title(num_images), path.with_name(f"{path.name}.png"))
+        draw(scores, likeness, self._title(len(embedded)), path.with_name(f"{path.name}.png"))
 
     def _averaged(self, samples: Sequence[Sample]) -> Iterator[Score]:
         """Means over blocks, also over those that nobody asked for by themselves."""
         encoder, asked = self.context.encoder, self.context.layers
         whole = replace(self.context, layers=tuple(range(max(asked) + 1)))
-        passes = block_passes(encoder, samples, self.probe.image_size, whole)
+        passes, _ = block_passes(encoder, samples, self.probe.image_size, whole)
         yield from mean_log_scores(asked, passes)
 
     def _known(self, layer: int) -> list[Score]:
@@ -124,7 +128,7 @@ class ConditioningRun:
                 f"{self.probe.compare_to} was replaced while it was read; type the command again"
             )
         layers = resolve_layers("all", other.depth)
-        theirs = block_passes(
+        theirs, _ = block_passes(
             other,
             samples,
             self.probe.image_size,
@@ -169,10 +173,10 @@ class ConditioningRun:
                 f"no number for {', '.join(lacking)}: {why}"
             )
         for score in found:
-            if np.isnan(score.value) and "undefined" not in score.details:
+            if np.isnan(score.value) and score.details["undefined"] == SAME:
                 self.context.say(
                     f"conditioning: block {score.layer}: {score.metric} of {score.facet} is "
-                    "undefined, all tokens are the same"
+                    f"undefined, {SAME}"
                 )
         for cell in missing:
             yield plain(*cell, float("nan"), None, num_images, {"undefined": why})

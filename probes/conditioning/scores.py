@@ -22,6 +22,7 @@ from ssl_bench.models import Encoder
 from ssl_bench.system.files import write_atomically
 
 _SHOWN_VALUES = 16
+SAME = "all tokens are the same"
 Numbers = Float64[np.ndarray, "images values"]
 
 
@@ -34,6 +35,8 @@ def plain(
     num_images: int,
     details: Mapping[str, Any],
 ) -> Score:
+    if np.isnan(value):
+        details = {"undefined": SAME, **details}
     return Score(layer, facet, metric, value, ci95, num_images, details, unit="")
 
 

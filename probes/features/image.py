@@ -12,7 +12,6 @@ from probes.features.sources import parts_of
 from probes.features.stream import at_once, batches, read_ahead
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.layers import Facet
@@ -52,9 +51,6 @@ class ImagePass:
         facets: Of `IMAGE_FACETS`, or from inside of blocks.
         image_size: Side in pixels; without it the encoder's own.
         crop_share: Side of the central square that is looked at, relative to the shorter side.
-
-    Raises:
-        UnfitEncoder: the encoder has no [CLS] token.
     """
 
     context: ProbeContext
@@ -63,11 +59,6 @@ class ImagePass:
     crop_share: float
     batch_size: int
     workers: int
-
-    def __post_init__(self) -> None:
-        encoder = self.context.encoder
-        if "cls_normed" in self._parts and not encoder.has_cls:
-            raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
 
     def layers_at_once(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""

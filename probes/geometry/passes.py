@@ -20,7 +20,6 @@ from probes.heads.kept import KeptState
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import REGISTERS, Facet
@@ -65,11 +64,6 @@ class GeometryPasses:
 
     probe: Geometry
     context: ProbeContext
-
-    def __post_init__(self) -> None:
-        encoder = self.context.encoder
-        if "cls" in self.probe.facets and not encoder.has_cls:
-            raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
 
     def images(self, images: ImageSet, roles: Roles) -> Gathered:
         """Every image once, those that positions are fitted to before those that are scored."""

@@ -19,6 +19,19 @@ from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 
 _FEW = "fewer than three images"
+_ZERO = "a vector of zeros has no direction"
+# Why a score is no number, where its details do not say it.
+_WHY = {
+    "rankme": "all vectors are zero",
+    "alpha_req": "fewer than two eigenvalues above zero within probe.alpha_ranks",
+    "effective_rank": "all vectors are the same",
+    "lidar": "the means of the views are those of one image, or do not vary",
+    "alignment": _ZERO,
+    "uniformity": f"fewer than two images, or {_ZERO}",
+    "cls_patch_cosine": "the encoder has no [CLS] token",
+    "register_patch_cosine": "the encoder has no registers",
+    "position_r2": "images of a single patch",
+}
 
 
 @dataclass(frozen=True)
@@ -131,6 +144,8 @@ class GeometryRun:
         details: dict[str, Any],
     ) -> Score:
         unit = "%" if metric == "outlier_share" else ""
+        if math.isnan(value):
+            details = {"undefined": _WHY[metric], **details}
         return Score(*cell, metric, value, ci95, num_images, details, unit=unit)
 
 

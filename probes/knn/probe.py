@@ -1,7 +1,7 @@
 """k-NN classification: do images of one class lie together?"""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from probes.features.shots import AskedShots, require_one_way_to_draw, shot_metric, shots_of
@@ -87,6 +87,15 @@ class KNN(Probe):
     @property
     def facets(self) -> tuple[str, ...]:
         return self.asked_facets.names
+
+    def fitted_to_images(self, dataset: Dataset, typed: Collection[str]) -> Probe:
+        """With as many neighbours as there are images to vote, unless somebody typed how many."""
+        if "neighbours" in typed or self.shots is not None:
+            return self
+        images = len(self.training_images(dataset))
+        count = min(images, self.train_images or images)
+        fitting = [k for k in self.neighbours if k <= count] or [count]
+        return self if len(fitting) == len(self.neighbours) else replace(self, neighbours=fitting)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
         return [

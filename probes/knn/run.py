@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -109,7 +110,9 @@ class KNNRun:
         shares = (Share(row.numpy()) for row in hits)
         for share, metric, top in zip(shares, metrics(neighbours), tops, strict=True):
             has_meaning = vote.num_classes >= top
-            baseline = Baseline.most_frequent(shown, top).as_details() if has_meaning else {}
+            more: dict[str, Any] = {"undefined": "fewer than five classes"}
+            if has_meaning:
+                more = Baseline.most_frequent(shown, top).as_details()
             yield Score(
                 layer=cell[0],
                 facet=cell[1],
@@ -117,7 +120,7 @@ class KNNRun:
                 value=share.value if has_meaning else math.nan,
                 ci95=share.ci95() if has_meaning else None,
                 num_images=hits.shape[1],
-                details=details | baseline,
+                details=details | more,
                 per_image=share.hits,
             )
 

@@ -69,6 +69,13 @@ def footnote(records: Sequence[Record]) -> str:
         note += (
             f"no interval: these images do not tell of block {', '.join(map(str, sorted(lacking)))}"
         )
+    reasons: dict[str, set[int]] = defaultdict(set)
+    for record in records:
+        if why := record.details.get("undefined"):
+            reasons[printable(str(why))].add(record.layer)
+    for why, layers in reasons.items():
+        note += "; " if note else ""
+        note += f"no number of block {', '.join(map(str, sorted(layers)))}: {why}"
     limited = [r.details["rank_limit"] for r in records if r.details.get("limited_by_images")]
     if limited:
         note += "; " if note else ""

@@ -368,7 +368,8 @@ def test_an_encoder_without_a_class_token_has_its_mean_patch():
     without = replace(encoder(), num_prefix_tokens=0)
     for facet in ("cls", "cls_patch_mean"):
         with pytest.raises(ConfigurationError, match=r"no \[CLS\] token; take probe.facet=patch"):
-            scores(greys(), within={"encoder": without}, facet=facet)
+            classification(QUICK, facet=facet).require_fitting(without)
+    classification(QUICK, facet="patch_mean").require_fitting(without)
 
 
 @pytest.mark.parametrize(
