@@ -9,8 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from probes.classification.probe import LinearClassification
-from probes.features.draws import Shots
-from probes.features.shots import shots_of
+from probes.features.shots import Shots, shots_of
 from probes.features.split import TrainingSplit, digest
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from probes.classification.portions import Portion
 from probes.classification.probe import TOPS
-from probes.features.draws import over_draws
+from probes.features.shots import over_draws
 from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share
 from ssl_bench.results import Baseline
@@ -59,7 +59,7 @@ class ClassificationReport:
         for top in TOPS:
             share = Share((self.ranks[rate] < top).numpy())
             has_meaning = self.num_classes >= top
-            more: dict[str, Any] = {"undefined": "fewer than five classes"}
+            more: dict[str, Any] = {"undefined": f"fewer than {top} classes"}
             if has_meaning:
                 more = Baseline.most_frequent(shown, top).as_details()
             yield Score(

@@ -9,7 +9,7 @@ from probes.conditioning.probe import Conditioning
 from probes.correspondence.probe import Correspondence
 from probes.discovery.probe import ObjectDiscovery
 from probes.geometry.probe import Geometry
-from probes.knn.probe import KNN
+from probes.knn import KNN
 from probes.pca.probe import PCA
 from probes.retrieval.probe import Retrieval
 from probes.segmentation.probe import Segmentation

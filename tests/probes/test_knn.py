@@ -11,7 +11,7 @@ from PIL import Image
 from torchvision import transforms
 
 from probes.features.image import ImagePass
-from probes.knn.probe import KNN
+from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
@@ -190,7 +190,7 @@ def test_every_asked_cell_is_scored_from_features_after_the_final_norm(context, 
         assert options["engine"] == "torch"
         return knn_ranks(queries, bank, **options)
 
-    monkeypatch.setattr("probes.knn.run.knn_ranks", heard)
+    monkeypatch.setattr("probes.knn.knn_ranks", heard)
     found = scores(probe, context)
 
     assert isinstance(probe, Probe)
@@ -356,10 +356,10 @@ def test_tables_and_report_say_why_a_top_five_is_no_number(place, capsys):
 
     for style in ("text", "markdown"):
         assert main(["table", "--metric", "top5_k1", "--format", style]) == 0
-        assert "no number of block 1: fewer than five classes" in capsys.readouterr().out
+        assert "no number of block 1: fewer than 5 classes" in capsys.readouterr().out
     assert main(["report"]) == 0
     assert (
-        "no number of block 1: fewer than five classes"
+        "no number of block 1: fewer than 5 classes"
         in Path("results/report/index.html").read_text()
     )
 
