@@ -24,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from probes.features.neighbours import NeighbourSearch
 from probes.features.statistics import Standardization
 from probes.heads.linear import ParallelHeads
 from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
 from probes.heads.optimizers import HeadAdamW
+from probes.retrieval import NeighbourSearch
 from probes.segmentation.components import HALF_DECADES
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext

@@ -11,7 +11,7 @@ from probes.discovery.probe import ObjectDiscovery
 from probes.geometry.probe import Geometry
 from probes.knn import KNN
 from probes.pca.probe import PCA
-from probes.retrieval.probe import Retrieval
+from probes.retrieval import Retrieval
 from probes.segmentation.probe import Segmentation
 from probes.tokencut.probe import TokenCut
 from ssl_bench.composition.choices import choices

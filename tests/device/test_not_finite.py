@@ -8,7 +8,7 @@ import torch
 
 from probes.pca.probe import PCA
 from probes.pca.run import PCARun
-from probes.retrieval.probe import Retrieval
+from probes.retrieval import Retrieval
 from probes.tokencut.extraction import extracted
 from probes.tokencut.options import PatchGrid
 from probes.tokencut.probe import TokenCut

@@ -26,7 +26,7 @@ from probes.heads.scores import ScoredStream
 from probes.heads.sgd import TrainedHeads
 from probes.pca.probe import PCA
 from probes.pca.run import PCARun
-from probes.retrieval.probe import Retrieval
+from probes.retrieval import Retrieval
 from probes.segmentation.probe import Segmentation
 from probes.tokencut.extraction import extracted
 from probes.tokencut.options import PatchGrid
