@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from probes.features.image import ImagePass, is_constant
 from probes.features.shots import (
+    TOPS,
     AskedShots,
     Shots,
     over_draws,
@@ -35,7 +36,6 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
 
-TOPS = (1, 5)
 _FACETS: tuple[Facet, ...] = ("cls", "patch_mean", *INNER_FACETS)
 
 

@@ -18,6 +18,8 @@ from ssl_bench.evaluation import Score
 from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.results import Baseline
 
+TOPS = (1, 5)
+"""How many classes may be named."""
 AskedShots = Count | Sequence[Count] | None
 """Images of each class, one number or several; None takes all there are."""
 

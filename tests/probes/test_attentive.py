@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from probes.classification.pooling import AttentivePooling
+from probes.classification.attentive import AttentivePooling
 from probes.classification.probe import LinearClassification
 from probes.features.tiers.training import FeaturesInMemory
 from probes.heads.attentive import AttentiveHeads, pooled

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from probes.classification.probe import LinearClassification
-from probes.classification.training import Momentum
+from probes.classification.probe import LinearClassification, Momentum
 from probes.features.image import ImagePass
 from probes.features.split import TrainingSplit
 from probes.features.tiers.training import FeaturesInMemory
@@ -324,7 +323,7 @@ def test_the_images_that_choose_are_not_fitted_until_they_have_chosen():
 
 def test_a_rate_that_makes_a_head_diverge_is_never_right_and_never_chosen(monkeypatch):
     # No legal rate is so large that five epochs are enough.
-    monkeypatch.setattr("probes.classification.training.check_fields", lambda *_: None)
+    monkeypatch.setattr("probes.classification.probe.check_fields", lambda *_: None)
     training = Momentum(learning_rates=[0.1, 1e38], epochs=5)
     probe = replace(classification(QUICK), training=training)
     found = {(s.layer, s.facet, s.metric): s for s in probe.run(context(greys()))}
