@@ -9,9 +9,8 @@ import torch
 from PIL import Image
 
 from probes.features.moments import Moments
-from probes.geometry.passes import GeometryPasses, Roles
-from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry
-from probes.geometry.spectra import rankme
+from probes.geometry.estimates import rankme
+from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry, Passes, Roles
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -174,15 +173,15 @@ def test_large_images_pass_a_cpu_in_batches_that_let_progress_be_seen(photograph
 
 
 def test_views_hang_on_the_seed_and_lie_in_the_image(photographs):
-    passes = [GeometryPasses(Geometry(**SMALL), context(photographs, seed=seed)) for seed in (0, 1)]
-    roles = Roles.draw(7, Geometry(**SMALL), 0)
-    images = photographs.images()
-    one, same, other = (passes[n].views(images, roles)[1, "cls"] for n in (0, 0, 1))
+    probe, images = Geometry(**SMALL), photographs.images()
+    roles = Roles.draw(7, probe, 0)
+    passes = [Passes(probe, context(photographs, seed=s), images, roles) for s in (0, 1)]
+    one, same, other = (passes[n].views()[1, "cls"] for n in (0, 0, 1))
 
     assert one.shape == (3, 2, 12)
     assert torch.equal(one, same)
     assert not torch.isclose(one, other).all()
-    crops = passes[0]._crops()(images[0])
+    crops = passes[0].crops()(images[0])
     assert crops.shape == (2, 3, 32, 32)
     assert 0 <= crops.min() < crops.max() <= 1
 
