@@ -1,26 +1,60 @@
-"""From the matrices and tokens of a block to scores: plain numbers with what explains them."""
+"""From the matrices, Jacobians and tokens of a block to scores: numbers with what explains them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64
+from torch import Tensor
 
-from probes.conditioning import block_jacobians
-from probes.conditioning.block_jacobians import exact_spectra, lanczos_extremes
 from probes.conditioning.cka import linear_cka, linear_cka_ci95
-from probes.conditioning.jacobians import SingularExtremes
-from probes.conditioning.matrices import Spectrum, log_condition_numbers
-from probes.conditioning.passes import BlockPass, Passes
-from probes.conditioning.probe import AROUND_ATTENTION, BLOCK_JACOBIANS, ESTIMATE, MATRIX, MEAN_LOG
-from probes.spectra import median_with_ci95
-from ssl_bench.errors import ConfigurationError
+from probes.conditioning.decomposition import BlockPass, Passes
+from probes.conditioning.jacobians import (
+    JACOBIANS,
+    SingularExtremes,
+    exact_spectra,
+    lanczos_extremes,
+)
+from probes.spectra import (
+    Values,
+    condition_number,
+    effective_rank,
+    mean_cosine,
+    median_with_ci95,
+    singular_values,
+)
 from ssl_bench.evaluation import Score
-from ssl_bench.models import Encoder
+from ssl_bench.models.initialisers.statistics import effective_rank as centered_effective_rank
 from ssl_bench.system.files import write_atomically
 
+MATRIX = "attention_matrix"
+OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")
+FACETS = (MATRIX, *OUTPUTS)
+BLOCK_JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant")
+AROUND_ATTENTION = ("before", "after")
+MEAN_LOG = "mean_log_condition_number"
+ESTIMATE = "_estimate"
+_MATRIX_CELLS = [(facet, m) for facet in FACETS for m in ("condition_number", "effective_rank")]
+_COSINE_CELLS = [(facet, "mean_cosine") for facet in OUTPUTS]
+_TERMS = [("dominant", "norm"), ("perturbation", "norm"), ("perturbation", "norm_over_dominant")]
+CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
+    "spectra": [*_MATRIX_CELLS, *_COSINE_CELLS, ("token", "cka_with_input")],
+    "jacobian_exact": [
+        *((f, m) for f in BLOCK_JACOBIANS for m in ("condition_number", "effective_rank")),
+        *_TERMS,
+    ],
+    # Other names, so that no bound stands in a table as if it were the number.
+    "jacobian_lanczos": [
+        *((f, "condition_number_at_least") for f in BLOCK_JACOBIANS),
+        *((f, "effective_rank" + ESTIMATE) for f in BLOCK_JACOBIANS),
+        *((f, m + ESTIMATE) for f, m in _TERMS),
+    ],
+    "checkpoints": [("token", "cka_with_checkpoint")],
+    "mean_log": [(facet, MEAN_LOG) for facet in AROUND_ATTENTION],
+}
 _SHOWN_VALUES = 16
 SAME = "all tokens are the same"
 Numbers = Float64[np.ndarray, "images values"]
@@ -47,6 +81,89 @@ def _median(layer: int, facet: str, metric: str, numbers: Numbers, **details: An
     if np.isinf(numbers).any():
         more["infinite_percent"] = 100 * float(np.isinf(numbers).mean())
     return plain(layer, facet, metric, value, ci95, len(numbers), more)
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """One kind of matrix of a block, over images (and heads).
+
+    Attributes:
+        values: Singular values.
+        size: Of the larger side of the matrices.
+        cosines: Mean token cosine of each image; None for attention matrices.
+        centered_ranks: Effective rank of each image's tokens less their mean; None for attention
+            matrices.
+    """
+
+    values: Float64[Tensor, "images heads values"]
+    size: int
+    cosines: Float64[np.ndarray, "images 1"] | None
+    centered_ranks: Float64[np.ndarray, "images 1"] | None
+
+    def condition_numbers(self) -> Float64[np.ndarray, "images heads"]:
+        return condition_number(self.values, self.size).numpy()
+
+    def effective_ranks(self) -> Float64[np.ndarray, "images heads"]:
+        return effective_rank(self.values).numpy()
+
+    def relative(self) -> Float64[np.ndarray, " values"]:
+        """Median over images and heads of the values divided by the largest; 0 if that is 0."""
+        largest = self.values[..., :1]
+        shares = self.values / largest.where(largest > 0, 1.0)
+        return np.median(shares.flatten(0, 1).numpy(), axis=0)
+
+
+@torch.no_grad()
+def block_spectra(passes: Sequence[BlockPass]) -> dict[str, Spectrum]:
+    """The spectra of one block by facet; what cannot be had is not there.
+
+    "attention" and "mlp" are what the sub-block computes; with "_skip" its input is added, as the
+    encoder itself does where it has that skip.
+    """
+    by_image = [_matrices(one) for one in passes]
+    found = {}
+    for facet in _present(FACETS, by_image):
+        matrices = [of_image[facet] for of_image in by_image]
+        values: Values = torch.stack([singular_values(matrix) for matrix in matrices]).cpu()
+        cosines = centered = None
+        if facet != MATRIX:
+            cosines = np.array([[mean_cosine(tokens)] for (tokens,) in matrices])
+            centered = np.array([[centered_effective_rank(tokens)] for (tokens,) in matrices])
+        found[facet] = Spectrum(values, max(matrices[0].shape[1:]), cosines, centered)
+    return found
+
+
+@torch.no_grad()
+def log_condition_numbers(one: BlockPass) -> tuple[float, float] | None:
+    """Natural logarithms of the tokens' condition numbers before and after attention and its skip.
+
+    The tokens before are those that attention is given, grayed where the block grays them. None
+    where the block cannot be taken apart.
+    """
+    if one.parts is None:
+        return None
+    before = one.parts.graying(one.entered)
+    after = before + one.parts.attention(one.parts.norm1(before))
+    first, second = (
+        float(condition_number(singular_values(tokens), max(tokens.shape)).log())
+        for tokens in (before, after)
+    )
+    return first, second
+
+
+def _matrices(one: BlockPass) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
+    parts = one.parts
+    if parts is None:
+        return {}
+    middle = parts.after_attention(one.entered)
+    entered = parts.graying(one.entered)
+    attention = parts.attention(parts.norm1(entered))
+    mlp = parts.mlp(parts.norm2(middle))
+    updates = (attention, entered + attention, mlp, middle + mlp)
+    matrices = {facet: update[None] for facet, update in zip(OUTPUTS, updates, strict=True)}
+    if parts.heads is not None:
+        matrices[MATRIX] = parts.heads.matrices(parts.norm1(entered))
+    return matrices
 
 
 def spectra_scores(layer: int, spectra: Mapping[str, Spectrum]) -> list[Score]:
@@ -92,37 +209,34 @@ def mean_log_scores(layers: Sequence[int], passes: Passes) -> list[Score]:
 
 
 def exact_scores(layer: int, passes: Sequence[BlockPass]) -> list[Score]:
-    by_image = [exact_spectra(one) for one in passes]
+    by_image, norms = [exact_spectra(one) for one in passes], dict[str, Numbers]()
     scores = []
-    for facet in _present(by_image):
+    for facet in _present(JACOBIANS, by_image):
         spectra = [found[facet] for found in by_image]
+        norms[facet] = _column([spectrum.norm for spectrum in spectra])
         if facet in BLOCK_JACOBIANS:
             more = {"spectra": [spectrum.details() for spectrum in spectra]}
             numbers = _column([spectrum.condition_number for spectrum in spectra])
             scores.append(_median(layer, facet, "condition_number", numbers, **more))
             ranks = _column([spectrum.effective_rank for spectrum in spectra])
             scores.append(_median(layer, facet, "effective_rank", ranks))
-    norms = {f: _column([found[f].norm for found in by_image]) for f in _present(by_image)}
     return scores + _term_scores(layer, norms, "", {})
 
 
 def lanczos_scores(layer: int, passes: Sequence[BlockPass], steps: int, seed: int) -> list[Score]:
     by_image = [lanczos_extremes(one, steps=steps, seed=seed) for one in passes]
-    scores = []
-    for facet in _present(by_image):
+    scores, norms, above = list[Score](), dict[str, Numbers](), dict[str, list[float]]()
+    for facet in _present(JACOBIANS, by_image):
         found = [one[facet] for one in by_image]
+        norms[facet] = _column([one.largest for one in found])
+        if facet in ("dominant", "perturbation"):
+            above[f"{facet}_at_most"] = [one.largest_at_most for one in found]
         if facet in BLOCK_JACOBIANS:
             more = {"bounds": [_bounds(one) for one in found]}
             numbers = _column([one.condition_number_at_least for one in found])
             scores.append(_median(layer, facet, "condition_number_at_least", numbers, **more))
             ranks = _column([one.effective_rank for one in found])
             scores.append(_median(layer, facet, "effective_rank" + ESTIMATE, ranks))
-    norms = {f: _column([one[f].largest for one in by_image]) for f in _present(by_image)}
-    above = {
-        f"{f}_at_most": [one[f].largest_at_most for one in by_image]
-        for f in ("dominant", "perturbation")
-        if f in norms
-    }
     return scores + _term_scores(layer, norms, ESTIMATE, above)
 
 
@@ -155,9 +269,9 @@ def _term_scores(
     ]
 
 
-def _present(by_image: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Facets that every image has."""
-    return [f for f in block_jacobians.FACETS if all(f in found for found in by_image)]
+def _present(facets: Sequence[str], by_image: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Those that every image has."""
+    return [facet for facet in facets if all(facet in found for found in by_image)]
 
 
 def _column(values: Sequence[float]) -> Numbers:
@@ -182,20 +296,6 @@ def cka_matrix(
     rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor]
 ) -> Float64[np.ndarray, "rows columns"]:
     return np.array([[linear_cka(x, y) for y in columns] for x in rows])
-
-
-def require_same_tokens(
-    encoder: Encoder,
-    ours: Mapping[int, torch.Tensor],
-    other: Encoder,
-    theirs: Mapping[int, torch.Tensor],
-) -> None:
-    counts = [next(iter(states.values())).shape[1] for states in (ours, theirs)]
-    if counts[0] != counts[1]:
-        raise ConfigurationError(
-            f"CKA needs the same tokens: {encoder.name} has {counts[0]}, {other.name} {counts[1]}; "
-            "compare encoders of the same patch size and registers"
-        )
 
 
 def save_spectra(spectra: Mapping[int, Mapping[str, Spectrum]], path: Path) -> None:

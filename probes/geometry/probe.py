@@ -459,9 +459,8 @@ def _score(
     cell: Cell, metric: str, found: float | Jackknife, num_images: int, details: dict[str, Any]
 ) -> Score:
     """With Student's interval, within what the score can be, where there is an estimate."""
-    value, margin = found, math.nan
-    if isinstance(found, Jackknife):
-        value, margin = found.value, found.margin
+    is_estimate = isinstance(found, Jackknife)
+    value, margin = (found.value, found.margin) if is_estimate else (found, math.nan)
     ci95 = None
     if not math.isnan(value) and not math.isnan(margin):
         low, high = _ENDS[metric]

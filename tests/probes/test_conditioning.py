@@ -13,7 +13,8 @@ from PIL import Image
 
 from probes.conditioning.cka import linear_cka
 from probes.conditioning.decomposition import decompose_block
-from probes.conditioning.probe import CELLS, Conditioning
+from probes.conditioning.probe import Conditioning
+from probes.conditioning.scores import CELLS
 from probes.spectra import mean_cosine
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.folder import ImageFolder

@@ -6,16 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.conditioning.block_jacobians import block_functions, exact_spectra, lanczos_extremes
-from probes.conditioning.decomposition import decompose_block
+from probes.conditioning.decomposition import BlockPass, decompose_block
 from probes.conditioning.jacobians import (
     LinearMap,
     bidiagonalise,
+    block_functions,
     exact_jacobian,
+    exact_spectra,
     extremes,
     jacobian_map,
+    lanczos_extremes,
 )
-from probes.conditioning.passes import BlockPass
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.features import pad_to_patch
 from ssl_bench.models import ViTConfig, build_vit
