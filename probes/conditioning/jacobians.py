@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from probes.conditioning.decomposition import BlockPass
-from probes.spectra import condition_number, effective_rank, singular_values
+from probes.spectra import singular_values
 from ssl_bench.errors import ConfigurationError
 
 Point = Float64[Tensor, "tokens dim"]
@@ -85,38 +85,18 @@ def exact_jacobian(function: Function, x: Point) -> Float64[Tensor, "outputs inp
     return rows.reshape(-1, x.numel())
 
 
-@dataclass(frozen=True)
-class ExactSpectrum:
-    """All singular values of a Jacobian."""
+def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
+    """What an infinite condition number of a square matrix does not say.
 
-    values: Float64[Tensor, " values"]
-
-    @property
-    def condition_number(self) -> float:
-        return float(condition_number(self.values, len(self.values)))
-
-    @property
-    def effective_rank(self) -> float:
-        return float(effective_rank(self.values))
-
-    @property
-    def norm(self) -> float:
-        return float(self.values[0])
-
-    @property
-    def rank(self) -> int:
-        """How many values are above rounding."""
-        noise = len(self.values) * torch.finfo(torch.float64).eps * self.values[0]
-        return int((self.values > noise).sum())
-
-    def details(self) -> dict[str, Any]:
-        """What an infinite condition number does not say."""
-        rank = self.rank
-        kept = float(self.values[0] / self.values[rank - 1]) if rank else 0.0
-        return {"rank": rank, "size": len(self.values), "condition_number_of_rank": kept}
+    How many singular values are above rounding, and the condition number of these alone.
+    """
+    noise = len(values) * torch.finfo(torch.float64).eps * values[0]
+    rank = int((values > noise).sum())
+    kept = float(values[0] / values[rank - 1]) if rank else 0.0
+    return {"rank": rank, "size": len(values), "condition_number_of_rank": kept}
 
 
-def exact_spectra(one: BlockPass) -> dict[str, ExactSpectrum]:
+def exact_spectra(one: BlockPass) -> dict[str, Float64[Tensor, " values"]]:
     """All singular values of every Jacobian of a block, through `torch.func`.
 
     Raises:
@@ -129,7 +109,7 @@ def exact_spectra(one: BlockPass) -> dict[str, ExactSpectrum]:
             f"{dim}; lower probe.image_size or take probe.protocol=jacobian_lanczos"
         )
     return {
-        facet: ExactSpectrum(singular_values(exact_jacobian(at.function, at.point)).detach().cpu())
+        facet: singular_values(exact_jacobian(at.function, at.point)).detach().cpu()
         for facet, at in block_functions(one).items()
     }
 
@@ -248,6 +228,13 @@ class SingularExtremes:
     largest_at_most: float
     smallest_at_least: float
     effective_rank: float
+
+    def details(self) -> dict[str, Any]:
+        """As records have it."""
+        bounds = {
+            n: value for n, value in vars(self).items() if n not in ("size", "effective_rank")
+        }
+        return {"at_most_with_95_percent": self.condition_number_at_most, **bounds}
 
     @property
     def condition_number_at_least(self) -> float:

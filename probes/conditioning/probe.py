@@ -13,8 +13,6 @@ from probes.conditioning.figure import CkaMatrix, draw
 from probes.conditioning.scores import (
     CELLS,
     SAME,
-    Spectrum,
-    block_spectra,
     cka_matrix,
     cka_with_input,
     exact_scores,
@@ -22,7 +20,6 @@ from probes.conditioning.scores import (
     left,
     mean_log_scores,
     plain,
-    save_spectra,
     spectra_scores,
 )
 from probes.pictures import blocks_name
@@ -166,17 +163,22 @@ class Conditioning(Probe):
     def _spectra(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
         passes, embedded = block_passes(context.encoder, samples, self.image_size, context)
         scores: list[Score] = []
-        spectra: dict[int, Mapping[str, Spectrum]] = {}
+        spectra: dict[str, Any] = {}
         for layer in context.progress(passes, "blocks", len(passes)):
-            spectra[layer] = block_spectra(passes[layer])
-            found = [*spectra_scores(layer, spectra[layer]), cka_with_input(layer, passes[layer])]
+            of_matrices, values = spectra_scores(layer, passes[layer])
+            # All singular values, images x heads x values.
+            spectra |= {f"block{layer:02d}_{f}": some.numpy() for f, some in values.items()}
+            found = [*of_matrices, cka_with_input(layer, passes[layer])]
             scores += found
             yield from found
         names = ["input", *map(str, passes)]
         states = [embedded, *map(left, passes.values())]
         likeness = CkaMatrix(cka_matrix(states, states), names, names, "")
         path = context.artifacts / self._stem(context.layers, context.seed)
-        save_spectra(spectra, path.with_name(f"{path.name}-{SPECTRA_FILE}"))
+        write_atomically(
+            path.with_name(f"{path.name}-{SPECTRA_FILE}"),
+            lambda file: np.savez_compressed(file, **spectra),
+        )
         write_atomically(
             path.with_name(f"{path.name}-{CKA_FILE}"),
             lambda file: np.save(file, likeness.values),

@@ -1,8 +1,6 @@
 """From the matrices, Jacobians and tokens of a block to scores: numbers with what explains them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +12,9 @@ from probes.conditioning.cka import linear_cka, linear_cka_ci95
 from probes.conditioning.decomposition import BlockPass, Passes
 from probes.conditioning.jacobians import (
     JACOBIANS,
-    SingularExtremes,
     exact_spectra,
     lanczos_extremes,
+    rank_details,
 )
 from probes.spectra import (
     Values,
@@ -27,8 +25,7 @@ from probes.spectra import (
     singular_values,
 )
 from ssl_bench.evaluation import Score
-from ssl_bench.models.initialisers.statistics import effective_rank as centered_effective_rank
-from ssl_bench.system.files import write_atomically
+from ssl_bench.models.initialisers.statistics import effective_rank as centred_effective_rank
 
 MATRIX = "attention_matrix"
 OUTPUTS = ("attention", "attention_skip", "mlp", "mlp_skip")
@@ -83,54 +80,43 @@ def _median(layer: int, facet: str, metric: str, numbers: Numbers, **details: An
     return plain(layer, facet, metric, value, ci95, len(numbers), more)
 
 
-@dataclass(frozen=True)
-class Spectrum:
-    """One kind of matrix of a block, over images (and heads).
-
-    Attributes:
-        values: Singular values.
-        size: Of the larger side of the matrices.
-        cosines: Mean token cosine of each image; None for attention matrices.
-        centered_ranks: Effective rank of each image's tokens less their mean; None for attention
-            matrices.
-    """
-
-    values: Float64[Tensor, "images heads values"]
-    size: int
-    cosines: Float64[np.ndarray, "images 1"] | None
-    centered_ranks: Float64[np.ndarray, "images 1"] | None
-
-    def condition_numbers(self) -> Float64[np.ndarray, "images heads"]:
-        return condition_number(self.values, self.size).numpy()
-
-    def effective_ranks(self) -> Float64[np.ndarray, "images heads"]:
-        return effective_rank(self.values).numpy()
-
-    def relative(self) -> Float64[np.ndarray, " values"]:
-        """Median over images and heads of the values divided by the largest; 0 if that is 0."""
-        largest = self.values[..., :1]
-        shares = self.values / largest.where(largest > 0, 1.0)
-        return np.median(shares.flatten(0, 1).numpy(), axis=0)
-
-
 @torch.no_grad()
-def block_spectra(passes: Sequence[BlockPass]) -> dict[str, Spectrum]:
-    """The spectra of one block by facet; what cannot be had is not there.
+def spectra_scores(
+    layer: int, passes: Sequence[BlockPass]
+) -> tuple[list[Score], dict[str, Float64[Tensor, "images heads values"]]]:
+    """Scores of the matrices of one block, and all of their singular values by facet.
 
-    "attention" and "mlp" are what the sub-block computes; with "_skip" its input is added, as the
-    encoder itself does where it has that skip.
+    What cannot be had is not there. "attention" and "mlp" are what the sub-block computes; with
+    "_skip" its input is added, as the encoder itself does where it has that skip.
     """
     by_image = [_matrices(one) for one in passes]
-    found = {}
+    scores, spectra = list[Score](), dict[str, Values]()
     for facet in _present(FACETS, by_image):
-        matrices = [of_image[facet] for of_image in by_image]
-        values: Values = torch.stack([singular_values(matrix) for matrix in matrices]).cpu()
-        cosines = centered = None
+        matrices = [found[facet] for found in by_image]
+        values = torch.stack([singular_values(matrix) for matrix in matrices]).cpu()
+        spectra[facet] = values
+        # Median over images and heads of the values divided by the largest; 0 if that is 0.
+        largest = values[..., :1]
+        shares = values / largest.where(largest > 0, 1.0)
+        relative = np.median(shares.flatten(0, 1).numpy(), axis=0)
+        number = min(_SHOWN_VALUES, len(relative))
+        places = np.linspace(0, len(relative) - 1, number).round().astype(int)
+        shown = {
+            "spectrum": relative[places].tolist(),
+            "spectrum_of_places": places.tolist(),
+        }
+        conditions = condition_number(values, max(matrices[0].shape[1:])).numpy()
+        scores.append(_median(layer, facet, "condition_number", conditions, **shown))
+        centred = {}
+        if facet != MATRIX:
+            ranks = np.array([[centred_effective_rank(tokens)] for (tokens,) in matrices])
+            centred["centred_effective_rank"] = float(np.median(ranks))
+        of_all = effective_rank(values).numpy()
+        scores.append(_median(layer, facet, "effective_rank", of_all, **centred))
         if facet != MATRIX:
             cosines = np.array([[mean_cosine(tokens)] for (tokens,) in matrices])
-            centered = np.array([[centered_effective_rank(tokens)] for (tokens,) in matrices])
-        found[facet] = Spectrum(values, max(matrices[0].shape[1:]), cosines, centered)
-    return found
+            scores.append(_median(layer, facet, "mean_cosine", cosines))
+    return scores, spectra
 
 
 @torch.no_grad()
@@ -166,27 +152,6 @@ def _matrices(one: BlockPass) -> Mapping[str, Float[Tensor, "heads rows cols"]]:
     return matrices
 
 
-def spectra_scores(layer: int, spectra: Mapping[str, Spectrum]) -> list[Score]:
-    scores = []
-    for facet, spectrum in spectra.items():
-        relative = spectrum.relative()
-        places = np.linspace(0, len(relative) - 1, min(_SHOWN_VALUES, len(relative))).round()
-        shown = {
-            "spectrum": relative[places.astype(int)].tolist(),
-            "spectrum_of_places": places.astype(int).tolist(),
-        }
-        conditions, ranks = spectrum.condition_numbers(), spectrum.effective_ranks()
-        scores.append(_median(layer, facet, "condition_number", conditions, **shown))
-        centered = {}
-        if spectrum.centered_ranks is not None:
-            centered["centred_effective_rank"] = float(np.median(spectrum.centered_ranks))
-        scores.append(_median(layer, facet, "effective_rank", ranks, **centered))
-        if facet != MATRIX:
-            assert spectrum.cosines is not None
-            scores.append(_median(layer, facet, "mean_cosine", spectrum.cosines))
-    return scores
-
-
 def mean_log_scores(layers: Sequence[int], passes: Passes) -> list[Score]:
     """Of each image the mean over the blocks up to the asked one, then the median over images.
 
@@ -213,12 +178,12 @@ def exact_scores(layer: int, passes: Sequence[BlockPass]) -> list[Score]:
     scores = []
     for facet in _present(JACOBIANS, by_image):
         spectra = [found[facet] for found in by_image]
-        norms[facet] = _column([spectrum.norm for spectrum in spectra])
+        norms[facet] = _column([float(values[0]) for values in spectra])
         if facet in BLOCK_JACOBIANS:
-            more = {"spectra": [spectrum.details() for spectrum in spectra]}
-            numbers = _column([spectrum.condition_number for spectrum in spectra])
+            more = {"spectra": [rank_details(values) for values in spectra]}
+            numbers = _column([float(condition_number(s, len(s))) for s in spectra])
             scores.append(_median(layer, facet, "condition_number", numbers, **more))
-            ranks = _column([spectrum.effective_rank for spectrum in spectra])
+            ranks = _column([float(effective_rank(values)) for values in spectra])
             scores.append(_median(layer, facet, "effective_rank", ranks))
     return scores + _term_scores(layer, norms, "", {})
 
@@ -232,25 +197,12 @@ def lanczos_scores(layer: int, passes: Sequence[BlockPass], steps: int, seed: in
         if facet in ("dominant", "perturbation"):
             above[f"{facet}_at_most"] = [one.largest_at_most for one in found]
         if facet in BLOCK_JACOBIANS:
-            more = {"bounds": [_bounds(one) for one in found]}
+            more = {"bounds": [one.details() for one in found]}
             numbers = _column([one.condition_number_at_least for one in found])
             scores.append(_median(layer, facet, "condition_number_at_least", numbers, **more))
             ranks = _column([one.effective_rank for one in found])
             scores.append(_median(layer, facet, "effective_rank" + ESTIMATE, ranks))
     return scores + _term_scores(layer, norms, ESTIMATE, above)
-
-
-def _bounds(found: SingularExtremes) -> dict[str, Any]:
-    return {
-        "at_most_with_95_percent": found.condition_number_at_most,
-        "steps": found.steps,
-        "largest": found.largest,
-        "largest_residual": found.largest_residual,
-        "largest_at_most": found.largest_at_most,
-        "smallest": found.smallest,
-        "smallest_residual": found.smallest_residual,
-        "smallest_at_least": found.smallest_at_least,
-    }
 
 
 def _term_scores(
@@ -279,30 +231,16 @@ def _column(values: Sequence[float]) -> Numbers:
 
 
 def cka_with_input(layer: int, passes: Sequence[BlockPass]) -> Score:
-    x, y = entered(passes), left(passes)
+    x, y = torch.stack([one.entered for one in passes]), left(passes)
     ci95 = linear_cka_ci95(x, y)
     return plain(layer, "token", "cka_with_input", linear_cka(x, y), ci95, len(passes), {})
 
 
-def entered(passes: Sequence[BlockPass]) -> Float64[torch.Tensor, "images tokens dim"]:
-    return torch.stack([one.entered for one in passes])
-
-
-def left(passes: Sequence[BlockPass]) -> Float64[torch.Tensor, "images tokens dim"]:
+def left(passes: Sequence[BlockPass]) -> Float64[Tensor, "images tokens dim"]:
     return torch.stack([one.left for one in passes])
 
 
 def cka_matrix(
-    rows: Sequence[torch.Tensor], columns: Sequence[torch.Tensor]
+    rows: Sequence[Tensor], columns: Sequence[Tensor]
 ) -> Float64[np.ndarray, "rows columns"]:
     return np.array([[linear_cka(x, y) for y in columns] for x in rows])
-
-
-def save_spectra(spectra: Mapping[int, Mapping[str, Spectrum]], path: Path) -> None:
-    """All singular values, images x heads x values, as blockNN_FACET."""
-    arrays: dict[str, Any] = {
-        f"block{layer:02d}_{facet}": spectrum.values.numpy()
-        for layer, facets in spectra.items()
-        for facet, spectrum in facets.items()
-    }
-    write_atomically(path, lambda file: np.savez_compressed(file, **arrays))

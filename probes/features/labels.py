@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Protocol, runtime_checkable
+from typing import IO
 
 import torch
 from jaxtyping import Bool, Float, Int64, UInt8
@@ -18,26 +18,19 @@ from ssl_bench.metrics import value_counts
 from ssl_bench.scores import IGNORED
 
 
-@runtime_checkable
-class LabelledSet(Protocol):
-    """Images whose classes are known before they are read."""
-
-    @property
-    def labels(self) -> Sequence[int]: ...
-
-
 def class_labels(images: ImageSet) -> Sequence[int]:
     """The class of each image, of which none is read.
 
     Raises:
         DataError: the images say it one by one.
     """
-    if not isinstance(images, LabelledSet):
+    labels: Sequence[int] | None = getattr(images, "labels", None)
+    if labels is None:
         raise DataError(
             f"{images.name} {images.split} tells classes only image by image, expected a list of "
             "labels beside them; leave probe.shots and probe.pool out"
         )
-    return images.labels
+    return labels
 
 
 @dataclass(frozen=True)
