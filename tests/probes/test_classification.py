@@ -24,7 +24,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
-from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import coloured_classes
@@ -134,7 +134,6 @@ def test_colours_are_told_apart_in_every_block_and_every_asked_cell_is_scored(ro
     probe = classification(QUICK, facet=["patch_mean", "cls", "cls_patch_mean"])
     found = list(probe.run(context(ClassFolders(root))))
 
-    assert isinstance(probe, Probe)
     assert sorted((s.layer, s.facet, s.metric) for s in found) == sorted(probe.cells([0, 2]))
     assert all(s.value == 100 for s in found if s.metric == "top1_oracle")
     right = [s for s in found if s.value == 100]

@@ -60,15 +60,6 @@ def test_an_interval_is_that_of_a_share_of_the_scored_images():
     assert score.num_images == 301
 
 
-def test_a_top_five_of_fewer_classes_is_no_number():
-    ranks = torch.tensor([[0, 1, 2, 0]])
-    found = {s.metric: s for s in scores(num_classes=4, ranks=ranks, values=(1.0,), held_out=None)}
-
-    top5 = found["top5_oracle"]
-    assert (math.isnan(top5.value), top5.ci95) == (True, None)
-    assert found["top1_oracle"].value == 50.0
-
-
 def test_what_to_be_wary_of_is_said():
     warnings = [score.details["warnings"] for score in scores()]
     assert warnings[0] == ["the chosen c value 0.1 is at the edge of its grid"]

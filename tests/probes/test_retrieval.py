@@ -16,7 +16,6 @@ from probes.retrieval import (
 )
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.evaluation import Probe
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
 from tests.support.configured import configured
 
@@ -31,7 +30,6 @@ def test_colours_are_retrieved_almost_without_error(tmp_path):
     probe, context = _probe(), probe_context(tmp_path)
     scores = list(probe.run(context))
     assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
-    assert isinstance(probe, Probe)
     assert {s.metric: s.value for s in scores if s.layer == 3}["miou"] > 80
     for score in scores:
         # Where all images are perfect, they do not tell how others might be.
