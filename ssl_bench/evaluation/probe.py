@@ -65,6 +65,7 @@ class Score:
 
     Attributes:
         unit: "%", or nothing for a plain number.
+        details: What else a record says; "undefined" is why the value is NaN, which tables print.
         per_image: What each image contributes, in the same order for all blocks, facets and
             encoders; pairs images when two scores are compared.
     """

@@ -22,15 +22,12 @@ from probes.spectra import condition_number, effective_rank
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.features import pad_to_patch
 from ssl_bench.models import ViTConfig, build_vit
+from tests.support.matrices import normal
 
 TINY = ViTConfig(image_size=16, patch_size=8, dim=8, depth=1, num_heads=2)
 BARE = replace(TINY, skip_attention=False, skip_mlp=False)
 PROPOSED = replace(BARE, init="skipless")
 FACETS = ["attention", "attention_skip", "mlp", "block", "dominant", "perturbation"]
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def block_pass(config=TINY, tokens=4, x=None, sharpness=6.0):

@@ -250,16 +250,6 @@ def test_little_memory_takes_more_passes_and_gives_the_same(context, monkeypatch
     assert {c: s.value for c, s in parts.items()} == {c: s.value for c, s in whole.items()}
 
 
-def test_the_encoder_sees_every_image_once_for_all_blocks(context, encoder, monkeypatch):
-    seen = []
-    handle = encoder.module.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-
-    scores(KNN(neighbours=(3, 10), facet=["cls", "patch_mean"], batch_size=7), context)
-
-    handle.remove()
-    assert sum(seen) == 30 + 12
-
-
 @pytest.mark.parametrize(
     ("words", "size", "changed"),
     [
