@@ -93,19 +93,19 @@ class PlannedProbe:
         return frozenset(key.removeprefix("probe.") for key in keys if key.startswith("probe."))
 
     def fitted_to(self, encoder: Encoder | EncoderIdentity) -> "PlannedProbe":
-        """With images of a size that the encoder takes, see `fit_size`, and a facet that it has.
+        """With what encoder and images allow where nobody typed a value: size, facet, neighbours.
 
         Raises:
             ConfigurationError: a size that was typed does not fit the encoder.
             UnfitEncoder: the probe has no answer for such blocks.
         """
-        probe: Any = self.probe
-        probe.require_fitting(encoder)
+        probe: Any = self.probe.fitted_to_images(self.dataset, self.typed)
         instead, facet = encoder.instead, getattr(probe, "facet", ())
         asked = [facet] if isinstance(facet, str) else list(facet or ())
         fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
         if fitting != asked and "facet" not in self.typed:
             probe = replace(probe, facet=fitting[0] if len(fitting) == 1 else fitting)
+        probe.require_fitting(encoder)
         return replace(self, probe=fit_size(probe, encoder, self.typed))
 
     def in_further_protocols(self) -> list["PlannedProbe"]:
@@ -138,6 +138,8 @@ class PlannedProbe:
         if (facet := getattr(probe, "facet", None)) != getattr(self.probe, "facet", None):
             lacking = " and ".join(encoder.instead)
             say(f"{probe.task}, {encoder.name}: facet {facet}, as it has no {lacking}")
+        if (some := getattr(probe, "neighbours", None)) != getattr(self.probe, "neighbours", None):
+            say(f"{probe.task}: probe.neighbours={shown(some)}, as there are no more images")
         changed = changed_settings(probe)
         if "image_size" not in self.typed:
             # The preset's, but for what the encoder takes.

@@ -1,50 +1,122 @@
 """Linear classification: which classes can a linear head tell apart in each block?"""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from probes.classification.pooling import ATTENTIVE_FACET, AttentivePooling, FixedPooling
-from probes.classification.training import ImageRegression
-from probes.features.shots import AskedShots, require_one_way_to_draw, shot_metric, shots_of
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from probes.classification.attentive import (
+    ATTENTIVE_FACET,
+    AttentivePooling,
+    FixedPooling,
+    held_out_ranks,
+    scored_ranks,
+)
+from probes.classification.scores import choice_scores, metrics
+from probes.features.image import ImageFeatures, ImagePass
+from probes.features.labels import class_labels
+from probes.features.shots import (
+    AskedShots,
+    Shots,
+    over_draws,
+    require_one_way_to_draw,
+    shot_metric,
+    shots_of,
+)
 from probes.features.sources import IMAGE_FACETS, LayerGroup, require_one_block_a_head, sources_of
-from probes.heads.sgd import HeadFitting
+from probes.features.split import TrainingSplit, digest
+from probes.features.stream import batches
+from probes.features.tiers import FeaturesInMemory, Room, TrainingPass
+from probes.features.views import CentralSquare
+from probes.heads.logistic import LogisticRegression
+from probes.heads.losses import LabelLoss
+from probes.heads.optimizers import SGD, Schedule
+from probes.heads.sgd import HeadFitting, Heads, HeadTraining, TrainedHeads, Training, floats
 from ssl_bench.composition.fields import (
     Count,
     Pixels,
+    Positive,
     PositiveOrZero,
     PositiveShare,
+    Rate,
     ShareBelowOne,
     Threads,
     check_fields,
+    require_some,
     shown,
 )
+from ssl_bench.composition.presets import guesses_of
+from ssl_bench.data.locations import cache_folder
 from ssl_bench.data.samples import Dataset, ImageSet
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.metrics import LabelledFeatures, class_rank
 
-TOPS = (1, 5)
 _FACETS: tuple[Facet, ...] = (*IMAGE_FACETS, *INNER_FACETS)
-# Where, how fast and with what words, not what comes out; protocol and facet have their own place.
-_NOT_SETTINGS = frozenset(
-    {
-        "protocol",
-        "facet",
-        "training",
-        "pool",
-        "encoder_batch_size",
-        "memory_gib",
-        "num_workers",
-        "guesses",
-    }
-)
-# Said by the metric, or without a meaning, where images of each class are drawn; and where not.
-_NOT_OF_SHOTS = frozenset({"shots", "holdout", "train_images"})
-_ONLY_OF_SHOTS = frozenset({"shots", "draws"})
-# What is not asked where heads pool: they normalise, and see patches of a block alone.
-_NOT_OF_ATTENTIVE = frozenset({"layers_mode", "standardise"})
+_PATCHES = "token_normed"
 _MOST_CHOOSING = 4
+# Logits that are in memory at once: a quarter of a gibibyte.
+_LOGITS = 2**26
+_ATTENTIVE_GUESSES = (
+    "central squares of the training images instead of a new random crop and flip in every epoch",
+    "batches of $batch_size instead of 4,096, with rates by the same rule",
+    "$epochs epochs instead of 90, for all of them see the same squares",
+    "scored after the last epoch instead of at the best one on the scored images",
+)
+
+
+@dataclass(frozen=True)
+class ImageRegression(LogisticRegression):
+    """Logistic regressions of images, as far fitted as scikit-learn's are."""
+
+    c_values: Sequence[Positive] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
+    batch_size: Count = 1024
+
+    # That of scikit-learn's LogisticRegression.
+    gradient_tolerance = 1e-4
+
+
+@dataclass(frozen=True)
+class Momentum:
+    """Steps of SGD with momentum .9 and rates that fall to zero with a cosine.
+
+    Attributes:
+        learning_rates: All are trained; which one counts is chosen afterwards.
+        batch_size: Images of a step.
+    """
+
+    learning_rates: Sequence[Rate] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+    epochs: Count = 100
+    batch_size: Count = 1024
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe.training")
+        require_some("probe.training.learning_rates", self.learning_rates)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "optimizer": "sgd",
+            "learning_rates": floats(self.learning_rates),
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+        }
+
+    def of_heads(self, heads: Heads) -> HeadTraining:
+        return HeadTraining(
+            values=tuple(floats(self.learning_rates)),
+            epochs=self.epochs,
+            batch_size=self.batch_size,
+            optimizer=SGD(weight_decay=0.0),
+            schedule=Schedule("cosine", warmup=0.0),
+            **vars(heads),
+        )
 
 
 @dataclass(frozen=True)
@@ -96,16 +168,15 @@ class LinearClassification(Probe):
     task = "classification"
     role = "classification"
     keeps_images = True
+    not_settings = (*Probe.not_settings, "training", "pool", "encoder_batch_size", "memory_gib")
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
         require_one_block_a_head(self.asked_facets, self.layers_mode)
         require_one_way_to_draw(self.shots, self.train_images)
-        self._require_patches()
-
-    def _require_patches(self) -> None:
         usual = LinearClassification.facet, LinearClassification.layers_mode
-        if self._is_attentive and (self.facet, self.layers_mode) != usual:
+        is_attentive = isinstance(self.pool, AttentivePooling)
+        if is_attentive and (self.facet, self.layers_mode) != usual:
             raise ConfigurationError(
                 "probe.pool=attentive looks at the patches of one block after the final norm, got "
                 f"probe.facet={shown(self.facet)} probe.layers_mode={self.layers_mode}; leave "
@@ -113,54 +184,30 @@ class LinearClassification(Probe):
             )
 
     @property
-    def _is_attentive(self) -> bool:
-        return isinstance(self.pool, AttentivePooling)
-
-    @property
     def asked_facets(self) -> AskedFacets:
-        if self._is_attentive:
+        if isinstance(self.pool, AttentivePooling):
             return AskedFacets((ATTENTIVE_FACET,), None)
         return asked_facets(self.facet, _FACETS)
 
-    @property
-    def facets(self) -> tuple[str, ...]:
-        return self.asked_facets.names
-
-    def sources(self, layers: Sequence[int]) -> list[LayerGroup]:
-        """The layers that each head sees."""
-        return sources_of(layers, self.layers_mode)
-
-    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        return [
-            (source[-1], facet, metric)
-            for source in self.sources(layers)
-            for facet in self.facets
-            for metric in self._metrics()
-        ]
-
-    def _metrics(self) -> list[str]:
-        names = metrics(holdout=self.holdout > 0)
-        if self.shots is None:
-            return names
-        return [shot_metric(name, count) for count in shots_of(self.shots) for name in names]
-
-    def choosing(self, shots: int) -> int:
-        """Images of each class that choose between heads fitted to so many others of each."""
-        return min(shots, _MOST_CHOOSING) if self.holdout else 0
-
-    def split(self, dataset: Dataset) -> ImageSet:
-        return dataset.val()
+    def settings(self) -> dict[str, Any]:
+        # Said by the metric, or without a meaning, where images of each class are drawn; where not.
+        unsaid = {"shots", *(("draws",) if self.shots is None else ("holdout", "train_images"))}
+        fitting = self.training.settings()
+        if isinstance(self.pool, AttentivePooling):
+            # Its heads normalise, and see patches of a block alone.
+            fitting, unsaid = self.pool.settings(), unsaid | {"layers_mode", "standardise"}
+        said = super().settings()
+        return {name: value for name, value in said.items() if name not in unsaid} | fitting
 
     def training_images(self, dataset: Dataset) -> ImageSet:
         return dataset.train()
 
-    def settings(self) -> dict[str, Any]:
-        unsaid = _NOT_SETTINGS | (_ONLY_OF_SHOTS if self.shots is None else _NOT_OF_SHOTS)
-        if isinstance(self.pool, AttentivePooling):
-            fitting, unsaid = self.pool.settings(), unsaid | _NOT_OF_ATTENTIVE
-        else:
-            fitting = self.training.settings()
-        return {name: value for name, value in vars(self).items() if name not in unsaid} | fitting
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        names = metrics(holdout=self.holdout > 0)
+        if self.shots is not None:
+            names = [shot_metric(name, count) for count in shots_of(self.shots) for name in names]
+        last = [source[-1] for source in sources_of(layers, self.layers_mode)]
+        return list(itertools.product(last, self.asked_facets.names, names))
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all heads of all layers.
@@ -173,16 +220,268 @@ class LinearClassification(Probe):
             DataError: the training images, or those of a class, are too few, or of one class.
         """
         if isinstance(self.pool, AttentivePooling):
-            from probes.classification.attentive import AttentiveRun
+            yield from self._attentive_scores(self.pool, context)
+        else:
+            yield from self._linear_scores(context)
 
-            yield from AttentiveRun.prepared(self, self.pool, context).scores()
-            return
-        from probes.classification.run import prepared
+    # Linear heads: vectors of images are in memory, of as many layers as fit there.
 
-        yield from prepared(self, context).scores()
+    def _linear_scores(self, context: ProbeContext) -> Iterator[Score]:
+        train_images, val_images = (
+            self.training_images(context.dataset),
+            self.split(context.dataset),
+        )
+        portions = self._portions(train_images, context.seed)
+        image_pass = ImagePass(
+            context=context,
+            facets=self.asked_facets.names,
+            image_size=self.image_size,
+            crop_share=self.crop_share,
+            batch_size=self.encoder_batch_size,
+            workers=self.num_workers,
+        )
+        training = self.training.of_heads(
+            Heads(
+                loss=LabelLoss(),
+                standardize=self.standardise,
+                classes=len(val_images.class_names),
+                seed=context.seed,
+                device=context.device,
+            )
+        )
+        every = sources_of(context.layers, self.layers_mode)
+        num_images = len(portions.indices) + len(val_images)
+        at_once = image_pass.layers_at_once(num_images, self.memory_gib)
+        for sources in batches(every, max(1, at_once // len(every[0]))):
+            layers = sorted({layer for source in sources for layer in source})
+            train = image_pass.run(train_images, portions.indices, layers)
+            portions.require_two_classes(train.labels)
+            val = image_pass.run(val_images, range(len(val_images)), layers)
+            for facet in image_pass.facets:
+                asked = (context, training, portions, facet, sources, train, val)
+                yield from portions.scores(partial(self._linear_heads, *asked))
+
+    def _linear_heads(
+        self,
+        context: ProbeContext,
+        training: Training,
+        portions: "Portions",
+        facet: str,
+        sources: Sequence[LayerGroup],
+        train: ImageFeatures,
+        val: ImageFeatures,
+        portion: "Portion",
+    ) -> Iterator[list[Score]]:
+        """The scores of each source by heads that are fitted to a portion."""
+        cached = FeaturesInMemory(
+            train.layers, train.by_facet[facet][:, :, None, None], train.labels[:, None, None]
+        )
+
+        def fitted(entries: Int64[Tensor, " chosen"]) -> TrainedHeads:
+            return training.train(cached, sources, entries, context.progress)
+
+        choosing = None
+        if portion.choosing is not None and portion.before is not portion.fitted:
+            choosing = fitted(portion.before)
+        heads = fitted(portion.fitted)
+        details = {
+            "num_train_images": len(portion.fitted),
+            "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
+            "train_ids_sha256": portions.ids_sha256(portion.fitted),
+            "train_seconds": round(heads.seconds, 3),
+            "unconverged_heads": heads.unfinished,
+            "stalled_heads": heads.stalled,
+            "guesses": guesses_of(self, self.guesses),
+        }
+        for index, source in enumerate(sources):
+            features, held_out = val.joined(source, facet), None
+            if (rows := portion.choosing) is not None:
+                all_ = train.joined(source, facet)
+                some = LabelledFeatures(all_.features[rows], all_.labels[rows])
+                held_out = _linear_ranks(choosing or heads, index, some, context.device)
+            yield list(
+                choice_scores(
+                    (source[-1], facet),
+                    hyperparameter=training.hyperparameter,
+                    values=training.values,
+                    num_classes=training.classes,
+                    ranks=_linear_ranks(heads, index, features, context.device),
+                    labels=features.labels,
+                    held_out=held_out,
+                    constant=heads.constant_channels[index] / features.features.shape[1],
+                    missing=training.classes - len(train.labels[portion.fitted].unique()),
+                    shared={**details, "layers": list(source)},
+                )
+            )
+
+    # Attentive heads: patches of all layers, in memory or on disk.
+
+    def _attentive_scores(self, pool: AttentivePooling, context: ProbeContext) -> Iterator[Score]:
+        train_images, val_images = (
+            self.training_images(context.dataset),
+            self.split(context.dataset),
+        )
+        classes, encoder = len(val_images.class_names), context.encoder
+        training = pool.training(context, classes)
+        portions = self._portions(train_images, context.seed)
+        training_pass = TrainingPass(
+            extractor=FeatureExtractor(
+                encoder,
+                layers=tuple(sorted(context.layers)),
+                facets=(_PATCHES,),
+                device=context.device,
+                dtype=context.dtype,
+            ),
+            facet=_PATCHES,
+            images=train_images,
+            indices=portions.indices,
+            image_size=self.image_size or min(encoder.native_size),
+            views=CentralSquare(self.crop_share),
+            label_size=1,
+            batch_size=self.encoder_batch_size,
+            workers=self.num_workers,
+            progress=context.progress,
+            say=context.say,
+        )
+        labels = torch.tensor(class_labels(train_images))[list(portions.indices)]
+        portions.require_two_classes(labels)
+        folder = cache_folder(None) / "features"
+        features = training_pass.run(Room("auto", self.memory_gib, None, folder))
+
+        def of_portion(portion: Portion) -> Iterator[list[Score]]:
+            heads = training.train(
+                features, labels, features.layers, portion.before, context.progress
+            )
+            held_out = None
+            if portion.choosing is not None:
+                held_out = held_out_ranks(
+                    heads, features, labels, portion.choosing, training=training, context=context
+                )
+            ranks = scored_ranks(heads, training_pass, val_images, self.crop_share)
+            details = {
+                "num_train_images": len(portion.before),
+                "num_held_out_images": 0 if portion.choosing is None else len(portion.choosing),
+                "train_ids_sha256": portions.ids_sha256(portion.before),
+                "train_seconds": round(heads.seconds, 3),
+                "feature_tier": features.tier,
+                "encoder_passes": features.passes,
+                "guesses": guesses_of(self, [*self.guesses, *_ATTENTIVE_GUESSES]),
+            }
+            for index, layer in enumerate(heads.layers):
+                yield list(
+                    choice_scores(
+                        (layer, ATTENTIVE_FACET),
+                        hyperparameter=training.hyperparameter,
+                        values=training.values,
+                        num_classes=classes,
+                        ranks=ranks[index],
+                        labels=torch.tensor(class_labels(val_images)),
+                        held_out=None if held_out is None else held_out[index],
+                        constant=heads.constant_channels[index] / encoder.dim,
+                        missing=classes - len(labels[portion.before].unique()),
+                        shared={**details, "layers": [layer]},
+                    )
+                )
+
+        yield from portions.scores(of_portion)
+
+    def _portions(self, images: ImageSet, seed: int) -> "Portions":
+        """What heads are fitted to.
+
+        Raises:
+            DataError: the training images, or those of a class, are too few.
+        """
+        counts = shots_of(self.shots)
+        if not counts:
+            split = TrainingSplit.draw(
+                images, at_most=self.train_images, holdout=self.holdout, seed=seed
+            )
+            held_out = torch.tensor(sorted(split.held_out)) if split.held_out else None
+            portion = Portion(split.every_entry(1), split.entries(1), held_out)
+            return Portions(images, split.indices, {0: [portion]})
+        # By shots, the images of each class that choose between heads fitted to others.
+        choosing = {n: min(n, _MOST_CHOOSING) if self.holdout else 0 for n in counts}
+        most = max(count + more for count, more in choosing.items())
+        shots = Shots.draw(images, most=most, draws=self.draws, seed=seed)
+        by_shots: dict[int, list[Portion]] = {count: [] for count in counts}
+        for count, draw in itertools.product(counts, range(self.draws)):
+            fitted, more = shots.of(draw, count), choosing[count]
+            further = shots.of(draw, more, after=count) if more else None
+            by_shots[count].append(Portion(fitted, fitted, further))
+        return Portions(images, shots.indices, by_shots)
 
 
-def metrics(*, holdout: bool) -> list[str]:
-    """Names of what is scored, in the order in which `ClassificationReport` does it."""
-    choices = ["holdout", "oracle"] if holdout else ["oracle"]
-    return [f"top{top}_{choice}" for choice in choices for top in TOPS]
+@dataclass(frozen=True)
+class Portion:
+    """Positions among the images whose features are there.
+
+    Attributes:
+        fitted: What the heads that are scored are fitted to.
+        before: What those are fitted to that choose; the same where these are scored themselves.
+        choosing: What they are asked about; None where nothing chooses.
+    """
+
+    fitted: Int64[Tensor, " fitted"]
+    before: Int64[Tensor, " before"]
+    choosing: Int64[Tensor, " choosing"] | None
+
+
+@dataclass(frozen=True)
+class Portions:
+    """All training images that some head needs, and how they are divided.
+
+    Attributes:
+        indices: Of the images, ascending.
+        by_shots: The portion of each draw, by the images of a class that it has; by 0 the only one
+            where none are drawn.
+    """
+
+    images: ImageSet
+    indices: tuple[int, ...]
+    by_shots: Mapping[int, Sequence[Portion]]
+
+    def scores(self, of_portion: Callable[[Portion], Iterator[list[Score]]]) -> Iterator[Score]:
+        """The scores of every source; their means over the draws where images are drawn."""
+        for count, portions in self.by_shots.items():
+            if not count:
+                yield from itertools.chain.from_iterable(of_portion(portions[0]))
+                continue
+            # Heads of one draw at a time; their scores are little.
+            by_draw = [list(of_portion(portion)) for portion in portions]
+            for draws in zip(*by_draw, strict=True):
+                yield from over_draws(draws, count)
+
+    def ids_sha256(self, fitted: Int64[Tensor, " fitted"]) -> str:
+        """Hexadecimal digest of the ids of what heads are fitted to, one a line."""
+        return digest([self.images.ids[self.indices[n]] for n in fitted.tolist()])
+
+    def require_two_classes(self, labels: Int64[Tensor, " images"]) -> None:
+        """Refuse images to fit to that are of one class.
+
+        Args:
+            labels: Of all `indices`.
+
+        Raises:
+            DataError: they are.
+        """
+        for portion in itertools.chain(*self.by_shots.values()):
+            found, images = labels[portion.before].unique().tolist(), self.images
+            if len(found) < 2:
+                raise DataError(
+                    f"the {len(portion.before)} training images of {images.name} {images.split} "
+                    f"that heads are fitted to are all of the class "
+                    f"{images.class_names[found[0]]}, expected at least two classes; take more "
+                    "with probe.train_images"
+                )
+
+
+def _linear_ranks(
+    heads: TrainedHeads, index: int, images: LabelledFeatures, device: torch.device
+) -> Int64[Tensor, "values images"]:
+    """How many classes the heads of one source put before the true one."""
+    at_once, found = max(1, _LOGITS // heads.bias[index].numel()), []
+    rows = zip(images.features.split(at_once), images.labels.split(at_once), strict=True)
+    for features, labels in rows:
+        logits = heads.logits(index, features.to(device)[:, None])[:, :, 0]
+        found.append(class_rank(logits, labels.to(device)).cpu())
+    return torch.cat(found, 1)

@@ -1,18 +1,28 @@
-"""A transformer block taken apart, and only where the parts give what the block gave."""
+"""What enters and leaves every block for some images, in float64, and a block taken apart.
 
-from collections.abc import Callable
+Parts are there only where they give what the block gave.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
+from PIL import Image
 from torch import Tensor, nn
 
+from ssl_bench.data.samples import Sample
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.evaluation import ProbeContext
+from ssl_bench.features import FeatureExtractor, tokens_among
+from ssl_bench.models import Encoder, EncoderModule, build_encoder, encoder_from_model
+from ssl_bench.system.device import float64_device
 from ssl_bench.system.memory import pass_on_memory
 
 Tokens = Float[Tensor, "tokens dim"]
-AttentionMatrices = Float[Tensor, "heads tokens tokens"]
-
 # In float64 another order of the same operations differs by some 1e-14.
 _TOLERANCE = 1e-9
 
@@ -95,8 +105,14 @@ def decompose_block(
         return None
     if not agrees:
         return None
+    if parts.heads is None:
+        return parts
     normed = parts.norm1(parts.graying(entered))
-    explained = _explains(parts.heads, parts.attention, normed)
+    try:
+        explained = _agree(parts.heads.output(normed), parts.attention(normed))
+    except (RuntimeError, TypeError, ValueError) as error:
+        pass_on_memory(error)
+        explained = False
     return parts if explained else replace(parts, heads=None)
 
 
@@ -127,16 +143,100 @@ def _heads(attention: Any, scale: nn.Module, num_heads: int) -> Heads | None:
     return Heads(matrices, lambda tokens: split(tokens)[2], joined)
 
 
-def _explains(heads: Heads | None, attention: Callable[[Tensor], Tensor], normed: Tokens) -> bool:
-    if heads is None:
-        return True
-    try:
-        return _agree(heads.output(normed), attention(normed))
-    except (RuntimeError, TypeError, ValueError) as error:
-        pass_on_memory(error)
-        return False
-
-
 def _agree(one: Tensor, other: Tensor) -> bool:
     error = (one - other).abs().max()
     return bool(error <= _TOLERANCE * torch.maximum(other.abs().max(), error.new_tensor(1e-12)))
+
+
+@dataclass(frozen=True)
+class BlockPass:
+    """One block and one image.
+
+    Attributes:
+        entered: All tokens, [CLS] and registers among them.
+        left: What the block made of them.
+        parts: None where the block cannot be taken apart.
+    """
+
+    block: nn.Module
+    entered: Float[Tensor, "tokens dim"]
+    left: Float[Tensor, "tokens dim"]
+    parts: Parts | None
+
+    def whole(self, tokens: Tensor) -> Tensor:
+        """The block itself, as a function of one image's tokens."""
+        return tokens_among(self.block(tokens[None]))[0]
+
+
+Passes = dict[int, list[BlockPass]]
+
+
+def block_passes(
+    encoder: Encoder, samples: Sequence[Sample], image_size: int, context: ProbeContext
+) -> tuple[Passes, Float[Tensor, "images tokens dim"]]:
+    """By layer the passes of all images, squeezed to squares of one size, and what enters block 0.
+
+    Raises:
+        CheckpointError: Features are not finite.
+    """
+    device = float64_device(context.device)
+    # Rounding ends at 1e16, not at 1e7.
+    module = copy.deepcopy(encoder.module).to(device).double()
+    module.register_forward_pre_hook(lambda _module, images: images[0].double())
+    double = replace(encoder, module=module)
+    extractor = FeatureExtractor(double, layers=context.layers, device=device)
+    blocks = module.get_submodule("blocks")
+    asked = {layer: blocks.get_submodule(str(layer)) for layer in context.layers}
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    embedded: list[Tensor] = []
+    handles = [
+        blocks.get_submodule("0").register_forward_pre_hook(
+            lambda _block, inputs: embedded.append(inputs[0][0])
+        )
+    ]
+    for layer, block in asked.items():
+        handles.append(block.register_forward_hook(_keeper(seen, layer), prepend=True))
+    found: Passes = {layer: [] for layer in context.layers}
+    try:
+        for sample in context.progress(samples, "conditioning", len(samples)):
+            image = squared(sample.image, image_size)
+            extractor(image[None].to(device), [sample.image_id])
+            for layer, block in asked.items():
+                entered, left = seen[layer]
+                with torch.no_grad():
+                    parts = decompose_block(block, entered, left, encoder.num_heads)
+                found[layer].append(BlockPass(block, entered, left, parts))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found, torch.stack(embedded)
+
+
+def _keeper(seen: dict[int, tuple[Tensor, Tensor]], layer: int) -> Any:
+    def keep(_block: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        seen[layer] = (inputs[0][0], tokens_among(output)[0])
+
+    return keep
+
+
+def initialised_again(encoder: Encoder, seed: int) -> Encoder:
+    """The same architecture before any training, with the weights of a seed.
+
+    Raises:
+        ConfigurationError: The encoder does not tell how it was initialised.
+    """
+    if not isinstance(encoder.module, EncoderModule):
+        raise ConfigurationError(
+            f"probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got {encoder.name}"
+        )
+    model = build_encoder(encoder.module.config, seed=seed)
+    colours = (encoder.mean, encoder.std)
+    return encoder_from_model(model, name=encoder.name, uri=encoder.uri, colours=colours)
+
+
+def squared(
+    image: UInt8[np.ndarray, "height width 3"], side: int
+) -> Float[Tensor, "3 {side} {side}"]:
+    """Squeeze an image to a square, RGB in [0, 1]: condition numbers depend on the token count."""
+    resized = Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.asarray(resized).copy()).permute(2, 0, 1).float() / 255

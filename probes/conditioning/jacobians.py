@@ -1,21 +1,71 @@
-"""Singular values of the Jacobian of one block: all of them, or the extreme ones by Lanczos."""
+"""Jacobians of one block, B and E among them: all singular values, or the extreme ones by Lanczos.
+
+First the functions that are differentiated, then exact spectra, then bounds of them.
+"""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float64
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from probes.conditioning.decomposition import BlockPass
+from probes.spectra import singular_values
+from ssl_bench.errors import ConfigurationError
+
 Point = Float64[Tensor, "tokens dim"]
 Function = Callable[[Tensor], Tensor]
 """Tokens of one image in, as many tokens out."""
 
+JACOBIANS = ("attention", "attention_skip", "mlp", "block", "dominant", "perturbation")
+_EXACT_LIMIT = 8192
 _ROWS_AT_ONCE = 128
 _FAILURE = 0.05
+
+
+@dataclass(frozen=True)
+class JacobianAt:
+    """A function and the tokens at which it is differentiated."""
+
+    function: Function
+    point: Float64[Tensor, "tokens dim"]
+
+
+def block_functions(one: BlockPass) -> Mapping[str, JacobianAt]:
+    """What is differentiated, by facet; what cannot be had is not there.
+
+    "attention" and "mlp": the sub-block as a function of its normed input, K and K^ of equation 7
+    of the paper. "attention_skip": K + I of its equation 8. "block": the block as it is, norms and
+    skips included. "dominant" and "perturbation": K = B + E of proposition 2. B holds the attention
+    matrices still and lets the values move, E the other way round; summed over the heads, with the
+    layer's own 1 / sqrt(head width), which the paper leaves out.
+
+    Source: "Cutting the Skip", equations 7, 8, 10 and proposition 2; the terms are derived in its
+    appendix A.1.
+    """
+    found: dict[str, JacobianAt] = {}
+    if torch.allclose(one.whole(one.entered), one.left, rtol=1e-9, atol=1e-12):
+        found["block"] = JacobianAt(one.whole, one.entered)
+    parts = one.parts
+    if parts is None:
+        return found
+    normed = parts.norm1(parts.graying(one.entered))
+    attention, heads = parts.attention, parts.heads
+    found["attention"] = JacobianAt(attention, normed)
+    found["attention_skip"] = JacobianAt(lambda x: x + attention(x), normed)
+    found["mlp"] = JacobianAt(parts.mlp, parts.norm2(parts.after_attention(one.entered)))
+    if heads is not None:
+        weights, values = heads.matrices(normed), heads.values(normed)
+        found["dominant"] = JacobianAt(lambda x: heads.joined(weights, heads.values(x)), normed)
+        found["perturbation"] = JacobianAt(
+            lambda x: heads.joined(heads.matrices(x), values), normed
+        )
+    return found
 
 
 @contextmanager
@@ -33,6 +83,35 @@ def exact_jacobian(function: Function, x: Point) -> Float64[Tensor, "outputs inp
     with differentiable_attention():
         rows = torch.func.jacrev(function, chunk_size=_ROWS_AT_ONCE)(x)
     return rows.reshape(-1, x.numel())
+
+
+def rank_details(values: Float64[Tensor, " values"]) -> dict[str, Any]:
+    """What an infinite condition number of a square matrix does not say.
+
+    How many singular values are above rounding, and the condition number of these alone.
+    """
+    noise = len(values) * torch.finfo(torch.float64).eps * values[0]
+    rank = int((values > noise).sum())
+    kept = float(values[0] / values[rank - 1]) if rank else 0.0
+    return {"rank": rank, "size": len(values), "condition_number_of_rank": kept}
+
+
+def exact_spectra(one: BlockPass) -> dict[str, Float64[Tensor, " values"]]:
+    """All singular values of every Jacobian of a block, through `torch.func`.
+
+    Raises:
+        ConfigurationError: Too many tokens.
+    """
+    tokens, dim = one.entered.shape
+    if tokens * dim > _EXACT_LIMIT:
+        raise ConfigurationError(
+            f"probe.protocol=jacobian_exact needs tokens * dim <= {_EXACT_LIMIT}, got {tokens} * "
+            f"{dim}; lower probe.image_size or take probe.protocol=jacobian_lanczos"
+        )
+    return {
+        facet: singular_values(exact_jacobian(at.function, at.point)).detach().cpu()
+        for facet, at in block_functions(one).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -150,6 +229,13 @@ class SingularExtremes:
     smallest_at_least: float
     effective_rank: float
 
+    def details(self) -> dict[str, Any]:
+        """As records have it."""
+        bounds = {
+            n: value for n, value in vars(self).items() if n not in ("size", "effective_rank")
+        }
+        return {"at_most_with_95_percent": self.condition_number_at_most, **bounds}
+
     @property
     def condition_number_at_least(self) -> float:
         """A bound from below without any probability; infinite where rounding hides the rest."""
@@ -230,3 +316,16 @@ def _rank_by_quadrature(
 def _ratio(largest: float, smallest: float, size: int) -> float:
     singular = smallest <= size * torch.finfo(torch.float64).eps * largest
     return math.inf if singular else largest / smallest
+
+
+def lanczos_extremes(one: BlockPass, *, steps: int, seed: int) -> dict[str, SingularExtremes]:
+    """Bounds of the extreme singular values of every Jacobian of a block."""
+    found = {}
+    for facet, at in block_functions(one).items():
+        # A norm forgets the mean of a token: a block that begins with one, without a skip, is
+        # singular.
+        shift = torch.zeros_like(at.point)
+        shift[0] = 1
+        linear = jacobian_map(at.function, at.point)
+        found[facet] = extremes(linear, steps=steps, seed=seed, witness=shift.flatten())
+    return found

@@ -1,6 +1,6 @@
 """One vector for each image and block, from the central squares of labelled images."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,6 @@ from probes.features.sources import parts_of
 from probes.features.stream import at_once, batches, read_ahead
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.samples import ImageSet, Sample
-from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.layers import Facet
@@ -35,9 +34,6 @@ class ImageFeatures:
     def of(self, layer: int, facet: str) -> LabelledFeatures:
         return LabelledFeatures(self.by_facet[facet][self.layers.index(layer)], self.labels)
 
-    def has(self, layers: Sequence[int], facets: Sequence[str]) -> bool:
-        return set(layers) <= set(self.layers) and set(facets) <= set(self.by_facet)
-
     def joined(self, layers: Sequence[int], facet: str) -> LabelledFeatures:
         """The features of several layers, concatenated."""
         parts = [self.of(layer, facet).features for layer in layers]
@@ -52,9 +48,6 @@ class ImagePass:
         facets: Of `IMAGE_FACETS`, or from inside of blocks.
         image_size: Side in pixels; without it the encoder's own.
         crop_share: Side of the central square that is looked at, relative to the shorter side.
-
-    Raises:
-        UnfitEncoder: the encoder has no [CLS] token.
     """
 
     context: ProbeContext
@@ -63,11 +56,6 @@ class ImagePass:
     crop_share: float
     batch_size: int
     workers: int
-
-    def __post_init__(self) -> None:
-        encoder = self.context.encoder
-        if "cls_normed" in self._parts and not encoder.has_cls:
-            raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
 
     def layers_at_once(self, num_images: int, memory_gib: float) -> int:
         """How many layers of so many images fit into memory, at least one."""
@@ -86,8 +74,8 @@ class ImagePass:
         passed, encoder = self.context.passed, encoder_id(self.context.encoder.identity())
         seen = (images.fingerprint(), tuple(indices), self._size, self.crop_share)
         key = (encoder, self.context.dtype, *seen)
-        known = passed.get(key)
-        if isinstance(known, ImageFeatures) and known.has(layers, self.facets):
+        known: ImageFeatures | None = passed.get(key)
+        if known and {*layers} <= {*known.layers} and {*self.facets} <= {*known.by_facet}:
             return known
         # Before others take their room.
         passed.pop(key, None)
@@ -104,9 +92,15 @@ class ImagePass:
         }
         labels = torch.empty(len(indices), dtype=torch.int64)
         first = 0
-        prepared = read_ahead(images, indices, self._preparer(), workers=self.workers)
-        shown = self.context.progress(prepared, f"{images.split} images", len(indices))
-        for batch in batches(shown, at_once(self.batch_size, self._size, self.context.device)):
+        size, share = self._size, self.crop_share
+
+        def prepared(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
+            assert sample.label is not None
+            return central_square(sample.image, size, share=share), sample.label
+
+        squares = read_ahead(images, indices, prepared, workers=self.workers)
+        shown = self.context.progress(squares, f"{images.split} images", len(indices))
+        for batch in batches(shown, at_once(self.batch_size, size, self.context.device)):
             pixels = sent(torch.stack([pixels for pixels, _ in batch]), self.context.device)
             rows = slice(first, first + len(batch))
             ids = [images.ids[index] for index in indices[rows]]
@@ -138,15 +132,6 @@ class ImagePass:
     def _parts(self) -> tuple[Facet, ...]:
         return tuple(dict.fromkeys(part for facet in self.facets for part in parts_of(facet)))
 
-    def _preparer(self) -> Callable[[Sample], tuple[UInt8[Tensor, "3 size size"], int]]:
-        size = self._size
-
-        def prepare(sample: Sample) -> tuple[UInt8[Tensor, "3 size size"], int]:
-            assert sample.label is not None
-            return central_square(sample.image, size, share=self.crop_share), sample.label
-
-        return prepare
-
 
 def is_constant(features: Float[Tensor, "images dim"]) -> bool:
     """Whether all images look the same to the block."""
@@ -162,12 +147,8 @@ def vector_width(extractor: FeatureExtractor, facet: Facet) -> int:
 def image_vectors(features: Features, facet: str) -> Float[Tensor, "layers batch dim"]:
     """What stands for each image of a batch, of all layers."""
     found = []
-    for by_part in features.values():
-        found.append(torch.cat([_as_vectors(by_part[part]) for part in parts_of(facet)], 1))
+    for of_layer in features.values():
+        parts = [of_layer[part] for part in parts_of(facet)]
+        vectors = [x if x.ndim == 2 else x.flatten(1, 2).mean(1) for x in parts]
+        found.append(torch.cat(vectors, 1))
     return torch.stack(found)
-
-
-def _as_vectors(
-    features: Float[Tensor, "batch dim"] | Float[Tensor, "batch rows cols dim"],
-) -> Float[Tensor, "batch dim"]:
-    return features if features.ndim == 2 else features.flatten(1, 2).mean(1)

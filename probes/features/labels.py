@@ -1,7 +1,6 @@
 """Labels of an image set: which classes images and patches show."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, UInt8
@@ -12,26 +11,19 @@ from ssl_bench.errors import DataError
 from ssl_bench.metrics import value_counts
 
 
-@runtime_checkable
-class LabelledSet(Protocol):
-    """Images whose classes are known before they are read."""
-
-    @property
-    def labels(self) -> Sequence[int]: ...
-
-
 def class_labels(images: ImageSet) -> Sequence[int]:
     """The class of each image, of which none is read.
 
     Raises:
         DataError: the images say it one by one.
     """
-    if not isinstance(images, LabelledSet):
+    labels: Sequence[int] | None = getattr(images, "labels", None)
+    if labels is None:
         raise DataError(
             f"{images.name} {images.split} tells classes only image by image, expected a list of "
             "labels beside them; leave probe.shots and probe.pool out"
         )
-    return images.labels
+    return labels
 
 
 def label_histograms(

@@ -1,10 +1,25 @@
-"""What is asked where few training images of each class are drawn: known before they are."""
+"""How often classes are right: top-n accuracy, and that of a few images of each class, n shots."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from probes.features.labels import class_labels
 from ssl_bench.composition.fields import Count, require_some
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation import Score
+from ssl_bench.intervals import Share, mean_estimate
+from ssl_bench.results import Baseline
 
+TOPS = (1, 5)
+"""How many classes may be named."""
 AskedShots = Count | Sequence[Count] | None
 """Images of each class, one number or several; None takes all there are."""
 
@@ -39,3 +54,123 @@ def require_one_way_to_draw(asked: int | Sequence[int] | None, train_images: int
 def shot_metric(metric: str, count: int) -> str:
     """Such as "top1_k1_5shot"."""
     return f"{metric}_{count}shot"
+
+
+@dataclass(frozen=True)
+class Shots:
+    """Training images of each class in the order in which each draw takes them.
+
+    The first n are its n shots, so that few shots are among many. Which they are depends on the
+    training images, the seed and the number of the draw: neither on an encoder nor on what else is
+    asked.
+
+    Attributes:
+        indices: Of the images that some draw takes, ascending.
+        positions: In `indices`.
+    """
+
+    indices: tuple[int, ...]
+    positions: Int64[Tensor, "draws classes most"]
+
+    @classmethod
+    def draw(cls, images: ImageSet, *, most: int, draws: int, seed: int) -> "Shots":
+        """Take so many images of each class, without reading them.
+
+        Raises:
+            DataError: a class has fewer, or nobody knows the classes of the images.
+        """
+        labels = np.array(class_labels(images), np.int64)
+        counts = np.bincount(labels, minlength=len(images.class_names))
+        least = int(counts.argmin())
+        if counts[least] < most:
+            raise DataError(
+                f"probe.shots takes {most} images of each class of {images.name} {images.split}, "
+                f"the class {images.class_names[least]} has {counts[least]}; take fewer with "
+                "probe.shots"
+            )
+        orders = [np.random.default_rng([seed, n]).permutation(len(labels)) for n in range(draws)]
+        classes = range(len(images.class_names))
+        taken = np.array(
+            [[order[labels[order] == one][:most] for one in classes] for order in orders]
+        )
+        indices, positions = np.unique(taken, return_inverse=True)
+        return cls(tuple(indices.tolist()), torch.from_numpy(positions.reshape(taken.shape)))
+
+    def of(self, draw: int, count: int, *, after: int = 0) -> Int64[Tensor, " images"]:
+        """Positions of so many images of each class, ascending, behind the first `after`."""
+        return self.positions[draw, :, after : after + count].flatten().sort().values
+
+
+def top_score(
+    cell: tuple[int, str],
+    metric: str,
+    hits: Bool[Tensor, " images"],
+    labels: Int64[Tensor, " images"],
+    *,
+    top: int,
+    num_classes: int,
+    details: Mapping[str, Any],
+) -> Score:
+    """Percent of the images whose class is among the first `top`; NaN of fewer classes than these.
+
+    Args:
+        cell: Layer and facet.
+        metric: Its name.
+        hits: Whether it is.
+        labels: Classes of the same images, of which the most frequent ones are the baseline.
+        top: How many classes are named.
+        num_classes: How many there are.
+        details: What else the record says.
+    """
+    share, value, ci95 = Share(hits.numpy()), math.nan, None
+    more: dict[str, Any] = {"undefined": f"fewer than {top} classes"}
+    if num_classes >= top:
+        value, ci95 = share.value, share.ci95()
+        more = Baseline.most_frequent(labels.bincount().tolist(), top).as_details()
+    return Score(
+        *cell, metric, value, ci95, len(share.hits), {**details, **more}, per_image=share.hits
+    )
+
+
+def over_draws(draws: Sequence[Sequence[Score]], count: int) -> Iterator[Score]:
+    """The mean of each score over the draws, and Student's interval of it over them.
+
+    Args:
+        draws: The scores of each draw, of the same cells in the same order.
+        count: Images of a class that each draw has.
+    """
+    for scores in zip(*draws, strict=True):
+        first, by_draw = scores[0], [score.value for score in scores]
+        hits = np.stack([np.asarray(score.per_image) for score in scores], 1)  # images draws
+        has_meaning = not math.isnan(first.value)
+        yield replace(
+            first,
+            metric=shot_metric(first.metric, count),
+            value=float(np.mean(by_draw)),
+            ci95=mean_estimate(np.array(by_draw)).ci95() if has_meaning else None,
+            details={
+                "shots": count,
+                "value_by_draw": by_draw,
+                "ci95_over_images": (
+                    mean_estimate(100 * hits.mean(1)).ci95() if has_meaning else None
+                ),
+                **_details(scores),
+            },
+            per_image=hits,
+        )
+
+
+def _details(scores: Sequence[Score]) -> dict[str, Any]:
+    """What all draws say once, what they say differently by draw, warnings and time of all."""
+    found: dict[str, Any] = {}
+    for name, value in scores[0].details.items():
+        by_draw = [score.details[name] for score in scores]
+        if name == "warnings":
+            found[name] = list(dict.fromkeys(line for lines in by_draw for line in lines))
+        elif name == "train_seconds":
+            found[name] = round(sum(by_draw), 3)
+        elif all(other == value for other in by_draw):
+            found[name] = value
+        else:
+            found[f"{name}_by_draw"] = by_draw
+    return found

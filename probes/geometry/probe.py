@@ -1,9 +1,36 @@
 """Geometry: how do the features of a data set lie, whatever its images show?"""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import islice
 from typing import Annotated, Any, Literal
 
+import numpy as np
+import torch
+from jaxtyping import Float, Float64, UInt8
+from torch import Tensor
+
+from probes.features.image import image_vectors
+from probes.features.moments import Moments
+from probes.features.sources import parts_of
+from probes.features.stream import at_once, batches, read_ahead
+from probes.features.views import ResizedCrops
+from probes.geometry.estimates import (
+    alignment,
+    alpha_req,
+    is_constant,
+    lidar,
+    outlier_share,
+    patch_cosine,
+    rankme,
+    spread_rank,
+    uniformity,
+)
+from probes.geometry.positions import PositionFit, PositionSums
+from probes.heads.kept import KeptState
 from ssl_bench.composition.fields import (
     Count,
     Items,
@@ -15,15 +42,46 @@ from ssl_bench.composition.fields import (
     Within,
     check_fields,
 )
-from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.central_square import central_square
+from ssl_bench.data.locations import cache_folder
+from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
-from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
+from ssl_bench.features import FeatureExtractor, Features
+from ssl_bench.intervals import Interval, Jackknife, mean_estimate
+from ssl_bench.layers import INNER_FACETS, REGISTERS, AskedFacets, Facet, asked_facets
+from ssl_bench.results import encoder_id
+from ssl_bench.system.transfers import fetched, sent
 
 IMAGE_METRICS = ("rankme", "alpha_req", "effective_rank", "lidar", "alignment", "uniformity")
 TOKEN_METRICS = ("outlier_share", "cls_patch_cosine", "register_patch_cosine", "position_r2")
+# What a mean over images can be.
+_ENDS: Mapping[str, Interval] = {
+    "alignment": (0.0, 4.0),
+    "uniformity": (-8.0, 0.0),
+    "outlier_share": (0.0, 100.0),
+    "cls_patch_cosine": (-1.0, 1.0),
+    "register_patch_cosine": (-1.0, 1.0),
+    "position_r2": (-math.inf, 1.0),
+}
+_FEW = "fewer than three images"
+_ZERO = "a vector of zeros has no direction"
+# Why a score is no number, where its details do not say it.
+_WHY = {
+    "rankme": "all vectors are zero",
+    "alpha_req": "fewer than two eigenvalues above zero within probe.alpha_ranks",
+    "effective_rank": "all vectors are the same",
+    "lidar": "the means of the views are those of one image, or do not vary",
+    "alignment": _ZERO,
+    "uniformity": f"fewer than two images, or {_ZERO}",
+    "cls_patch_cosine": "the encoder has no [CLS] token",
+    "register_patch_cosine": "the encoder has no registers",
+    "position_r2": "images of a single patch",
+}
 _FACETS: tuple[Facet, ...] = ("cls", "patch_mean", *INNER_FACETS)
-_NOT_SETTINGS = frozenset({"protocol", "facet", "batch_size", "num_workers"})
+# Of the images, for reading positions: to choose the penalty with, and to score on.
+_SHARE = 0.2
+Cell = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -62,6 +120,7 @@ class Geometry(Probe):
 
     task = "geometry"
     role = "images"
+    not_settings = (*Probe.not_settings, "batch_size")
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
@@ -77,29 +136,20 @@ class Geometry(Probe):
     def asked_facets(self) -> AskedFacets:
         return asked_facets(self.facet, _FACETS)
 
-    @property
-    def facets(self) -> tuple[Facet, ...]:
-        return self.asked_facets.names
-
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        by_facet = [
+            *((f, IMAGE_METRICS) for f in self.asked_facets.names),
+            ("token", TOKEN_METRICS),
+        ]
         return [
             (layer, facet, metric)
             for layer in sorted(layers)
-            for facet, metrics in self._metrics()
+            for facet, metrics in by_facet
             for metric in metrics
         ]
 
-    def _metrics(self) -> list[tuple[str, tuple[str, ...]]]:
-        return [*((facet, IMAGE_METRICS) for facet in self.facets), ("token", TOKEN_METRICS)]
-
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.images()
-
-    def training_images(self, dataset: Dataset) -> None:
-        """Nothing is fitted to other images than those that are scored."""
-
-    def settings(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name not in _NOT_SETTINGS}
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
         """Score all layers from one pass over the images and one over views of some of them.
@@ -109,6 +159,318 @@ class Geometry(Probe):
         Raises:
             UnfitEncoder: the encoder has no [CLS] token, and "cls" is asked for.
         """
-        from probes.geometry.run import GeometryRun
+        images = self.split(context.dataset)
+        roles = Roles.draw(len(images), self, context.seed)
+        passes = Passes(self, context, images, roles)
+        # First what takes longest, ten times as long on few images; its time left is nearly all.
+        views = passes.views()
+        found = passes.gathered()
+        if len(images) < 3:
+            context.say(f"geometry: {_FEW}: spectra and positions say little, or are undefined")
+        layers = sorted(context.layers)
+        for layer in context.progress(layers, "geometry, spectra", len(layers)):
+            for facet in self.asked_facets.names:
+                yield from self._spectra((layer, facet), found)
+                yield from self._likeness((layer, facet), found, views[layer, facet])
+            yield from self._tokens(layer, found, context)
+            yield self._position(layer, found)
+        passes.kept.path.unlink(missing_ok=True)
 
-        yield from GeometryRun(self, context).scores()
+    def _spectra(self, cell: Cell, found: "Gathered") -> Iterator[Score]:
+        """Without intervals: a spectrum depends on the number of images itself.
+
+        Leaving images out, or drawing some of them twice, lowers every rank, so that resampling
+        would show what few images do and not how sure a rank of so many is.
+        """
+        moments = found.moments[cell]
+        count, dim = moments.count, len(moments.mean)
+        first, last = self.alpha_ranks
+        alpha, ranks = alpha_req(moments, (first, last))
+        details: dict[str, Any] = {"dim": dim, "constant_features": is_constant(moments)}
+        for metric, value, more in (
+            ("rankme", rankme(moments), _limit(count, dim)),
+            ("alpha_req", alpha, {"ranks": list(ranks)}),
+            ("effective_rank", spread_rank(moments), _limit(count - 1, dim)),
+        ):
+            yield _score(cell, metric, value, count, details | more)
+
+    def _likeness(
+        self, cell: Cell, found: "Gathered", views: Float[Tensor, "images views dim"]
+    ) -> Iterator[Score]:
+        exact = views.double()
+        count, dim = len(exact), exact.shape[-1]
+        of_views: dict[str, Any] = {"views": self.views}
+        rank = lidar(exact, delta=self.lidar_delta)
+        yield _score(cell, "lidar", rank, count, of_views | _limit(count - 1, dim))
+        yield _score(cell, "alignment", mean_estimate(alignment(exact)), count, of_views)
+        vectors = found.compared(cell)
+        yield _score(cell, "uniformity", uniformity(vectors), len(vectors), {})
+
+    def _tokens(self, layer: int, found: "Gathered", context: ProbeContext) -> Iterator[Score]:
+        cell, encoder, count = (layer, "token"), context.encoder, found.num_images
+        outliers = found.per_image[layer, "outlier_share"].double().numpy()
+        any_of_them = {"percent_of_images_with_any": 100.0 * float((outliers > 0).mean())}
+        yield _score(cell, "outlier_share", mean_estimate(outliers), count, any_of_them)
+        num_cls = encoder.num_prefix_tokens - encoder.num_registers
+        for kind, tokens in (("cls", num_cls), ("register", encoder.num_registers)):
+            metric, nobody = f"{kind}_patch_cosine", torch.full((count,), math.nan)
+            cosines = found.per_image.get((layer, metric), nobody).double().numpy()
+            more = {f"num_{kind}_tokens": tokens}
+            yield _score(cell, metric, mean_estimate(cosines), count, more)
+
+    def _position(self, layer: int, found: "Gathered") -> Score:
+        """With an interval over the images that were held out; what is fitted stays as it is."""
+        shares, cell = found.positions(layer).numpy(), (layer, "token")
+        # It hangs on those that it is fitted to as much.
+        count = found.num_images
+        if not len(shares):
+            return _score(cell, "position_r2", math.nan, count, {"undefined": _FEW})
+        details = {"penalty": found.fits[layer].penalty, "num_held_out": len(shares)}
+        return _score(cell, "position_r2", mean_estimate(shares), count, details)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which images serve what; indices into the set, ascending, drawn with the seed.
+
+    Attributes:
+        fitted: Positions are fitted to them; with `choosing` and `held_out` these are all.
+        compared: Whose pairs make uniformity.
+        viewed: That are also looked at in random views.
+    """
+
+    fitted: tuple[int, ...]
+    choosing: tuple[int, ...]
+    held_out: tuple[int, ...]
+    compared: frozenset[int]
+    viewed: tuple[int, ...]
+
+    @classmethod
+    def draw(cls, count: int, probe: Geometry, seed: int) -> "Roles":
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+        # Fewer than three images cannot be divided, and no position is read.
+        part = max(1, round(_SHARE * count)) if count > 2 else 0
+        parts = (order[2 * part :], order[part : 2 * part], order[:part])
+        fitted, choosing, held_out = (tuple(sorted(some)) for some in parts)
+        compared = frozenset(order[: probe.pair_images])
+        return cls(fitted, choosing, held_out, compared, tuple(sorted(order[: probe.view_images])))
+
+
+class Passes:
+    """What passes the encoder: every image once, and random views of some.
+
+    Attributes:
+        kept: The views of the images so far, until the scores are known; named after all that
+            they depend on.
+    """
+
+    def __init__(
+        self, probe: Geometry, context: ProbeContext, images: ImageSet, roles: Roles
+    ) -> None:
+        self.probe, self.context, self.images, self.roles = probe, context, images, roles
+        self.facets = probe.asked_facets.names
+        self.size = probe.image_size or min(context.encoder.native_size)
+        self.at_once = at_once(probe.batch_size, self.size, context.device)
+        facts = (
+            encoder_id(context.encoder.identity()),
+            (images.fingerprint(), roles.viewed, context.layers, context.seed),
+            (str(context.dtype), context.device.type, self.size),
+            (self.facets, probe.views, probe.view_area),
+        )
+        name = f"{sha256(repr(facts).encode()).hexdigest()[:16]}.views"
+        self.kept = KeptState(cache_folder(None) / "features" / name, 1.0, context.say)
+
+    def gathered(self) -> "Gathered":
+        """Every image once, those that positions are fitted to before those that are scored."""
+        # Patches are compared with what blocks give, as far as the encoder has it.
+        encoder, roles = self.context.encoder, self.roles
+        has = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
+        extractor = self._extractor([facet for facet, is_there in has.items() if is_there])
+        found = Gathered(self.probe, self.context.layers, len(self.images))
+        order = (*roles.fitted, *roles.choosing, *roles.held_out)
+        size, share = self.size, self.probe.crop_share
+
+        def square(sample: Sample) -> UInt8[Tensor, "3 size size"]:
+            return central_square(sample.image, size, share=share)
+
+        squares = read_ahead(self.images, order, square, workers=self.probe.num_workers)
+        shown = iter(self.context.progress(squares, "geometry", len(order)))
+        for role in ("fitted", "choosing", "held_out"):
+            indices: tuple[int, ...] = getattr(roles, role)
+            pairs = zip(indices, islice(shown, len(indices)), strict=True)
+            for batch in batches(pairs, self.at_once):
+                rows = [index for index, _ in batch]
+                pixels = torch.stack([square for _, square in batch])
+                features, sums = extractor.unchecked(
+                    sent(pixels, self.context.device).float() / 255
+                )
+                checked = found.add(features, rows, role, roles.compared, sums)
+                extractor.check(checked, [self.images.ids[row] for row in rows])
+        return found
+
+    def views(self) -> Mapping[Cell, Float[Tensor, "images views _dim"]]:
+        """Vectors of random views of some images, in host memory; goes on where a run ended."""
+        # Of each image and facet "layers views dim".
+        done: list[list[Tensor]] = list(self.kept.found.get("views", ()))
+        before, viewed = len(done), self.roles.viewed
+        left = viewed[before:]
+        extractor = self._extractor(())
+        made = read_ahead(self.images, left, self.crops(), workers=self.probe.num_workers)
+        shown = self.context.progress(
+            made, f"geometry, {self.probe.views} views of each image", len(left)
+        )
+        try:
+            for index, crops in zip(left, shown, strict=True):
+                done.append(self._vectors(extractor, crops, self.images.ids[index]))
+                if self.kept.is_due():
+                    self.kept.write({"views": done})
+        except BaseException:
+            if len(done) > before:
+                self.kept.write({"views": done})
+            raise
+        by_facet = zip(self.facets, map(torch.stack, zip(*done, strict=True)), strict=True)
+        return {
+            (layer, facet): vectors[:, place]
+            for facet, vectors in by_facet
+            for place, layer in enumerate(self.context.layers)
+        }
+
+    def crops(self) -> Callable[[Sample], Float[Tensor, "views 3 size size"]]:
+        """Gives the views of an image."""
+        size, (least, most) = self.size, self.probe.view_area
+        crops = ResizedCrops(self.probe.views, self.context.seed, area=(least, most))
+
+        def views(sample: Sample) -> Float[Tensor, "views 3 size size"]:
+            # Crops come with a mask, of which nothing is asked here.
+            empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
+            return torch.stack([crops.view(empty, n, size)[0] for n in range(crops.count)])
+
+        return views
+
+    def _vectors(
+        self, extractor: FeatureExtractor, crops: Float[Tensor, "views 3 size size"], image_id: str
+    ) -> list[Float[Tensor, "layers views _dim"]]:
+        parts = []
+        for part in crops.split(self.at_once):
+            features, sums = extractor.unchecked(sent(part, self.context.device))
+            vectors = [image_vectors(features, facet) for facet in self.facets]
+            sums, *vectors = fetched([sums, *vectors])
+            extractor.check(sums, [image_id] * len(part))
+            parts.append(vectors)
+        return [torch.cat(some, 1) for some in zip(*parts, strict=True)]
+
+    def _extractor(self, more: Iterable[Facet]) -> FeatureExtractor:
+        parts = [part for facet in self.facets for part in parts_of(facet)]
+        return FeatureExtractor(
+            self.context.encoder,
+            layers=self.context.layers,
+            facets=tuple(dict.fromkeys([*parts, *more])),
+            device=self.context.device,
+            dtype=self.context.dtype,
+        )
+
+
+class Gathered:
+    """What a pass leaves: sums, and numbers of each image; filled batch by batch.
+
+    Images that positions are fitted to come before those held out.
+
+    Attributes:
+        moments: By block and facet, of what stands for the images.
+        compared: By block and facet the vectors of the images whose pairs are compared.
+        per_image: By block and metric a number for each image; NaN where nobody knows.
+        positions: By block the share of the spread of positions that is read from the patches of
+            each image that was held out.
+        fits: By block what reads them.
+    """
+
+    def __init__(self, probe: Geometry, layers: Sequence[int], num_images: int) -> None:
+        cells = [(layer, facet) for facet in probe.asked_facets.names for layer in layers]
+        self.probe, self.layers, self.num_images = probe, tuple(layers), num_images
+        self.moments = {cell: Moments() for cell in cells}
+        self._compared: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
+        self.per_image: dict[Cell, Float[Tensor, " images"]] = {}
+        self.fits: dict[int, PositionFit] = {}
+        self._positions: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        self._sums = {
+            role: {layer: PositionSums() for layer in layers} for role in ("fitted", "choosing")
+        }
+
+    def add(
+        self,
+        features: Features,
+        rows: Sequence[int],
+        role: str,
+        compared: AbstractSet[int],
+        sums: Float[Tensor, "features batch"],
+    ) -> Float[Tensor, "features batch"]:
+        """Take in the features of some images; gives back `sums` in host memory."""
+        kept = [place for place, row in enumerate(rows) if row in compared]
+        pairs: list[Tensor] = []
+        for facet in self.probe.asked_facets.names:
+            for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
+                self.moments[layer, facet].add(vectors)
+                pairs.append(vectors[kept] if len(kept) < len(rows) else vectors)
+        numbers = {
+            (layer, metric): values
+            for layer, of in features.items()
+            for metric, values in self._of_images(of)
+        }
+        for layer, of in features.items():
+            self._read_positions(layer, of["token"], role)
+        sums, *values = fetched([sums, *pairs, *numbers.values()])
+        for cell, found in zip(self._compared, values[: len(pairs)], strict=True):
+            self._compared[cell].append(found)
+        for cell, found in zip(numbers, values[len(pairs) :], strict=True):
+            whole = self.per_image.setdefault(cell, torch.full((self.num_images,), torch.nan))
+            whole[list(rows)] = found
+        return sums
+
+    def compared(self, cell: Cell) -> Float64[Tensor, "images dim"]:
+        return torch.cat(self._compared[cell]).double()
+
+    def positions(self, layer: int) -> Float64[Tensor, " images"]:
+        """Nothing where there are too few images to hold any out."""
+        found = self._positions[layer]
+        return torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.float64)
+
+    def _of_images(self, of: dict[str, Tensor]) -> Iterator[tuple[str, Float[Tensor, " images"]]]:
+        patches = of["token"]
+        yield "outlier_share", outlier_share(patches, self.probe.outlier_factor)
+        if "cls" in of:
+            yield "cls_patch_cosine", patch_cosine(of["cls"][:, None], patches)
+        if REGISTERS in of:
+            yield "register_patch_cosine", patch_cosine(of[REGISTERS], patches)
+
+    def _read_positions(
+        self, layer: int, patches: Float[Tensor, "images rows cols dim"], role: str
+    ) -> None:
+        if role in self._sums:
+            self._sums[role][layer].add(patches)
+            return
+        if layer not in self.fits:
+            # The sums are not needed any more, and large.
+            fitted, choosing = (self._sums[role].pop(layer) for role in ("fitted", "choosing"))
+            self.fits[layer] = PositionFit.of(fitted, choosing)
+        self._positions[layer].append(self.fits[layer].r2(patches))
+
+
+def _score(
+    cell: Cell, metric: str, found: float | Jackknife, num_images: int, details: dict[str, Any]
+) -> Score:
+    """With Student's interval, within what the score can be, where there is an estimate."""
+    is_estimate = isinstance(found, Jackknife)
+    value, margin = (found.value, found.margin) if is_estimate else (found, math.nan)
+    ci95 = None
+    if not math.isnan(value) and not math.isnan(margin):
+        low, high = _ENDS[metric]
+        ci95 = max(low, value - margin), min(high, value + margin)
+    if math.isnan(value):
+        details = {"undefined": _WHY[metric], **details}
+    unit = "%" if metric == "outlier_share" else ""
+    return Score(*cell, metric, value, ci95, num_images, details, unit=unit)
+
+
+def _limit(images: int, dim: int) -> dict[str, Any]:
+    """What a rank is at most, and whether more images would let it be more."""
+    return {"rank_limit": min(images, dim), "limited_by_images": images < dim}

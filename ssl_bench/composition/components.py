@@ -16,7 +16,7 @@ from functools import cache
 from importlib import import_module, metadata
 from typing import Any
 
-from ssl_bench.composition.fields import described, require, shown
+from ssl_bench.composition.fields import described, require, shown, takes_one_as_list
 from ssl_bench.errors import BrokenFile, ConfigurationError
 from ssl_bench.system.imports import PACKAGES, broken_file
 
@@ -47,6 +47,11 @@ def constructed(value: Any, key: str) -> Any:
     if TARGET not in parts:
         return parts
     kind = component_class(parts.pop(TARGET), _joined(key, TARGET))
+    parts |= {
+        item.name: [parts[item.name]]
+        for item in fields(kind)
+        if item.name in parts and takes_one_as_list(item.type, parts[item.name])
+    }
     _check_arguments(kind, parts, key)
     return kind(**parts)
 

@@ -148,6 +148,15 @@ def shown(value: Any) -> str:
     return words[value] if value is None or value is True or value is False else _SHORT.repr(value)
 
 
+def takes_one_as_list(kind: Any, value: Any) -> bool:
+    """Whether a value is a legal entry of a list of numbers of any length, and no list itself."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return not _is_a(kind, value) and any(takes_one_as_list(part, value) for part in parts)
+    is_list = isinstance(origin, type) and issubclass(origin, Sequence)
+    return is_list and isinstance(value, int | float) and _is_a(parts[0], value)
+
+
 def described(kind: Any) -> str:
     """A kind in the words of an error message."""
     if kind in _WORDS:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation.passed import Passed
 from ssl_bench.layers import AskedFacets
 from ssl_bench.models import Encoder, EncoderIdentity
@@ -64,6 +65,7 @@ class Score:
 
     Attributes:
         unit: "%", or nothing for a plain number.
+        details: What else a record says; "undefined" is why the value is NaN, which tables print.
         per_image: What each image contributes, in the same order for all blocks, facets and
             encoders; pairs images when two scores are compared.
     """
@@ -123,7 +125,19 @@ class Probe:
         return None
 
     def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
-        """Nothing where it has an answer for the blocks of an encoder, else raise UnfitEncoder."""
+        """Refuse an encoder for whose blocks there is no answer.
+
+        Raises:
+            UnfitEncoder: a facet is of [CLS], which the encoder has not.
+        """
+        facets = self.asked_facets.names if self.asked_facets else ()
+        if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(facets):
+            raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
+
+    def fitted_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
+        """Itself, with values that the images of a dataset allow in fields that nobody typed."""
+        del dataset, typed
+        return self
 
     def split(self, dataset: Dataset) -> ImageSet:
         """The images that are scored."""

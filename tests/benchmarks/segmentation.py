@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from probes.features.neighbours import NeighbourSearch
 from probes.heads.losses import HistogramLoss, PixelLoss, UpsampledLoss
 from probes.heads.optimizers import HeadAdamW
 from probes.heads.sgd import ParallelHeads, Standardization
+from probes.retrieval import NeighbourSearch
 from probes.segmentation import HALF_DECADES
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext

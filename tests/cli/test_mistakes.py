@@ -143,8 +143,6 @@ def test_all_goes_on_where_a_task_does_not_fit_and_an_asked_one_ends_the_command
     assert main([*words, "all"]) == 0
     said = capsys.readouterr().err
     assert main([*words, "knn"]) == 2
-    assert "ask for it alone: --task knn probe.neighbours=[6]" in capsys.readouterr().err
-    assert main([*words, "knn", "probe.neighbours=[6]"]) == 2
     assert "take probe.facet=patch_mean" in capsys.readouterr().err
 
     left = {line.split()[2].rstrip(":") for line in said.splitlines() if "left out: " in line}

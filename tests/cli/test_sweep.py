@@ -69,8 +69,7 @@ def test_the_plan_counts_finished_cells_as_probe_left_them(place, capsys):
     assert planned(capsys, *PHOTOS, "--checkpoint", "runs/*")["pending"] == 4
 
 
-@pytest.mark.slow
-def test_every_task_that_fits_is_planned(place, capsys):
+def test_a_plan_of_every_task_has_those_that_fit(place, capsys):
     asked = ["--task", "all", "--dataset", "toy", "--checkpoint", "runs/one"]
     asked += ["dataset.num_train=2", "dataset.num_val=2", f"dataset.cache={place}/toy"]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.features.neighbours import NeighbourSearch
+from probes.retrieval import NeighbourSearch
 from ssl_bench import neighbours
 from ssl_bench.errors import MachineError
 from ssl_bench.neighbours import faiss_nearest, nearest, nearest_vectors, takes_faiss

@@ -9,9 +9,9 @@ from probes.conditioning.probe import Conditioning
 from probes.correspondence.probe import Correspondence
 from probes.discovery.probe import ObjectDiscovery
 from probes.geometry.probe import Geometry
-from probes.knn.probe import KNN
+from probes.knn import KNN
 from probes.pca import PCA
-from probes.retrieval.probe import Retrieval
+from probes.retrieval import Retrieval
 from probes.segmentation import Segmentation
 from probes.tokencut.probe import TokenCut
 from ssl_bench.composition.choices import choices

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from probes.pca import PCA, features_of
-from probes.retrieval.probe import Retrieval
+from probes.retrieval import Retrieval
 from probes.tokencut.extraction import extracted
 from probes.tokencut.options import PatchGrid
 from probes.tokencut.probe import TokenCut

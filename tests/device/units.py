@@ -24,7 +24,7 @@ from probes.features.stream import batches
 from probes.heads.kept import KeptState
 from probes.heads.lbfgs import minimise
 from probes.pca import PCA, features_of
-from probes.retrieval.probe import Retrieval
+from probes.retrieval import Retrieval
 from probes.segmentation import Segmentation
 from probes.tokencut.extraction import extracted
 from probes.tokencut.options import PatchGrid

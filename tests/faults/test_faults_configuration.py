@@ -76,7 +76,7 @@ def run(words, place, *python, **options) -> subprocess.CompletedProcess[str]:
         "probe._target_=subprocess.call",
         "++probe._target_=os.system",
         "probe._target_=ssl_bench.system.files.os.remove",
-        "probe._target_=probes.knn.probe.KNN",
+        "probe._target_=probes.knn.KNN",
         "+probe._partial_=true",
         "probe._args_=[left]",
         "probe._convert_=none",
@@ -110,7 +110,7 @@ def test_fault_69_no_override_says_what_is_built(place, capsys, override):
         *(
             "ssl_bench.system.files.os",
             "ssl_bench.cli.__main__.main",
-            "probes.knn.run.torch.load",
+            "probes.features.image.torch.load",
             "pretrain..x",
         ),
         *("ssl_bench.errors.ConfigurationError", "probes.pca.Path", "ssl_bench.nothing.X"),

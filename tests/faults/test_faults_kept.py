@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.knn.probe import KNN
+from probes.knn import KNN
 from probes.tokencut.probe import TokenCut
 from ssl_bench.data.files.digests import DigestCache, FileState
 from ssl_bench.data.layouts.coco20k import read_boxes

@@ -20,7 +20,7 @@ from pretrain.runtime.folder import ENCODER, LOG
 from pretrain.runtime.state import load_state
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
-from probes.knn.probe import KNN
+from probes.knn import KNN
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders

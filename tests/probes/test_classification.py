@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from probes.classification.probe import LinearClassification
-from probes.classification.training import Momentum
+from probes.classification.probe import LinearClassification, Momentum
 from probes.features.image import ImagePass
 from probes.features.split import TrainingSplit
 from probes.features.tiers import FeaturesInMemory
@@ -25,7 +24,7 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
-from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
 from tests.support.coloured_classes import coloured_classes
@@ -135,7 +134,6 @@ def test_colours_are_told_apart_in_every_block_and_every_asked_cell_is_scored(ro
     probe = classification(QUICK, facet=["patch_mean", "cls", "cls_patch_mean"])
     found = list(probe.run(context(ClassFolders(root))))
 
-    assert isinstance(probe, Probe)
     assert sorted((s.layer, s.facet, s.metric) for s in found) == sorted(probe.cells([0, 2]))
     assert all(s.value == 100 for s in found if s.metric == "top1_oracle")
     right = [s for s in found if s.value == 100]
@@ -324,7 +322,7 @@ def test_the_images_that_choose_are_not_fitted_until_they_have_chosen():
 
 def test_a_rate_that_makes_a_head_diverge_is_never_right_and_never_chosen(monkeypatch):
     # No legal rate is so large that five epochs are enough.
-    monkeypatch.setattr("probes.classification.training.check_fields", lambda *_: None)
+    monkeypatch.setattr("probes.classification.probe.check_fields", lambda *_: None)
     training = Momentum(learning_rates=[0.1, 1e38], epochs=5)
     probe = replace(classification(QUICK), training=training)
     found = {(s.layer, s.facet, s.metric): s for s in probe.run(context(greys()))}
@@ -368,7 +366,8 @@ def test_an_encoder_without_a_class_token_has_its_mean_patch():
     without = replace(encoder(), num_prefix_tokens=0)
     for facet in ("cls", "cls_patch_mean"):
         with pytest.raises(ConfigurationError, match=r"no \[CLS\] token; take probe.facet=patch"):
-            scores(greys(), within={"encoder": without}, facet=facet)
+            classification(QUICK, facet=facet).require_fitting(without)
+    classification(QUICK, facet="patch_mean").require_fitting(without)
 
 
 @pytest.mark.parametrize(

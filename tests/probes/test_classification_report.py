@@ -8,14 +8,15 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from probes.classification.report import ClassificationReport
+from probes.classification.scores import choice_scores
+from ssl_bench.evaluation import Score
 from ssl_bench.metrics import class_rank
 
 
-def report(**changes: Any) -> ClassificationReport:
+def scores(**changes: Any) -> list[Score]:
     """Three heads and four images: 1, 2 and 2 are right; of the two held out 2, 1 and 0."""
     values: dict[str, Any] = {
-        "layer": 4, "facet": "cls", "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),
+        "hyperparameter": "c_value", "values": (0.1, 1.0, 10.0),
         "num_classes": 7,
         "ranks": torch.tensor([[0, 4, 5, 6], [0, 0, 5, 4], [0, 0, 2, 1]]),
         "held_out": torch.tensor([[0, 0], [0, 3], [1, 1]]),
@@ -24,11 +25,11 @@ def report(**changes: Any) -> ClassificationReport:
     given = {**values, **changes}
     # Three of four images are of one class.
     labels = torch.arange(given["ranks"].shape[1]) // 3
-    return ClassificationReport(**given, labels=labels)
+    return list(choice_scores((4, "cls"), **given, labels=labels))
 
 
 def test_held_out_images_choose_the_rate_and_beside_it_stands_the_best_of_the_scored_ones():
-    found = {score.metric: score for score in report().scores()}
+    found = {score.metric: score for score in scores()}
 
     values = {metric: (score.value, score.details["c_value"]) for metric, score in found.items()}
     assert [s.details["baseline"]["value"] for s in found.values()] == [75.0, 100.0] * 2
@@ -46,44 +47,32 @@ def test_held_out_images_choose_the_rate_and_beside_it_stands_the_best_of_the_sc
 
 
 def test_without_held_out_images_there_is_the_oracle_alone():
-    assert [s.metric for s in report(held_out=None).scores()] == ["top1_oracle", "top5_oracle"]
+    assert [s.metric for s in scores(held_out=None)] == ["top1_oracle", "top5_oracle"]
 
 
 def test_an_interval_is_that_of_a_share_of_the_scored_images():
     hits = np.random.default_rng(0).integers(0, 2, 301)
     ranks = torch.from_numpy(1 - hits)[None]
-    score = next(report(values=(1.0,), ranks=ranks, held_out=None).scores())
+    score = scores(values=(1.0,), ranks=ranks, held_out=None)[0]
 
     exact = binomtest(int(hits.sum()), 301).proportion_ci()
     assert score.ci95 == pytest.approx((100 * exact.low, 100 * exact.high))
     assert score.num_images == 301
 
 
-def test_a_top_five_of_fewer_classes_is_no_number():
-    ranks = torch.tensor([[0, 1, 2, 0]])
-    found = {
-        s.metric: s
-        for s in report(num_classes=4, ranks=ranks, values=(1.0,), held_out=None).scores()
-    }
-
-    top5 = found["top5_oracle"]
-    assert (math.isnan(top5.value), top5.ci95) == (True, None)
-    assert found["top1_oracle"].value == 50.0
-
-
 def test_what_to_be_wary_of_is_said():
-    warnings = [score.details["warnings"] for score in report().scores()]
+    warnings = [score.details["warnings"] for score in scores()]
     assert warnings[0] == ["the chosen c value 0.1 is at the edge of its grid"]
     assert warnings[2] == []
-    last = report(held_out=torch.tensor([[1], [1], [0]]))
-    (edge,) = next(last.scores()).details["warnings"]
+    last = scores(held_out=torch.tensor([[1], [1], [0]]))
+    (edge,) = last[0].details["warnings"]
     assert edge == "the chosen c value 10 is at the edge of its grid"
 
     ranks = torch.tensor([[0, 1], [0, 0], [7, 7]])
-    spoilt = report(
+    spoilt = scores(
         ranks=ranks, held_out=None, missing=2, constant=1.0, hyperparameter="learning_rate"
     )
-    assert next(spoilt.scores()).details["warnings"] == [
+    assert spoilt[0].details["warnings"] == [
         "heads diverged: learning rate 10",
         "2 of 7 classes have no training image",
         "degenerate: all training images have the same features",

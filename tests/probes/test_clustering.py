@@ -363,5 +363,5 @@ def test_what_cannot_be_clustered_is_refused(colours):
     with pytest.raises(ConfigurationError, match="clusters_per_class expects one value or more"):
         configured(Clustering, clusters_per_class=[])
     mixer = ConvMixerConfig(image_size=16, patch_size=8, dim=12, depth=2, kernel_size=3)
-    with pytest.raises(UnfitEncoder, match=r"take probe\.facet=patch_mean"):
+    with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token"):
         scores(colours, build_encoder(mixer, seed=0), facet="cls")

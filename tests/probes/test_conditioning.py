@@ -13,8 +13,10 @@ from PIL import Image
 
 from probes.conditioning.cka import linear_cka
 from probes.conditioning.decomposition import decompose_block
-from probes.conditioning.probe import CELLS, Conditioning
+from probes.conditioning.probe import Conditioning
+from probes.conditioning.scores import CELLS
 from probes.spectra import mean_cosine
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Evaluation
@@ -154,6 +156,17 @@ def test_spectra_are_those_of_the_matrices_of_the_encoder_itself(photographs, tm
         assert arrays["block00_attention_matrix"].shape == (1, 2, 5)
         np.testing.assert_allclose(arrays["block01_mlp"].shape, (1, 1, 5))
     assert np.load(pictures / FILES[2]).shape == (3, 3)
+
+
+def test_the_input_of_the_cka_matrix_is_the_patch_embedding_whatever_blocks_are_asked(place):
+    words = ["probe", "--task", "conditioning", "--checkpoint", "encoder.safetensors"]
+    words += ["--dataset", "folder", "--data-root", "photos"]
+    for out, layers in (("all", "all"), ("last", "1")):
+        more = ["--layer", layers, "--out", out, "probe.image_size=32"]
+        assert main([*words, *more]) == 0
+
+    (every,), (last,) = (list(Path(out).rglob("*-cka.npy")) for out in ("all", "last"))
+    np.testing.assert_array_equal(np.load(last), np.load(every)[[0, 2]][:, [0, 2]])
 
 
 def test_a_silent_attention_is_infinite_in_records_and_tables(photographs, tmp_path):

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from probes.features.moments import Moments
-from probes.geometry.passes import GeometryPasses, Roles
-from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry
-from probes.geometry.spectra import rankme
+from probes.geometry.estimates import rankme
+from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry, Passes, Roles
+from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
@@ -27,6 +27,7 @@ from ssl_bench.models import (
 from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress
 from tests.support.configured import configured
+from tests.support.faults import probing
 
 SMALL: dict[str, Any] = {"view_images": 3, "views": 2, "num_workers": 1}
 FEW = ("cls", "patch_mean")
@@ -172,15 +173,15 @@ def test_large_images_pass_a_cpu_in_batches_that_let_progress_be_seen(photograph
 
 
 def test_views_hang_on_the_seed_and_lie_in_the_image(photographs):
-    passes = [GeometryPasses(Geometry(**SMALL), context(photographs, seed=seed)) for seed in (0, 1)]
-    roles = Roles.draw(7, Geometry(**SMALL), 0)
-    images = photographs.images()
-    one, same, other = (passes[n].views(images, roles)[1, "cls"] for n in (0, 0, 1))
+    probe, images = Geometry(**SMALL), photographs.images()
+    roles = Roles.draw(7, probe, 0)
+    passes = [Passes(probe, context(photographs, seed=s), images, roles) for s in (0, 1)]
+    one, same, other = (passes[n].views()[1, "cls"] for n in (0, 0, 1))
 
     assert one.shape == (3, 2, 12)
     assert torch.equal(one, same)
     assert not torch.isclose(one, other).all()
-    crops = passes[0]._crops()(images[0])
+    crops = passes[0].crops()(images[0])
     assert crops.shape == (2, 3, 32, 32)
     assert 0 <= crops.min() < crops.max() <= 1
 
@@ -204,11 +205,27 @@ def test_what_an_encoder_does_not_have_is_no_number(photographs):
 
     mixer = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     model = build_encoder(mixer, seed=0)
-    with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token; take probe.facet=patch_mean"):
+    with pytest.raises(UnfitEncoder, match=r"no \[CLS\] token"):
         values(photographs, model)
     found = values(photographs, model, facet="patch_mean")
     assert math.isnan(found[1, "token", "cls_patch_cosine"])
     assert found[1, "patch_mean", "rankme"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "why"),
+    [
+        ("register_patch_cosine", "the encoder has no registers"),
+        ("alpha_req", "fewer than two eigenvalues above zero within probe.alpha_ranks"),
+    ],
+)
+def test_tables_say_why_a_score_is_no_number(place, capsys, metric, why):
+    assert main(probing("geometry", "folder", place / "photos")) == 0
+    capsys.readouterr()
+
+    assert main(["table", "--metric", metric]) == 0
+
+    assert f"no number of block 1: {why}" in capsys.readouterr().out
 
 
 def test_registers_lie_between_cls_and_the_patches():

@@ -8,10 +8,18 @@ import sklearn.linear_model
 import torch
 
 from probes.features.moments import Moments
+from probes.geometry.estimates import (
+    RANKME_EPS,
+    alignment,
+    alpha_req,
+    lidar,
+    outlier_share,
+    patch_cosine,
+    rankme,
+    spread_rank,
+    uniformity,
+)
 from probes.geometry.positions import PENALTIES, PositionFit, PositionSums, centred_places
-from probes.geometry.similarity import alignment, uniformity
-from probes.geometry.spectra import RANKME_EPS, alpha_req, lidar, rankme, spread_rank
-from probes.geometry.tokens import outlier_share, patch_cosine
 from tests.support.matrices import normal, rotation
 
 CROSS = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]).double()
@@ -181,7 +189,7 @@ def test_alignment_and_uniformity_counted_by_hand():
 
 
 def test_uniformity_without_an_image_is_that_of_the_others(monkeypatch):
-    monkeypatch.setattr("probes.geometry.similarity._AT_ONCE", 4)
+    monkeypatch.setattr("probes.geometry.estimates._AT_ONCE", 4)
     vectors = normal(11, 3)
     left = uniformity(vectors).without
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,22 +11,30 @@ from PIL import Image
 from torchvision import transforms
 
 from probes.features.image import ImagePass
-from probes.knn.probe import KNN
+from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.evaluation import Probe, ProbeContext
+from ssl_bench.evaluation import ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.metrics import LabelledFeatures, knn_ranks, vote_rank
-from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
+from ssl_bench.models import (
+    ConvMixerConfig,
+    Encoder,
+    ViTConfig,
+    build_encoder,
+    build_vit,
+    encoder_from_model,
+    save_encoder,
+)
 from ssl_bench.neighbours import nearest
 from ssl_bench.planning import plan_probes
 from ssl_bench.system.progress import show_progress
 from tests.support.coloured_classes import coloured_classes
 from tests.support.configured import configured
-from tests.support.faults import class_folders, probing, records
+from tests.support.faults import class_folders, encoder_file, fails, probing, records
 
 
 def unit(*degrees):
@@ -181,10 +190,9 @@ def test_every_asked_cell_is_scored_from_features_after_the_final_norm(context, 
         assert options["engine"] == "torch"
         return knn_ranks(queries, bank, **options)
 
-    monkeypatch.setattr("probes.knn.run.knn_ranks", heard)
+    monkeypatch.setattr("probes.knn.knn_ranks", heard)
     found = scores(probe, context)
 
-    assert isinstance(probe, Probe)
     assert sorted(found) == sorted(probe.cells([0, 2]))
     train, val = context.dataset.train(), context.dataset.val()
     places = [(layer, facet) for layer in (0, 2) for facet in ("cls", "patch_mean")]
@@ -242,30 +250,6 @@ def test_little_memory_takes_more_passes_and_gives_the_same(context, monkeypatch
     assert {c: s.value for c, s in parts.items()} == {c: s.value for c, s in whole.items()}
 
 
-def test_the_encoder_sees_every_image_once_for_all_blocks(context, encoder, monkeypatch):
-    seen = []
-    handle = encoder.module.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
-
-    scores(KNN(neighbours=(3, 10), facet=["cls", "patch_mean"], batch_size=7), context)
-
-    handle.remove()
-    assert sum(seen) == 30 + 12
-
-
-def test_five_classes_are_needed_for_a_top_five(context, root, tmp_path):
-    for split in ("train", "val"):
-        (tmp_path / split).mkdir()
-        for number in range(2):
-            (tmp_path / split / f"c{number}").symlink_to(root / split / f"class{number}")
-    two = ProbeContext(**{**vars(context), "dataset": ClassFolders(tmp_path)})
-
-    found = scores(KNN(neighbours=[3]), two)
-
-    score = found[0, "cls", "top5_k3"]
-    assert (math.isnan(score.value), score.ci95) == (True, None)
-    assert found[0, "cls", "top1_k3"].value >= 50
-
-
 @pytest.mark.parametrize(
     ("words", "size", "changed"),
     [
@@ -292,6 +276,70 @@ def test_more_neighbours_than_images_are_refused(context):
         scores(KNN(), context)
     with pytest.raises(ConfigurationError, match=r"at most the 8 images"):
         scores(KNN(neighbours=[9], train_images=8), context)
+
+
+def test_neighbours_that_nobody_typed_are_those_that_there_are_images_for(place, capsys):
+    class_folders(place, count=6)
+    asked = probing("knn", "class_folders", place)
+    words = [word for word in asked if not word.startswith("probe.")]
+
+    assert main(words) == 0
+    assert "knn: probe.neighbours=[10], as there are no more images" in capsys.readouterr().err
+    assert main([*words, "--dry-run"]) == 0
+    assert "2 finished, 0 pending" in capsys.readouterr().out
+    assert main([*words, "probe.train_images=4"]) == 0
+    assert main([*words, "probe.neighbours=13"]) == 2
+
+    assert {(r.metric, tuple(r.changed["neighbours"])) for r in records()} == {
+        *((f"top{top}_k10", (10,)) for top in (1, 5)),
+        *((f"top{top}_k4", (4,)) for top in (1, 5)),
+    }
+
+
+def test_a_number_alone_is_a_list_of_one(place):
+    class_folders(place)
+
+    for words in (["probe.neighbours=2"], ["probe.neighbours=[2]"]):
+        assert main(probing("knn", "class_folders", place, *words)) == 0
+        assert {record.settings["neighbours"] == [2] for record in records()} == {True}
+    assert len(records()) == 2
+
+
+@pytest.mark.parametrize("task", ["knn", "geometry", "classification"])
+def test_of_an_encoder_without_cls_nothing_stays_pending(place, capsys, task):
+    config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
+    encoder_file(place / "vit.safetensors")
+    save_encoder(place / "encoder.safetensors", build_encoder(config, seed=0), {})
+    class_folders(place)
+    words = probing(task, "class_folders", place)
+
+    for more in ([], ["--dry-run"]):
+        assert "no [CLS] token; take probe.facet=patch_mean" in fails(capsys, [*words, *more], 2)
+    sweep = ["sweep", *words[1:], "--checkpoint", "vit.safetensors", "--dry-run"]
+    assert main(sweep) == 0
+    assert f"left out: {task} on class_folders: encoder has no [CLS]" in capsys.readouterr().err
+    assert main([*words, "probe.facet=patch_mean"]) == 0
+    capsys.readouterr()
+    assert main([*words, "probe.facet=patch_mean", "--dry-run"]) == 0
+    assert ", 0 pending" in capsys.readouterr().out
+
+
+def test_a_top_five_of_fewer_classes_is_no_number_and_tables_and_report_say_why(place, capsys):
+    class_folders(place)
+    assert main(probing("knn", "class_folders", place)) == 0
+    for record in records():
+        is_top5 = record.metric.startswith("top5")
+        assert (math.isnan(record.value), record.ci95 is None) == (is_top5, is_top5)
+    capsys.readouterr()
+
+    for style in ("text", "markdown"):
+        assert main(["table", "--metric", "top5_k1", "--format", style]) == 0
+        assert "no number of block 1: fewer than 5 classes" in capsys.readouterr().out
+    assert main(["report"]) == 0
+    assert (
+        "no number of block 1: fewer than 5 classes"
+        in Path("results/report/index.html").read_text()
+    )
 
 
 def test_features_that_are_equal_are_flagged_and_those_not_finite_refused(context):

@@ -9,11 +9,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from probes.conditioning.decomposition import decompose_block
-from probes.conditioning.matrices import log_condition_numbers
-from probes.conditioning.passes import BlockPass
-from probes.conditioning.probe import MEAN_LOG, Conditioning
-from probes.conditioning.scores import mean_log_scores
+from probes.conditioning.decomposition import BlockPass, decompose_block
+from probes.conditioning.probe import Conditioning
+from probes.conditioning.scores import MEAN_LOG, log_condition_numbers, mean_log_scores
 from ssl_bench.models import build_vit
 from ssl_bench.models.graying import TokenGraying
 from tests.probes.test_conditioning import (  # noqa: F401 - photographs is a fixture

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torchvision import transforms
 
-from probes.knn.probe import KNN
+from probes.knn import KNN
 from ssl_bench.data.corrupted import CorruptedDataset
 from ssl_bench.data.corruptions import Corruption
 from ssl_bench.data.layouts.class_folders import ClassFolders

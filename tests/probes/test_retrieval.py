@@ -5,14 +5,17 @@ import numpy as np
 import pytest
 import torch
 
-from probes.features.neighbours import NeighbourSearch
 from probes.features.views import WholeImage, nearest_labels
-from probes.retrieval.probe import Retrieval
-from probes.retrieval.remembered import is_labelled, remembered
-from probes.retrieval.run import RetrievalRun, chosen_patches, patch_votes
+from probes.retrieval import (
+    NeighbourSearch,
+    Retrieval,
+    chosen_patches,
+    is_labelled,
+    patch_votes,
+    remembered,
+)
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.evaluation import Probe
 from tests.support.colours import ColourDataset, Counter, probe_context, tiny_encoder
 from tests.support.configured import configured
 
@@ -27,7 +30,6 @@ def test_colours_are_retrieved_almost_without_error(tmp_path):
     probe, context = _probe(), probe_context(tmp_path)
     scores = list(probe.run(context))
     assert [(s.layer, s.facet, s.metric) for s in scores] == probe.cells(context.layers)
-    assert isinstance(probe, Probe)
     assert {s.metric: s.value for s in scores if s.layer == 3}["miou"] > 80
     for score in scores:
         # Where all images are perfect, they do not tell how others might be.
@@ -132,17 +134,17 @@ def test_a_protocol_is_a_file_that_names_itself_and_its_guesses(protocol):
 
 def test_what_is_remembered_are_features_and_label_shares_of_the_chosen_patches(tmp_path):
     context = probe_context(tmp_path)
-    training_pass = RetrievalRun(_probe(image_size=40, batch_size=3), context).training_pass()
+    training_pass = _probe(image_size=40, batch_size=3).training_pass(context)
     chosen = torch.tensor([3, 7, 24, 5 * 25 + 2, 16 * 25, 17 * 25 + 24])
-    found = remembered(training_pass, [3, 1], chosen, classes=4)
+    remembered_features, shares = remembered(training_pass, [3, 1], chosen, classes=4)
     for number, place in enumerate(chosen.tolist()):
         index, patch = divmod(place, 25)
         image, mask = WholeImage(1).view(training_pass.images[index], 0, 40)
         features = training_pass.extractor(image[None])
         for at, layer in enumerate((3, 1)):
             expected = features[layer]["token"][0].flatten(0, 1)[patch].half()
-            assert torch.equal(found.features[at, number], expected)
+            assert torch.equal(remembered_features[at, number], expected)
         row, col = 8 * (patch // 5), 8 * (patch % 5)
         labels = nearest_labels(mask, 40, 40)[row : row + 8, col : col + 8].flatten()
         counts = torch.bincount(labels.long(), minlength=256)[:4].float()
-        assert torch.equal(found.shares[number], counts / counts.sum())
+        assert torch.equal(shares[number], counts / counts.sum())

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from probes.classification.probe import LinearClassification
-from probes.features.draws import Shots, over_draws
-from probes.knn.probe import KNN
+from probes.features.shots import Shots, over_draws
+from probes.knn import KNN
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.layouts.class_folders import ClassFolders

@@ -42,6 +42,7 @@ class EncoderIdentity:
     native_size: tuple[int, int]
     num_heads: int | None
     is_staged: bool
+    has_cls: bool
     any_size: bool = True
     instead: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,7 +78,8 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
         patch_size=strides[0] if strides else config.patch_size,
         native_size=(config.image_size, config.image_size),
         num_heads=None if strides else config.num_heads,
-        is_staged=len(set(strides)) > 1,
+        is_staged=(is_staged := len(set(strides)) > 1),
+        has_cls=not is_staged and config.num_prefix_tokens > config.num_registers,
     )
 
 

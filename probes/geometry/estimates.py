@@ -1,17 +1,22 @@
-"""What the spectrum of many feature vectors says: RankMe, alpha-ReQ, LiDAR, effective rank."""
+"""What many vectors or the patches of one image say: ranks and spectra, likeness, long tokens."""
 
 import math
 
+import numpy as np
 import torch
-from jaxtyping import Float64
+import torch.nn.functional as F
+from jaxtyping import Float, Float64
 from torch import Tensor
 
 from probes.features.moments import Moments
 from probes.spectra import effective_rank
+from ssl_bench.intervals import Jackknife
 
 RANKME_EPS = 1e-7
 # Features that are equal but for the rounding of float32 count as constant.
 _CONSTANT = 1e-12
+# Vectors whose distances to all others are in memory at once.
+_AT_ONCE = 1024
 
 
 def is_constant(moments: Moments) -> bool:
@@ -83,10 +88,8 @@ def alpha_req(moments: Moments, ranks: tuple[int, int]) -> tuple[float, tuple[in
     shares = (1 / rank) / (1 / rank).sum()
     across = -rank.log()
     across, heights = across - (shares * across).sum(), heights - (shares * heights).sum()
-    return float((shares * across * heights).sum() / (shares * across.square()).sum()), (
-        first,
-        last,
-    )
+    slope = (shares * across * heights).sum() / (shares * across.square()).sum()
+    return float(slope), (first, last)
 
 
 def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
@@ -116,3 +119,65 @@ def lidar(views: Float64[Tensor, "images views dim"], *, delta: float) -> float:
 def _variances(moments: Moments) -> Float64[Tensor, " values"]:
     covariance = moments.covariance
     return eigenvalues(covariance, max(1, min(moments.count - 1, len(covariance))))
+
+
+def alignment(views: Float64[Tensor, "images views dim"]) -> Float64[np.ndarray, " images"]:
+    """Of each image the mean squared distance of two views, at unit length, in [0, 4].
+
+    NaN where a view is a zero vector, which has no direction.
+
+    Source: Wang and Isola, "Understanding Contrastive Representation Learning", 2020.
+    """
+    unit, times = _unit(views), views.shape[1]
+    # Distances of all pairs add up to views^2 minus the squared length of the sum.
+    total = times**2 - unit.sum(1).square().sum(1)
+    return (total / (times * (times - 1) / 2)).clamp(min=0.0).cpu().numpy()
+
+
+def uniformity(vectors: Float64[Tensor, "images dim"]) -> Jackknife:
+    """The logarithm of the mean of exp(-2 distance^2) over pairs of unit vectors, in [-8, 0].
+
+    0 where all have one direction, and lower the more evenly they are spread. NaN for fewer than
+    two images, and where one is a zero vector. Costs images^2 * dim.
+
+    Source: Wang and Isola, 2020, https://github.com/ssnl/align_uniform/tree/78ccdb19.
+    """
+    unit, count = _unit(vectors), len(vectors)
+    sums = [
+        torch.exp(4 * (some @ unit.T) - 4).sum(1) - torch.exp(4 * some.square().sum(1) - 4)
+        for some in unit.split(_AT_ONCE)
+    ]
+    by_image = torch.cat(sums).cpu().numpy()
+    total, pairs, fewer = by_image.sum(), count * (count - 1), (count - 1) * (count - 2)
+    value = float(np.log(total / pairs)) if pairs else math.nan
+    left = np.log((total - 2 * by_image) / fewer) if fewer else np.full(count, value)
+    return Jackknife(value, left)
+
+
+def _unit(vectors: Float64[Tensor, "*some dim"]) -> Float64[Tensor, "*some dim"]:
+    """Of length 1, or NaN."""
+    length = vectors.norm(dim=-1, keepdim=True)
+    return torch.where(length > 0, F.normalize(vectors, dim=-1, eps=1e-300), math.nan)
+
+
+def outlier_share(
+    patches: Float[Tensor, "images rows cols dim"], factor: float
+) -> Float[Tensor, " images"]:
+    """Of each image the percent of patches longer than `factor` times its median length.
+
+    Of an even number of patches the median is the mean of the two in the middle.
+    """
+    lengths = patches.norm(dim=-1).flatten(1).sort(1).values
+    count = lengths.shape[1]
+    median = (lengths[:, (count - 1) // 2] + lengths[:, count // 2]) / 2
+    return 100 * (lengths > factor * median[:, None]).float().mean(1)
+
+
+def patch_cosine(
+    tokens: Float[Tensor, "images tokens dim"], patches: Float[Tensor, "images rows cols dim"]
+) -> Float[Tensor, " images"]:
+    """Of each image the mean cosine of these tokens with all patches; 0 with a zero token."""
+    # A mean of products of unit vectors is the product of their means.
+    ours = F.normalize(tokens, dim=-1).mean(1)
+    theirs = F.normalize(patches.flatten(1, 2), dim=-1).mean(1)
+    return (ours * theirs).sum(-1)

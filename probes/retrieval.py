@@ -1,0 +1,344 @@
+"""Dense retrieval: label the patches of an image by those of the training set most like them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Float16, Int64, UInt8
+from torch import Tensor
+
+from probes.features.labels import label_histograms
+from probes.features.sources import asked_patches
+from probes.features.split import TrainingSplit
+from probes.features.stream import batches, check, extract, read_ahead
+from probes.features.tiers import TrainingPass
+from probes.features.views import ResizedCrops, WholeImage
+from probes.heads.scored_images import SquashedScoring
+from probes.heads.scores import HeadScores, ImageCounts
+from ssl_bench.composition.fields import (
+    Count,
+    Engine,
+    Pixels,
+    PositiveOrZero,
+    Temperature,
+    Threads,
+    check_fields,
+)
+from ssl_bench.composition.presets import guesses_of
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.features import FeatureExtractor
+from ssl_bench.intervals import few_images_warning
+from ssl_bench.layers import AskedFacets, Facet
+from ssl_bench.metrics import class_counts
+from ssl_bench.neighbours import faiss_nearest, takes_faiss
+from ssl_bench.scores import ABSENT_CLASS_POLICY, IGNORED
+from ssl_bench.system.transfers import fetched, sent
+
+METRICS = ("miou", "pixel_accuracy")
+# Similarities that are in GPU memory at once.
+_SIMILARITIES = 2**28
+_CONSTANT = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class NeighbourSearch:
+    """A memory of unit vectors, all of which a query is compared with: nothing is approximate.
+
+    The engines differ in the last bit of a similarity, and so in the order of what is nearer by
+    less than that; of equally near vectors either takes any.
+    """
+
+    memory: Float[Tensor, "memory dim"]
+    engine: Engine = "auto"
+
+    @classmethod
+    def of(
+        cls, features: Float[Tensor, "memory dim"], engine: Engine = "auto"
+    ) -> "NeighbourSearch":
+        return cls(F.normalize(features.float(), dim=1), engine)
+
+    def is_constant(self) -> bool:
+        """Whether all vectors are the same, so that any of them may be called the nearest."""
+        return bool((self.memory - self.memory[0]).abs().max() < _CONSTANT)
+
+    def nearest(
+        self, queries: Float[Tensor, "queries dim"], count: int
+    ) -> tuple[Float[Tensor, "queries count"], Int64[Tensor, "queries count"]]:
+        """Cosine similarity and index of the nearest vectors, the nearest first.
+
+        Raises:
+            MachineError: faiss is asked for on a GPU and was built without its kernels.
+        """
+        unit = F.normalize(queries.float(), dim=1)
+        if takes_faiss(unit, self.memory, self.engine):
+            return faiss_nearest(unit, self.memory, count)
+        rows = max(1, _SIMILARITIES // len(self.memory))
+        found = [(some @ self.memory.T).topk(count) for some in unit.split(rows)]
+        return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
+
+
+@dataclass(frozen=True)
+class Retrieval(Probe):
+    """Patches take the labels of their nearest neighbours; nothing is trained.
+
+    Attributes:
+        protocol: The preset these values come from; records carry it.
+        neighbours: How many patches of the memory vote for a patch.
+        temperature: Of the softmax over their cosine similarities.
+        memory_patches: Patches of the training set that are remembered, drawn with the seed.
+        facet: What of a patch is compared: token, key, query, value, attn_out, attn_skip,
+            mlp_hidden, mlp_out, or a submodule of a block.
+        norm: "final": patches after the encoder's last norm. "none": the block's output.
+        crops: "whole" or "resized" training images, as in linear segmentation.
+        batch_size: Images that pass the encoder together.
+        score_size: Masks are reduced to this size before scoring; the original size if None.
+        memory_gib: For the memories; layers that do not fit wait for another pass.
+        engine: What compares the patches, "faiss" or "torch"; by default faiss for many on a
+            CPU, and torch else.
+
+    Source: Balazevic et al., "Towards In-Context Scene Understanding",
+    https://arxiv.org/abs/2306.01667. Ignored pixels are left out of the label histograms, where
+    https://github.com/vpariza/open-hummingbird-eval counts them as class 0.
+    """
+
+    protocol: str = "ssl_bench"
+    neighbours: Count = 30
+    temperature: Temperature = 0.02
+    memory_patches: Count = 100_000
+    image_size: Pixels = 512
+    facet: str = "token"
+    norm: Literal["none", "final"] = "none"
+    crops: Literal["whole", "resized"] = "whole"
+    views: Count = 1
+    train_images: Count | None = None
+    score_size: Pixels | None = None
+    batch_size: Count = 16
+    memory_gib: PositiveOrZero = 8.0
+    num_workers: Threads = 4
+    engine: Engine = "auto"
+    guesses: Sequence[str] = ()
+
+    task = "retrieval"
+    role = "segmentation"
+    keeps_images = True
+    not_settings = (*Probe.not_settings, "memory_gib", "engine")
+
+    def __post_init__(self) -> None:
+        check_fields(self, "probe")
+        asked_patches(self.facet, self.norm)
+
+    @property
+    def asked_facets(self) -> AskedFacets:
+        return asked_patches(self.facet, self.norm)
+
+    @property
+    def scored_facet(self) -> Facet:
+        """As records have it."""
+        return self.asked_facets.names[0]
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        return [(layer, self.scored_facet, m) for layer in sorted(layers) for m in METRICS]
+
+    def training_images(self, dataset: Dataset) -> ImageSet:
+        return dataset.train()
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score all layers, as many at once as their memories fit into `memory_gib`.
+
+        Raises:
+            ConfigurationError: more neighbours are asked for than there are patches.
+            DataError: no training patch has a label.
+        """
+        images = self.split(context.dataset)
+        training_pass = self.training_pass(context)
+        candidates = labelled_patches(training_pass, context.encoder.patch_size)
+        chosen = chosen_patches(self, candidates, context.seed)
+        bytes_a_layer = 4 * len(chosen) * training_pass.extractor.width(training_pass.facet)
+        at_once = max(1, int(self.memory_gib * 2**30 / bytes_a_layer))
+        for layers in batches(training_pass.extractor.layers, at_once):
+            features, shares = remembered(training_pass, layers, chosen, len(images.class_names))
+            memory = {
+                layer: NeighbourSearch.of(of_layer.to(context.device), self.engine)
+                for layer, of_layer in zip(layers, features, strict=True)
+            }
+            counts = self._count(memory, shares.to(context.device), training_pass, images)
+            for index, layer in enumerate(layers):
+                yield from self._scores(layer, HeadScores(counts, index), images, memory[layer])
+
+    def training_pass(self, context: ProbeContext) -> TrainingPass:
+        """How training images become features and labels."""
+        images = self.training_images(context.dataset)
+        split = TrainingSplit.draw(
+            images, at_most=self.train_images, holdout=0.0, seed=context.seed
+        )
+        is_whole = self.crops == "whole"
+        return TrainingPass(
+            extractor=FeatureExtractor(
+                context.encoder,
+                layers=tuple(sorted(context.layers)),
+                facets=(self.scored_facet,),
+                device=context.device,
+                dtype=context.dtype,
+            ),
+            facet=self.scored_facet,
+            images=images,
+            indices=split.indices,
+            image_size=self.image_size,
+            views=WholeImage(self.views) if is_whole else ResizedCrops(self.views, context.seed),
+            label_size=self.image_size,
+            batch_size=self.batch_size,
+            workers=self.num_workers,
+            progress=context.progress,
+            say=context.say,
+        )
+
+    def _count(
+        self,
+        memory: Mapping[int, NeighbourSearch],
+        labels: Float[Tensor, "memory classes"],
+        training_pass: TrainingPass,
+        images: ImageSet,
+    ) -> ImageCounts:
+        """Stream the scored images once through the encoder and the memories of some layers."""
+        classes = labels.shape[1]
+        scoring = SquashedScoring(self.image_size, self.score_size)
+        per_image = ImageCounts(len(memory), 1, classes)
+        every = range(len(images))
+        items = read_ahead(images, every, scoring.prepare, workers=self.num_workers)
+        shown = training_pass.progress(items, "scored images", len(images))
+        for batch in batches(shown, self.batch_size):
+            windows = torch.cat([item.windows for item in batch])
+            ids = [item.image_id for item in batch]
+            blocks, sums = extract(training_pass.extractor, self.scored_facet, windows, ids)
+            votes = [patch_votes(self, blocks[i], search, labels) for i, search in memory.items()]
+            counts = []
+            for position, item in enumerate(batch):
+                logits = torch.stack([vote[position] for vote in votes])[None]
+                predicted = scoring.predict(logits, item)
+                target = sent(item.mask, predicted.device)
+                counts.append(class_counts(predicted, target, classes))
+            # Together, because the host waits for each fetching.
+            sums, counts = fetched([sums, torch.stack(counts)])
+            check(training_pass.extractor, sums, ids)
+            per_image.add(counts[:, :, None])
+        return per_image
+
+    def _scores(
+        self, layer: int, scores: HeadScores, images: ImageSet, search: NeighbourSearch
+    ) -> Iterator[Score]:
+        values = (scores.miou()[0], scores.accuracy(0))
+        intervals = (scores.miou_ci95(0), scores.accuracy_ci95(0))
+        iou = [None if value != value else value for value in scores.iou(0)]
+        details = {
+            "iou_by_class": dict(zip(images.class_names, iou, strict=True)),
+            "absent_classes": ABSENT_CLASS_POLICY,
+            "memory_patches": len(search.memory),
+            "constant_features": search.is_constant(),
+            "warnings": few_images_warning(len(images)),
+            "guesses": guesses_of(self, self.guesses),
+        }
+        number, counts = len(images), scores.counts(0)
+        for metric, value, interval in zip(METRICS, values, intervals, strict=True):
+            more = details | scores.baseline(metric, images.class_names).as_details()
+            yield Score(layer, self.scored_facet, metric, value, interval, number, more, counts)
+
+
+def labelled_patches(training_pass: TrainingPass, patch: int) -> Int64[Tensor, " labelled"]:
+    """Patches with a labelled pixel, counted over all entries; from one pass over the labels."""
+    side = training_pass.label_size // patch
+    entries = len(training_pass.indices) * training_pass.views.count
+    found = torch.empty(entries, side, side, dtype=torch.bool)
+
+    def look(some: Sequence[int], labels: UInt8[Tensor, "some height width"]) -> None:
+        found[list(some)] = is_labelled(labels, patch)
+
+    training_pass.read_labels(look)
+    return found.flatten().nonzero()[:, 0]
+
+
+def is_labelled(
+    labels: UInt8[Tensor, "some height width"], patch: int
+) -> Bool[Tensor, "some rows cols"]:
+    labelled = (labels != IGNORED).unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
+    return labelled.any(4).any(2)
+
+
+def chosen_patches(
+    probe: Retrieval, candidates: Int64[Tensor, " labelled"], seed: int
+) -> Int64[Tensor, " memory"]:
+    """Patches that are remembered, of those that have a label."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(candidates), generator=generator)[: probe.memory_patches]
+    if not len(candidates):
+        raise DataError("no training patch has a label; nothing can be retrieved")
+    if len(order) < probe.neighbours:
+        raise ConfigurationError(
+            f"probe.neighbours must be at most the {len(order)} patches of the memory, got "
+            f"{probe.neighbours}"
+        )
+    return candidates[order].sort().values
+
+
+def remembered(
+    training_pass: TrainingPass,
+    layers: Sequence[int],
+    chosen: Int64[Tensor, " memory"],
+    classes: int,
+) -> tuple[Float16[Tensor, "layers memory dim"], Float[Tensor, "memory classes"]]:
+    """Patches of the training set in the order of the images, in host memory.
+
+    Their features, and the shares of the classes among the labelled pixels of each. Only images
+    that have one of them are encoded.
+
+    Raises:
+        CheckpointError: a feature is not finite in float16.
+    """
+    extractor = training_pass.extractor
+    patches = (training_pass.image_size // extractor.patch_size) ** 2
+    width = extractor.width(training_pass.facet)
+    features = torch.empty(len(layers), len(chosen), width, dtype=torch.float16)
+    shares = torch.empty(len(chosen), classes)
+    by_batch = list(_by_batch(chosen, patches, training_pass.batch_size))
+    read = training_pass.stream(layers, [entries for entries, _ in by_batch], extractor.device)
+    shown = training_pass.progress(read, "remembered images", len(by_batch))
+    start = 0
+    for batch, (_, within) in zip(shown, by_batch, strict=True):
+        here = slice(start, start := start + len(within))
+        where = sent(within, extractor.device)
+        counts = (
+            label_histograms(batch.labels, extractor.patch_size, classes).flatten(1)[:, where].T
+        )
+        found = [batch.features.flatten(1, 3)[:, where], counts]
+        features[:, here], counts = fetched(found)
+        shares[here] = counts / counts.sum(1, keepdim=True)
+    return features, shares
+
+
+def _by_batch(
+    chosen: Int64[Tensor, " memory"], patches: int, batch_size: int
+) -> Iterator[tuple[Int64[Tensor, " entries"], Int64[Tensor, " some"]]]:
+    """Entries that pass the encoder together, and which patches of theirs are remembered."""
+    entries, counts = (chosen // patches).unique_consecutive(return_counts=True)
+    by_entry = (chosen % patches).split(counts.tolist())
+    for first in range(0, len(entries), batch_size):
+        some = by_entry[first : first + batch_size]
+        within = [patch + number * patches for number, patch in enumerate(some)]
+        yield entries[first : first + batch_size], torch.cat(within)
+
+
+def patch_votes(
+    probe: Retrieval,
+    features: Float[Tensor, "batch rows cols dim"],
+    search: NeighbourSearch,
+    labels: Float[Tensor, "memory classes"],
+) -> Float[Tensor, "batch rows cols classes"]:
+    """Share of each class among the labels of the nearest patches, the more alike the more."""
+    similarity, index = search.nearest(features.flatten(0, 2), probe.neighbours)
+    weights = (similarity / probe.temperature).softmax(1)
+    pieces = zip(weights.split(1024), index.split(1024), strict=True)
+    votes = [torch.bmm(near[:, None], labels[which])[:, 0] for near, which in pieces]
+    return torch.cat(votes).view(*features.shape[:3], -1)
