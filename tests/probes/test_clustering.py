@@ -330,7 +330,8 @@ def test_agreement_below_chance_is_read_and_leads_the_table(colours, tmp_path, c
 def test_the_seed_decides_where_k_means_begins():
     vectors = np.random.default_rng(0).normal(size=(80, 3))
     one, same, other = (
-        list(clustered(vectors, 9, restarts=1, seed=seed).labels_) for seed in (0, 0, 1)
+        np.asarray(clustered(vectors, 9, restarts=1, seed=seed).labels_).tolist()
+        for seed in (0, 0, 1)
     )
     assert one == same != other
 
