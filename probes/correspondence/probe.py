@@ -5,12 +5,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Float64, Int64, UInt8
+from jaxtyping import Bool, Float, Float64, UInt8
 from PIL import Image, ImageDraw
 from torch import Tensor
 
@@ -220,49 +220,71 @@ class Correspondence(Probe):
         encoded = EncodedViews(extractor, int(self.memory_gib * 2**30) if is_annotated else 0)
         order = by_category(images.ids) if is_annotated else range(len(images))
         pairs = read_ahead(images, order, prepared, workers=self.num_workers)
-        numbered = zip(order, pairs, strict=True)
-        drawn = set(sampled(images.ids, self.panels))
+        numbered = context.progress(zip(order, pairs, strict=True), self.task, len(images))
         cells = list(itertools.product(context.layers, self.facets))
-        told: dict[int, ToldByPair] = {}
-        found: dict[Cell, dict[int, FoundOfPair]] = {cell: {} for cell in cells}
-        for batch in batches(context.progress(numbered, self.task, len(images)), self.batch_size):
+        drawn, counts = set(sampled(images.ids, self.panels)), (len(images), len(self.alphas))
+        # By pair: how many points there are, and for each alpha those that are right, that lie near
+        # the middle of their own patch, and that are right where they lay in the first view.
+        points, categories = np.zeros(len(images), np.int64), [""] * len(images)
+        reachable, same_place = np.zeros(counts, np.int64), np.zeros(counts, np.int64)
+        right = {cell: np.zeros(counts, np.int64) for cell in cells}
+        # Pairs of which all patches of the second view are the same.
+        arbitrary = {cell: np.zeros(len(images), bool) for cell in cells}
+        for batch in batches(numbered, self.batch_size):
             views = {k: v for _, pair in batch for k, v in zip(pair.keys, pair.views, strict=True)}
             features = encoded.features(views)
-            points = sent(padded([pair.source for _, pair in batch]), context.device)
+            looked_for = sent(padded([pair.source for _, pair in batch]), context.device)
             tensors = list[Tensor]()
             for cell in cells:
                 source, target = (
                     torch.stack([features[pair.keys[of]][cell] for _, pair in batch])
                     for of in (0, 1)
                 )
-                tensors += self._predicted(similarities(source, target, points)), constant(target)
+                similarity = similarities(source, target, looked_for)
+                if self.prediction == "cell":
+                    places = best_cells(similarity)
+                else:
+                    places = soft_cells(similarity, sigma=self.sigma, temperature=self.temperature)
+                tensors += places, constant(target)
             # Together, because the host waits for each fetching.
             flat = fetched(tensors)
-            for cell, predicted, arbitrary in zip(cells, flat[::2], flat[1::2], strict=True):
+            for cell, places, same in zip(cells, flat[::2], flat[1::2], strict=True):
                 for row, (index, pair) in enumerate(batch):
-                    places = predicted[row, : len(pair.source)].double().numpy()
-                    right = pair.right(places, self.alphas)
-                    found[cell][index] = FoundOfPair(right.sum(1), bool(arbitrary[row]))
+                    found = places[row, : len(pair.source)].double().numpy()
+                    is_right = pair.right(found, self.alphas)
+                    right[cell][index], arbitrary[cell][index] = is_right.sum(1), bool(same[row])
                     if pair.pair_id in drawn:
-                        self._draw(cell, pair, places, right, context.artifacts)
+                        self._draw(cell, pair, found, is_right, context.artifacts)
             grid = next(iter(features.values()))[cells[0]].shape[:2]
             for index, pair in batch:
-                own = own_cells(pair.truth, grid)
-                told[index] = ToldByPair(
-                    points=len(pair.source),
-                    reachable=pair.right(own, self.alphas).sum(1),
-                    same_place=pair.right(pair.source, self.alphas).sum(1),
-                    category=pair.category,
-                )
-        numbers = sorted(told)
-        for cell, of_pairs in found.items():
-            here = [of_pairs[number] for number in numbers]
-            yield from self._scores(cell, here, [told[number] for number in numbers], size)
-
-    def _predicted(self, similarity: Float[Tensor, "batch points rows cols"]) -> Predictions:
-        if self.prediction == "cell":
-            return best_cells(similarity)
-        return soft_cells(similarity, sigma=self.sigma, temperature=self.temperature)
+                points[index], categories[index] = len(pair.source), pair.category or ""
+                reachable[index] = pair.right(own_cells(pair.truth, grid), self.alphas).sum(1)
+                same_place[index] = pair.right(pair.source, self.alphas).sum(1)
+        for (layer, facet), number in itertools.product(cells, range(len(self.alphas))):
+            of_cell = right[layer, facet][:, number]
+            shares = 100.0 * of_cell / points
+            estimate = mean_estimate(shares)
+            blind = float(np.mean(100.0 * same_place[:, number] / points))
+            details: dict[str, Any] = {
+                "points": int(points.sum()),
+                "of_all_points": 100.0 * float(of_cell.sum() / points.sum()),
+                "view_size": size,
+                "degenerate_percent": 100.0 * float(np.mean(arbitrary[layer, facet])),
+                **Baseline("same place", blind).as_details(),
+                **category_means(shares, categories),
+            }
+            if self.prediction == "cell":
+                details["reachable"] = float(np.mean(100.0 * reachable[:, number] / points))
+            yield Score(
+                layer=layer,
+                facet=facet,
+                metric=self.metrics[number],
+                value=estimate.value,
+                ci95=estimate.ci95(),
+                num_images=len(images),
+                details=details,
+                per_image=np.stack([of_cell, points], 1),
+            )
 
     def _draw(
         self,
@@ -277,71 +299,6 @@ class Correspondence(Probe):
         percent = 100 * right[shown].mean()
         title = f"block {cell[0]}, {cell[1]}: {self.metrics[shown]} {percent:.0f} %"
         draw(pair, places, right[shown], title, artifacts / self.picture(*cell, pair.pair_id))
-
-    def _scores(
-        self, cell: Cell, found: Sequence["FoundOfPair"], told: Sequence["ToldByPair"], size: int
-    ) -> Iterator[Score]:
-        right = np.stack([one.right for one in found])
-        points = np.array([one.points for one in told], np.int64)
-        reachable = np.stack([one.reachable for one in told])
-        same_place = np.stack([one.same_place for one in told])
-        arbitrary = float(np.mean([one.is_arbitrary for one in found]))
-
-        def percent(counts: Int64[np.ndarray, " pairs"]) -> float:
-            """Mean over the pairs of the points that are right."""
-            return float(np.mean(100.0 * counts / points))
-
-        for number, metric in enumerate(self.metrics):
-            shares = 100.0 * right[:, number] / points
-            estimate = mean_estimate(shares)
-            details: dict[str, Any] = {
-                "points": int(points.sum()),
-                "of_all_points": 100.0 * float(right[:, number].sum() / points.sum()),
-                "view_size": size,
-                "degenerate_percent": 100.0 * arbitrary,
-                **Baseline("same place", percent(same_place[:, number])).as_details(),
-                **category_means(shares, [one.category for one in told]),
-            }
-            if self.prediction == "cell":
-                details["reachable"] = percent(reachable[:, number])
-            yield Score(
-                layer=cell[0],
-                facet=cell[1],
-                metric=metric,
-                value=estimate.value,
-                ci95=estimate.ci95(),
-                num_images=len(found),
-                details=details,
-                per_image=np.stack([right[:, number], points], 1),
-            )
-
-
-class FoundOfPair(NamedTuple):
-    """What one block and facet found of a pair.
-
-    Attributes:
-        right: How many points were right, for each alpha.
-        is_arbitrary: Whether all patches of the second view were the same.
-    """
-
-    right: Int64[np.ndarray, " alphas"]
-    is_arbitrary: bool
-
-
-class ToldByPair(NamedTuple):
-    """What a pair tells itself.
-
-    Attributes:
-        points: How many there are.
-        reachable: How many lie near enough to the middle of their own patch, for each alpha.
-        same_place: How many are right where they lay in the first view, for each alpha.
-        category: Of an annotated pair.
-    """
-
-    points: int
-    reachable: Int64[np.ndarray, " alphas"]
-    same_place: Int64[np.ndarray, " alphas"]
-    category: str | None
 
 
 def by_category(ids: Sequence[str]) -> list[int]:
@@ -371,12 +328,12 @@ def own_cells(points: Points, grid: Sequence[int]) -> Points:
 
 
 def category_means(
-    shares: Float64[np.ndarray, " pairs"], categories: Iterable[str | None]
+    shares: Float64[np.ndarray, " pairs"], categories: Iterable[str]
 ) -> dict[str, Any]:
     """Mean over the pairs of each category, and the mean of these; nothing without categories."""
     groups: dict[str, list[float]] = defaultdict(list)
     for share, category in zip(shares.tolist(), categories, strict=True):
-        if category is not None:
+        if category:
             groups[category].append(share)
     means = {name: float(np.mean(some)) for name, some in sorted(groups.items())}
     if not means:

@@ -215,117 +215,85 @@ def solve_dense(graph: Graph) -> FiedlerVector:
 
 
 def _solve_lanczos(graph: Graph) -> FiedlerVector:
-    basis = _KrylovBasis(graph)
-    limit = min(_MAX_PRODUCTS, len(graph.degrees) - 4)
-    for count in range(1, limit + 1):
-        basis.extend()
-        if count >= _PRODUCTS_BEFORE_TESTS and (count % 2 == 0 or count == limit):
-            values, _, residual = basis.ritz()
-            if residual < max(_CONVERGED * float(values[-1] - values[-2]), 1e-10):
-                break
-    return _refined(graph, basis)
+    random = np.random.default_rng(0)
+    num_tokens = len(graph.degrees)
+    limit = min(_MAX_PRODUCTS, num_tokens - 4)
+    # Orthonormal: the trivial one, two to start with, then what is new in each product.
+    rows = np.empty((64, num_tokens))
+    rows[0] = graph.trivial_eigenvector()
+    num_rows = 1
+    projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
 
-
-class _KrylovBasis:
-    """Orthonormal vectors, orthogonal to the trivial one, and the graph projected on them."""
-
-    def __init__(self, graph: Graph):
-        self.num_products = 0
-        self._graph = graph
-        self._random = np.random.default_rng(0)
-        self._rows = np.empty((64, len(graph.degrees)))
-        self._rows[0] = graph.trivial_eigenvector()
-        self._num_rows = 1
-        self._projection = np.zeros((_MAX_PRODUCTS + 2, _MAX_PRODUCTS))
-        for _ in range(2):
-            self._append(self._random.standard_normal(len(graph.degrees)))
-
-    @property
-    def rows(self) -> Float64[np.ndarray, "products tokens"]:
-        return self._rows[1 : 1 + self.num_products]
-
-    def extend(self) -> None:
-        """Multiply the oldest row that was not multiplied yet and append what is new in it."""
-        column, num_known = self.num_products, self._num_rows
-        product = self._graph.normalised_product(self._rows[1 + column])
-        self._projection[: num_known - 1, column] = (self._rows[:num_known] @ product)[1:]
-        self._projection[num_known - 1, column] = self._append(product)
-        self.num_products += 1
-
-    def ritz(
-        self,
-    ) -> tuple[Float64[np.ndarray, " products"], Float64[np.ndarray, "products products"], float]:
-        """Approximate eigenvalues, rising, their vectors as columns, the residual of the last."""
-        count = self.num_products
-        values, vectors = np.linalg.eigh(self._projection[:count, :count])
-        outside = self._projection[count : count + 2, :count] @ vectors[:, -1]
-        return values, vectors, float(np.linalg.norm(outside))
-
-    def _append(self, vector: Float64[np.ndarray, " tokens"]) -> float:
+    def append(vector: Float64[np.ndarray, " tokens"]) -> float:
         """Append the part of a vector that is orthogonal to all rows; returns its length."""
-        known = self._rows[: self._num_rows]
+        nonlocal rows, num_rows
         # Twice is enough: the first pass leaves rounding of the size of what it removed.
         for _ in range(2):
-            vector = vector - (known @ vector) @ known
+            vector = vector - (rows[:num_rows] @ vector) @ rows[:num_rows]
         length = float(np.linalg.norm(vector))
         if length < 1e-14:
-            self._append(self._random.standard_normal(len(vector)))
+            append(random.standard_normal(num_tokens))
             return 0.0
-        if self._num_rows == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
-        self._rows[self._num_rows] = vector / length
-        self._num_rows += 1
+        if num_rows == len(rows):
+            rows = np.concatenate([rows, np.empty_like(rows)])
+        rows[num_rows] = vector / length
+        num_rows += 1
         return length
 
+    for _ in range(2):
+        append(random.standard_normal(num_tokens))
+    values, vectors = np.zeros(1), np.zeros((1, 1))
+    for count in range(1, limit + 1):
+        known = num_rows
+        product = graph.normalised_product(rows[count])
+        projection[: known - 1, count - 1] = (rows[:known] @ product)[1:]
+        projection[known - 1, count - 1] = append(product)
+        if count >= _PRODUCTS_BEFORE_TESTS and (count % 2 == 0 or count == limit):
+            values, vectors = np.linalg.eigh(projection[:count, :count])
+            left = np.linalg.norm(projection[count : count + 2, :count] @ vectors[:, -1])
+            if left < max(_CONVERGED * float(values[-1] - values[-2]), 1e-10):
+                break
+    return _refined(graph, rows[1 : 1 + len(values)], values, vectors)
 
-def _refined(graph: Graph, basis: _KrylovBasis) -> FiedlerVector:
+
+def _refined(
+    graph: Graph,
+    basis: Float64[np.ndarray, "products tokens"],
+    values: Float64[np.ndarray, " products"],
+    vectors: Float64[np.ndarray, "products products"],
+) -> FiedlerVector:
     """Remove what the float32 products left in the last Ritz vector."""
-    values, vectors, _ = basis.ritz()
+
+    def residual_of(vector: Float64[np.ndarray, " tokens"]) -> tuple[np.ndarray, float, np.ndarray]:
+        """Product with a unit vector, its Rayleigh quotient, and what the two leave, in float64."""
+        product = graph.normalised_product(vector, exact=True)
+        value = float(vector @ product)
+        return product, value, product - value * vector
+
     gap = float(values[-1] - values[-2])
-    vector = vectors[:, -1] @ basis.rows
-    product, value, residual = _residual(graph, vector)
+    product, value, residual = residual_of(vectors[:, -1] @ basis)
     for _ in range(_MAX_REFINEMENTS):
         if np.linalg.norm(residual) < _REFINED * gap:
             break
-        inside = vectors.T @ (basis.rows @ residual)
+        inside = vectors.T @ (basis @ residual)
         inside[:-1] *= values[:-1] / (values[:-1] - value)
         inside[-1] = 0
-        vector = (product - (vectors @ inside) @ basis.rows) / value
+        vector = (product - (vectors @ inside) @ basis) / value
         vector /= np.linalg.norm(vector)
-        product, value, residual = _residual(graph, vector)
+        product, value, residual = residual_of(vector)
     # The product, not the vector: one power step shrinks what lies outside of the basis.
     return FiedlerVector.of(graph, product, value, gap, float(np.linalg.norm(residual)))
 
 
-def _residual(
-    graph: Graph, vector: Float64[np.ndarray, " tokens"]
-) -> tuple[Float64[np.ndarray, " tokens"], float, Float64[np.ndarray, " tokens"]]:
-    """Product with a unit vector, its Rayleigh quotient, and what the two leave, in float64."""
-    product = graph.normalised_product(vector, exact=True)
-    value = float(vector @ product)
-    return product, value, product - value * vector
-
-
-class GraphPool:
-    """Maps a function over graphs, one graph a thread.
+def map_graphs(function: Callable[[T], R], graphs: Iterable[T], *, num_threads: int) -> list[R]:
+    """The function's values in order, one graph a thread and one thread of BLAS each.
 
     Many small graphs in parallel are faster than one after the other with a parallel BLAS.
     """
-
-    def __init__(self, num_threads: int) -> None:
-        self._blas = ThreadpoolController().select(user_api="blas")
-        # Each thread for itself too: a BLAS built on OpenMP keeps its setting per thread.
-        self._executor = ThreadPoolExecutor(
-            num_threads, initializer=lambda: self._blas.limit(limits=1)
-        )
-
-    def map(self, function: Callable[[T], R], graphs: Iterable[T]) -> list[R]:
-        """The function's values in order, while numpy's and scipy's BLAS have one thread each."""
-        with self._blas.limit(limits=1):
-            return list(self._executor.map(function, graphs))
-
-    def __enter__(self) -> "GraphPool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._executor.shutdown()
+    blas = ThreadpoolController().select(user_api="blas")
+    # Each thread for itself too: a BLAS built on OpenMP keeps its setting per thread.
+    with (
+        blas.limit(limits=1),
+        ThreadPoolExecutor(num_threads, initializer=lambda: blas.limit(limits=1)) as pool,
+    ):
+        return list(pool.map(function, graphs))

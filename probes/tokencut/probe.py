@@ -20,7 +20,7 @@ from torch import Tensor
 from probes.features.stream import batches, read_ahead
 from probes.pictures import sheet
 from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
-from probes.tokencut.eigensolver import GraphPool
+from probes.tokencut.eigensolver import map_graphs
 from probes.tokencut.log import Cell, DiscoveryLog, ImageResult, cell_name, pack_mask
 from probes.tokencut.pictures import (
     Gallery,
@@ -314,15 +314,14 @@ class TokenCut(Cut, Probe):
 
         samples = read_ahead(images, pending, self.seen, workers=_DECODERS)
         largest = TOKENS_A_BATCH
-        with GraphPool(torch.get_num_threads()) as pool:
-            for batch in same_shape(samples, shape, size):
-                if (patches := math.prod(shape(batch[0])[:2])) > largest:
-                    largest = patches
-                    context.say(
-                        f"{self.task}: {batch[0].image_id} has {patches:,} patches, whose "
-                        "graph takes minutes; probe.max_side=640 makes large images smaller"
-                    )
-                yield from zip(batch, find_in_batch(self, extractor, batch, pool), strict=True)
+        for batch in same_shape(samples, shape, size):
+            if (patches := math.prod(shape(batch[0])[:2])) > largest:
+                largest = patches
+                context.say(
+                    f"{self.task}: {batch[0].image_id} has {patches:,} patches, whose "
+                    "graph takes minutes; probe.max_side=640 makes large images smaller"
+                )
+            yield from zip(batch, find_in_batch(self, extractor, batch), strict=True)
 
     def _say_degenerate(self, context: ProbeContext, results: Sequence[ImageResult]) -> None:
         """Say why, of the blocks most of whose graphs say nothing of the image, and what helps."""
@@ -353,7 +352,7 @@ class TokenCut(Cut, Probe):
 
 
 def find_in_batch(
-    probe: TokenCut, extractor: FeatureExtractor, samples: Sequence[Sample], pool: GraphPool
+    probe: TokenCut, extractor: FeatureExtractor, samples: Sequence[Sample]
 ) -> list[dict[str, list[Discovery]]]:
     """Objects by cell of each image; their patches fill the same grid, each at the size it has.
 
@@ -378,7 +377,7 @@ def find_in_batch(
         return [lost(*pair, probe) if probe.method == "lost" else discover(*pair, probe)]
 
     pairs = [(one[number], grid) for number, grid in enumerate(grids) for one in maps]
-    found = pool.map(found_by_method, pairs)
+    found = map_graphs(found_by_method, pairs, num_threads=torch.get_num_threads())
     return [dict(zip(names, part, strict=True)) for part in batches(found, len(names))]
 
 

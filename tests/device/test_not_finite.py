@@ -9,7 +9,6 @@ import torch
 from probes.pca.probe import PCA
 from probes.pca.run import PCARun
 from probes.retrieval.probe import Retrieval
-from probes.tokencut.eigensolver import GraphPool
 from probes.tokencut.probe import TokenCut, find_in_batch
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError
@@ -61,8 +60,5 @@ def test_object_discovery_stops_at_the_block(broken, device, method):
     probe = TokenCut(facet="token", method=method, panels=0)
     extractor = FeatureExtractor(broken, layers=[0, 3], facets=probe.facets, device=device)
     pixels = np.random.default_rng(0).integers(0, 255, (80, 80, 3), dtype=np.uint8)
-    with (
-        pytest.raises(CheckpointError, match=r"layer 3 of tiny .* for noise"),
-        GraphPool(1) as pool,
-    ):
-        find_in_batch(probe, extractor, [Sample("noise", pixels)], pool)
+    with pytest.raises(CheckpointError, match=r"layer 3 of tiny .* for noise"):
+        find_in_batch(probe, extractor, [Sample("noise", pixels)])

@@ -20,7 +20,6 @@ from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from probes.features.image import ImagePass
-from probes.features.stream import batches
 from probes.heads.lbfgs import minimise
 from probes.heads.scores import ScoredStream
 from probes.heads.sgd import TrainedHeads
@@ -28,7 +27,6 @@ from probes.pca.probe import PCA
 from probes.pca.run import PCARun
 from probes.retrieval.probe import Retrieval
 from probes.segmentation.probe import Segmentation
-from probes.tokencut.eigensolver import GraphPool
 from probes.tokencut.probe import TokenCut, find_in_batch
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.samples import Sample
@@ -219,9 +217,8 @@ def tokencut_batch(facets: Iterable[str] = ("key",)) -> Counts:
     samples = [_blob(number) for number in range(_BATCH)]
 
     def work(number: int) -> None:
-        with GraphPool(1) as pool:
-            for _ in batches(range(number), 1):
-                find_in_batch(probe, extractor, samples, pool)
+        for _ in range(number):
+            find_in_batch(probe, extractor, samples)
 
     return counts_of(work, 1, 2)
 

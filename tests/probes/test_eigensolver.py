@@ -4,7 +4,7 @@ import scipy.linalg
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from probes.tokencut import eigensolver
-from probes.tokencut.eigensolver import GraphPool, second_eigenvector, similarity_graph
+from probes.tokencut.eigensolver import map_graphs, second_eigenvector, similarity_graph
 from ssl_bench.errors import DataError
 
 TAU, EPS = 0.2, 1e-5
@@ -195,13 +195,13 @@ def test_the_threshold_is_strict():
     assert similarity_graph(features, tau=cosine - 1e-6, eps=EPS).links[0, 1] == 1
 
 
-def test_a_pool_maps_in_order_with_one_blas_thread_each():
+def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
     def blas_threads(number):
         libraries = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
         return number, {library["num_threads"] for library in libraries}
 
-    with threadpool_limits(2, user_api="blas"), GraphPool(3) as pool:
-        found = pool.map(blas_threads, range(8))
+    with threadpool_limits(2, user_api="blas"):
+        found = map_graphs(blas_threads, range(8), num_threads=3)
         afterwards = blas_threads(8)
 
     assert found == [(number, {1}) for number in range(8)]
