@@ -222,6 +222,9 @@ class Correspondence(Probe):
         pairs = read_ahead(images, order, prepared, workers=self.num_workers)
         numbered = context.progress(zip(order, pairs, strict=True), self.task, len(images))
         cells = list(itertools.product(context.layers, self.facets))
+        alphas = [float(alpha) for alpha in self.alphas]
+        # Which of them says in a picture what is right.
+        shown = alphas.index(_SHOWN_ALPHA) if _SHOWN_ALPHA in alphas else len(alphas) - 1
         drawn, counts = set(sampled(images.ids, self.panels)), (len(images), len(self.alphas))
         # By pair: how many points there are, and for each alpha those that are right, that lie near
         # the middle of their own patch, and that are right where they lay in the first view.
@@ -254,7 +257,10 @@ class Correspondence(Probe):
                     is_right = pair.right(found, self.alphas)
                     right[cell][index], arbitrary[cell][index] = is_right.sum(1), bool(same[row])
                     if pair.pair_id in drawn:
-                        self._draw(cell, pair, found, is_right, context.artifacts)
+                        percent = 100 * is_right[shown].mean()
+                        title = f"block {cell[0]}, {cell[1]}: {self.metrics[shown]} {percent:.0f} %"
+                        path = context.artifacts / self.picture(*cell, pair.pair_id)
+                        draw(pair, found, is_right[shown], title, path)
             grid = next(iter(features.values()))[cells[0]].shape[:2]
             for index, pair in batch:
                 points[index], categories[index] = len(pair.source), pair.category or ""
@@ -285,20 +291,6 @@ class Correspondence(Probe):
                 details=details,
                 per_image=np.stack([of_cell, points], 1),
             )
-
-    def _draw(
-        self,
-        cell: Cell,
-        pair: ViewPair,
-        places: Points,
-        right: Bool[np.ndarray, "alphas _points"],
-        artifacts: Path,
-    ) -> None:
-        alphas = [float(alpha) for alpha in self.alphas]
-        shown = alphas.index(_SHOWN_ALPHA) if _SHOWN_ALPHA in alphas else len(alphas) - 1
-        percent = 100 * right[shown].mean()
-        title = f"block {cell[0]}, {cell[1]}: {self.metrics[shown]} {percent:.0f} %"
-        draw(pair, places, right[shown], title, artifacts / self.picture(*cell, pair.pair_id))
 
 
 def by_category(ids: Sequence[str]) -> list[int]:

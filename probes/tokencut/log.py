@@ -126,8 +126,11 @@ class DiscoveryLog:
             folder.mkdir(parents=True, exist_ok=True)
             if forget:
                 self.path.unlink(missing_ok=True)
-            self._drop_half_line()
-            self._begin()
+            content = self.path.read_bytes() if self.path.exists() else b""
+            if not content.endswith(b"\n"):
+                with self.path.open("ab") as file:
+                    file.truncate(content.rfind(b"\n") + 1)
+                self._append()
             lines = self._lines(self.path)
         except OSError as error:
             raise self._cannot_write(error) from error
@@ -172,7 +175,6 @@ class DiscoveryLog:
 
     def _keep(self, line: dict[str, Any]) -> None:
         try:
-            self._begin()
             self._append(json.dumps({**line, "crc32": _checksum(line)}))
         except OSError as error:
             raise self._cannot_write(error) from error
@@ -206,22 +208,11 @@ class DiscoveryLog:
                     found.append(line)
         return found
 
-    def _begin(self) -> None:
-        if not self.path.exists() or not self.path.stat().st_size:
-            self._append(self._header)
-
-    def _append(self, line: str) -> None:
+    def _append(self, *lines: str) -> None:
         with self.path.open("a") as file:
-            file.write(line + "\n")
-
-    def _drop_half_line(self) -> None:
-        if not self.path.exists():
-            return
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
+            # Of a new file, or of one that somebody took away.
+            header = () if file.tell() else (self._header,)
+            file.writelines(f"{line}\n" for line in (*header, *lines))
 
     def _cannot_write(self, error: OSError) -> MachineError:
         why = error.strerror or error

@@ -138,8 +138,8 @@ class TokenCut(Cut, Probe):
         return asked_facets(self.facet, FACETS)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        metrics = {"boxes": ["corloc"], "masks": OBJECT_SCORES, "none": [DEGENERATE]}[self.truth]
-        return [(layer, f, metric) for layer in layers for f in self.facets for metric in metrics]
+        metrics = {"boxes": ["corloc"], "masks": [*OBJECT_SCORES], "none": [DEGENERATE]}
+        return list(itertools.product(layers, self.facets, metrics[self.truth]))
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val() if self.truth == "masks" else dataset.discovery()
@@ -281,8 +281,28 @@ class TokenCut(Cut, Probe):
             device=context.device,
             dtype=context.dtype,
         )
-        found_in = self._found_in_each(context, images, pending, extractor)
-        for sample, found in context.progress(found_in, self.method, len(pending)):
+
+        def shape(sample: Sample) -> tuple[int, ...]:
+            grid = grid_of(sample, extractor.patch_size)
+            return *grid.shape, *self.graph_shape(grid)
+
+        def size(sample: Sample) -> int:
+            return max(1, TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
+
+        def found_in_each() -> Iterator[tuple[Sample, dict[str, list[Discovery]]]]:
+            """Images of one shape pass the encoder together."""
+            samples = read_ahead(images, pending, self.seen, workers=_DECODERS)
+            largest = TOKENS_A_BATCH
+            for batch in same_shape(samples, shape, size):
+                if (patches := math.prod(shape(batch[0])[:2])) > largest:
+                    largest = patches
+                    context.say(
+                        f"{self.task}: {batch[0].image_id} has {patches:,} patches, whose "
+                        "graph takes minutes; probe.max_side=640 makes large images smaller"
+                    )
+                yield from zip(batch, find_in_batch(self, extractor, batch), strict=True)
+
+        for sample, found in context.progress(found_in_each(), self.method, len(pending)):
             grid = grid_of(sample, extractor.patch_size)
             result = image_result(sample, found, grid)
             if self.truth == "masks":
@@ -295,33 +315,6 @@ class TokenCut(Cut, Probe):
                     row = panel(sample, objects, f"block {layer}, {facet}", grid.patch_size)
                     sheet([row], panel_path(folder, name, sample.image_id))
             log.add(sample.image_id, result)
-
-    def _found_in_each(
-        self,
-        context: ProbeContext,
-        images: ImageSet,
-        pending: Sequence[int],
-        extractor: FeatureExtractor,
-    ) -> Iterator[tuple[Sample, dict[str, list[Discovery]]]]:
-        """What is found in each pending image; images of one shape pass the encoder together."""
-
-        def shape(sample: Sample) -> tuple[int, ...]:
-            grid = grid_of(sample, extractor.patch_size)
-            return *grid.shape, *self.graph_shape(grid)
-
-        def size(sample: Sample) -> int:
-            return max(1, TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
-
-        samples = read_ahead(images, pending, self.seen, workers=_DECODERS)
-        largest = TOKENS_A_BATCH
-        for batch in same_shape(samples, shape, size):
-            if (patches := math.prod(shape(batch[0])[:2])) > largest:
-                largest = patches
-                context.say(
-                    f"{self.task}: {batch[0].image_id} has {patches:,} patches, whose "
-                    "graph takes minutes; probe.max_side=640 makes large images smaller"
-                )
-            yield from zip(batch, find_in_batch(self, extractor, batch), strict=True)
 
     def _say_degenerate(self, context: ProbeContext, results: Sequence[ImageResult]) -> None:
         """Say why, of the blocks most of whose graphs say nothing of the image, and what helps."""
