@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.composition.choices import choices
 from ssl_bench.data.files import file_sets
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import identify_encoder, load_encoder
@@ -35,7 +34,6 @@ from tests.support.faults import (
     voc,
 )
 from tests.support.places import one_of
-from tests.support.without_torch import said_without_torch
 
 PHOTOS = ["--task", "pca", "--dataset", "folder", "--data-root", "photos"]
 SMALL = ["probe.protocol=fast", "probe.image_size=32", "probe.training.epochs=2"]
@@ -68,23 +66,6 @@ def test_the_plan_counts_finished_cells_as_probe_left_them(place, capsys):
     assert (plan["cells"], plan["pending"]) == (4, 3)
     # Another question is another cell.
     assert planned(capsys, *PHOTOS, "--checkpoint", "runs/*")["pending"] == 4
-
-
-@pytest.mark.slow
-def test_a_plan_of_every_task_is_made_without_what_computes(place, capsys):
-    asked = ["--task", "all", "--dataset", "toy", "--checkpoint", "runs/one"]
-    asked += ["dataset.num_train=2", "dataset.num_val=2", f"dataset.cache={place}/toy"]
-    # The scenes are drawn here, which takes scipy.
-    plan = planned(capsys, *asked)
-
-    heavy = ("torchvision", "timm", "scipy", "faiss", "sklearn")
-    said = said_without_torch(place, [["sweep", *asked, "--dry-run", "--json"]], nor=heavy)
-
-    # Those of labelled images are built too, to know that they do not fit.
-    assert {job["task"] for job in plan["jobs"]} == {*choices("probe")} - {
-        *("classification", "knn")
-    }
-    assert json.loads(said) == plan
 
 
 def test_a_plan_writes_nothing_and_shows_a_table(place, capsys):
