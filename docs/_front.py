@@ -24,8 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from probes.pca import Colours, aligned, as_colours, fit_projection, oriented
-from probes.tokencut.cuts import Discovery, discover
-from probes.tokencut.options import Cut, PatchGrid
+from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import load_encoder
 

@@ -11,17 +11,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64
+from jaxtyping import Bool
 
-from probes.tokencut.cuts import Discovery
-from probes.tokencut.options import PatchGrid
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import MachineError
-from ssl_bench.scores import is_hit
 
 Cell = dict[str, Any]
 # Raised when lines of older files no longer say everything, or say what a method finds no more.
 _FORMAT = 4
+_FIELDS = {
+    "image",
+    "entry",
+    "num_boxes",
+    "largest_box",
+    "grid",
+    "cells",
+    "true_boxes",
+    "size",
+    "pixels",
+}
+
+
+def cell_name(layer: int, facet: str) -> str:
+    return f"{layer}/{facet}"
 
 
 @dataclass(frozen=True)
@@ -36,10 +48,9 @@ class ImageResult:
             degenerate; eigenvalue and gap with a spectrum, tied_cutoff without; further_boxes and
             further_masks where several objects were found; object with a true mask, see
             `ssl_bench.scores.ObjectCounts`.
-        true_boxes: Ground truth in pixels; None where nobody drew any, and of lines that are
-            older than this field.
-        size: Height and width in pixels; None of lines that are older than this field.
-        pixels: CRC-32 of what was searched; None of lines that are older than this field.
+        size: Height and width in pixels.
+        true_boxes: Ground truth in pixels; None where nobody drew any.
+        pixels: CRC-32 of what was searched.
         centre: What `object` of the centre box is; None without a true mask.
     """
 
@@ -47,11 +58,11 @@ class ImageResult:
     largest_box: float
     grid: tuple[int, int]
     cells: dict[str, Cell]
+    size: tuple[int, int]
     true_boxes: list[list[float]] | None = None
-    size: tuple[int, int] | None = None
-    grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    pixels: int | None = None
+    pixels: int = 0
     centre: list[int] | None = None
+    grids: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def has_truth(self) -> bool:
@@ -64,14 +75,9 @@ class ImageResult:
         return bool(self.num_boxes) or self.centre is not None
 
     def is_of(self, sample: Sample) -> bool:
-        """Whether this is what was found in these pixels, as far as it says which they were."""
-        if self.size not in (None, sample.image.shape[:2]):
-            return False
-        return self.pixels in (None, zlib.crc32(sample.image.tobytes()))
-
-    def grid_of(self, cell: str) -> tuple[int, int]:
-        """Rows and columns of patches."""
-        return self.grids.get(cell, self.grid)
+        """Whether this is what was found in these pixels."""
+        is_as_large = self.size == sample.image.shape[:2]
+        return is_as_large and self.pixels == zlib.crc32(sample.image.tobytes())
 
 
 def pack_mask(mask: Bool[np.ndarray, "rows cols"]) -> str:
@@ -83,21 +89,6 @@ def unpack_mask(packed: str, grid: tuple[int, int]) -> Bool[np.ndarray, "rows co
     """What `pack_mask` was given."""
     bits = np.frombuffer(zlib.decompress(base64.b64decode(packed)), np.uint8)
     return np.unpackbits(bits, count=grid[0] * grid[1]).reshape(grid).astype(bool)
-
-
-def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchGrid) -> ImageResult:
-    """What is kept of an image."""
-    true = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
-    areas = (true[:, 2:] - true[:, :2]).prod(-1)
-    return ImageResult(
-        num_boxes=None if sample.boxes is None else len(true),
-        largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
-        grid=grid.shape,
-        cells={name: _cell(objects, sample.boxes) for name, objects in found.items()},
-        true_boxes=None if sample.boxes is None else sample.boxes.tolist(),
-        size=(grid.height, grid.width),
-        pixels=zlib.crc32(sample.image.tobytes()),
-    )
 
 
 class DiscoveryLog:
@@ -135,21 +126,17 @@ class DiscoveryLog:
             folder.mkdir(parents=True, exist_ok=True)
             if forget:
                 self.path.unlink(missing_ok=True)
-            self._drop_half_line()
-            self._begin()
-            lines = self.path.read_text(errors="replace").splitlines()[1:]
+            content = self.path.read_bytes() if self.path.exists() else b""
+            if not content.endswith(b"\n"):
+                with self.path.open("ab") as file:
+                    file.truncate(content.rfind(b"\n") + 1)
+                self._append()
+            lines = self._lines(self.path)
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise self._cannot_write(error) from error
         for line in lines:
-            # Bytes that a failing disk or another writer left say nothing of any image.
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                content = _whole(json.loads(line))
-                if self._entries.get(content["image"]) == content["entry"]:
-                    self._merge(content)
-
-    def _begin(self) -> None:
-        if not self.path.exists() or not self.path.stat().st_size:
-            self._append(self._header)
+            if entries.get(line["image"]) == line["entry"]:
+                self._merge(line)
 
     def take_up(self, path: Path) -> list[tuple[str, str, list[str]]]:
         """Have what the log of another set says of images that this one holds too.
@@ -158,13 +145,11 @@ class DiscoveryLog:
             For each image its id there, its id here, and the cells that were not known here.
         """
         taken = []
-        for line in path.read_text(errors="replace").splitlines()[1:]:
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                content = _whole(json.loads(line))
-                for image_id in self._ids.get(content["entry"], ()):
-                    if not self.has(image_id, list(content["cells"])):
-                        self._keep({**content, "image": image_id})
-                        taken.append((content["image"], image_id, list(content["cells"])))
+        for line in self._lines(path):
+            for image_id in self._ids.get(line["entry"], ()):
+                if not self.has(image_id, list(line["cells"])):
+                    self._keep({**line, "image": image_id})
+                    taken.append((line["image"], image_id, list(line["cells"])))
         return taken
 
     def has(self, image_id: str, cells: Sequence[str]) -> bool:
@@ -190,82 +175,49 @@ class DiscoveryLog:
 
     def _keep(self, line: dict[str, Any]) -> None:
         try:
-            self._begin()
             self._append(json.dumps({**line, "crc32": _checksum(line)}))
         except OSError as error:
-            raise _cannot_write(self.path, error) from error
+            raise self._cannot_write(error) from error
         self._merge(line)
 
     def _merge(self, line: dict[str, Any]) -> None:
         known = self.images.get(line["image"])
-        cells = {**known.cells, **line["cells"]} if known else {**line["cells"]}
+        cells, grids = (known.cells, known.grids) if known else ({}, {})
         rows, cols = line["grid"]
-        grids = {**known.grids} if known else {}
+        height, width = line["size"]
         self.images[line["image"]] = ImageResult(
             num_boxes=line["num_boxes"],
             largest_box=line["largest_box"],
             grid=(rows, cols),
-            cells=cells,
-            true_boxes=line.get("true_boxes"),
-            size=None if line.get("size") is None else tuple(line["size"]),
-            grids=grids | dict.fromkeys(line["cells"], (rows, cols)),
-            pixels=line.get("pixels"),
+            cells={**cells, **line["cells"]},
+            size=(height, width),
+            true_boxes=line["true_boxes"],
+            pixels=line["pixels"],
             centre=line.get("centre"),
+            grids={**grids, **dict.fromkeys(line["cells"], (rows, cols))},
         )
 
-    def _append(self, line: str) -> None:
+    @staticmethod
+    def _lines(path: Path) -> list[dict[str, Any]]:
+        """What whole lines say; of bytes that a failing disk or another writer left nothing."""
+        found = []
+        for text in path.read_text(errors="replace").splitlines()[1:]:
+            with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                line = json.loads(text)
+                if line.pop("crc32") == _checksum(line) and line.keys() >= _FIELDS:
+                    found.append(line)
+        return found
+
+    def _append(self, *lines: str) -> None:
         with self.path.open("a") as file:
-            file.write(line + "\n")
+            # Of a new file, or of one that somebody took away.
+            header = () if file.tell() else (self._header,)
+            file.writelines(f"{line}\n" for line in (*header, *lines))
 
-    def _drop_half_line(self) -> None:
-        if not self.path.exists():
-            return
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-
-
-def _whole(line: dict[str, Any]) -> dict[str, Any]:
-    """What a line says, without its checksum.
-
-    Raises:
-        ValueError: it is not what was written.
-    """
-    content = {name: value for name, value in line.items() if name != "crc32"}
-    if _checksum(content) != line["crc32"]:
-        raise ValueError("another content than was written")
-    return content
+    def _cannot_write(self, error: OSError) -> MachineError:
+        why = error.strerror or error
+        return MachineError(f"cannot write {self.path}: {why}; free space or choose another folder")
 
 
 def _checksum(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content).encode())
-
-
-def _cannot_write(path: Path, error: OSError) -> MachineError:
-    return MachineError(
-        f"cannot write {path}: {error.strerror or error}; free space or choose another folder"
-    )
-
-
-def _cell(objects: list[Discovery], true: Float64[np.ndarray, "boxes 4"] | None) -> Cell:
-    first, *others = objects
-    cell: Cell = {
-        "box": _pixels(first.box),
-        "mask": pack_mask(first.mask),
-        "hit": None if true is None else is_hit(first.box, true),
-        "degenerate": first.degenerate,
-    }
-    if first.eigenvalue is None:
-        cell["tied_cutoff"] = first.tied_cutoff
-    else:
-        cell |= {"eigenvalue": first.eigenvalue, "gap": first.gap}
-    if others:
-        cell["further_boxes"] = [_pixels(other.box) for other in others]
-        cell["further_masks"] = [pack_mask(other.mask) for other in others]
-    return cell
-
-
-def _pixels(box: Float64[np.ndarray, " 4"]) -> list[int]:
-    return box.astype(int).tolist()

@@ -1,26 +1,64 @@
 """TokenCut: does the normalised cut of a block's features find an object?"""
 
+import glob
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
 
-from probes.tokencut.files import DiscoveryFiles, cell_name
-from probes.tokencut.options import Cut
+from probes.features.stream import batches, read_ahead
+from probes.pictures import sheet
+from probes.tokencut.cuts import Cut, Discovery, PatchGrid, discover, lost, maskcut
+from probes.tokencut.eigensolver import map_graphs
+from probes.tokencut.log import Cell, DiscoveryLog, ImageResult, cell_name, pack_mask
+from probes.tokencut.pictures import (
+    Gallery,
+    mask_path,
+    panel,
+    panel_path,
+    save_masks,
+    sheet_path,
+)
+from probes.tokencut.scores import (
+    DEGENERATE,
+    corloc_score,
+    degenerate_score,
+    flags,
+    saliency_scores,
+    with_mask_counts,
+)
+from ssl_bench import __version__
 from ssl_bench.composition.fields import Count, CountOrZero, Pixels, check_fields
 from ssl_bench.composition.presets import changed_settings
+from ssl_bench.data.files.fingerprints import entries_of
 from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import Dataset, ImageSet, Sample
-from ssl_bench.errors import ConfigurationError
+from ssl_bench.errors import ConfigurationError, DataError, SslBenchError
 from ssl_bench.evaluation import Probe, ProbeContext, Score
+from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import INNER_FACETS, AskedFacets, Facet, asked_facets
-from ssl_bench.scores import OBJECT_SCORES
+from ssl_bench.results import encoder_id
+from ssl_bench.scores import OBJECT_SCORES, is_hit
+from ssl_bench.system.files import write_atomically
+from ssl_bench.system.transfers import fetched
 
-DEGENERATE = "degenerate"
+TOKENS_A_BATCH = 8192
+_DECODERS = 4
+_WAITING_PIXELS = 64_000_000
+"""Decoded images that wait for others of their shape, together: 192 MB."""
+# Percent of degenerate graphs above which a block's numbers say nothing.
+_MOST_DEGENERATE = 50.0
 FACETS: tuple[Facet, ...] = (
     *("key", "query", "value", "token", "token_normed"),
     *INNER_FACETS,
@@ -66,14 +104,14 @@ class TokenCut(Cut, Probe):
     truths_by_role = MappingProxyType({"boxes": "boxes", "saliency": "masks", "discovery": "none"})
     max_sides_by_role = MappingProxyType({"boxes": None, "saliency": None, "discovery": 640})
     keeps_images = True
+    # The truth is another one where the metric is.
+    not_settings = ("protocol", "facet", "panels", "truth")
 
     def __post_init__(self) -> None:
         check_fields(self, "probe")
         # MaskCut's painted patches have cosine 0 with all: a lower tau would link them to all.
-        _require(
-            self.method != "maskcut" or self.tau == "otsu" or self.tau >= 0,
-            f"tau must lie in [0, 1) for maskcut, got {self.tau}",
-        )
+        if self.method == "maskcut" and self.tau != "otsu" and self.tau < 0:
+            raise ConfigurationError(f"probe.tau must lie in [0, 1) for maskcut, got {self.tau}")
         asked_facets(self.facet, FACETS)
 
     @property
@@ -100,19 +138,14 @@ class TokenCut(Cut, Probe):
         return asked_facets(self.facet, FACETS)
 
     def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
-        metrics = {"boxes": ["corloc"], "masks": OBJECT_SCORES, "none": [DEGENERATE]}[self.truth]
-        return [(layer, f, metric) for layer in layers for f in self.facets for metric in metrics]
+        metrics = {"boxes": ["corloc"], "masks": [*OBJECT_SCORES], "none": [DEGENERATE]}
+        return list(itertools.product(layers, self.facets, metrics[self.truth]))
 
     def split(self, dataset: Dataset) -> ImageSet:
         return dataset.val() if self.truth == "masks" else dataset.discovery()
 
-    def training_images(self, dataset: Dataset) -> None:
-        """Nothing is fitted to other images than those that are scored."""
-
     def seen(self, sample: Sample) -> Sample:
         """An image as the encoder sees it, with its boxes and mask."""
-        from probes.tokencut.extraction import resized
-
         if self.squash is not None:
             return resized(sample, (self.squash, self.squash))
         shape = np.array(sample.image.shape[1::-1])
@@ -124,27 +157,25 @@ class TokenCut(Cut, Probe):
         return resized(sample, (int(height), int(width)))
 
     def settings(self) -> dict[str, Any]:
-        # The truth is another one where the metric is.
-        left_out = {"protocol", "facet", "panels", "truth"}
+        found = super().settings()
         if self.method != "maskcut":
-            left_out.add("max_objects")
+            del found["max_objects"]
+        if self.longer_side or self.squash:
+            del found["max_side"]
         # Records of before these options had none.
         sizes = ("longer_side", "max_side", "squash")
-        left_out |= {name for name in sizes if getattr(self, name) is None}
-        if self.longer_side or self.squash:
-            left_out.add("max_side")
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
+        return {name: one for name, one in found.items() if name not in sizes or one is not None}
 
     def pictures(
         self, layers: Sequence[int], images: ImageSet, seed: int
     ) -> Mapping[str, Sequence[int]]:
         del seed
-        drawn, files = sampled(images.ids, self.panels), DiscoveryFiles(Path(self.folder))
+        folder, drawn = Path(self.folder), sampled(images.ids, self.panels)
         shown: dict[str, Sequence[int]] = {}
         for layer, facet in itertools.product(layers, self.facets) if drawn else []:
             cell = cell_name(layer, facet)
-            paths = [files.sheet(cell), *(files.panel(cell, image_id) for image_id in drawn)]
-            shown |= {path.as_posix(): [layer] for path in paths}
+            panels = [panel_path(folder, cell, image_id) for image_id in drawn]
+            shown |= {path.as_posix(): [layer] for path in (sheet_path(folder, cell), *panels)}
         return shown
 
     def run(self, context: ProbeContext) -> Iterator[Score]:
@@ -157,11 +188,300 @@ class TokenCut(Cut, Probe):
             DataError: a file cannot be read, or no image has a box to score with.
             CheckpointError: the encoder gives NaN for an image.
         """
-        from probes.tokencut.run import DiscoveryRun
+        results = self.searched(context)
+        for layer, facet in itertools.product(context.layers, self.facets):
+            if self.truth == "masks":
+                yield from saliency_scores(layer, facet, results)
+            elif self.truth == "none":
+                yield degenerate_score(layer, facet, results)
+            else:
+                yield corloc_score(layer, facet, results)
 
-        yield from DiscoveryRun(self, context).scores()
+    def searched(self, context: ProbeContext) -> list[ImageResult]:
+        """What is in each image; its pictures are drawn, and what helps degenerate blocks is said.
+
+        Raises:
+            DataError: as `run`.
+        """
+        images = self.split(context.dataset)
+        folder = context.artifacts / self.folder
+        names = [cell_name(*cell) for cell in itertools.product(context.layers, self.facets)]
+        log = self._opened_log(context, folder, images, names)
+        self._search(context, images, log, names)
+        results = {image_id: log.images[image_id] for image_id in images.ids}
+        if self.panels and results:
+            gallery = Gallery(images, results, context.encoder.patch_size, self.panels, self.seen)
+            for name in context.progress(names, "contact sheets", len(names)):
+                layer, facet = name.split("/", 1)
+                where = f"{images.name} {images.split}, {context.encoder.name}"
+                protocol = ", ".join(self.variant)
+                title = f"{where}, block {layer}, {facet}, protocol {protocol}"
+                gallery.draw(name, title, sheet_path(folder, name))
+        self._say_degenerate(context, list(results.values()))
+        if self.truth == "none":
+            side = self.settings().get("max_side")
+            shrunk = f" (of larger images at {side} pixels, see probe.max_side)" if side else ""
+            context.say(
+                f"{images.name} has no boxes to compare with: only degenerate graphs are counted; "
+                f"masks, pictures and boxes are in {folder}{shrunk}"
+            )
+        elif not any(result.is_scored for result in results.values()):
+            raise DataError(
+                f"none of the {len(images)} images of {images.name} has a box to "
+                f"score with; the boxes that were found are in {log.path}"
+            )
+        return list(results.values())
+
+    def _opened_log(
+        self, context: ProbeContext, folder: Path, images: ImageSet, names: Sequence[str]
+    ) -> DiscoveryLog:
+        """What was found before, also in other sets that have some of the same images."""
+        key = {
+            "encoder": encoder_id(context.encoder.identity()),
+            "dtype": str(context.dtype),
+            "settings": self.settings(),
+            "version": __version__,
+        }
+        entries = dict(zip(images.ids, entries_of(images), strict=True))
+        log = DiscoveryLog(folder, key, entries, forget=context.overwrite)
+        sets = folder.parents[2]
+        is_stored = folder.parent == context.artifacts and sets.name == self.task
+        if context.overwrite or not is_stored:
+            return log
+        for path in sorted(sets.glob(f"*/*/{glob.escape(folder.name)}/{log.path.name}")):
+            if path == log.path or all(log.has(image_id, names) for image_id in entries):
+                continue
+            for there, here, cells in log.take_up(path):
+                for cell, place in itertools.product(cells, (mask_path, panel_path)):
+                    source, target = place(path.parent, cell, there), place(folder, cell, here)
+                    if source.is_file() and not target.exists():
+                        content = source.read_bytes()
+                        write_atomically(target, lambda file, data=content: file.write(data))
+        return log
+
+    def _search(
+        self, context: ProbeContext, images: ImageSet, log: DiscoveryLog, names: Sequence[str]
+    ) -> None:
+        """Find what is in the images of which the log or a picture lacks something."""
+        folder, drawn = log.path.parent, set(sampled(images.ids, self.panels))
+
+        def is_finished(image_id: str) -> bool:
+            if not log.has(image_id, names):
+                return False
+            paths = [panel_path(folder, name, image_id) for name in names if image_id in drawn]
+            if not log.images[image_id].has_truth:
+                paths += [mask_path(folder, name, image_id) for name in names]
+            return all(path.is_file() for path in paths)
+
+        pending = [n for n, image_id in enumerate(images.ids) if not is_finished(image_id)]
+        extractor = FeatureExtractor(
+            context.encoder,
+            layers=context.layers,
+            facets=self.facets,
+            device=context.device,
+            dtype=context.dtype,
+        )
+
+        def shape(sample: Sample) -> tuple[int, ...]:
+            grid = grid_of(sample, extractor.patch_size)
+            return *grid.shape, *self.graph_shape(grid)
+
+        def size(sample: Sample) -> int:
+            return max(1, TOKENS_A_BATCH // math.prod(shape(sample)[:2]))
+
+        def found_in_each() -> Iterator[tuple[Sample, dict[str, list[Discovery]]]]:
+            """Images of one shape pass the encoder together."""
+            samples = read_ahead(images, pending, self.seen, workers=_DECODERS)
+            largest = TOKENS_A_BATCH
+            for batch in same_shape(samples, shape, size):
+                if (patches := math.prod(shape(batch[0])[:2])) > largest:
+                    largest = patches
+                    context.say(
+                        f"{self.task}: {batch[0].image_id} has {patches:,} patches, whose "
+                        "graph takes minutes; probe.max_side=640 makes large images smaller"
+                    )
+                yield from zip(batch, find_in_batch(self, extractor, batch), strict=True)
+
+        for sample, found in context.progress(found_in_each(), self.method, len(pending)):
+            grid = grid_of(sample, extractor.patch_size)
+            result = image_result(sample, found, grid)
+            if self.truth == "masks":
+                result = with_mask_counts(result, sample, found, grid)
+            for name, objects in found.items():
+                if not result.has_truth:
+                    save_masks(objects, grid, mask_path(folder, name, sample.image_id))
+                if sample.image_id in drawn:
+                    layer, facet = name.split("/", 1)
+                    row = panel(sample, objects, f"block {layer}, {facet}", grid.patch_size)
+                    sheet([row], panel_path(folder, name, sample.image_id))
+            log.add(sample.image_id, result)
+
+    def _say_degenerate(self, context: ProbeContext, results: Sequence[ImageResult]) -> None:
+        """Say why, of the blocks most of whose graphs say nothing of the image, and what helps."""
+        where = list[str]()
+        for facet in self.facets:
+            shares = {}
+            for layer in context.layers:
+                cells = [result.cells[cell_name(layer, facet)] for result in results]
+                share = flags(cells)["degenerate_percent"]
+                if share > _MOST_DEGENERATE:
+                    shares[layer] = share
+            if shares:
+                ends = dict.fromkeys(f"{end(shares.values()):.0f}" for end in (min, max))
+                blocks = ", ".join(map(str, shares))
+                where.append(f"{facet} of block {blocks} ({' to '.join(ends)} %)")
+        if not where:
+            return
+        helps = "; take another block or facet"
+        if self.tau != "otsu":
+            adaptive = "probe.protocol=adaptive" if self.task == "tokencut" else "probe.tau=otsu"
+            helps = f"; {adaptive} takes a threshold of each image's own"
+        threshold = "0" if self.method == "lost" else f"tau={self.tau}"
+        context.say(
+            f"{self.task}: degenerate graphs for {'; '.join(where)}: where all cosines of "
+            f"an image lie above {threshold}, every patch is linked with every other and the box "
+            f"is arbitrary{helps}"
+        )
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigurationError(f"probe.{message}")
+def find_in_batch(
+    probe: TokenCut, extractor: FeatureExtractor, samples: Sequence[Sample]
+) -> list[dict[str, list[Discovery]]]:
+    """Objects by cell of each image; their patches fill the same grid, each at the size it has.
+
+    Padding is right and below, zero after normalisation. Graphs are cut on the host, one a thread.
+
+    Raises:
+        CheckpointError: features are not finite.
+    """
+    grids = [grid_of(sample, extractor.patch_size) for sample in samples]
+    height, width = (extractor.patch_size * side for side in grids[0].shape)
+    images = padded_batch(samples, (height, width), extractor.encoder.mean)
+    features, sums = extractor.unchecked(images)
+    names = [cell_name(layer, facet) for layer, facets in features.items() for facet in facets]
+    # Together, because the host waits for each fetching.
+    sums, *maps = fetched([sums, *(one for facets in features.values() for one in facets.values())])
+    extractor.check(sums, [sample.image_id for sample in samples])
+
+    def found_by_method(pair: tuple[Float[Tensor, "rows cols dim"], PatchGrid]) -> list[Discovery]:
+        """The object that counts first."""
+        if probe.method == "maskcut":
+            return maskcut(*pair, probe, num_masks=probe.max_objects)
+        return [lost(*pair, probe) if probe.method == "lost" else discover(*pair, probe)]
+
+    pairs = [(one[number], grid) for number, grid in enumerate(grids) for one in maps]
+    found = map_graphs(found_by_method, pairs, num_threads=torch.get_num_threads())
+    return [dict(zip(names, part, strict=True)) for part in batches(found, len(names))]
+
+
+def grid_of(sample: Sample, patch_size: int) -> PatchGrid:
+    height, width = sample.image.shape[:2]
+    return PatchGrid(height, width, patch_size)
+
+
+def image_result(sample: Sample, found: dict[str, list[Discovery]], grid: PatchGrid) -> ImageResult:
+    """What is kept of an image."""
+
+    def kept(objects: list[Discovery]) -> Cell:
+        first, *others = objects
+        cell: Cell = {
+            "box": first.box.astype(int).tolist(),
+            "mask": pack_mask(first.mask),
+            "hit": None if sample.boxes is None else is_hit(first.box, sample.boxes),
+            "degenerate": first.degenerate,
+        }
+        if first.eigenvalue is None:
+            cell["tied_cutoff"] = first.tied_cutoff
+        else:
+            cell |= {"eigenvalue": first.eigenvalue, "gap": first.gap}
+        if others:
+            cell["further_boxes"] = [other.box.astype(int).tolist() for other in others]
+            cell["further_masks"] = [pack_mask(other.mask) for other in others]
+        return cell
+
+    true = np.zeros((0, 4)) if sample.boxes is None else sample.boxes
+    areas = (true[:, 2:] - true[:, :2]).prod(-1)
+    return ImageResult(
+        num_boxes=None if sample.boxes is None else len(true),
+        largest_box=100 * float(areas.max(initial=0)) / (grid.height * grid.width),
+        grid=grid.shape,
+        cells={name: kept(objects) for name, objects in found.items()},
+        size=(grid.height, grid.width),
+        true_boxes=None if sample.boxes is None else sample.boxes.tolist(),
+        pixels=zlib.crc32(sample.image.tobytes()),
+    )
+
+
+def resized(sample: Sample, size: tuple[int, int]) -> Sample:
+    """An image at another height and width, bicubic; its boxes, not rounded, and mask with it.
+
+    A box in the same part of the image overlaps its true ones as much as before. Of the mask each
+    pixel is the nearest one of before.
+    """
+    height, width = sample.image.shape[:2]
+    image = Image.fromarray(sample.image).resize((size[1], size[0]), Image.Resampling.BICUBIC)
+    scale = np.tile([size[1] / width, size[0] / height], 2)
+    boxes = None if sample.boxes is None else sample.boxes * scale
+    mask = sample.mask
+    if mask is not None:
+        nearest = Image.fromarray(mask).resize((size[1], size[0]), Image.Resampling.NEAREST)
+        mask = np.asarray(nearest)
+    return replace(sample, image=np.asarray(image), boxes=boxes, mask=mask)
+
+
+def same_shape(
+    samples: Iterable[Sample],
+    shape: Callable[[Sample], Hashable],
+    size: Callable[[Sample], int],
+    *,
+    waiting_pixels: int = _WAITING_PIXELS,
+) -> Iterator[list[Sample]]:
+    """Batches of samples of the same shape, each as soon as it is full.
+
+    When too many pixels wait, the shape that holds most of them goes first. Every sample comes
+    once, those of one shape in their order; also those that came before one that cannot be read.
+
+    Args:
+        samples: Of any shapes.
+        shape: Samples with equal values go together.
+        size: How many samples of this one's shape make a batch, at least 1.
+        waiting_pixels: Bound on the decoded pixels that are held back.
+    """
+
+    def pixels(some: Sequence[Sample]) -> int:
+        return sum(sample.image.shape[0] * sample.image.shape[1] for sample in some)
+
+    waiting: dict[Hashable, list[Sample]] = defaultdict(list)
+    try:
+        for sample in samples:
+            group = waiting[shape(sample)]
+            group.append(sample)
+            if len(group) >= size(sample):
+                yield waiting.pop(shape(sample))
+            elif sum(map(pixels, waiting.values())) > waiting_pixels:
+                yield waiting.pop(max(waiting, key=lambda key: pixels(waiting[key])))
+    except SslBenchError:
+        yield from waiting.values()
+        raise
+    yield from waiting.values()
+
+
+def padded_batch(
+    samples: Sequence[Sample], shape: tuple[int, int], colour: tuple[float, float, float]
+) -> Float[Tensor, "batch 3 height width"]:
+    """RGB in [0, 1], filled up right and below with a colour, such as an encoder's mean.
+
+    An image that is filled up with the mean is, after normalisation, filled up with exact zeros.
+
+    Args:
+        samples: With images of at most that shape.
+        shape: Height and width of the batch in pixels.
+        colour: RGB in [0, 1].
+    """
+    batch = torch.tensor(colour)[:, None, None].repeat(len(samples), 1, *shape)
+    for image, sample in zip(batch, samples, strict=True):
+        height, width = sample.image.shape[:2]
+        # A copy, because torch warns of arrays that nobody may write to.
+        pixels = torch.from_numpy(sample.image.copy()).permute(2, 0, 1)
+        image[:, :height, :width] = pixels.float() / 255
+    return batch

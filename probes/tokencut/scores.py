@@ -1,19 +1,24 @@
-"""CorLoc from the results of images, with its uncertainty and where it comes from."""
+"""What `tokencut` says of a block, from the results of its images: CorLoc, or scores of masks.
 
-from collections.abc import Callable, Sequence
+An answer is the first object's; that of a mask has at each pixel the answer of the patch over it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64, Int64, UInt8
 
-from probes.tokencut.files import cell_name
-from probes.tokencut.log import Cell, ImageResult
-from probes.tokencut.probe import DEGENERATE
+from probes.tokencut.cuts import Discovery, PatchGrid, at_pixels
+from probes.tokencut.log import Cell, ImageResult, cell_name
+from ssl_bench.data.samples import IGNORED, Sample
 from ssl_bench.evaluation import Score
-from ssl_bench.intervals import Share
+from ssl_bench.intervals import Share, mean_estimate
 from ssl_bench.results import Baseline
-from ssl_bench.scores import corloc, is_hit
+from ssl_bench.scores import OBJECT_SCORES, corloc, is_hit, object_iou
 
+DEGENERATE = "degenerate"
 # Percent of the image that the largest object covers.
 _SIZES = {
     "below_10_percent": (0.0, 10.0),
@@ -23,7 +28,89 @@ _SIZES = {
 _COUNTS = {"1": (1.0, 2.0), "2_to_3": (2.0, 4.0), "from_4": (4.0, np.inf)}
 
 
-_CENTRE = "centre box"
+def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
+    """CorLoc of one block and facet over the images that have boxes, at least one."""
+    name = cell_name(layer, facet)
+    scored = [result for result in results if result.num_boxes]
+    hits = np.array([result.cells[name]["hit"] for result in scored])
+    centred = [
+        is_hit(centre_box(result.size), np.array(result.true_boxes, np.float64))
+        for result in scored
+    ]
+
+    def by_group(
+        groups: Mapping[str, tuple[float, float]], measure: Callable[[ImageResult], float]
+    ) -> dict[str, Any]:
+        found = {}
+        for group, (low, high) in groups.items():
+            some = hits[[low <= measure(result) < high for result in scored]]
+            if len(some):
+                found[group] = {"num_images": len(some), "corloc": corloc(some)}
+        return found
+
+    return Score(
+        layer=layer,
+        facet=facet,
+        metric="corloc",
+        value=corloc(hits),
+        ci95=Share(hits).ci95(),
+        num_images=len(hits),
+        details={
+            **flags([result.cells[name] for result in results]),
+            **centre_baseline(corloc(np.array(centred))),
+            "images_without_boxes": len(results) - len(scored),
+            "by_object_size": by_group(_SIZES, lambda result: result.largest_box),
+            "by_num_objects": by_group(_COUNTS, lambda result: result.num_boxes or 0),
+        },
+        per_image=hits,
+    )
+
+
+def saliency_scores(layer: int, facet: str, results: Sequence[ImageResult]) -> Iterator[Score]:
+    """Mean over images of what `OBJECT_SCORES` say of each; all of them have a true mask."""
+    cells = [result.cells[cell_name(layer, facet)] for result in results]
+    counts = np.array([cell["object"] for cell in cells], np.int64)
+    centred = np.array([result.centre for result in results], np.int64)
+    for metric, score in OBJECT_SCORES.items():
+        estimate = mean_estimate(score(counts))
+        yield Score(
+            layer=layer,
+            facet=facet,
+            metric=metric,
+            value=estimate.value,
+            ci95=estimate.ci95(),
+            num_images=len(counts),
+            details={
+                **flags(cells),
+                **centre_baseline(float(score(centred).mean())),
+                "images_without_object": int((counts[:, 2] == 0).sum()),
+            },
+            per_image=counts,
+        )
+
+
+def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
+    """Percent of the images whose graph says nothing, for those that nothing is known of."""
+    flagged = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
+    return Score(
+        layer=layer,
+        facet=facet,
+        metric=DEGENERATE,
+        value=100 * float(flagged.mean()),
+        ci95=Share(flagged).ci95(),
+        num_images=len(flagged),
+        per_image=flagged,
+    )
+
+
+def flags(cells: Sequence[Cell]) -> dict[str, float]:
+    """Percent of the images that carry a flag, of the flags that the method knows."""
+    found = {}
+    for flag in ("degenerate", "tied_cutoff"):
+        values = [cell[flag] for cell in cells if flag in cell]
+        if values:
+            found[f"{flag}_percent"] = 100 * float(np.mean(values))
+    return found
 
 
 def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
@@ -40,80 +127,40 @@ def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
     return sides * (0.5 + np.sqrt(0.125) * np.array([-1.0, -1.0, 1.0, 1.0]))
 
 
-def centre_boxes(results: Sequence[ImageResult]) -> list[Float64[np.ndarray, " 4"]] | None:
-    """Of all images; None if lines of an older run do not tell the size of one."""
-    boxes = [centre_box(result.size) for result in results if result.size is not None]
-    return boxes if len(boxes) == len(results) else None
-
-
-def corloc_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """CorLoc of one block and facet over the images that have boxes, at least one."""
-    name = cell_name(layer, facet)
-    scored = [result for result in results if result.num_boxes]
-    hits = np.array([result.cells[name]["hit"] for result in scored])
-    cells = [result.cells[name] for result in results]
-    return Score(
-        layer=layer,
-        facet=facet,
-        metric="corloc",
-        value=corloc(hits),
-        ci95=Share(hits).ci95(),
-        num_images=len(hits),
-        details={
-            **flagged("degenerate", cells),
-            **flagged("tied_cutoff", cells),
-            **_baseline(scored),
-            "images_without_boxes": len(results) - len(scored),
-            "by_object_size": _breakdown(name, scored, _SIZES, lambda r: r.largest_box),
-            "by_num_objects": _breakdown(name, scored, _COUNTS, lambda r: r.num_boxes or 0),
-        },
-        per_image=hits,
-    )
-
-
-def degenerate_score(layer: int, facet: str, results: Sequence[ImageResult]) -> Score:
-    """Percent of the images whose graph says nothing, for those that nothing is known of."""
-    flags = np.array([result.cells[cell_name(layer, facet)]["degenerate"] for result in results])
-    return Score(
-        layer=layer,
-        facet=facet,
-        metric=DEGENERATE,
-        value=100 * float(flags.mean()),
-        ci95=Share(flags).ci95(),
-        num_images=len(flags),
-        per_image=flags,
-    )
-
-
 def centre_baseline(value: float) -> dict[str, Any]:
     """Details of a score that answering with `centre_box` would have."""
-    return Baseline(_CENTRE, value).as_details()
+    return Baseline("centre box", value).as_details()
 
 
-def _baseline(scored: Sequence[ImageResult]) -> dict[str, Any]:
-    boxes = centre_boxes(scored)
-    if boxes is None:
-        return {}
-    pairs = zip(boxes, scored, strict=True)
-    hits = [is_hit(box, np.array(result.true_boxes, np.float64)) for box, result in pairs]
-    return centre_baseline(corloc(np.array(hits)))
+def with_mask_counts(
+    result: ImageResult, sample: Sample, found: Mapping[str, Sequence[Discovery]], grid: PatchGrid
+) -> ImageResult:
+    """What is kept of an image, with the counts of every cell; a hit has an IoU of half or more."""
+    assert sample.mask is not None
+    cells = {}
+    for name, (first, *_) in found.items():
+        pixels = at_pixels(first.mask, result.size, grid.patch_size)
+        counts = object_counts(pixels, sample.mask)
+        is_found = bool(object_iou(counts) >= 50)
+        cells[name] = {**result.cells[name], "object": counts.tolist(), "hit": is_found}
+    # Of the pixels whose middles lie in the centre box.
+    height, width = result.size
+    x0, y0, x1, y1 = centre_box(result.size)
+    x, y = np.arange(width) + 0.5, np.arange(height) + 0.5
+    centre = ((y > y0) & (y < y1))[:, None] & ((x > x0) & (x < x1))
+    return replace(result, cells=cells, centre=object_counts(centre, sample.mask).tolist())
 
 
-def flagged(flag: str, cells: Sequence[Cell]) -> dict[str, float]:
-    """Percent of the images that carry a flag; nothing where the method knows no such flag."""
-    values = [cell[flag] for cell in cells if flag in cell]
-    return {f"{flag}_percent": 100 * float(np.mean(values))} if values else {}
+def object_counts(
+    answer: Bool[np.ndarray, "height width"], truth: UInt8[np.ndarray, "height width"]
+) -> Int64[np.ndarray, " 4"]:
+    """What an image contributes: `ssl_bench.scores.ObjectCounts`.
 
-
-def _breakdown(
-    name: str,
-    scored: Sequence[ImageResult],
-    groups: dict[str, tuple[float, float]],
-    measure: Callable[[ImageResult], float],
-) -> dict[str, Any]:
-    found = {}
-    for group, (low, high) in groups.items():
-        hits = [r.cells[name]["hit"] for r in scored if low <= measure(r) < high]
-        if hits:
-            found[group] = {"num_images": len(hits), "corloc": corloc(np.array(hits))}
-    return found
+    Args:
+        answer: Where the object is said to be.
+        truth: 0 where the background is, 1 where the object is, `IGNORED` where neither counts.
+    """
+    counted, is_true = truth != IGNORED, truth == 1
+    is_found = answer & counted
+    parts = (is_found & is_true, is_found, is_true, counted)
+    return np.array([part.sum() for part in parts], np.int64)

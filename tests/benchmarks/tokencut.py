@@ -6,7 +6,7 @@ One process a section, because BLAS takes its number of threads when it is impor
 time with one thread, reference and ours in turn on the same graph. `memory`: peak beyond the
 features. `throughput`: wall time with two cores, the reference's BLAS against two graphs at once.
 `blocks`: CPU time of the whole probe with one thread, twelve blocks against one. `agreement`: on
-how many graphs both give the same, for random weights and every --checkpoint. `gpu`: the batch.
+how many graphs both give the same, for random weights and every --checkpoint.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def reference(features):
 
 
 def ours(features):
-    from probes.tokencut.spectral.eigensolver import second_eigenvector
+    from probes.tokencut.eigensolver import second_eigenvector
 
     return second_eigenvector(features, tau=TAU, eps=EPS).vector
 
@@ -197,18 +197,20 @@ def _peak_megabytes(solver: Callable, features) -> float:
 
 
 def throughput_section(options: Options) -> tuple[str, list[Row]]:
-    from probes.tokencut.spectral.eigensolver import GraphPool
+    from probes.tokencut.eigensolver import map_graphs
+
+    def two_at_once(some: Sequence[Any]) -> None:
+        map_graphs(ours, some, num_threads=2)
 
     rows = []
-    with GraphPool(2) as pool:
-        for size in (size for size in options.sizes if size <= 1200):
-            features, rounds = graphs(size) * 2, []
-            for _ in range(options.repetitions or 5):
-                theirs = seconds_of(lambda fs: [reference(f) for f in fs], features, time.monotonic)
-                own = seconds_of(lambda fs: pool.map(ours, fs), features, time.monotonic)
-                rounds.append((theirs / len(features), own / len(features)))
-            figures = paired(rounds, "reference, two threads, ms", "ours, two graphs, ms", "ratio")
-            rows.append({"tokens": size, **figures})
+    for size in (size for size in options.sizes if size <= 1200):
+        features, rounds = graphs(size) * 2, []
+        for _ in range(options.repetitions or 5):
+            theirs = seconds_of(lambda fs: [reference(f) for f in fs], features, time.monotonic)
+            own = seconds_of(two_at_once, features, time.monotonic)
+            rounds.append((theirs / len(features), own / len(features)))
+        figures = paired(rounds, "reference, two threads, ms", "ours, two graphs, ms", "ratio")
+        rows.append({"tokens": size, **figures})
     return "Wall time a graph with two cores", rows
 
 
@@ -303,37 +305,14 @@ def agreement_section(options: Options) -> tuple[str, list[Row]]:
             encoder, layers=range(encoder.depth), facets=("key", "token"), pad=True
         )
         side = 640 if max(options.sizes) > 196 else 224
-        for batched in (False, True):
-            found = []
-            for name in PHOTOGRAPHS:
-                image = getattr(skimage.data, name)()
-                features, grid = photograph_features(extractor, image, side, side)
-                found += [compare(f, grid, batched=batched) for f in features]
-            counts = {k: f"{kept} of {of}" for k, (kept, of) in tally(found).items()}
-            form = "batched" if batched else "single"
-            rows.append({"encoder": encoder.name, "form": form, "graphs": len(found), **counts})
+        found = []
+        for name in PHOTOGRAPHS:
+            image = getattr(skimage.data, name)()
+            features, grid = photograph_features(extractor, image, side, side)
+            found += [compare(f, grid) for f in features]
+        counts = {k: f"{kept} of {of}" for k, (kept, of) in tally(found).items()}
+        rows.append({"encoder": encoder.name, "graphs": len(found), **counts})
     return "Graphs that keep what is promised; bipartition and box where the gap exceeds 1e-3", rows
-
-
-def gpu_section(options: Options) -> tuple[str, list[Row]]:
-    import torch
-
-    from probes.tokencut.spectral.eigensolver_batched import solve_batch
-
-    if not torch.cuda.is_available():
-        return "No GPU here: the batched form was not timed", []
-    rows = []
-    for size in options.sizes:
-        features = graphs(size)
-        batch = torch.stack([torch.from_numpy(f) for f in features * (16 // len(features))]).cuda()
-        pairs = []
-        for round_number in range(1 + options.rounds(size)):
-            own = seconds_of(lambda b: solve_batch(b, tau=TAU, eps=EPS), batch, time.monotonic)
-            theirs = seconds_of(reference, features[0], time.monotonic)
-            # The first round builds kernels.
-            pairs += [(theirs, own / len(batch))] if round_number else []
-        rows.append({"tokens": size, **paired(pairs, "CPU reference, ms", "GPU, ms", "ratio")})
-    return "Wall time a graph in a batch of 16 on the GPU, vectors copied back", rows
 
 
 SECTIONS: dict[str, Callable[[Options], tuple[str, list[Row]]]] = {
@@ -342,7 +321,6 @@ SECTIONS: dict[str, Callable[[Options], tuple[str, list[Row]]]] = {
     "throughput": throughput_section,
     "blocks": blocks_section,
     "agreement": agreement_section,
-    "gpu": gpu_section,
 }
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from probes.classification.probe import LinearClassification
 from probes.clustering.probe import Clustering
 from probes.conditioning.probe import Conditioning
 from probes.correspondence.probe import Correspondence
-from probes.discovery.probe import ObjectDiscovery
+from probes.discovery import ObjectDiscovery
 from probes.geometry.probe import Geometry
 from probes.knn import KNN
 from probes.pca import PCA

@@ -8,11 +8,7 @@ import torch
 
 from probes.pca import PCA, features_of
 from probes.retrieval import Retrieval
-from probes.tokencut.extraction import extracted
-from probes.tokencut.options import PatchGrid
-from probes.tokencut.probe import TokenCut
-from probes.tokencut.run import find_all
-from probes.tokencut.spectral.eigensolver import GraphPool
+from probes.tokencut.probe import TokenCut, find_in_batch
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import CheckpointError
 from ssl_bench.features import FeatureExtractor
@@ -63,10 +59,5 @@ def test_object_discovery_stops_at_the_block(broken, device, method):
     probe = TokenCut(facet="token", method=method, panels=0)
     extractor = FeatureExtractor(broken, layers=[0, 3], facets=probe.facets, device=device)
     pixels = np.random.default_rng(0).integers(0, 255, (80, 80, 3), dtype=np.uint8)
-    sample, grid = Sample("noise", pixels), PatchGrid(80, 80, 8)
-    with (
-        pytest.raises(CheckpointError, match=r"layer 3 of tiny .* for noise"),
-        GraphPool(1) as pool,
-        extracted(extractor, [sample], grid) as features,
-    ):
-        find_all(probe, features, [grid], pool)
+    with pytest.raises(CheckpointError, match=r"layer 3 of tiny .* for noise"):
+        find_in_batch(probe, extractor, [Sample("noise", pixels)])

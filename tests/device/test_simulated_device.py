@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from probes.tokencut.spectral import eigensolver_batched
 from ssl_bench import features, metrics
 from tests.support.colours import tiny_encoder
 from tests.support.simulated_cuda import LEDGER, is_simulated
@@ -157,32 +156,9 @@ def extracted(module):
     return module.FeatureExtractor(encoder, layers=[0], device=CUDA)(torch.rand(1, 3, 32, 32))
 
 
-def solved(module):
-    tokens = here(2, 100, 8)
-    return module.solve_batch(tokens, tau=0.2, eps=1e-5)
-
-
 MISTAKES = {
     "an image that is not moved": (
         features, "sent(images, self.device).to(torch.float32)", "images.float()", extracted,
-    ),
-    "a start vector of the host": (
-        eigensolver_batched,
-        "sent(start, trivial.device).to(trivial.dtype) *",
-        "start.double() *",
-        solved,
-    ),
-    "numpy of the device": (
-        eigensolver_batched,
-        "fetched([found.vectors, found.eigenvalues",
-        "list([found.vectors, found.eigenvalues",
-        solved,
-    ),
-    "a generator of the host": (
-        eigensolver_batched,
-        "generator=torch.Generator().manual_seed(0))",
-        "generator=torch.Generator().manual_seed(0), device=trivial.device)",
-        solved,
     ),
 }  # fmt: skip
 

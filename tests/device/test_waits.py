@@ -22,7 +22,7 @@ LIMITS = {
     "step of a run, dino": (0, 40),
     "step of a run, mae": (0, 1),
     "step of a run, supervised": (0, 1),
-    "TokenCut, batch": (2, 0),
+    "TokenCut, batch": (1, 0),
     "feature cache, batch": (1, 0),
     "heads' step, upsample4": (0, 0),
     "heads' step, full_resolution": (0, 0),

@@ -20,17 +20,12 @@ from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from probes.features.image import ImagePass
-from probes.features.stream import batches
 from probes.heads.kept import KeptState
 from probes.heads.lbfgs import minimise
 from probes.pca import PCA, features_of
 from probes.retrieval import Retrieval
 from probes.segmentation import Segmentation
-from probes.tokencut.extraction import extracted
-from probes.tokencut.options import PatchGrid
-from probes.tokencut.probe import TokenCut
-from probes.tokencut.run import find_all
-from probes.tokencut.spectral.eigensolver import GraphPool
+from probes.tokencut.probe import TokenCut, find_in_batch
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.samples import Sample
 from ssl_bench.evaluation import ProbeContext
@@ -213,13 +208,10 @@ def tokencut_batch(facets: Iterable[str] = ("key",)) -> Counts:
         _encoder(config), layers=range(LAYERS), facets=probe.facets, device=CUDA
     )
     samples = [_blob(number) for number in range(_BATCH)]
-    grids = [PatchGrid(80, 80, 8)] * _BATCH
 
     def work(number: int) -> None:
-        with GraphPool(1) as pool:
-            for _ in batches(range(number), 1):
-                with extracted(extractor, samples, grids[0]) as features:
-                    find_all(probe, features, grids, pool)
+        for _ in range(number):
+            find_in_batch(probe, extractor, samples)
 
     return counts_of(work, 1, 2)
 

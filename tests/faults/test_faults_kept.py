@@ -208,7 +208,7 @@ CACHES: dict[str, tuple[Callable[[Path, Facts], str], dict[str, Any]]] = {
             "probe.eps": 1e-4,
             "probe.method": "lost",
             "probe.longer_side": 24,
-            "probes.tokencut.run.__version__": "0.0.0",
+            "probes.tokencut.probe.__version__": "0.0.0",
             "probes.tokencut.log._FORMAT": 99,
         },
     ),

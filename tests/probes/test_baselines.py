@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from probes.discovery.run import scores_of_block
+from probes.discovery import scores_of_block
 from probes.tokencut.log import ImageResult
 from probes.tokencut.scores import centre_box, corloc_score
 from ssl_bench.cli.__main__ import main
@@ -25,7 +25,7 @@ CELL = {"0/key": {"box": [0, 0, 1, 1], "hit": False, "degenerate": False}}
 
 
 def searched(true, size=(100, 200)) -> ImageResult:
-    return ImageResult(len(true), 1.0, (1, 1), CELL, true, size)
+    return ImageResult(len(true), 1.0, (1, 1), CELL, size, true)
 
 
 def test_the_centre_box_has_the_shape_of_the_image_and_half_of_its_area():
@@ -49,13 +49,6 @@ def test_the_centre_box_is_right_where_half_of_it_and_a_true_box_is_shared():
     assert baseline is not None
     # One of four boxes right, all equally sure: precision 1/4 up to a recall of 1/4.
     assert baseline.value == pytest.approx(100 * 26 / 101 / 4)
-
-
-def test_lines_of_older_runs_without_a_size_have_no_centre_box():
-    images = [searched([[0.0, 0.0, 9.0, 9.0]]), searched([[0.0, 0.0, 9.0, 9.0]], None)]
-
-    assert Baseline.of(corloc_score(0, "key", images).details) is None
-    assert all("baseline" not in s.details for s in scores_of_block(0, "key", images, 1))
 
 
 def test_the_constant_class_is_the_most_frequent_one():

@@ -10,18 +10,22 @@ import torch
 
 from probes.clustering.agreement import (
     SCORES,
-    Matching,
+    accuracy,
     ami,
     ari,
+    entropy_of_more,
+    expected_information,
+    few_images_warning,
+    image_intervals,
+    majority,
+    matched,
     meetings,
+    miou,
     nmi,
     of_random_clusters,
     purity,
 )
-from probes.clustering.information import entropy_of_more, expected_information
-from probes.clustering.intervals import few_images_warning, image_intervals
-from probes.clustering.probe import Clustering
-from probes.clustering.run import ClusteringRun
+from probes.clustering.probe import Clustering, clustered
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
@@ -57,20 +61,20 @@ def test_meetings_purity_and_matched_iou_counted_by_hand():
     assert meetings(clusters, classes, 3, 2).tolist() == MET.tolist()
     assert purity(MET) == pytest.approx(90)
     # 4 of 5 and 3 of 5; the third cluster stands for no class, and is none of its own.
-    assert Matching.of(MET).miou(MET) == pytest.approx(70)
+    assert miou(MET, matched(MET)) == pytest.approx(70)
     # A class that no image is of has no IoU, though a cluster is matched with it.
     more = np.pad(MET, ((0, 0), (0, 1)))
-    assert Matching.of(more).miou(more) == pytest.approx(70)
+    assert miou(more, matched(more)) == pytest.approx(70)
 
 
 def test_a_majority_shares_classes_and_all_of_it_counts():
-    majority = Matching.of_majority(MET)
+    shared = majority(MET)
 
     # The third cluster joins the second: 4 of 5 and 5 of 6; one to one 7 of 10 are right.
-    assert majority.standing.tolist() == [0, 1, 1]
-    assert majority.miou(MET) == pytest.approx(100 * (4 / 5 + 5 / 6) / 2)
-    assert majority.accuracy(MET) == pytest.approx(purity(MET))
-    assert Matching.of(MET).accuracy(MET) == pytest.approx(70)
+    assert shared.tolist() == [0, 1, 1]
+    assert miou(MET, shared) == pytest.approx(100 * (4 / 5 + 5 / 6) / 2)
+    assert accuracy(MET, shared) == pytest.approx(purity(MET))
+    assert accuracy(MET, matched(MET)) == pytest.approx(70)
 
 
 def test_many_tables_at_once_are_scored_as_each_alone():
@@ -89,14 +93,13 @@ def test_many_tables_at_once_are_scored_as_each_alone():
 def test_the_matching_takes_most_images_and_not_the_best_of_each():
     # The first cluster alone would take class 0; together 5 + 4 are more than 6 + 0.
     met = np.array([[6, 5], [4, 0]])
-    matching = Matching.of(met)
-    assert matching.standing.tolist() == [1, 0]
-    assert matching.miou(met) == pytest.approx(100 * (4 / 10 + 5 / 11) / 2)
+    assert matched(met).tolist() == [1, 0]
+    assert miou(met, matched(met)) == pytest.approx(100 * (4 / 10 + 5 / 11) / 2)
 
 
 def test_fewer_clusters_than_classes_leave_a_class_without():
     met = np.array([[3, 0, 1], [0, 2, 0]])
-    assert Matching.of(met).miou(met) == pytest.approx(100 * (3 / 4 + 1 + 0) / 3)
+    assert miou(met, matched(met)) == pytest.approx(100 * (3 / 4 + 1 + 0) / 3)
 
 
 def test_scores_are_those_of_scikit_learn():
@@ -200,8 +203,7 @@ def test_too_few_images_for_their_pairs_have_no_interval_and_say_so():
 
 def restated_stego(met):
     """Of more clusters than classes: those left over are a further class of IoU 0 in the mean."""
-    matching = Matching.of(met)
-    return matching.miou(met) * met.shape[1] / (met.shape[1] + 1)
+    return miou(met, matched(met)) * met.shape[1] / (met.shape[1] + 1)
 
 
 def test_the_mean_with_a_further_class_is_that_of_stego():
@@ -211,7 +213,7 @@ def test_the_mean_with_a_further_class_is_that_of_stego():
 def test_names_of_clusters_make_no_difference():
     _, _, met = drawn()
     other = met[np.random.default_rng(1).permutation(len(met))]
-    for score in (nmi, ari, purity, lambda some: Matching.of(some).miou(some)):
+    for score in (nmi, ari, purity, lambda some: miou(some, matched(some))):
         assert score(other) == pytest.approx(score(met))
 
 
@@ -219,7 +221,7 @@ def test_equal_partitions_are_perfect_and_one_class_says_nothing():
     same = np.diag([3, 4, 5])
     assert (nmi(same), ari(same), purity(same)) == (pytest.approx(100), pytest.approx(1), 100)
     assert ami(same) == pytest.approx(100)
-    assert Matching.of(same).miou(same) == 100
+    assert miou(same, matched(same)) == 100
     assert ari(np.array([[1, 1], [1, 1]])) < 0
     one = np.array([[3], [4]])
     assert math.isnan(nmi(one))
@@ -239,7 +241,7 @@ def vit(**changes):
     return build_vit(config, seed=0)
 
 
-def run_of(dataset, model=None, *, seed=0, **options):
+def scores(dataset, model=None, *, seed=0, **options):
     context = ProbeContext(
         encoder=encoder_from_model(model or vit(), name="tiny"),
         dataset=dataset,
@@ -251,12 +253,8 @@ def run_of(dataset, model=None, *, seed=0, **options):
         progress=show_progress,
         say=lambda _: None,
     )
-    options = {"facet": "patch_mean", "num_workers": 1} | options
-    return ClusteringRun(Clustering(**options), context)
-
-
-def scores(dataset, model=None, **options):
-    return {(s.layer, s.facet, s.metric): s for s in run_of(dataset, model, **options).scores()}
+    probe = Clustering(**{"facet": "patch_mean", "num_workers": 1, **options})
+    return {(s.layer, s.facet, s.metric): s for s in probe.run(context)}
 
 
 def test_colours_come_out_of_features_that_have_them(colours):
@@ -329,20 +327,23 @@ def test_agreement_below_chance_is_read_and_leads_the_table(colours, tmp_path, c
     assert chosen_metric([(metric, r.is_ranked) for metric, r in found.items()]) == "ami"
 
 
-def test_the_seed_decides_where_k_means_begins(colours):
+def test_the_seed_decides_where_k_means_begins():
     vectors = np.random.default_rng(0).normal(size=(80, 3))
     one, same, other = (
-        run_of(colours, seed=seed, num_restarts=1)._clusters(vectors, 9) for seed in (0, 0, 1)
+        np.asarray(clustered(vectors, 9, restarts=1, seed=seed).labels_).tolist()
+        for seed in (0, 0, 1)
     )
-    assert one.tolist() == same.tolist() != other.tolist()
+    assert one == same != other
 
 
 def test_the_length_of_a_vector_makes_no_difference(colours, monkeypatch):
     seen = []
-    whole = ClusteringRun._clusters
-    monkeypatch.setattr(
-        ClusteringRun, "_clusters", lambda run, unit, k: seen.append(unit) or whole(run, unit, k)
-    )
+
+    def watched(unit, *more):
+        seen.append(unit)
+        return clustered(unit, *more)
+
+    monkeypatch.setattr("probes.clustering.probe.clustered", watched)
     scores(colours)
     assert len(seen) == 2
     np.testing.assert_allclose(np.linalg.norm(seen, axis=-1), 1, atol=1e-6)

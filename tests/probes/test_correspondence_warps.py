@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from probes.correspondence.pairs import warped_pair
-from probes.correspondence.probe import Correspondence
-from probes.correspondence.warps import (
+from probes.correspondence.views import (
     drawn_points,
     drawn_warp,
     generator_of,
@@ -13,9 +11,9 @@ from probes.correspondence.warps import (
     moved,
     visible,
     warped,
+    warped_pair,
 )
 from ssl_bench.data.samples import Sample
-from tests.support.configured import configured
 
 KINDS = ("homography", "crop", "flip")
 SQUARE = np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
@@ -99,11 +97,10 @@ def test_a_warp_shows_a_part_of_the_square_and_nothing_else(kind):
 
 
 def test_an_image_has_its_own_warp_whatever_comes_before_it():
-    probe = configured(Correspondence, image_size=32, num_points=20)
     image = np.random.default_rng(1).integers(0, 255, (40, 50, 3), dtype=np.uint8)
 
     pairs = [
-        warped_pair(Sample(name, image), probe, 32, seed)
+        warped_pair(Sample(name, image), 32, seed, warp="homography", strength=0.25, num_points=20)
         for name, seed in (("a", 0), ("a", 0), ("b", 0), ("a", 1))
     ]
 

@@ -4,11 +4,17 @@ import scipy.linalg
 import scipy.ndimage
 import torch
 
-from probes.tokencut.cuts import component_of, cut_out, discover, split_at_mean
-from probes.tokencut.lost import lost
-from probes.tokencut.maskcut import maskcut
-from probes.tokencut.options import Cut, PatchGrid
-from probes.tokencut.spectral.eigensolver import FiedlerVector
+from probes.tokencut.cuts import (
+    Cut,
+    PatchGrid,
+    component_of,
+    cut_out,
+    discover,
+    lost,
+    maskcut,
+    split_at_mean,
+)
+from probes.tokencut.eigensolver import FiedlerVector
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.samples import Sample
 from ssl_bench.features import FeatureExtractor

@@ -1,6 +1,5 @@
 """Average precision and recall of found boxes: by hand, and beside COCO's own evaluation."""
 
-import json
 from contextlib import redirect_stdout
 from io import StringIO
 from typing import Any
@@ -10,10 +9,16 @@ import pytest
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from probes.discovery.matching import box_ious, detection_counts, right_boxes
-from probes.discovery.probe import METRICS, ObjectDiscovery
-from probes.discovery.run import in_one_rank, scores_of_block
-from probes.tokencut.log import DiscoveryLog, ImageResult
+from probes.discovery import (
+    METRICS,
+    ObjectDiscovery,
+    box_ious,
+    detection_counts,
+    in_one_rank,
+    right_boxes,
+    scores_of_block,
+)
+from probes.tokencut.log import ImageResult
 from ssl_bench.errors import DataError
 from ssl_bench.scores import average_precision, average_recall, coco_average_precision
 from ssl_bench.tables.pairs.image_scores import ImageCurve
@@ -45,7 +50,7 @@ def percent(images) -> list[float]:
 def result(found: Boxes, true: Boxes | None, *, hit: bool = True) -> ImageResult:
     cell = {"box": found[0], "further_boxes": found[1:], "degenerate": False, "hit": hit}
     number = None if true is None else len(true)
-    return ImageResult(number, 1.0, (1, 1), {"0/key": cell}, true)
+    return ImageResult(number, 1.0, (1, 1), {"0/key": cell}, (60, 60), true)
 
 
 def random_images(seed: int, *, images: int = 12):
@@ -301,17 +306,3 @@ def test_settings_say_what_was_guessed():
     assert ObjectDiscovery().settings()["confidence"] == "order"
     assert ObjectDiscovery().settings()["tau"] == 0.15
     assert ObjectDiscovery().folder == "ssl_bench"
-
-
-def test_a_line_of_a_log_from_before_true_boxes_is_still_known(tmp_path):
-    log = DiscoveryLog(tmp_path, {"a": 1}, {"x": "of x"})
-    log.add("x", result([LEFT], None))
-    text = log.path.read_text()
-    line = json.loads(text.splitlines()[1])
-    del line["true_boxes"], line["crc32"]
-    old = DiscoveryLog(tmp_path / "old", {"a": 1}, {"x": "of x"})
-
-    old._merge(line)
-
-    assert old.images["x"].cells == log.images["x"].cells
-    assert old.images["x"].true_boxes is None

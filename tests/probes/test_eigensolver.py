@@ -1,28 +1,20 @@
 import numpy as np
 import pytest
 import scipy.linalg
-import torch
 from threadpoolctl import threadpool_info, threadpool_limits
-from torch.profiler import ProfilerActivity, profile
 
-from probes.tokencut.spectral import eigensolver
-from probes.tokencut.spectral.eigensolver import GraphPool, second_eigenvector
-from probes.tokencut.spectral.eigensolver_batched import (
-    certified_batch,
-    second_eigenvectors,
-    solve_batch,
-)
-from probes.tokencut.spectral.graph import similarity_graph
+from probes.tokencut import eigensolver
+from probes.tokencut.eigensolver import map_graphs, second_eigenvector, similarity_graph
 from ssl_bench.errors import DataError
 
 TAU, EPS = 0.2, 1e-5
 
 
-def dense_solution(features, *, weighted=False):
+def dense_solution(features, *, weighted=False, tau=TAU):
     """Independent restatement: second and third generalised eigenpair of (D - A, D)."""
     unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     cosines = unit @ unit.T
-    weights = np.where(cosines > TAU, cosines if weighted else 1.0, EPS).astype(np.float64)
+    weights = np.where(cosines > tau, cosines if weighted else 1.0, EPS).astype(np.float64)
     np.fill_diagonal(weights, np.where(features.any(1), 1, EPS))
     degrees = np.diag(weights.sum(1))
     values, vectors = scipy.linalg.eigh(degrees - weights, degrees, subset_by_index=[1, 2])
@@ -55,13 +47,13 @@ def angle(found, vector, degrees):
     return np.linalg.norm(one - np.sign(one @ other) * other)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("weighted", "tau"), [(False, TAU), (True, TAU), (False, -0.1)])
 @pytest.mark.parametrize("num_tokens", [8, 40, 65, 150, 400])
-def test_the_vector_is_that_of_the_dense_generalised_problem(num_tokens, weighted):
+def test_the_vector_is_that_of_the_dense_generalised_problem(num_tokens, weighted, tau):
     features = clouds(num_tokens, seed=num_tokens)
-    values, vector, degrees = dense_solution(features, weighted=weighted)
+    values, vector, degrees = dense_solution(features, weighted=weighted, tau=tau)
 
-    found = second_eigenvector(features, tau=TAU, eps=EPS, weighted=weighted)
+    found = second_eigenvector(features, tau=tau, eps=EPS, weighted=weighted)
 
     assert found.eigenvalue == pytest.approx(values[0], abs=1e-7)
     assert found.gap == pytest.approx(values[1] - values[0], rel=1e-3)
@@ -203,100 +195,14 @@ def test_the_threshold_is_strict():
     assert similarity_graph(features, tau=cosine - 1e-6, eps=EPS).links[0, 1] == 1
 
 
-def test_a_pool_maps_in_order_with_one_blas_thread_each():
+def test_graphs_are_mapped_in_order_with_one_blas_thread_each():
     def blas_threads(number):
         libraries = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
         return number, {library["num_threads"] for library in libraries}
 
-    with threadpool_limits(2, user_api="blas"), GraphPool(3) as pool:
-        found = pool.map(blas_threads, range(8))
+    with threadpool_limits(2, user_api="blas"):
+        found = map_graphs(blas_threads, range(8), num_threads=3)
         afterwards = blas_threads(8)
 
     assert found == [(number, {1}) for number in range(8)]
     assert afterwards == (8, {2})
-
-
-@pytest.mark.parametrize("tau", [0.2, -0.1])
-def test_padded_batches_give_what_each_graph_gives_alone(tau):
-    graphs = [clouds(size, seed=size) for size in (120, 90, 150)]
-    graphs[1][7] = 0
-    features = torch.full((3, 150, 16), torch.nan)
-    features[1] = 1
-    valid = torch.zeros(3, 150, dtype=torch.bool)
-    for i, graph in enumerate(graphs):
-        features[i, : len(graph)], valid[i, : len(graph)] = torch.from_numpy(graph), True
-
-    found = second_eigenvectors(features, valid, tau=tau, eps=EPS)
-
-    for i, graph in enumerate(graphs):
-        alone = second_eigenvector(graph, tau=tau, eps=EPS)
-        assert found.vectors[i, : len(graph)].numpy() == pytest.approx(alone.vector, abs=1e-6)
-        assert (found.vectors[i, len(graph) :] == 0).all()
-        assert float(found.eigenvalues[i]) == pytest.approx(alone.eigenvalue, abs=1e-6)
-        assert float(found.gaps[i]) == pytest.approx(alone.gap, rel=1e-3)
-        assert 0 < float(found.certificates[i]) < 1e-5
-
-
-def test_a_batch_refuses_broken_tokens_but_not_broken_padding():
-    features, valid = torch.randn(2, 60, 8), torch.ones(2, 60, dtype=torch.bool)
-    features[1, 5] = torch.nan
-
-    with pytest.raises(DataError, match="finite"):
-        second_eigenvectors(features, valid, tau=TAU, eps=EPS)
-
-
-def test_graphs_that_a_batch_cannot_certify_are_solved_on_the_host():
-    features = torch.from_numpy(np.stack([clouds(120, 0), blobs(120) @ np.eye(8, 16), chain_16()]))
-
-    found = solve_batch(features.float(), tau=TAU, eps=EPS)
-
-    for one, graph in zip(found, features.float().numpy(), strict=True):
-        alone = second_eigenvector(graph, tau=TAU, eps=EPS)
-        assert one.degenerate == alone.degenerate
-        assert one.vector == pytest.approx(alone.vector, abs=1e-6)
-
-
-def test_a_batch_that_is_solved_in_parts_gives_what_it_gives_as_a_whole():
-    features = torch.from_numpy(np.stack([clouds(120, seed) for seed in range(5)])).float()
-    whole = certified_batch(features, tau=TAU, eps=EPS)
-
-    # Two graphs at once: parts of 2, 2 and 1.
-    parts = certified_batch(features, tau=TAU, eps=EPS, links_at_once=2 * 120**2 + 1)
-
-    assert len(parts) == 5
-    for one, other in zip(parts, whole, strict=True):
-        assert one is not None
-        assert other is not None
-        assert one.vector == pytest.approx(other.vector, abs=1e-9)
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 24, 49, 64, 65])
-def test_small_graphs_of_a_batch_are_what_each_is_alone(tokens):
-    graphs = np.stack([clouds(tokens, seed) for seed in range(3)])
-
-    found = solve_batch(torch.from_numpy(graphs), tau=TAU, eps=EPS)
-
-    for one, graph in zip(found, graphs, strict=True):
-        alone = second_eigenvector(graph, tau=TAU, eps=EPS)
-        assert one.degenerate == alone.degenerate
-        assert one.gap == pytest.approx(alone.gap, rel=1e-3, abs=1e-9)
-        assert alone.degenerate or one.vector == pytest.approx(alone.vector, abs=1e-6)
-
-
-def test_a_batch_holds_the_links_of_its_graphs_once_in_four_bytes_each():
-    features = torch.from_numpy(np.stack([clouds(400, seed) for seed in range(2)]))
-    links = 2 * 400**2
-
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        found = certified_batch(features, tau=TAU, eps=EPS)
-
-    assert all(found)
-    taken = [event.self_cpu_memory_usage for event in watched.events() or ()]
-    # Smaller ones are the vectors of the Krylov space.
-    assert [size for size in taken if size > 2 * links] == [4 * links]
-
-
-def chain_16():
-    """A chain of 120 tokens in 16 dimensions: too slow for a fixed number of steps."""
-    places = np.arange(120)[:, None] / 8
-    return np.exp(-((places - np.arange(16)) ** 2))

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.tokencut.lost import lost
-from probes.tokencut.options import PatchGrid
+from probes.tokencut.cuts import PatchGrid, lost
 from tests.support.scenes import mosaic, scene
 
 GRID = PatchGrid(height=60, width=80, patch_size=10)

@@ -2,17 +2,15 @@ import numpy as np
 import pytest
 import torch
 
-from probes.tokencut.cuts import discover
-from probes.tokencut.maskcut import (
-    MaskCutSearch,
+from probes.tokencut.cuts import (
+    Cut,
+    PatchGrid,
+    cut_repeatedly,
+    discover,
     maskcut,
-    search_together,
     split_off_the_corners,
 )
-from probes.tokencut.options import Cut, PatchGrid
-from probes.tokencut.spectral.eigensolver import FiedlerVector, second_eigenvector
-from probes.tokencut.spectral.eigensolver_batched import solve_batch
-from probes.tokencut.spectral.graph import similarity_graph
+from probes.tokencut.eigensolver import FiedlerVector, second_eigenvector, similarity_graph
 from tests.support.scenes import mosaic, scene
 
 GRID = PatchGrid(height=60, width=80, patch_size=10)
@@ -93,12 +91,6 @@ def test_the_side_of_the_peak_stays_with_two_corners():
     assert np.array_equal(split_off_the_corners(vector).foreground, vector > 0)
 
 
-def search_of(num_patches: int, num_masks: int) -> MaskCutSearch:
-    """A search in one row of patches."""
-    grid = PatchGrid(10, 10 * num_patches, 10)
-    return MaskCutSearch(torch.eye(num_patches)[None], grid, PAPER, num_masks)
-
-
 def strip(first: int, last: int, length: int = 20) -> FiedlerVector:
     """An eigenvector whose object is these patches of a row, the end included."""
     vector = np.full(length, -1.0)
@@ -106,81 +98,60 @@ def strip(first: int, last: int, length: int = 20) -> FiedlerVector:
     return FiedlerVector(vector, 0.1, 0.5, 0.0, degenerate=False)
 
 
-def spans(search: MaskCutSearch) -> list[list[int]]:
-    return [np.flatnonzero(one.mask).tolist() for one in search.found]
+def rounds_of(*rounds: FiedlerVector, num_masks: int) -> tuple[list[list[int]], int]:
+    """Patches of the masks that are found with these eigenvectors, and how many were used."""
+    given, left = iter(rounds), list(rounds)
+
+    def next_one(_masked: np.ndarray) -> FiedlerVector:
+        left.pop()
+        return next(given)
+
+    grid = PatchGrid(10, 10 * len(rounds[0].vector), 10)
+    found = cut_repeatedly(next_one, grid, PAPER, num_masks)
+    return [np.flatnonzero(one.mask).tolist() for one in found], len(rounds) - len(left)
 
 
 def test_a_mask_of_which_more_than_half_was_just_found_is_left_out_once():
-    search = search_of(20, num_masks=3)
-
-    search.take(strip(2, 6))
-    # Four of six patches.
-    search.take(strip(3, 7))
-
-    # The third round sees what the second saw, compares with nothing and keeps it.
-    assert spans(search) == [[2, 3, 4, 5, 6], [7]]
-    assert search.finished
+    # Four of six patches. The third round sees what the second saw, compares with nothing, keeps.
+    assert rounds_of(strip(2, 6), strip(3, 7), num_masks=3) == ([[2, 3, 4, 5, 6], [7]], 2)
 
 
 def test_a_mask_that_is_left_out_in_the_last_round_stays_out():
-    search = search_of(20, num_masks=2)
-
-    search.take(strip(2, 6))
-    search.take(strip(3, 7))
-
-    assert spans(search) == [[2, 3, 4, 5, 6]]
-    assert search.finished
+    assert rounds_of(strip(2, 6), strip(3, 7), num_masks=2) == ([[2, 3, 4, 5, 6]], 2)
 
 
 def test_a_mask_of_which_one_half_was_just_found_is_kept_without_it():
-    search = search_of(20, num_masks=2)
-
-    search.take(strip(2, 4))
     # Two of four patches.
-    search.take(strip(3, 5))
-
-    assert spans(search) == [[2, 3, 4], [5]]
+    assert rounds_of(strip(2, 4), strip(3, 5), num_masks=2)[0] == [[2, 3, 4], [5]]
 
 
 def test_a_mask_is_compared_with_the_one_before_alone():
-    search = search_of(20, num_masks=4)
+    rounds = [strip(2, 6), strip(10, 14), strip(3, 7)]
 
-    for span in ((2, 6), (10, 14), (3, 7)):
-        search.take(strip(*span))
-
-    assert spans(search) == [[2, 3, 4, 5, 6], [10, 11, 12, 13, 14], [7]]
-    assert not search.finished
+    assert rounds_of(*rounds, num_masks=3)[0] == [[2, 3, 4, 5, 6], [10, 11, 12, 13, 14], [7]]
 
 
 def test_a_mask_that_was_found_twice_is_not_reported_twice():
-    search = search_of(20, num_masks=5)
+    rounds = [strip(2, 6), strip(10, 14), strip(2, 6)]
 
-    for span in ((2, 6), (10, 14), (2, 6)):
-        search.take(strip(*span))
-
-    assert spans(search) == [[2, 3, 4, 5, 6], [10, 11, 12, 13, 14]]
-    assert not search.finished
+    assert rounds_of(*rounds, num_masks=3) == ([[2, 3, 4, 5, 6], [10, 11, 12, 13, 14]], 3)
 
 
-@pytest.mark.parametrize(("last", "kept"), [(21, False), (22, True)])
-def test_a_further_mask_of_a_hundredth_ends_the_search(last, kept):
-    search = search_of(200, num_masks=5)
+@pytest.mark.parametrize(("last", "used"), [(21, 2), (22, 3)])
+def test_a_further_mask_of_a_hundredth_ends_the_search(last, used):
+    rounds = [strip(50, 90, 200), strip(20, last, 200), strip(120, 125, 200)]
 
-    search.take(strip(50, 90, length=200))
-    search.take(strip(20, last, length=200))
+    masks, given = rounds_of(*rounds, num_masks=3)
 
-    assert len(search.found) == 1 + kept
-    assert search.finished != kept
+    assert given == used
+    assert len(masks) == (3 if used == 3 else 1)
 
 
 def test_patches_of_masks_are_linked_to_nothing_and_count_for_the_degrees():
-    search = search_of(4, num_masks=3)
-    search.take(strip(1, 2, length=4))
+    whole = similarity_graph(np.eye(4, dtype=np.float32), tau=0.15, eps=0.01)
 
-    tokens = search.tokens().numpy()
-    graph = similarity_graph(tokens, tau=0.15, eps=0.01)
+    graph = whole.isolated(np.array([False, True, True, False]))
 
-    assert tokens.any(1).tolist() == [True, False, False, True]
     assert graph.links.tolist() == [[1, 0, 0, 0], [0] * 4, [0] * 4, [0, 0, 0, 1]]
     assert graph.degrees == pytest.approx([1.03, 0.04, 0.04, 1.03])
 
@@ -212,26 +183,11 @@ def test_the_eigenvector_at_zero_features_is_its_mean_over_one_minus_the_eigenva
 def test_equal_peaks_in_two_places_are_flagged():
     vector = strip(2, 4).vector
     vector[10] = vector[3]
-    search = search_of(20, num_masks=1)
+    peaks = FiedlerVector(vector, 0.1, 0.5, 0.0, degenerate=False)
 
-    search.take(FiedlerVector(vector, 0.1, 0.5, 0.0, degenerate=False))
+    (found,) = cut_repeatedly(lambda _: peaks, PatchGrid(10, 200, 10), PAPER, 1)
 
-    assert search.found[0].degenerate
-
-
-def test_images_that_are_searched_together_keep_their_own_masks():
-    searches = [MaskCutSearch(mosaic(seed), SQUARE, PAPER, 3) for seed in ORIGINAL_MASKS]
-    sizes = []
-
-    def solver(graphs, taus):
-        sizes.append(len(graphs))
-        return solve_batch(torch.stack([*graphs]), tau=torch.tensor(taus), eps=PAPER.eps)
-
-    search_together(searches, solver)
-
-    assert [words(one.mask for one in s.found) for s in searches] == [*ORIGINAL_MASKS.values()]
-    assert sizes[0] == len(searches) >= sizes[1] >= sizes[2] > 0
-    assert len(sizes) == 3
+    assert found.degenerate
 
 
 def test_masks_of_maskcut_do_not_overlap_even_down_to_the_last_patch():

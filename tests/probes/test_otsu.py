@@ -11,13 +11,7 @@ import torch
 import torch.nn.functional as F
 from skimage.filters import threshold_otsu
 
-from probes.tokencut.cuts import discover
-from probes.tokencut.lost import lost
-from probes.tokencut.maskcut import maskcut
-from probes.tokencut.options import Cut, PatchGrid
-from probes.tokencut.spectral.eigensolver import second_eigenvector
-from probes.tokencut.spectral.eigensolver_batched import solve_batch
-from probes.tokencut.spectral.otsu import otsu_thresholds
+from probes.tokencut.cuts import Cut, PatchGrid, discover, lost, maskcut, otsu_threshold
 from ssl_bench.cli.__main__ import main
 from tests.support.faults import encoder_file, photo_folder, records
 
@@ -45,19 +39,17 @@ def cosines(features: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("shift", [0.0, 0.5, 3.0])
 def test_thresholds_are_those_of_skimage(seed, shift):
     generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(3, 60, 8, generator=generator).abs().pow(2) + shift
+    for tokens in torch.randn(3, 60, 8, generator=generator).abs().pow(2) + shift:
+        found = otsu_threshold(tokens)
 
-    found = otsu_thresholds(features)
-
-    for tokens, one in zip(features, found, strict=True):
         unit = F.normalize(tokens, dim=1)
         pairs = (unit @ unit.T)[~torch.eye(60, dtype=torch.bool)].double().numpy()
-        assert float(one) == pytest.approx(threshold_otsu(pairs, nbins=256), abs=1e-7)
+        assert float(found) == pytest.approx(threshold_otsu(pairs, nbins=256), abs=1e-7)
 
 
 def test_one_token_and_equal_tokens_have_a_threshold():
-    assert otsu_thresholds(torch.ones(1, 1, 4)).tolist() == [0.0]
-    assert otsu_thresholds(torch.ones(2, 5, 4)).isfinite().all()
+    assert otsu_threshold(torch.ones(1, 4)) == 0.0
+    assert otsu_threshold(torch.ones(5, 4)).isfinite()
 
 
 @pytest.mark.parametrize("find", [discover, lost, lambda *one: maskcut(*one)[0]])
@@ -72,18 +64,6 @@ def test_an_object_is_found_where_every_patch_is_linked(find):
 
     assert not found.degenerate
     assert (found.mask == expected.numpy()).all()
-
-
-def test_graphs_together_are_cut_as_each_alone():
-    tokens = torch.stack([alike(seed).flatten(0, 1) for seed in range(3)])
-    taus = otsu_thresholds(tokens)
-
-    together = solve_batch(tokens, tau=taus, eps=1e-5)
-
-    for graph, tau, found in zip(tokens, taus, together, strict=True):
-        alone = second_eigenvector(graph.numpy(), tau=float(tau), eps=1e-5)
-        assert found.eigenvalue == pytest.approx(alone.eigenvalue, rel=1e-3)
-        np.testing.assert_allclose(found.vector, alone.vector, atol=1e-3)
 
 
 @pytest.fixture
@@ -124,7 +104,7 @@ def test_degenerate_blocks_are_explained_with_what_helps(linked, capsys, method)
 
 
 def test_photographs_without_boxes_are_explained_too(linked, capsys, monkeypatch):
-    monkeypatch.setattr("probes.tokencut.run.TOKENS_A_BATCH", 9)
+    monkeypatch.setattr("probes.tokencut.probe.TOKENS_A_BATCH", 9)
     words = ["probe", "--task", "tokencut", "--checkpoint", str(linked), "--layer", "0"]
     words += ["--dataset", "folder", "--data-root", str(photo_folder(Path("photos")))]
     assert main([*words, "probe.facet=token"]) == 0

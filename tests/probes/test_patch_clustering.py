@@ -12,9 +12,7 @@ import sklearn.metrics
 import torch
 import torch.nn.functional as F
 
-from probes.clustering.kmeans import Centres
-from probes.clustering.passes import PatchPasses
-from probes.clustering.probe import METRICS, Clustering
+from probes.clustering.probe import METRICS, Clustering, drawn_patches, nearest
 from probes.features.views import nearest_labels, resized, tensors
 from ssl_bench.composition.compose import as_plain
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
@@ -131,13 +129,7 @@ def test_drawn_patches_alone_are_clustered_as_the_seed_says(tmp_path):
 
     assert counter.images - 7 <= 5
     assert scores[3, "nmi"].details["num_fit_patches"] == 5
-    train = ColourDataset().train()
-    draws = [
-        PatchPasses(clustering(fit_patches=5), probe_context(tmp_path, seed=seed), (3,)).chosen(
-            train
-        )
-        for seed in (0, 0, 1)
-    ]
+    draws = [drawn_patches(18 * 16, 5, seed) for seed in (0, 0, 1)]
     assert draws[0].tolist() == draws[1].tolist() != draws[2].tolist()
     assert draws[0].unique().tolist() == draws[0].tolist()
 
@@ -146,10 +138,10 @@ def test_the_nearest_centre_is_that_of_the_smallest_distance():
     generator = torch.Generator().manual_seed(0)
     vectors, unit = (torch.randn(n, 5, generator=generator) for n in (7, 40))
 
-    found = Centres(vectors, (3, 4)).nearest(unit)
+    found = nearest(unit, [vectors[:3], vectors[3:]])
 
-    assert torch.equal(found[0], torch.cdist(unit, vectors[:3]).argmin(1))
-    assert torch.equal(found[1], torch.cdist(unit, vectors[3:]).argmin(1))
+    assert torch.equal(found[0], torch.cdist(unit, vectors[:3]).argmin(1).int())
+    assert torch.equal(found[1], torch.cdist(unit, vectors[3:]).argmin(1).int())
 
 
 def test_features_that_do_not_vary_are_said_and_tell_nothing(tmp_path):

@@ -6,9 +6,8 @@ import scipy.stats
 import torch
 from scipy.sparse import csr_array
 
-from probes.clustering.agreement import SCORES, ari
-from probes.clustering.intervals import patch_intervals
-from probes.clustering.patch_labels import Meetings, PatchLabels
+from probes.clustering.agreement import SCORES, ari, patch_intervals
+from probes.clustering.probe import PatchLabels, patch_meetings
 from probes.features.views import nearest_labels, tensors
 from tests.support.colours import ColourDataset
 
@@ -24,7 +23,7 @@ def met_in(*images):
             PatchLabels(np.arange(len(cells)), cells[:, 1], np.ones(len(cells), np.int64))
         )
         clusters.append(cells[:, 0])
-    return Meetings.of(PatchLabels.joined(labels, len(images[0])), np.stack(clusters), 2, 2)
+    return patch_meetings(PatchLabels.joined(labels, len(images[0])), np.stack(clusters), 2, 2)
 
 
 def test_pixels_lie_under_the_patch_over_their_middle():
@@ -45,18 +44,18 @@ def test_masks_of_any_size_are_counted_as_clusters_grow_to_them(size):
     mask = generator.choice([0, 1, 2, IGNORED], size).astype(np.uint8)
     clusters = generator.integers(4, size=(5, 6))
 
-    found = Meetings.of(PatchLabels.of_mask(mask, 5, 6), clusters.reshape(1, -1), 4, 3)
+    met, _ = patch_meetings(PatchLabels.of_mask(mask, 5, 6), clusters.reshape(1, -1), 4, 3)
 
     grown = nearest_labels(torch.from_numpy(clusters).to(torch.uint8), *size).numpy()
     expected = [[((grown == k) & (mask == c)).sum() for c in range(3)] for k in range(4)]
-    assert found.met.tolist() == expected
+    assert met.tolist() == expected
 
 
 def test_each_image_has_its_row():
-    found = met_in([(0, 0), (1, 0), (1, 1)], [(1, 1), (1, 1), (0, 1)])
+    met, by_image = met_in([(0, 0), (1, 0), (1, 1)], [(1, 1), (1, 1), (0, 1)])
 
-    assert found.met.tolist() == [[1, 1], [1, 3]]
-    assert found.by_image.toarray().tolist() == [[1, 0, 1, 1], [0, 1, 0, 2]]
+    assert met.tolist() == [[1, 1], [1, 3]]
+    assert by_image.toarray().tolist() == [[1, 0, 1, 1], [0, 1, 0, 2]]
 
 
 def test_intervals_equal_a_loop_over_images_in_numpy():
@@ -101,10 +100,11 @@ def test_true_classes_as_clusters_are_perfect_whatever_their_names():
     labels = PatchLabels.joined([PatchLabels.of_mask(mask.numpy(), 4, 4) for mask in masks], 16)
     names = np.array([2, 3, 0, 1])
 
-    met = Meetings.of(labels, np.take(names, np.stack(grids).reshape(len(images), 16)), 4, 4)
+    clusters = np.take(names, np.stack(grids).reshape(len(images), 16))
+    met, by_image = patch_meetings(labels, clusters, 4, 4)
 
-    found = {name: float(score(met.met)) for name, score in SCORES.items()}
+    found = {name: float(score(met)) for name, score in SCORES.items()}
     assert {round(value, 9) for value in found.values()} == {1, 100}
     # Where all images are perfect, they do not tell how others might be.
-    many = csr_array(np.tile(met.by_image.toarray(), (60, 1)))
-    assert set(patch_intervals(60 * met.met, many).values()) == {None}
+    many = csr_array(np.tile(by_image.toarray(), (60, 1)))
+    assert set(patch_intervals(60 * met, many).values()) == {None}

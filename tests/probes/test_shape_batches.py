@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from probes.tokencut.shape_batches import padded_batch, same_shape
+from probes.tokencut.probe import padded_batch, same_shape
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 from ssl_bench.features import FeatureExtractor

@@ -9,13 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from probes.tokencut.cuts import discover
+from probes.tokencut.cuts import Cut, PatchGrid, discover
 from probes.tokencut.log import DiscoveryLog, ImageResult, unpack_mask
-from probes.tokencut.options import Cut, PatchGrid
 from probes.tokencut.probe import TokenCut
-from probes.tokencut.run import find, find_together
 from probes.tokencut.scores import corloc_score
-from probes.tokencut.spectral.eigensolver import GraphPool
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.composition.presets import changed_settings
 from ssl_bench.data.roles import lacking
@@ -28,7 +25,6 @@ from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.planning import plan_probes
 from ssl_bench.system.progress import show_progress
 from tests.support.configured import configured
-from tests.support.scenes import mosaic
 
 SIZES = {
     "a": (40, 56),
@@ -343,20 +339,6 @@ def test_ties_for_the_last_place_of_lost_are_counted_apart_from_degenerate_image
     assert score.details["tied_cutoff_percent"] == share
 
 
-@pytest.mark.parametrize("method", ["tokencut", "maskcut"])
-def test_graphs_that_are_solved_together_give_what_each_gives_alone(method):
-    probe, grid = TokenCut(method=method, tau=0.15), PatchGrid(90, 90, 10)
-    graphs = [mosaic(seed) for seed in range(6)]
-
-    with GraphPool(2) as pool:
-        together = find_together(probe, graphs, [grid] * 6, pool)
-
-    for found, graph in zip(together, graphs, strict=True):
-        alone = find(probe, graph, grid)
-        assert [one.box.tolist() for one in found] == [one.box.tolist() for one in alone]
-        assert [one.mask.sum() for one in found] == [one.mask.sum() for one in alone]
-
-
 def test_a_diverged_encoder_is_reported_with_layer_and_image(tmp_path):
     encoder = tiny_encoder()
     encoder.module.get_parameter("blocks.1.attn.qkv.weight").data.fill_(torch.nan)
@@ -368,8 +350,9 @@ def test_a_diverged_encoder_is_reported_with_layer_and_image(tmp_path):
 def test_the_bootstrap_breakdown_and_share_of_degenerate_images_are_counted():
     sizes, counts = [5.0, 20.0, 60.0, 30.0, 0.0], [1, 2, 7, 3, 0]
     hits, degenerate = [True, False, True, True, False], [True, False, False, False, True]
+    whole = [[0.0, 0.0, 9.0, 9.0]]
     results = [
-        ImageResult(c, s, (1, 1), {"1/key": {"hit": h, "degenerate": d}})
+        ImageResult(c, s, (1, 1), {"1/key": {"hit": h, "degenerate": d}}, (9, 9), whole)
         for c, s, h, d in zip(counts, sizes, hits, degenerate, strict=True)
     ]
 

@@ -1,6 +1,7 @@
 """Pictures of what discovery found: panels of an image, contact sheets of a block."""
 
 import json
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -9,10 +10,24 @@ from PIL import Image
 
 from probes.pictures import LONGEST_TILE, TILE_HEIGHT, shortened, titled
 from probes.tokencut.log import ImageResult, pack_mask
-from probes.tokencut.pictures.gallery import Gallery, kinds_of
-from probes.tokencut.pictures.panels import FOUND, FURTHER, GROUND_TRUTH, draw_boxes, highlight
+from probes.tokencut.pictures import (
+    FOUND,
+    FURTHER,
+    GROUND_TRUTH,
+    Gallery,
+    draw_boxes,
+    highlight,
+    kinds_of,
+)
 from probes.tokencut.probe import TokenCut
-from tests.probes.test_tokencut import FAR_AWAY, Pictures, context, found_box, tiny_encoder
+from tests.probes.test_tokencut import (
+    FAR_AWAY,
+    Pictures,
+    context,
+    found_box,
+    picture,
+    tiny_encoder,
+)
 
 
 @pytest.mark.parametrize("method", ["tokencut", "lost", "maskcut"])
@@ -75,6 +90,7 @@ def test_degenerate_images_are_a_kind_of_their_own_and_every_image_is_in_one_kin
             1.0,
             (5, 7),
             {"0/key": cell([0] * 4, one_patch(0, 0), hit=hit, degenerate=degenerate)},
+            (40, 56),
         )
         for name, (hit, degenerate) in flags.items()
     }
@@ -97,7 +113,8 @@ def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
         further_boxes=[[32, 8, 56, 32]],
         further_masks=[pack_mask(one_patch(4, 0))],
     )
-    results = {name: ImageResult(1, 1.0, (5, 7), {"0/key": shown}) for name in "a"}
+    true, pixels = [[8.0, 8.0, 24.0, 24.0]], zlib.crc32(picture("a").tobytes())
+    results = {"a": ImageResult(1, 1.0, (5, 7), {"0/key": shown}, (40, 56), true, pixels)}
 
     gallery = Gallery(pictures, results, patch_size=8, per_kind=1, seen=TokenCut().seen)
     gallery.draw("0/key", "title", tmp_path / "x.png")

@@ -8,9 +8,7 @@ import scipy.ndimage
 import torch
 from torch import Tensor
 
-from probes.tokencut.cuts import Discovery, cut_out, discover
-from probes.tokencut.options import Cut, PatchGrid
-from probes.tokencut.spectral.eigensolver_batched import solve_batch
+from probes.tokencut.cuts import PatchGrid, discover
 
 TAU, EPS = 0.2, 1e-5
 
@@ -69,10 +67,10 @@ def reference(features: Tensor, grid: PatchGrid) -> Reference:
     return Reference(vector, gap, complete=False, tied=bool(tied.any()), box=box)
 
 
-def compare(features: Tensor, grid: PatchGrid, *, batched: bool = False) -> Agreement:
-    """Our single or batched form against the reference, for one image's features."""
+def compare(features: Tensor, grid: PatchGrid) -> Agreement:
+    """Our solver against the reference, for one image's features."""
     expected = reference(features, grid)
-    found = _batched(features, grid) if batched else discover(features, grid)
+    found = discover(features, grid)
     assert found.eigenvector is not None
     one, other = found.eigenvector.ravel(), expected.vector
     cosine = abs(one @ other) / np.linalg.norm(one) / np.linalg.norm(other)
@@ -86,11 +84,6 @@ def compare(features: Tensor, grid: PatchGrid, *, batched: bool = False) -> Agre
         same_bipartition=bool((side == true).all() or (side != true).all()),
         same_box=found.box.tolist() == expected.box,
     )
-
-
-def _batched(features: Tensor, grid: PatchGrid) -> Discovery:
-    (spectrum,) = solve_batch(features.flatten(0, 1)[None], tau=TAU, eps=EPS)
-    return cut_out(spectrum, grid, Cut())
 
 
 def tally(found: list[Agreement]) -> dict[str, tuple[int, int]]:

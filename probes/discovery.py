@@ -1,0 +1,203 @@
+"""Discovery: how many of the objects of an image do the cuts of a block's features find?"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import MappingProxyType
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64, Integer
+
+from probes.tokencut.cuts import Tau
+from probes.tokencut.log import ImageResult, cell_name
+from probes.tokencut.probe import TokenCut
+from probes.tokencut.scores import centre_baseline, centre_box, corloc_score, flags
+from ssl_bench.evaluation import ProbeContext, Score
+from ssl_bench.intervals import bootstrap_estimate
+from ssl_bench.scores import (
+    IOU_THRESHOLDS,
+    MOST_DETECTIONS,
+    average_precision,
+    average_recall,
+    coco_average_precision,
+)
+
+METRICS = ("ap", "ap50", "ar100", "ap_coco", "corloc")
+# COCO's own, so that boxes that are the same overlap enough at any threshold.
+_ENOUGH = np.minimum(IOU_THRESHOLDS, 1 - 1e-10)
+AllCounts = Integer[np.ndarray, "images ranks_and_truth thresholds_and_all"]
+
+
+@dataclass(frozen=True)
+class ObjectDiscovery(TokenCut):
+    """Boxes of several objects an image against all true boxes, whatever their class.
+
+    Attributes:
+        protocol: MaskCut as `tokencut` has it, with the tau of CutLER's commands.
+        method: maskcut, or lost, which finds one object.
+
+    Source: CutLER, https://arxiv.org/abs/2301.11320, whose metrics these are. MaskCut says not how
+    sure it is of a mask; that an earlier one is surer is ours.
+    """
+
+    protocol: Literal["ssl_bench"] = "ssl_bench"  # pyright: ignore[reportIncompatibleVariableOverride]
+    truth: Literal["boxes"] = "boxes"  # pyright: ignore[reportIncompatibleVariableOverride]
+    tau: Tau = 0.15
+    method: Literal["maskcut", "lost"] = "maskcut"
+
+    task = "discovery"
+    further_protocols = ()
+    truths_by_role = max_sides_by_role = MappingProxyType({})
+    metrics_of_sets = ("ap_coco",)
+
+    @property
+    def role(self) -> str:
+        """Of pictures without boxes TokenCut already shows what is found."""
+        return "boxes"
+
+    @property
+    def num_ranks(self) -> int:
+        """How many boxes of an image count at most, one of each rank."""
+        return min(self.max_objects, MOST_DETECTIONS) if self.method == "maskcut" else 1
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        return list(product(layers, self.facets, METRICS))
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "confidence": "order"}
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score all layers and facets after one forward pass an image; see `TokenCut.run`."""
+        results = self.searched(context)
+        for layer, facet in product(context.layers, self.facets):
+            yield from scores_of_block(layer, facet, results, self.num_ranks)
+            yield corloc_score(layer, facet, results)
+
+
+def scores_of_block(
+    layer: int, facet: str, results: Sequence[ImageResult], num_ranks: int
+) -> Iterator[Score]:
+    """Average precision and recall over the images with ground truth, also without any box."""
+    name = cell_name(layer, facet)
+    judged = [result for result in results if result.true_boxes is not None]
+    cells = [result.cells[name] for result in judged]
+
+    def counted(boxes: Sequence[Any]) -> AllCounts:
+        """Of the boxes of each image, the surest first."""
+        found = [np.array(some, np.float64).reshape(-1, 4) for some in boxes]
+        true = [np.array(result.true_boxes, np.float64).reshape(-1, 4) for result in judged]
+        pairs = zip(found, true, strict=True)
+        return np.stack(
+            [detection_counts(f, np.arange(len(f)), t, num_ranks=num_ranks) for f, t in pairs]
+        )
+
+    counts = counted([[cell["box"], *cell.get("further_boxes", [])] for cell in cells])
+    centred = counted([centre_box(result.size) for result in judged])
+    details = {
+        **flags(cells),
+        "found_boxes": int(counts[:, 1:, 0].sum()),
+        "true_boxes": int(counts[:, 0, 0].sum()),
+        "images_without_boxes": int((counts[:, 0, 0] == 0).sum()),
+    }
+    for metric, (part, score) in _METRICS.items():
+        those = part(counts)
+        estimate = bootstrap_estimate(those, score)
+        more = centre_baseline(float(score(part(centred).sum(0))))
+        if metric != "ar100":
+            more["if_equally_sure"] = float(score(in_one_rank(those).sum(0)))
+        yield Score(
+            layer=layer,
+            facet=facet,
+            metric=metric,
+            value=estimate.value,
+            ci95=estimate.ci95(),
+            num_images=len(judged),
+            details={**details, **more},
+            per_image=those.astype(np.uint16),
+        )
+    yield Score(
+        layer=layer,
+        facet=facet,
+        metric="ap_coco",
+        value=coco_average_precision(counts),
+        ci95=None,
+        num_images=len(judged),
+        details={**details, **centre_baseline(coco_average_precision(centred))},
+    )
+
+
+def in_one_rank(counts: AllCounts) -> Integer[np.ndarray, "images 2 thresholds_and_all"]:
+    """The same boxes, each as sure as the others."""
+    return np.stack([counts[:, 0], counts[:, 1:].sum(1)], axis=1)
+
+
+_METRICS: dict[str, tuple[Callable[[AllCounts], np.ndarray], Callable[[Any], Any]]] = {
+    "ap": (lambda counts: counts, average_precision),
+    # All boxes, and those that are right at the first IoU, 1/2.
+    "ap50": (lambda counts: counts[:, :, :2], average_precision),
+    "ar100": (in_one_rank, average_recall),
+}
+"""What of the counts a metric takes, and what it makes of their sum."""
+
+
+def detection_counts(
+    found: Float64[np.ndarray, "found 4"],
+    ranks: Int64[np.ndarray, " found"],
+    true: Float64[np.ndarray, "true 4"],
+    *,
+    num_ranks: int,
+) -> Int64[np.ndarray, "ranks_and_truth thresholds_and_all"]:
+    """What an image contributes to `ssl_bench.scores.average_precision`.
+
+    Args:
+        found: Of which the surest `MOST_DETECTIONS` count.
+        ranks: How sure each is, 0 the most; of one rank the first box matches first.
+        true: All true boxes.
+        num_ranks: How many ranks there are.
+    """
+    order = np.argsort(ranks, kind="stable")[:MOST_DETECTIONS]
+    counts = np.zeros((1 + num_ranks, 1 + len(IOU_THRESHOLDS)), np.int64)
+    counts[0, 0] = len(true)
+    right = right_boxes(box_ious(found[order], true))
+    np.add.at(counts[1:, 0], ranks[order], 1)
+    np.add.at(counts[1:, 1:], ranks[order], right)
+    return counts
+
+
+def right_boxes(
+    ious: Float64[np.ndarray, "found true"],
+) -> Bool[np.ndarray, "found thresholds"]:
+    """Whether a found box is right at each of `IOU_THRESHOLDS`.
+
+    Each takes, in turn, the true box that it overlaps most of those that none has taken before it,
+    the last one of several, if that is enough.
+
+    Args:
+        ious: Of found boxes, the surest first.
+
+    Source: evaluateImg of pycocotools' COCOeval, without crowds.
+    """
+    found, true = ious.shape
+    right = np.zeros((found, len(_ENOUGH)), bool)
+    if not true:
+        return right
+    free = np.ones((len(_ENOUGH), true), bool)
+    for number, overlaps in enumerate(ious):
+        fitting = np.where(free & (overlaps >= _ENOUGH[:, None]), overlaps, -1.0)
+        taken = true - 1 - fitting[:, ::-1].argmax(1)
+        right[number] = fitting.max(1) >= 0
+        free[right[number], taken[right[number]]] = False
+    return right
+
+
+def box_ious(
+    found: Float64[np.ndarray, "found 4"], true: Float64[np.ndarray, "true 4"]
+) -> Float64[np.ndarray, "found true"]:
+    """Intersection over union; boxes are (x0, y0, x1, y1), far edges exclusive."""
+    low = np.maximum(found[:, None, :2], true[None, :, :2])
+    high = np.minimum(found[:, None, 2:], true[None, :, 2:])
+    both = np.clip(high - low, 0, None).prod(-1)
+    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(-1) for boxes in (found, true)]
+    either = areas[0][:, None] + areas[1] - both
+    return both / np.where(either > 0, either, 1)

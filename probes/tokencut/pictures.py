@@ -1,0 +1,212 @@
+"""Pictures of what was found: panels of an image, contact sheets of a block, masks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import matplotlib
+import numpy as np
+import scipy.ndimage
+from jaxtyping import Bool, Float64, UInt8
+from PIL import Image, ImageDraw
+
+from probes.pictures import heading, save_png, sheet, tile_size, titled
+from probes.tokencut.cuts import Discovery, PatchGrid, at_pixels
+from probes.tokencut.log import ImageResult, unpack_mask
+from ssl_bench.data.limited import sampled
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import DataError
+from ssl_bench.system.naming import image_name
+
+FOUND = (255, 0, 255)
+FURTHER = (255, 160, 0)
+GROUND_TRUTH = (64, 224, 64)
+LEGEND = "magenta: found, orange: further ones, green: true; dark: no object"
+_TILES_PER_ROW = 8
+_NO_BOXES = np.zeros((0, 4))
+# Background and objects of a saved mask: black, white, then colours.
+_PALETTE = [0, 0, 0, 255, 255, 255, 230, 80, 60, 70, 130, 230, 250, 200, 60]
+
+
+def sheet_path(folder: Path, cell: str) -> Path:
+    """All images of a cell, which is named as "LAYER/FACET"."""
+    return folder / f"{_block_name(cell)}.png"
+
+
+def panel_path(folder: Path, cell: str, image_id: str) -> Path:
+    return folder / _block_name(cell) / image_name(image_id)
+
+
+def mask_path(folder: Path, cell: str, image_id: str) -> Path:
+    """Of an image without ground truth."""
+    *below, last = PurePosixPath(image_id).parts
+    return folder.joinpath("masks", _block_name(cell), *below, image_name(last))
+
+
+def _block_name(cell: str) -> str:
+    layer, facet = cell.split("/")
+    return f"block{int(layer):02d}_{facet}"
+
+
+Thumbnail = tuple[UInt8[np.ndarray, "height width 3"], UInt8[np.ndarray, "height width"] | None]
+"""A photograph and the mask of its true object at the size of a tile."""
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Contact sheets drawn from what was kept of each image; nothing is computed again.
+
+    Attributes:
+        results: By image id.
+        per_kind: How many images of each kind, from all over the set, are shown.
+        seen: An image as it was searched, with its boxes.
+    """
+
+    images: ImageSet
+    results: Mapping[str, ImageResult]
+    patch_size: int
+    per_kind: int
+    seen: Callable[[Sample], Sample]
+    _thumbnails: dict[str, Thumbnail] = field(default_factory=dict, repr=False)
+
+    def draw(self, name: str, title: str, path: Path) -> None:
+        """One sheet: the title, then the kinds that occur, each with its number of images."""
+        rows: list[list[Image.Image]] = [[heading(f"{title}   ({LEGEND})")]]
+        for kind, ids in kinds_of(self.results, name).items():
+            shown = [self._tile(image_id, name) for image_id in sampled(ids, self.per_kind)]
+            left = f", {len(shown)} drawn (--pictures {len(ids)} draws all)"
+            first = left if len(shown) < len(ids) else ""
+            rows.append([heading(f"{kind}: {len(ids)} of {len(self.results)} images{first}")])
+            rows += [shown[i : i + _TILES_PER_ROW] for i in range(0, len(shown), _TILES_PER_ROW)]
+        sheet(rows, path)
+
+    def _tile(self, image_id: str, name: str) -> Image.Image:
+        result, (image, truth) = self.results[image_id], self._thumbnail(image_id)
+        cell, grid = result.cells[name], result.grids.get(name, result.grid)
+        packed = [cell["mask"], *cell.get("further_masks", [])]
+        patches = np.any([unpack_mask(word, grid) for word in packed], axis=0)
+        mask = at_pixels(patches, result.size, self.patch_size)
+        sides = zip(image.shape[:2], result.size, strict=True)
+        mask = mask[np.ix_(*(np.arange(small) * large // small for small, large in sides))]
+        scale = np.tile(np.divide(image.shape[1::-1], result.size[::-1]), 2)
+        true, further = (
+            np.array(boxes or [], np.float64).reshape(-1, 4)
+            for boxes in (result.true_boxes, cell.get("further_boxes"))
+        )
+        pixels = draw_boxes(
+            outlined(highlight(image, mask), truth),
+            scale * true,
+            scale * np.array(cell["box"]),
+            scale * further,
+        )
+        words = ["hit"] if cell["degenerate"] and cell["hit"] else []
+        if "gap" in cell:
+            words += [f"lambda {cell['eigenvalue']:.3g}", f"gap {cell['gap']:.2g}"]
+        return titled(pixels, image_id, ", ".join(words))
+
+    def _thumbnail(self, image_id: str) -> Thumbnail:
+        if image_id not in self._thumbnails:
+            sample = self.seen(self.images[self.images.ids.index(image_id)])
+            if not self.results[image_id].is_of(sample):
+                raise DataError(
+                    f"{image_id} of {self.images.name} was replaced after its objects were "
+                    "searched; run the same command again when nobody writes there"
+                )
+            small, truth = Image.fromarray(sample.image).resize(tile_size(sample.image.shape)), None
+            if sample.mask is not None:
+                mask = Image.fromarray(sample.mask).resize(small.size, Image.Resampling.NEAREST)
+                truth = np.asarray(mask)
+            self._thumbnails[image_id] = np.asarray(small), truth
+        return self._thumbnails[image_id]
+
+
+def kinds_of(results: Mapping[str, ImageResult], name: str) -> dict[str, Sequence[str]]:
+    """Image ids by what became of them, in order; only kinds that occur.
+
+    Degenerate images are a kind of their own, whether they hit or not.
+    """
+    kinds: dict[str, list[str]] = {"hits": [], "misses": [], "not scored": [], "degenerate": []}
+    for image_id, result in results.items():
+        cell = result.cells[name]
+        hit = cell["hit"] if result.is_scored else None
+        kind = {True: "hits", False: "misses", None: "not scored"}[hit]
+        kinds["degenerate" if cell["degenerate"] else kind].append(image_id)
+    return {kind: ids for kind, ids in kinds.items() if ids}
+
+
+def panel(
+    sample: Sample, objects: Sequence[Discovery], title: str, patch_size: int
+) -> list[Image.Image]:
+    """Photograph with found boxes (magenta, orange) and true ones (green), mask, eigenvector."""
+    found, *others = objects
+    further = np.array([other.box for other in others]).reshape(-1, 4)
+    boxes = _NO_BOXES if sample.boxes is None else sample.boxes
+    patches = np.any([one.mask for one in objects], axis=0)
+    mask = at_pixels(patches, sample.image.shape[:2], patch_size)
+    image = outlined(sample.image, sample.mask)
+    tiles = [
+        titled(draw_boxes(image, boxes, found.box, further), sample.image_id),
+        titled(highlight(sample.image, mask), title + (", degenerate" if found.degenerate else "")),
+    ]
+    if found.eigenvector is not None:
+        numbers = f"lambda {found.eigenvalue:.3g}, gap {found.gap:.2g}"
+        tiles.append(titled(_colours(found.eigenvector), numbers))
+    return tiles
+
+
+def save_masks(objects: list[Discovery], grid: PatchGrid, path: Path) -> None:
+    """Write a PNG of the image's size that holds 1 at the first object, 2 at the next, else 0."""
+    numbers = np.zeros((grid.height, grid.width), np.uint8)
+    for number, found in enumerate(objects, start=1):
+        numbers[at_pixels(found.mask, numbers.shape, grid.patch_size)] = number
+    picture = Image.fromarray(numbers)
+    picture.putpalette(_PALETTE)
+    save_png(picture, path)
+
+
+def draw_boxes(
+    image: UInt8[np.ndarray, "height width 3"],
+    true: Float64[np.ndarray, "boxes 4"],
+    found: Float64[np.ndarray, " 4"],
+    further: Float64[np.ndarray, "others 4"] = _NO_BOXES,
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Outline boxes inside their edges, the found one above the others."""
+    picture = Image.fromarray(image)
+    pen = ImageDraw.Draw(picture)
+    width = _line_width(image)
+    below = [*((box, GROUND_TRUTH) for box in true), *((box, FURTHER) for box in further)]
+    for box, colour in [*below, (found, FOUND)]:
+        x0, y0, x1, y1 = (int(edge) for edge in box)
+        if x1 > x0 and y1 > y0:
+            pen.rectangle((x0, y0, x1 - 1, y1 - 1), outline=colour, width=width)
+    return np.asarray(picture)
+
+
+def outlined(
+    image: UInt8[np.ndarray, "height width 3"], truth: UInt8[np.ndarray, "height width"] | None
+) -> UInt8[np.ndarray, "height width 3"]:
+    """The rim of a true object, class 1 of its mask; the image itself without one."""
+    if truth is None:
+        return image
+    inside, width = truth == 1, _line_width(image)
+    core = np.empty_like(inside)
+    scipy.ndimage.binary_erosion(inside, iterations=width, output=core)
+    rim = (inside & ~core)[..., None]
+    return np.where(rim, np.array(GROUND_TRUTH, np.uint8), image)
+
+
+def _line_width(image: UInt8[np.ndarray, "height width 3"]) -> int:
+    return max(1, round(max(image.shape[:2]) / 90))
+
+
+def highlight(
+    image: UInt8[np.ndarray, "height width 3"], mask: Bool[np.ndarray, "height width"]
+) -> UInt8[np.ndarray, "height width 3"]:
+    """Darken what lies outside of a mask."""
+    return np.where(mask[..., None], image, image // 4).astype(np.uint8)
+
+
+def _colours(vector: Float64[np.ndarray, "rows cols"]) -> UInt8[np.ndarray, "rows cols 3"]:
+    """Blue below zero, red above, white at zero."""
+    share = 0.5 + 0.5 * vector / max(abs(vector).max(), 1e-300)
+    return (255 * matplotlib.colormaps["RdBu_r"](share)[..., :3]).round().astype(np.uint8)

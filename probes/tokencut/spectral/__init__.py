@@ -1,1 +1,0 @@
-"""Graphs of patches and the second eigenvectors of their normalised cut."""
