@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float64
 
 from ssl_bench.intervals import (
     Estimate,
@@ -82,7 +83,7 @@ def _share(hits: PerImage) -> float:
     return 100.0 * float(hits.sum()) / hits.size
 
 
-def _points(per_image: PerImage) -> PerImage:
+def _points(per_image: PerImage) -> Float64[np.ndarray, " images"]:
     right, points = per_image.astype(np.float64).T
     return 100.0 * right / points
 
