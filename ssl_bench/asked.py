@@ -4,6 +4,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -11,11 +12,14 @@ from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.composition.compose import compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import BrokenFile, CheckpointError, ConfigurationError, MachineError
+from ssl_bench.layers import numbered_layers, resolve_layers
 from ssl_bench.models import Encoder, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
 from ssl_bench.models.loading.addresses import expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.identity import read_metadata
+from ssl_bench.models.loading.load import stated_identity
 from ssl_bench.planning import (
+    BATCH_SIZES,
     PlannedProbe,
     dataset_roots,
     plan_probes,
@@ -28,8 +32,9 @@ from ssl_bench.system.progress import in_words, say
 
 # By width and depth; timm has all of them for patches and images of these sizes.
 _SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
+# Of any encoder; only to know whether what was typed are numbers.
+_DEEPEST = 9999
 _PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
-_BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 
 
 def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[PlannedProbe]:
@@ -99,7 +104,7 @@ def _batch_sizes(tasks: Sequence[str], size: int) -> list[str]:
         ConfigurationError: no task has such a key.
     """
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
-    taken = [key for key in _BATCH_SIZES if any(has_key(config, key) for config in configs)]
+    taken = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]
     if not taken:
         training = [c for c in configs if has_key(c, "probe.training.batch_size")]
         hint = f"; that of training is probe.training.batch_size={size}" if training else ""
@@ -129,6 +134,22 @@ def asked_encoders(options: argparse.Namespace) -> list[str]:
     if not options.baselines:
         return uris
     return with_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
+
+
+def require_layers(options: argparse.Namespace) -> None:
+    """Refuse blocks that an encoder lacks before images are looked for, where its file says it.
+
+    Raises:
+        ConfigurationError: no numbers, or blocks outside of an encoder.
+    """
+    if options.layer != "all":
+        numbered_layers(options.layer, _DEEPEST)
+    newest = _newest(Path("runs"))
+    for uri in expand(options.checkpoint or ([str(newest)] if newest else [])):
+        # What else is wrong with it is said when its turn comes.
+        with suppress(CheckpointError):
+            if (encoder := stated_identity(uri)) is not None:
+                resolve_layers(options.layer, encoder.depth)
 
 
 def announced_encoder(uri: str) -> Encoder:
@@ -195,16 +216,20 @@ def newest_checkpoint(folder: Path) -> str:
     Raises:
         CheckpointError: there are none.
     """
-    files = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
-    found = [path for path in files if kept_epoch(path) is None]
-    if not found:
+    newest = _newest(folder)
+    if newest is None:
         raise CheckpointError(
             f"no checkpoint below {folder}/; pass --checkpoint URI, such as demo:skip, or make one "
             "with `ssl-bench pretrain`"
         )
-    newest = max(found, key=lambda path: path.stat().st_mtime)
     say(f"no --checkpoint: the newest below {folder}/ is {newest}, {_age(newest)}")
     return str(newest)
+
+
+def _newest(folder: Path) -> Path | None:
+    files = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
+    found = [path for path in files if kept_epoch(path) is None]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _age(path: Path) -> str:

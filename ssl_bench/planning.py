@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     import torch
 
 PROTOCOL = "probe.protocol"
+BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
+"""What --batch-size is short for."""
 DType = Literal["float32", "float16", "bfloat16"]
 """As torch names them."""
 Limit = Count | None
@@ -139,7 +141,7 @@ class PlannedProbe:
             lacking = " and ".join(encoder.instead)
             say(f"{probe.task}, {encoder.name}: facet {facet}, as it has no {lacking}")
         changed = changed_settings(probe)
-        if "image_size" not in self.typed:
+        if "image_size" not in self.typed or not encoder.any_size:
             # The preset's, but for what the encoder takes.
             changed.pop("image_size", None)
         return Evaluation(
@@ -201,6 +203,8 @@ def plan_probes(
         [o for o in overrides if _takes(o, pair[0], default)]
         for pair, default in zip(pairs, defaults, strict=True)
     ]
+    if without := _said_without(overrides, pairs, taken):
+        say(without)
     listed: dict[str, Dataset] = {}
     looked = Looked()
     plan = [
@@ -215,6 +219,20 @@ def plan_probes(
     if without := [planned for planned in plan if planned.choice[0] not in found]:
         unfit(_misfit(without))
     return fitting
+
+
+def _said_without(
+    overrides: Sequence[str], pairs: Sequence[tuple[str, str]], taken: Sequence[Sequence[str]]
+) -> str:
+    """Which of the asked tasks keys do not concern, in one line; nothing where they concern all."""
+    words = []
+    # What --batch-size is short for reaches whom it may.
+    for override in (o for o in overrides if o.partition("=")[0] not in BATCH_SIZES):
+        takers = {pair[0] for pair, own in zip(pairs, taken, strict=True) if override in own}
+        others = sorted({pair[0] for pair in pairs} - takers)
+        if others:
+            words.append(f"{override} does not concern {', '.join(others)}")
+    return "; ".join(words)
 
 
 def sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:

@@ -255,9 +255,11 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(json_text({"dataset": source.name, "splits": [asdict(s) for s in states]}))
     else:
         print(printable_lines(line for state in states for line in _state_lines(state)))
-        names = _found_class_names(source, root)
-        if names:
+        if names := _found_class_names(source, root):
             print(printable(f"classes    {len(names)}: {', '.join(names)}"))
+        elif "classification" in dataset.supports and not any(s.problems for s in states):
+            found = dataset.train().class_names
+            print(printable(f"classes    {len(found)}: {_some(found)}"))
     broken = [state for state in states if state.problems]
     if broken:
         count = sum(len(state.problems) for state in broken)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 def add_probing(add: Callable[..., object]) -> None:
     """What is asked of which encoders and data."""
-    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    add("--layer", default="all", help="blocks from 0: 11, -1, 0,5,11, 0-3 or all (default all)")
     add(
         "--checkpoint",
         action="append",
@@ -18,7 +18,12 @@ def add_probing(add: Callable[..., object]) -> None:
         action="store_true",
         help="probe these encoders with random weights too, and plain colours",
     )
-    add("--dataset", default="toy", help="several with commas (default toy)")
+    add(
+        "--dataset",
+        default="toy",
+        help="several with commas (default toy); a part of a "
+        "published set is recorded as NAME-COUNT, with --limit N as NAME-limitN",
+    )
     add(
         "--data-root",
         metavar="DIR",

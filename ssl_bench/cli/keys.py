@@ -1,6 +1,8 @@
 """`ssl-bench keys`: every KEY=VALUE with what it takes and its default."""
 
 import argparse
+import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -13,11 +15,16 @@ from ssl_bench.composition.compose import keys as keys_of
 from ssl_bench.composition.key_lines import key_lines
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.planning import SHARED, probing_config
+from ssl_bench.system.progress import say
 
 _RUN = ("model", "objective", "optimizer", "experiment")
 _PROBING = ("probe", "dataset")
 _GROUPS = (*_PROBING, *_RUN)
 _MOST_LISTED = 50
+_COMMANDS = {
+    "probe": "`ssl-bench probe` and `sweep`",
+    "dataset": "`ssl-bench probe`, `sweep`, `features` and `data check`",
+}
 _ALL = "all of one run; also train, data or monitor alone"
 
 
@@ -26,8 +33,21 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.target is None:
         print("\n".join(_listing()))
     else:
-        print("\n".join(_lines(options.target, overrides)))
+        lines = _lines(options.target, overrides)
+        say(f"keys of {_COMMANDS.get(options.target.partition('.')[0], '`ssl-bench pretrain`')}")
+        print("\n".join(_fitted(lines) if sys.stdout.isatty() else lines))
     return 0
+
+
+def _fitted(lines: Sequence[str]) -> list[str]:
+    """What is wider than the terminal goes on in the next line, behind some blanks."""
+    width = max(40, shutil.get_terminal_size().columns)
+    found = []
+    for line in lines:
+        text, _, words = line.partition("  ")
+        short = line if len(line) <= width else f"{text}  {words.strip()}"
+        found += textwrap.wrap(short, width, subsequent_indent="    ", break_on_hyphens=False)
+    return found
 
 
 def _listing() -> list[str]:

@@ -72,8 +72,8 @@ _VALUES = {
         "nb-knn": "probe.neighbours=[20]",
         "tau": "probe.tau=0.2",
         "protocol": "probe.protocol=NAME",
-        "facet": "probe.facet=key",
-        "which-features": "probe.facet=key",
+        "facet": "probe.facet=attn_out",
+        "which-features": "probe.facet=attn_out",
         "num-workers": "probe.num_workers=4",
     },
     "pretrain": {
@@ -147,6 +147,8 @@ def near_flag(command: str, flags: Sequence[str], word: str, value: str = "") ->
         if _is_number(value):
             example = re.sub(r"=(\[?)[^\[\]]*(\]?)$", rf"=\g<1>{value}\2", example)
         return f"write it without dashes, as KEY=VALUE: {example}"
+    if "--data-root" in flags and not word.startswith("-") and Path(word).is_dir():
+        return f"a folder is given as --data-root {word}"
     if "--out" in flags and not word.startswith("-") and Path(word).is_dir():
         return f"a folder is given as --out {word}"
     meant = [flag for flag in flags if flag == f"--{name}" or name in _FLAGS.get(flag, ())]

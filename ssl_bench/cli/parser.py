@@ -116,7 +116,7 @@ def _add_features(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )
     add("--data-root", metavar="DIR", help="where the data lies")
     add("--split", help="train, val, images or discovery, with commas (default: what there is)")
-    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    add("--layer", default="all", help="blocks from 0: 11, -1, 0,5,11, 0-3 or all (default all)")
     add("--facet", default="cls", help="token, cls, key and others, with commas (default cls)")
     add("--image-size", type=int, metavar="N", help="side in pixels (default: the encoder's own)")
     add("--format", default="safetensors", help="safetensors or npz (default safetensors)")
@@ -182,7 +182,7 @@ def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add = table.add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
     add_filters(add)
-    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    add("--layer", default="all", help="blocks from 0: 11, -1, 0,5,11, 0-3 or all (default all)")
     add_format(add)
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
     add("--pivot", action="store_true", help="encoders as rows, datasets and metrics as columns")
@@ -227,7 +227,7 @@ def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add = _command(commands, "report", summary).add_argument
     add("--task", default="all", help="several with commas, or all (default all)")
     add_filters(add)
-    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    add("--layer", default="all", help="blocks from 0: 11, -1, 0,5,11, 0-3 or all (default all)")
     add("--out", default="results", metavar="DIR", help="where the records are (default results)")
     add("--into", metavar="DIR", help="folder of the report (default OUT/report)")
     add(

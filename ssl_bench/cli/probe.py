@@ -13,6 +13,7 @@ from ssl_bench.asked import (
     asked_probes,
     opened_store,
     planned_probes,
+    require_layers,
 )
 from ssl_bench.cli.plans import plan_table
 from ssl_bench.cli.records import print_main_tables
@@ -42,6 +43,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     require_single_process("probe")
     device = choose_device(options.device)
+    require_layers(options)
     # Before the folder, which no wrong word leaves.
     plan = asked_probes(options, overrides)
     store = opened_store(options.out)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.layers import numbered_layers
 from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.results.reading import MOST_BYTES
@@ -147,10 +148,10 @@ def asked_layers(asked: str) -> set[int] | None:
     if asked == "all":
         return None
     try:
-        return {int(word) for word in asked.split(",")}
-    except ValueError as error:
+        return set(numbered_layers(asked))
+    except ConfigurationError as error:
         raise ConfigurationError(
-            f"expected --layer 11, -1, 0,5,11 or all, got {asked!r}"
+            f"expected --layer 11, -1, 0,5,11, 0-3 or all, got {asked!r}"
         ) from error
 
 

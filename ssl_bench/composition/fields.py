@@ -164,7 +164,8 @@ def described(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(described(part) for part in parts))
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return f"a list such as [1,2], each {described(parts[0])}"
+        example = "[a,b]" if parts[0] is str else "[1,2]"
+        return f"a list such as {example}, each {described(parts[0])}"
     return "keys of its own"
 
 

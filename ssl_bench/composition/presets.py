@@ -47,15 +47,9 @@ def changed_settings(probe: Preset) -> dict[str, Any]:
     A protocol without a file has the defaults of the class. One that nobody knows, and a probe
     that is no dataclass, have nothing to differ from.
     """
-    known = choices(preset_group(probe.task))
-    if not is_dataclass(probe) or (known and probe.protocol not in known):
+    if (values := usual_values(probe)) is None:
         return {}
-    values = (
-        defaults(type(probe))
-        | {"protocol": probe.protocol}
-        | (preset_values(probe, probe.protocol) if known else {})
-    )
-    usual = replace(probe, **values)
+    usual = replace(probe, **values)  # type: ignore[type-var]
     # What only another choice has, such as C of L-BFGS, is compared with its own default.
     settings = {**_other_defaults(probe, usual), **usual.settings()}
     return {
@@ -63,6 +57,15 @@ def changed_settings(probe: Preset) -> dict[str, Any]:
         for name, value in sorted(probe.settings().items())
         if plain_json(value) != plain_json(settings.get(name))
     }
+
+
+def usual_values(probe: Preset) -> dict[str, Any] | None:
+    """Values of all fields in the protocol that a probe names; None where nobody knows it."""
+    known = choices(preset_group(probe.task))
+    if not is_dataclass(probe) or (known and probe.protocol not in known):
+        return None
+    said = preset_values(probe, probe.protocol) if known else {}
+    return defaults(type(probe)) | {"protocol": probe.protocol} | said
 
 
 def guesses_of(probe: Preset, guesses: Sequence[str]) -> list[str]:

@@ -136,7 +136,7 @@ class Evaluation:
             pending = Pending.everything(keys)
         else:
             artifacts = self.artifacts(store, images)
-            pending = find_pending(self.probe, keys, images, store, artifacts)
+            pending = find_pending(self.probe, self.encoder, keys, images, store, artifacts)
         self._tell(pending, keys, images, store, say)
         if store.image_ids(images.fingerprint()) is None:
             store.save_image_ids(images.fingerprint(), images.ids)

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from ssl_bench.composition.presets import usual_values
 from ssl_bench.errors import ConfigurationError, UnfitEncoder
 from ssl_bench.models import Encoder, EncoderIdentity
 
@@ -68,10 +69,23 @@ def _with_the_only_size(
                 f"{size}; leave it out, or let its forward resize its positions"
             )
     has_side = "image_size" in asked or hasattr(probe, "shown_to")
-    changes = {"image_size": height} if has_side else {}
+    changes: dict[str, int | None] = {"image_size": height} if has_side else {}
+    if has_side and not hasattr(probe, "shown_to") and "image_size" in typed:
+        # The only size is no other question than none.
+        usual = (usual_values(probe) or {}).get("image_size", height)
+        changes = {"image_size": None if usual is None else height}
     if hasattr(probe, "squash"):
         changes["squash"] = height
     return replace(probe, **changes) if changes else probe
+
+
+def earlier_settings(probe: Any, encoder: Encoder | EncoderIdentity) -> dict[str, Any]:
+    """Settings by which records of earlier versions have the same question.
+
+    They tell the only size of an encoder, where somebody typed it, from none.
+    """
+    is_same = not encoder.any_size and getattr(probe, "image_size", 0) is None
+    return {"image_size": encoder.native_size[0]} if is_same else {}
 
 
 def said_size(asked: Any, fitted: Any) -> str | None:

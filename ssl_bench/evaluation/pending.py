@@ -1,11 +1,13 @@
 """What a question lacks: cells without a record, and files that belong to a record."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ssl_bench.data.samples import ImageSet
+from ssl_bench.evaluation.image_size import earlier_settings
 from ssl_bench.evaluation.probe import Probe
+from ssl_bench.models import Encoder, EncoderIdentity
 from ssl_bench.results import CellKey, Record, ResultStore, stride_of
 from ssl_bench.system import naming
 
@@ -39,18 +41,24 @@ class Pending:
 
 
 def find_pending(
-    probe: Probe, keys: Sequence[CellKey], images: ImageSet, store: ResultStore, folder: Path
+    probe: Probe,
+    encoder: Encoder | EncoderIdentity,
+    keys: Sequence[CellKey],
+    images: ImageSet,
+    store: ResultStore,
+    folder: Path,
 ) -> Pending:
     """Cells that are not finished, and the layers whose pictures are not all in `folder`.
 
     A picture of several layers is drawn by a run of all of them, so that none ever shows a part.
     """
-    found = {
-        key: _finished(
-            key, store, keeps_images=probe.keeps_images and key.metric not in probe.metrics_of_sets
-        )
-        for key in keys
-    }
+    earlier, found = earlier_settings(probe, encoder), dict[CellKey, Record | None]()
+    for key in keys:
+        with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
+        found[key] = _finished(key, store, keeps_images=with_images)
+        if found[key] is None and earlier:
+            known_as = replace(key, settings={**key.settings, **earlier})
+            found[key] = _finished(known_as, store, keeps_images=with_images)
     finished = {key: record for key, record in found.items() if record is not None}
     cells = frozenset(key for key in keys if key not in finished)
     asked, layers = _layers(keys), {key.layer for key in cells}

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.asked import asked_encoders, planned_probes
+from ssl_bench.asked import asked_encoders, planned_probes, require_layers
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import UnfitEncoder
 from ssl_bench.evaluation import called, cell_keys, cell_settings
@@ -78,6 +78,7 @@ def plan_sweep(
         from ssl_bench.system.device import named_device
 
         named_device(options.device)
+    require_layers(options)
     uris = asked_encoders(options)
     plan = planned_probes(options, overrides)
     # For the plan alone: what runs later looks at the files as they are then.
@@ -114,7 +115,7 @@ def plan_sweep(
                     identity=encoder.identity(),
                     settings={**settings, **fitted.probe.settings()},
                 )
-                found = find_pending(fitted.probe, keys, images, store, folder)
+                found = find_pending(fitted.probe, encoder, keys, images, store, folder)
                 # Where pictures alone are missing, the cells that are run for them.
                 left = found.cells or [key for key in keys if key.layer in found.layers]
                 is_share = len(shares) > 1
