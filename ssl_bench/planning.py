@@ -1,18 +1,20 @@
 """Which probe runs on which dataset: composed and built in full before anything is computed."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
+import torch
 from omegaconf import DictConfig
 
 from ssl_bench.composition.choices import choices, files, nearest
-from ssl_bench.composition.components import TARGET, component_class
 from ssl_bench.composition.compose import (
+    TARGET,
     as_yaml,
     build,
     choice_group,
+    component_class,
     compose_config,
     has_key,
     keys,
@@ -31,13 +33,12 @@ from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import BrokenFile, ConfigurationError, DataError
-from ssl_bench.evaluation import Evaluation, Probe
-from ssl_bench.evaluation.image_size import fit_size, said_size
+from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
+from ssl_bench.layers import layers_of
 from ssl_bench.models import Encoder, EncoderIdentity
+from ssl_bench.results import Record, ResultStore
+from ssl_bench.system.imports import broken_file
 from ssl_bench.system.progress import say
-
-if TYPE_CHECKING:
-    import torch
 
 PROTOCOL = "probe.protocol"
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
@@ -103,7 +104,7 @@ class PlannedProbe:
         """
         probe: Any = self.probe
         probe.require_fitting(encoder)
-        instead, facet = encoder.instead, getattr(probe, "facet", ())
+        instead, facet = encoder.instead, probe.facet
         asked = [facet] if isinstance(facet, str) else list(facet or ())
         fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
         if fitting != asked and "facet" not in self.typed:
@@ -124,46 +125,85 @@ class PlannedProbe:
                 found.append(replace(self, probe=build(config.probe), overrides=overrides))
         return found
 
-    def evaluation(
-        self, encoder: Encoder, layers: tuple[int, ...], device: "torch.device"
-    ) -> Evaluation:
-        """What computes the pending cells of this probe and one encoder.
 
-        Raises:
-            ConfigurationError: a size that was typed does not fit the encoder.
-        """
-        import torch
+def evaluate(
+    plan: Sequence[PlannedProbe],
+    encoder: Encoder,
+    store: ResultStore,
+    *,
+    layers: str | int | Sequence[int],
+    device: torch.device,
+    overwrite: bool = False,
+    needs_all: bool = True,
+    needs_any: bool = True,
+    passed: PassedImages | None = None,
+) -> list[Record]:
+    """Records of an encoder in all planned probes; finished cells are not computed again.
 
-        probe = self.fitted_to(encoder).probe
-        if said := said_size(self.probe, probe):
-            say(f"{probe.task}, {encoder.name}: {said}")
-        if (facet := getattr(probe, "facet", None)) != getattr(self.probe, "facet", None):
-            lacking = " and ".join(encoder.instead)
-            say(f"{probe.task}, {encoder.name}: facet {facet}, as it has no {lacking}")
-        changed = changed_settings(probe)
-        if "image_size" not in self.typed or not encoder.any_size:
-            # The preset's, but for what the encoder takes.
-            changed.pop("image_size", None)
-        return Evaluation(
-            encoder=encoder,
-            dataset=self.dataset,
-            probe=probe,
-            changed=changed,
-            layers=layers,
-            seed=self.seed,
-            device=device,
-            dtype=getattr(torch, self.dtype),
-            allow_overlap=self.allow_overlap,
-        )
-
-
-def refuse(why: str) -> NoReturn:
-    """What `plan_probes` does about tasks that nothing fits.
+    Args:
+        plan: As of `plan_probes`.
+        encoder: Its blocks are asked.
+        store: Where finished cells are looked up and new ones go.
+        layers: As `ssl_bench.layers.resolve_layers` takes them.
+        device: Where it computes.
+        overwrite: Compute finished cells again.
+        needs_all: Else what does not fit the encoder or the data is said and left out.
+        needs_any: Nor may all be left out.
+        passed: What earlier plans got from the same images.
 
     Raises:
-        ConfigurationError: always.
+        ConfigurationError: A probe that is needed does not fit.
     """
-    raise ConfigurationError(f"{why}; leave the task out or choose another --dataset")
+    records, left_out, passed = list[Record](), list[str](), passed or PassedImages()
+    for number, planned in enumerate(plan, start=1):
+        # So that one sees how much of all tasks is left.
+        where = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
+        try:
+            asked = layers_of(planned.probe.asked_facets, layers, encoder.depth)
+            probe = planned.fitted_to(encoder).probe
+            _say_fitted(planned.probe, probe, encoder)
+            changed = changed_settings(probe)
+            if "image_size" not in planned.typed or not encoder.any_size:
+                # The preset's, but for what the encoder takes.
+                changed.pop("image_size", None)
+            records += Evaluation(
+                encoder=encoder,
+                dataset=planned.dataset,
+                probe=probe,
+                changed=changed,
+                layers=asked,
+                seed=planned.seed,
+                device=device,
+                dtype=getattr(torch, planned.dtype),
+                allow_overlap=planned.allow_overlap,
+            ).run(
+                store,
+                say=lambda line, where=where: say(where + line),
+                overwrite=overwrite,
+                passed=passed,
+            )
+        except (ConfigurationError, ImportError, SyntaxError) as error:
+            if needs_all and needs_any:
+                raise
+            why = error if isinstance(error, ConfigurationError) else broken_file(error)
+            left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {why}")
+            say(f"left out: {left_out[-1]}")
+    if len(left_out) == len(plan) and needs_any:
+        raise ConfigurationError(f"no task was left for {encoder.name}: {left_out[0]}")
+    return records
+
+
+def _say_fitted(asked: Probe, fitted: Probe, encoder: Encoder) -> None:
+    """Tell what the encoder is asked that nobody typed and that is not the preset's."""
+    where = f"{fitted.task}, {encoder.name}"
+    if fitted.squash != asked.squash:
+        side = f"{fitted.squash} x {fitted.squash} pixels"
+        say(f"{where}: images are squashed to {side}, the only size the encoder takes")
+    elif asked.image_size is not None and fitted.image_size not in (None, asked.image_size):
+        side = f"{fitted.image_size} x {fitted.image_size} pixels"
+        say(f"{where}: images of {side} instead of {asked.image_size}, as the encoder takes them")
+    if fitted.facet != asked.facet:
+        say(f"{where}: facet {fitted.facet}, as it has no {' and '.join(encoder.instead)}")
 
 
 def plan_probes(
@@ -172,13 +212,13 @@ def plan_probes(
     overrides: Sequence[str],
     roots: Mapping[str, str] | None = None,
     *,
-    unfit: Callable[[str], None] = refuse,
+    leaves_out: bool = False,
     on_bad_image: OnBadImage | None = None,
 ) -> list[PlannedProbe]:
     """Pair tasks with the datasets that have what they need; `roots` says where those lie.
 
-    `unfit` is told, in one line, why tasks are left out. `on_bad_image` is "fail", or "skip" for
-    what can be read alone; without it each dataset has its own way.
+    With `leaves_out` tasks that nothing fits are said and left out. `on_bad_image` is "fail", or
+    "skip" for what can be read alone; without it each dataset has its own way.
 
     An override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key; each
     corruption that `corrupt=` names makes a plan of its own.
@@ -217,7 +257,11 @@ def plan_probes(
         raise DataError(f"{_misfit(plan)}; choose another --dataset")
     found = {planned.choice[0] for planned in fitting}
     if without := [planned for planned in plan if planned.choice[0] not in found]:
-        unfit(_misfit(without))
+        if not leaves_out:
+            raise ConfigurationError(
+                f"{_misfit(without)}; leave the task out or choose another --dataset"
+            )
+        say(f"left out: {_misfit(without)}")
     return fitting
 
 
@@ -350,12 +394,8 @@ def _build(
     dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(built))
     whole = f"{as_yaml(config.dataset)} {views} {values[CORRUPT]}"
     view = listed.setdefault(whole, as_asked(dataset, **views, corrupt=values[CORRUPT]))
-    probe = build(config.probe)
-    if not isinstance(probe, Probe):
-        address = config.probe[TARGET]
-        raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")
     return PlannedProbe(
-        probe=probe,
+        probe=build(config.probe),
         dataset=as_readable(view, built, on_bad_image, looked),
         seed=values["seed"],
         dtype=values["dtype"],
@@ -372,10 +412,17 @@ def _chosen_by_data(config: DictConfig, overrides: Sequence[str]) -> list[str]:
     Nothing where one is named, the usual one fits, or none does.
     """
     kind = component_class(config.probe[TARGET], f"probe.{TARGET}")
+    if not issubclass(kind, Probe):
+        address = config.probe[TARGET]
+        raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")
     typed = {override.partition("=")[0] for override in overrides}
     chosen = []
-    for field in ("protocol", "truth", "max_side"):
-        by_role: Mapping[str, Any] = getattr(kind, f"{field}s_by_role", {})
+    by_field: dict[str, Mapping[str, Any]] = {
+        "protocol": kind.protocols_by_role,
+        "truth": kind.truths_by_role,
+        "max_side": kind.max_sides_by_role,
+    }
+    for field, by_role in by_field.items():
         if not by_role or f"probe.{field}" in typed:
             continue
         dataset: Dataset = build(config.dataset)

@@ -30,7 +30,6 @@ from probes.tokencut.scores import corloc_score, degenerate_score, flagged
 from probes.tokencut.shape_batches import same_shape
 from probes.tokencut.spectral.eigensolver import FiedlerVector, GraphPool
 from probes.tokencut.spectral.eigensolver_batched import solve_batch
-from ssl_bench import __version__
 from ssl_bench.data.files.fingerprints import entries_of
 from ssl_bench.data.limited import sampled
 from ssl_bench.data.samples import ImageSet, Sample
@@ -40,6 +39,7 @@ from ssl_bench.features import FeatureExtractor
 from ssl_bench.layers import Facet
 from ssl_bench.results import encoder_id
 from ssl_bench.system.files import write_atomically
+from ssl_bench.version import __version__
 
 TOKENS_A_BATCH = 8192
 _DECODERS = 4

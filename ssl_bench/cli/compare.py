@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from ssl_bench.cli.records import (
+    NO_RECORDS,
     asked_format,
     filtered,
-    none_of,
     of_tasks,
     print_tables,
     recorded_checkpoint,
@@ -35,7 +35,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     with shown(options.out) as store:
         records = of_tasks(options.task, store.records())
         if not records:
-            raise none_of(options.task, store)
+            raise DataError(NO_RECORDS.format(options.task, store.root))
         tables: Sequence[Table]
         if options.over_epochs:
             tables = _over_epochs(options, records, store)

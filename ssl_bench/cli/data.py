@@ -101,7 +101,7 @@ def _line(source: Source) -> str:
 
 def _as_json(source: Source) -> dict[str, Any]:
     """All that is known of a dataset, as JSON types."""
-    dataset = _built(source.name, None)
+    dataset, _ = _built(source.name, None)
     roles = [role for role in _ROLES if role in dataset.supports]
     classes = list(_class_names(source, dataset))
     return {**asdict(source), "counts": dict(source.counts), "size": source.size, "roles": roles,
@@ -109,6 +109,7 @@ def _as_json(source: Source) -> dict[str, Any]:
 
 
 def _about(told: dict[str, Any], source: Source) -> list[str]:
+    names = ", ".join(told["class_names"]) or "named in the download"
     rows = [
         ("title", source.title),
         ("homepage", source.homepage),
@@ -118,7 +119,7 @@ def _about(told: dict[str, Any], source: Source) -> list[str]:
         *((role, f"{count:,} images") for role, count in source.counts.items()),
         *(("file", _file_line(one)) for one in source.downloads),
         *([("by hand", source.by_hand)] if source.by_hand else []),
-        *([("classes", _classes_line(told, source))] if source.num_classes else []),
+        *([("classes", f"{source.num_classes}: {names}")] if source.num_classes else []),
     ]
     return [source.name, *(f"  {label:<10} {text}" for label, text in rows)]
 
@@ -129,11 +130,6 @@ def _file_line(one: Download) -> str:
     return f"{published.url} ({size_in_words(one.size)}, {digest}) into DIR/{one.into}"
 
 
-def _classes_line(told: dict[str, Any], source: Source) -> str:
-    names = ", ".join(told["class_names"])
-    return f"{source.num_classes}: {names or 'named in the download'}"
-
-
 def _class_names(source: Source, dataset: Any) -> Sequence[str]:
     if source.name.startswith("voc"):
         return CLASS_NAMES
@@ -142,14 +138,7 @@ def _class_names(source: Source, dataset: Any) -> Sequence[str]:
     return getattr(dataset, "class_names", ())
 
 
-def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> Any:
-    """The dataset of a configuration, not opened."""
-    return _built_to_read(name, root, overrides)[0]
-
-
-def _built_to_read(
-    name: str, root: str | None, overrides: Sequence[str]
-) -> tuple[Any, ReadOptions]:
+def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[Any, ReadOptions]:
     """The dataset of a configuration, not opened, and how it asks for the files to be read."""
     # Here, because Hydra takes longer than all that `data list` says.
     from ssl_bench.composition.compose import build, compose_config, with_root
@@ -167,8 +156,12 @@ def _download(options: argparse.Namespace) -> int:
     root = _root(options)
     pending = [one for one in source.downloads if not _is_done(one, root)]
     say(f"{source.title}: {source.licence}; {source.homepage}")
-    # Archive and files are on the disk at the same time.
-    require_space(sum(_lacking(one, root) + one.size for one in pending), root)
+    # Archive and files are on the disk at the same time; earlier calls may have fetched a part.
+    needed = sum(one.size for one in pending)
+    for one in (one for one in pending if not _target(one, root).is_file()):
+        part = part_of(_target(one, root))
+        needed += max(0, one.size - (part.stat().st_size if part.is_file() else 0))
+    require_space(needed, root)
     for one in pending:
         _fetch(one, root)
     state = {"dataset": source.name, "root": str(root), "fetched": [one.name for one in pending]}
@@ -179,15 +172,6 @@ def _download(options: argparse.Namespace) -> int:
         f"{root}` reads it; the archives in {root} may be deleted"
     )
     return 0
-
-
-def _lacking(one: Download, root: Path) -> int:
-    """Bytes of a file that earlier calls did not fetch, about."""
-    target = _target(one, root)
-    if target.is_file():
-        return 0
-    part = part_of(target)
-    return max(0, one.size - (part.stat().st_size if part.is_file() else 0))
 
 
 def _target(one: Download, root: Path) -> Path:
@@ -243,11 +227,21 @@ def _root(options: argparse.Namespace) -> Path:
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Open, count and sample every split of a dataset; exit code 3 if anything is wrong."""
     source = _source(options.target)
-    root = _root_to_check(options, source)
-    plain, reading = _built_to_read(source.name, root, overrides)
+    if source.is_generated and options.data_root is not None:
+        raise ConfigurationError(
+            f"{source.name} is generated and takes no --data-root; leave it out"
+        )
+    root = None if source.is_generated else str(_root(options))
+    plain, reading = _built(source.name, root, overrides)
     dataset = DatasetReadAs(plain, reading)
     if getattr(plain, "leaves_out_unreadable", False):
-        return _look_through(ReadableDataset(dataset, Looked()), source.name, as_json=options.json)
+        # Pictures of one's own: what a probe leaves out of them is said, and no fault of anybody.
+        readable = ReadableDataset(dataset, Looked())
+        told = {"dataset": source.name, "images": len(readable.images())}
+        gone = [image_id for ids in readable.left_out().values() for image_id in ids]
+        if options.json:
+            print(json_text({**told, "left_out": gone}))
+        return 0
     counts = {} if options.subset else source.counts
     roles = [role for role, kinds in _CHECKED.items() if dataset.supports.intersection(kinds)]
     states = [_checked(dataset, role, counts.get(role)) for role in roles or ["images"]]
@@ -282,19 +276,6 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _look_through(dataset: ReadableDataset, name: str, *, as_json: bool) -> int:
-    """Say which pictures of one's own a probe takes and which it leaves out; no fault of anybody.
-
-    Raises:
-        DataError: none can be read.
-    """
-    images = dataset.images()
-    if as_json:
-        gone = [image_id for ids in dataset.left_out().values() for image_id in ids]
-        print(json_text({"dataset": name, "images": len(images), "left_out": gone}))
-    return 0
-
-
 def _checked(dataset: Dataset, role: str, published: int | None) -> SplitState:
     """Open a split, count it, and decode a random sample of it, always the same one."""
     try:
@@ -315,16 +296,6 @@ def _checked(dataset: Dataset, role: str, published: int | None) -> SplitState:
     return SplitState(role, images.split, len(images), published, read, tuple(problems))
 
 
-def _root_to_check(options: argparse.Namespace, source: Source) -> str | None:
-    if not source.is_generated:
-        return str(_root(options))
-    if options.data_root is not None:
-        raise ConfigurationError(
-            f"{source.name} is generated and takes no --data-root; leave it out"
-        )
-    return None
-
-
 def _remedy(source: Source) -> str:
     if source.downloads:
         return f"`ssl-bench data download {source.name} --data-root DIR` fetches it"
@@ -335,7 +306,7 @@ def _found_class_names(source: Source, root: str | None) -> Sequence[str]:
     if source.name == "ade20k" and root is not None:
         inside = Path(root) / "ADEChallengeData2016"
         return ade20k_class_names(inside if inside.is_dir() else Path(root))
-    return _class_names(source, _built(source.name, root))
+    return _class_names(source, _built(source.name, root)[0])
 
 
 def _state_lines(state: SplitState) -> list[str]:

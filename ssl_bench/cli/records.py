@@ -27,6 +27,8 @@ FILTERS = ("dataset", "metric", "facet", "protocol")
 MOST_TABLES = 4
 """Of a task that was asked for alone; of more, or of several tasks, those of one metric."""
 
+NO_RECORDS = "no records of --task {} in {}"
+
 _MISFIT = "a link, or not what its record comes from"
 
 
@@ -73,12 +75,8 @@ def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
     records = of_tasks(options.task, store.records())
     records = _of_layers(filtered(options, records, store), options.layer)
     if not records:
-        raise none_of(options.task, store)
+        raise DataError(NO_RECORDS.format(options.task, store.root))
     return records
-
-
-def none_of(task: str, store: ResultStore) -> DataError:
-    return DataError(f"no records of --task {task} in {store.root}")
 
 
 @contextmanager

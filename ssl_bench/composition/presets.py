@@ -6,8 +6,7 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
 
 from ssl_bench.composition.choices import choices, config_folder
-from ssl_bench.composition.components import constructed, defaults
-from ssl_bench.composition.compose import read_file
+from ssl_bench.composition.compose import constructed, defaults, read_file
 from ssl_bench.system.escaping import plain_json
 
 _SETTING = re.compile(r"\$([a-z_]+)")

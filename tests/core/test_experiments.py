@@ -13,7 +13,7 @@ from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.composition.papers import experiments
 from ssl_bench.models import ConvMixerConfig, TimmConfig, ViTConfig
 from ssl_bench.models.initialisers.blocks import MimeticInit, initialiser_of
-from ssl_bench.reproduce.papers import is_run
+from ssl_bench.reproduce import is_run
 from ssl_bench.tables.published import published_tables
 
 EXPERIMENTS = choices("experiment")
