@@ -95,8 +95,8 @@ class PlannedProbe:
         keys = (override.partition("=")[0] for override in self.overrides)
         return frozenset(key.removeprefix("probe.") for key in keys if key.startswith("probe."))
 
-    def fitted_to(self, encoder: Encoder | EncoderIdentity) -> "PlannedProbe":
-        """With images of a size that the encoder takes, see `fit_size`, and a facet that it has.
+    def fitted_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
+        """The probe with images of a size that the encoder takes and a facet that it has.
 
         Raises:
             ConfigurationError: a size that was typed does not fit the encoder.
@@ -109,7 +109,7 @@ class PlannedProbe:
         fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
         if fitting != asked and "facet" not in self.typed:
             probe = replace(probe, facet=fitting[0] if len(fitting) == 1 else fitting)
-        return replace(self, probe=fit_size(probe, encoder, self.typed))
+        return fit_size(probe, encoder, self.typed)
 
     def in_further_protocols(self) -> list["PlannedProbe"]:
         """The same question in the protocols that its probe names to stand beside this one.
@@ -160,7 +160,7 @@ def evaluate(
         where = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
         try:
             asked = layers_of(planned.probe.asked_facets, layers, encoder.depth)
-            probe = planned.fitted_to(encoder).probe
+            probe = planned.fitted_to(encoder)
             _say_fitted(planned.probe, probe, encoder)
             changed = changed_settings(probe)
             if "image_size" not in planned.typed or not encoder.any_size:

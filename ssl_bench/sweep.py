@@ -122,7 +122,7 @@ def plan_sweep(
         asked_layers = layers_asked(encoder.uri, options.layer)
         for planned, images, settings in asked:
             try:
-                probe = planned.fitted_to(encoder).probe
+                probe = planned.fitted_to(encoder)
             except UnfitEncoder as error:
                 if needs_all and not is_baseline(encoder.uri):
                     raise
