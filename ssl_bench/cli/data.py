@@ -28,6 +28,7 @@ from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say, show_progress, size_in_words
 
 _MARKS = ".ssl-bench"
+_DONE = "{0.url} {0.digest}\n"
 _SAMPLE = 64
 _ROLES = (
     *("segmentation", "classification", "correspondence"),
@@ -185,7 +186,12 @@ def _is_archive(one: Download) -> bool:
 def _fetch(one: Download, root: Path) -> None:
     say(f"{one.published.url}, {size_in_words(one.size)}")
     target = _target(one, root)
-    check = _require_archive if _is_archive(one) else None
+
+    def require_archive(found: Path) -> None:
+        if not (zipfile.is_zipfile(found) or tarfile.is_tarfile(found)):
+            raise DataError(f"{found} is no whole zip or tar")
+
+    check = require_archive if _is_archive(one) else None
     with download(one.published, target, check).open("rb") as file:
         # Another process may unpack it.
         lock_when_free(file.fileno())
@@ -196,21 +202,12 @@ def _fetch(one: Download, root: Path) -> None:
             # Before the mark: it must not survive a loss of power that the files do not.
             if hasattr(os, "sync"):
                 os.sync()
-        write_text_atomically(_mark(root, one), _what_is_done(one))
-
-
-def _require_archive(found: Path) -> None:
-    if not (zipfile.is_zipfile(found) or tarfile.is_tarfile(found)):
-        raise DataError(f"{found} is no whole zip or tar")
+        write_text_atomically(_mark(root, one), _DONE.format(one.published))
 
 
 def _is_done(one: Download, root: Path) -> bool:
     mark = _mark(root, one)
-    return mark.is_file() and mark.read_text(errors="replace") == _what_is_done(one)
-
-
-def _what_is_done(one: Download) -> str:
-    return f"{one.published.url} {one.published.digest}\n"
+    return mark.is_file() and mark.read_text(errors="replace") == _DONE.format(one.published)
 
 
 def _mark(root: Path, one: Download) -> Path:
@@ -249,7 +246,11 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(json_text({"dataset": source.name, "splits": [asdict(s) for s in states]}))
     else:
         print(printable_lines(line for state in states for line in _state_lines(state)))
-        if names := _found_class_names(source, root):
+        names = _class_names(source, plain)
+        if source.name == "ade20k" and root is not None:
+            inside = Path(root) / "ADEChallengeData2016"
+            names = ade20k_class_names(inside if inside.is_dir() else Path(root))
+        if names:
             print(printable(f"classes    {len(names)}: {', '.join(names)}"))
         elif "classification" in dataset.supports and not any(s.problems for s in states):
             found = dataset.train().class_names
@@ -300,13 +301,6 @@ def _remedy(source: Source) -> str:
     if source.downloads:
         return f"`ssl-bench data download {source.name} --data-root DIR` fetches it"
     return source.by_hand
-
-
-def _found_class_names(source: Source, root: str | None) -> Sequence[str]:
-    if source.name == "ade20k" and root is not None:
-        inside = Path(root) / "ADEChallengeData2016"
-        return ade20k_class_names(inside if inside.is_dir() else Path(root))
-    return _class_names(source, _built(source.name, root)[0])
 
 
 def _state_lines(state: SplitState) -> list[str]:
