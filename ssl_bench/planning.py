@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from omegaconf import DictConfig
@@ -229,28 +230,23 @@ def plan_probes(
         DataError: nothing fits, such as tokencut on a dataset without boxes.
     """
     corruptions, overrides = asked_corruptions(overrides)
-    pairs = [(task, dataset) for dataset in datasets for task in tasks]
-    plain = [compose_config("probing", _base(*pair)) for pair in pairs]
-    # What is chosen by name comes first, for it decides which keys there are.
-    named = [[o for o in overrides if _names(o, p[0])] for p in pairs]
-    defaults = [
-        compose_config("probing", [*_base(*p), *(o for o in some if _takes(o, p[0], default))])
-        for p, some, default in zip(pairs, named, plain, strict=True)
-    ]
+    pairs = [_Pair(task, dataset, overrides) for dataset in datasets for task in tasks]
+    unconcerned = []
     for override in overrides:
-        _require_taker(override, pairs, defaults)
-    taken = [
-        [o for o in overrides if _takes(o, pair[0], default)]
-        for pair, default in zip(pairs, defaults, strict=True)
-    ]
-    if without := _said_without(overrides, pairs, taken):
-        say(without)
-    listed: dict[str, Dataset] = {}
-    looked = Looked()
+        takers = {pair.task for pair in pairs if override in pair.taken}
+        others = sorted({pair.task for pair in pairs} - takers)
+        if not takers:
+            raise _refused(override, pairs)
+        # What --batch-size is short for reaches whom it may.
+        if others and override.partition("=")[0] not in BATCH_SIZES:
+            unconcerned.append(f"{override} does not concern {', '.join(others)}")
+    if unconcerned:
+        say("; ".join(unconcerned))
+    listed, looked = dict[str, Dataset](), Looked()
     plan = [
-        _build(pair, [*own, *one], (roots or {}).get(pair[1]), listed, looked, on_bad_image)
+        _build(pair, one, (roots or {}).get(pair.dataset), listed, looked, on_bad_image)
         for one in corruptions
-        for pair, own in zip(pairs, taken, strict=True)
+        for pair in pairs
     ]
     fitting = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
     if not fitting:
@@ -265,18 +261,63 @@ def plan_probes(
     return fitting
 
 
-def _said_without(
-    overrides: Sequence[str], pairs: Sequence[tuple[str, str]], taken: Sequence[Sequence[str]]
-) -> str:
-    """Which of the asked tasks keys do not concern, in one line; nothing where they concern all."""
-    words = []
-    # What --batch-size is short for reaches whom it may.
-    for override in (o for o in overrides if o.partition("=")[0] not in BATCH_SIZES):
-        takers = {pair[0] for pair, own in zip(pairs, taken, strict=True) if override in own}
-        others = sorted({pair[0] for pair in pairs} - takers)
-        if others:
-            words.append(f"{override} does not concern {', '.join(others)}")
-    return "; ".join(words)
+class _Pair:
+    """A task and a dataset by their names, and which overrides reach them.
+
+    Attributes:
+        default: What is composed with the choices by name among the overrides, which decide what
+            other keys there are.
+        taken: The overrides that it takes.
+    """
+
+    def __init__(self, task: str, dataset: str, overrides: Sequence[str]) -> None:
+        self.task, self.dataset = task, dataset
+        self.default = self.composed()
+        self.default = self.composed(*(o for o in overrides if self.names(o) and self._takes(o)))
+        self.taken = [override for override in overrides if self._takes(override)]
+
+    def composed(self, *overrides: str) -> DictConfig:
+        return probing_config(self.task, self.dataset, overrides)
+
+    def names(self, override: str) -> list[str]:
+        """What its key can be, where that is the name of a file or a protocol."""
+        key = override.partition("=")[0]
+        if key == PROTOCOL:
+            kind = component_class(self.default.probe[TARGET], f"probe.{TARGET}")
+            return protocols(self.task, kind)
+        group = choice_group(key, {"probe": self.task})
+        return choices(group) if group else []
+
+    def _takes(self, override: str) -> bool:
+        key, _, value = override.partition("=")
+        if names := self.names(override):
+            return value in names
+        return not key.startswith(("probe.", "dataset.")) or has_key(self.default, key)
+
+
+def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
+    """Why nothing takes an override, with the nearest name or who would take it."""
+    key, _, value = override.partition("=")
+    if known := {name for pair in pairs for name in pair.names(override)}:
+        what = key.removeprefix("probe.")
+        return ConfigurationError(f"unknown {what} {shown(value)}; {nearest(value, known)}")
+    part = key.rpartition(".")[0]
+    # Such as "probe.training=lbfgs".
+    chosen = [(p, f"{part}={name}") for p in pairs for name in p.names(part)]
+    named = [words for pair, words in chosen if has_key(pair.composed(words), key)]
+    if named:
+        some = " or ".join(dict.fromkeys(named))
+        return ConfigurationError(f"{key} is a setting of {some} alone")
+    owners = []
+    for task in choices("probe"):
+        # What cannot be imported takes none.
+        with suppress(BrokenFile):
+            if has_key(probing_config(task, pairs[0].dataset, ()), key):
+                owners.append(task)
+    if owners:
+        return ConfigurationError(f"{key} is a setting of --task {', '.join(owners)} alone")
+    every = {name for pair in pairs for name in keys(pair.default)}
+    return ConfigurationError(f"unknown key {shown(key)}; {nearest(key, every)}")
 
 
 def sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
@@ -343,10 +384,6 @@ def _takes_no_root(datasets: Sequence[str]) -> ConfigurationError:
     )
 
 
-def _base(task: str, dataset: str) -> list[str]:
-    return [f"probe={task}", f"dataset={dataset}"]
-
-
 def probing_config(
     task: str, dataset: str, overrides: Sequence[str], root: str | None = None
 ) -> DictConfig:
@@ -355,7 +392,8 @@ def probing_config(
     Raises:
         ConfigurationError: unknown choice, key or a value of the wrong type.
     """
-    return compose_config("probing", [*_base(task, dataset), *with_root(overrides, root)])
+    base = [f"probe={task}", f"dataset={dataset}"]
+    return compose_config("probing", [*base, *with_root(overrides, root)])
 
 
 def shared_values(config: DictConfig) -> dict[str, Any]:
@@ -376,13 +414,14 @@ def views_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build(
-    choice: tuple[str, str],
-    overrides: Sequence[str],
+    pair: _Pair,
+    corruption: Sequence[str],
     root: str | None,
     listed: dict[str, Dataset],
     looked: Looked,
     on_bad_image: OnBadImage | None,
 ) -> PlannedProbe:
+    choice, overrides = (pair.task, pair.dataset), [*pair.taken, *corruption]
     config = probing_config(*choice, overrides, root)
     if fitting := _chosen_by_data(config, overrides):
         overrides = [*overrides, *fitting]
@@ -431,71 +470,3 @@ def _chosen_by_data(config: DictConfig, overrides: Sequence[str]) -> list[str]:
         if fitting and usual not in fitting:
             chosen.append(f"probe.{field}={fitting[0]}")
     return chosen
-
-
-def _names(override: str, task: str) -> list[str]:
-    """What the key of an override can be for a task, where that is the name of a file."""
-    group = choice_group(override.partition("=")[0], {"probe": task})
-    return choices(group) if group else []
-
-
-def _takes(override: str, task: str, default: DictConfig) -> bool:
-    key, _, value = override.partition("=")
-    known = _protocols(task, default) if key == PROTOCOL else _names(override, task)
-    if known:
-        return value in known
-    if key.startswith(("probe.", "dataset.")):
-        return has_key(default, key)
-    return True
-
-
-def _protocols(task: str, default: DictConfig) -> list[str]:
-    """Those that a task has; none where its probe takes any."""
-    return protocols(task, component_class(default.probe[TARGET], f"probe.{TARGET}"))
-
-
-def _require_taker(
-    override: str, pairs: Sequence[tuple[str, str]], defaults: Sequence[DictConfig]
-) -> None:
-    tasks = [task for task, _ in pairs]
-    takers = zip(tasks, defaults, strict=True)
-    if any(_takes(override, task, default) for task, default in takers):
-        return
-    key, _, value = override.partition("=")
-    known = {name for task in tasks for name in _names(override, task)}
-    if key == PROTOCOL:
-        known |= {p for t, d in zip(tasks, defaults, strict=True) for p in _protocols(t, d)}
-    if known:
-        raise ConfigurationError(
-            f"unknown {key.removeprefix('probe.')} {shown(value)}; {nearest(value, known)}"
-        )
-    _refuse_key(key, {name for default in defaults for name in keys(default)}, tasks, pairs[0][1])
-
-
-def _refuse_key(key: str, known: set[str], tasks: Sequence[str], dataset: str) -> NoReturn:
-    owners = [task for task in choices("probe") if _has_key(task, dataset, key)]
-    if named := _having(key, tasks, dataset):
-        raise ConfigurationError(f"{key} is a setting of {' or '.join(named)} alone")
-    if owners:
-        raise ConfigurationError(f"{key} is a setting of --task {', '.join(owners)} alone")
-    raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, known)}")
-
-
-def _has_key(task: str, dataset: str, key: str) -> bool:
-    """Whether a task takes a key; what cannot be imported takes none."""
-    try:
-        return has_key(compose_config("probing", _base(task, dataset)), key)
-    except BrokenFile:
-        return False
-
-
-def _having(key: str, tasks: Sequence[str], dataset: str) -> list[str]:
-    """Choices by name under which a key exists, such as "probe.training=lbfgs"."""
-    part = key.rpartition(".")[0]
-    found = []
-    for task in tasks:
-        for name in _names(f"{part}=", task):
-            chosen = f"{part}={name}"
-            if has_key(compose_config("probing", [*_base(task, dataset), chosen]), key):
-                found.append(chosen)
-    return list(dict.fromkeys(found))
