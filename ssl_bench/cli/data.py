@@ -6,7 +6,7 @@ import random
 import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +40,6 @@ _CHECKED: Mapping[str, tuple[str, ...]] = {
     "val": ("segmentation", "classification", "correspondence", "saliency"),
     "discovery": ("discovery",),
 }
-
-
-@dataclass(frozen=True)
-class SplitState:
-    """What a split of a dataset was found to be.
-
-    Attributes:
-        role: `train`, `val`, `discovery`, or `images` where there is nothing else.
-        split: As it is called on disk.
-        images: How many there are; 0 where the split cannot be opened.
-        published: How many there should be, None if nobody says.
-        read: Images that were decoded with all that belongs to them.
-        problems: One line each.
-    """
-
-    role: str
-    split: str
-    images: int
-    published: int | None
-    read: int
-    problems: tuple[str, ...]
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -243,7 +222,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     roles = [role for role, kinds in _CHECKED.items() if dataset.supports.intersection(kinds)]
     states = [_checked(dataset, role, counts.get(role)) for role in roles or ["images"]]
     if options.json:
-        print(json_text({"dataset": source.name, "splits": [asdict(s) for s in states]}))
+        print(json_text({"dataset": source.name, "splits": states}))
     else:
         print(printable_lines(line for state in states for line in _state_lines(state)))
         names = _class_names(source, plain)
@@ -252,37 +231,45 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             names = ade20k_class_names(inside if inside.is_dir() else Path(root))
         if names:
             print(printable(f"classes    {len(names)}: {', '.join(names)}"))
-        elif "classification" in dataset.supports and not any(s.problems for s in states):
+        elif "classification" in dataset.supports and not any(s["problems"] for s in states):
             found = dataset.train().class_names
             print(printable(f"classes    {len(found)}: {_some(found)}"))
-    broken = [state for state in states if state.problems]
+    broken = [state for state in states if state["problems"]]
     if broken:
-        count = sum(len(state.problems) for state in broken)
-        fewer = all(0 < s.images < (s.published or 0) and len(s.problems) == 1 for s in broken)
+        count = sum(len(state["problems"]) for state in broken)
+        first = f"first {broken[0]['role']}: {broken[0]['problems'][0]}"
+        fewer = all(
+            0 < one["images"] < (one["published"] or 0) and len(one["problems"]) == 1
+            for one in broken
+        )
         if fewer:
             raise DataError(
-                f"{source.name} in {root} is a part of what is published, first {broken[0].role}: "
-                f"{broken[0].problems[0]}; --subset checks a part as it is; {_remedy(source)}"
+                f"{source.name} in {root} is a part of what is published, {first}; --subset checks "
+                f"a part as it is; {_remedy(source)}"
             )
         if not source.counts or source.is_generated:
-            raise DataError(
-                f"{source.name} in {root} has {count} fault{'s' if count != 1 else ''}, first "
-                f"{broken[0].role}: {broken[0].problems[0]}"
-            )
+            many = "fault" if count == 1 else "faults"
+            raise DataError(f"{source.name} in {root} has {count} {many}, {first}")
         raise DataError(
-            f"{source.name} in {root} is not as published, {count} in all, first {broken[0].role}: "
-            f"{broken[0].problems[0]}; `ssl-bench data list {source.name}` shows what belongs "
-            f"there; {_remedy(source)}"
+            f"{source.name} in {root} is not as published, {count} in all, {first}; `ssl-bench "
+            f"data list {source.name}` shows what belongs there; {_remedy(source)}"
         )
     return 0
 
 
-def _checked(dataset: Dataset, role: str, published: int | None) -> SplitState:
-    """Open a split, count it, and decode a random sample of it, always the same one."""
+def _checked(dataset: Dataset, role: str, published: int | None) -> dict[str, Any]:
+    """Open a split, count it, and decode a random sample of it, always the same one.
+
+    Returns:
+        `role` (train, val, discovery, or images where there is nothing else), `split` as it is
+        called on disk, the number of `images` (0 where it cannot be opened) and of those
+        `published` (None if nobody says), how many were `read`, and `problems`, one line each.
+    """
+    told = {"role": role, "split": "", "images": 0, "published": published, "read": 0}
     try:
         images: ImageSet = getattr(dataset, role)()
     except DataError as error:
-        return SplitState(role, "", 0, published, 0, (str(error),))
+        return {**told, "problems": [str(error)]}
     problems = []
     if published not in (None, len(images)):
         problems.append(f"{len(images):,} images, published are {published:,}")
@@ -294,7 +281,8 @@ def _checked(dataset: Dataset, role: str, published: int | None) -> SplitState:
             read += 1
         except DataError as error:
             problems.append(str(error))
-    return SplitState(role, images.split, len(images), published, read, tuple(problems))
+    told |= {"split": images.split, "images": len(images), "read": read}
+    return {**told, "problems": problems}
 
 
 def _remedy(source: Source) -> str:
@@ -303,14 +291,15 @@ def _remedy(source: Source) -> str:
     return source.by_hand
 
 
-def _state_lines(state: SplitState) -> list[str]:
-    expected = f" of {state.published:,} published" if state.published is not None else ""
-    verdict = "ok" if not state.problems else f"{len(state.problems)} problem(s)"
+def _state_lines(state: Mapping[str, Any]) -> list[str]:
+    published, problems = state["published"], state["problems"]
+    expected = f" of {published:,} published" if published is not None else ""
+    verdict = f"{len(problems)} problem(s)" if problems else "ok"
     first = (
-        f"{state.role:<10} {state.images:,} images{expected}, {state.read} read as a sample: "
-        f"{verdict}"
+        f"{state['role']:<10} {state['images']:,} images{expected}, {state['read']} read as a "
+        f"sample: {verdict}"
     )
-    return [first, *(f"  {one_line(problem)}" for problem in state.problems)]
+    return [first, *(f"  {one_line(problem)}" for problem in problems)]
 
 
 def _verify(options: argparse.Namespace) -> int:
