@@ -147,20 +147,20 @@ def asked_encoders(options: argparse.Namespace) -> list[str]:
     return with_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
 
 
-def require_layers(options: argparse.Namespace) -> None:
+def require_layers(layers: str, checkpoints: Sequence[str] | None) -> None:
     """Refuse blocks that an encoder lacks before images are looked for, where its file says it.
 
     Raises:
         ConfigurationError: no numbers, or blocks outside of an encoder.
     """
-    if options.layer != "all":
-        numbered_layers(options.layer, _DEEPEST)
+    if layers != "all":
+        numbered_layers(layers, _DEEPEST)
     newest = _newest(Path("runs"))
-    for uri in expand(options.checkpoint or ([str(newest)] if newest else [])):
+    for uri in expand(checkpoints or ([str(newest)] if newest else [])):
         # What else is wrong with it is said when its turn comes.
         with suppress(CheckpointError):
             if (encoder := stated_identity(uri)) is not None:
-                resolve_layers(options.layer, encoder.depth)
+                resolve_layers(layers, encoder.depth)
 
 
 def announced_encoder(uri: str) -> Encoder:

@@ -101,7 +101,7 @@ def plan_sweep(
     if options.device is not None:
         # A word that torch does not know is better met here than by every job.
         named_device(options.device)
-    require_layers(options)
+    require_layers(options.layer, options.checkpoint)
     uris, plan = asked_encoders(options), planned_probes(options, overrides)
     # For the plan alone: what runs later looks at the files as they are then.
     questions = sharing_datasets(plan)

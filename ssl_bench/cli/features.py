@@ -15,6 +15,7 @@ import torch
 from ssl_bench.asked import (
     announced_encoder,
     newest_checkpoint,
+    require_layers,
     require_on_bad_image,
     require_writable,
 )
@@ -57,6 +58,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_on_bad_image(options)
     require("--batch-size", Count | None, options.batch_size)
     require("--image-size", Count | None, options.image_size)
+    require_layers(options.layer, [options.checkpoint] if options.checkpoint else None)
     if find_spec("pyarrow") is None:
         raise MachineError(
             "the index of features needs the package pyarrow; pip install 'ssl-bench[frames]'"

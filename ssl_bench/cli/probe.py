@@ -43,7 +43,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     require_single_process("probe")
     device = choose_device(options.device)
-    require_layers(options)
+    require_layers(options.layer, options.checkpoint)
     # Before the folder, which no wrong word leaves.
     plan = asked_probes(options, overrides)
     store = opened_store(options.out)

@@ -34,9 +34,10 @@ def test_layers_may_be_a_range(place, capsys, layers, expected):
 
 
 @pytest.mark.parametrize("layers", ["1-0", "7", "0-7", "a-b"])
-@pytest.mark.parametrize("door", ["probe", "sweep"])
+@pytest.mark.parametrize("door", ["probe --task pca", "sweep", "features --out features"])
 def test_wrong_layers_are_refused_before_images_are_looked_for(place, capsys, door, layers):
-    words = f"{door}{PCA.removeprefix('probe').replace('photos', 'nowhere')} --layer {layers}"
+    words = f"{door} --checkpoint encoder.safetensors --data-root nowhere --dataset folder"
+    words += f" --layer {layers}"
     assert "layers must " in said(capsys, words, 2)[1]
 
 
