@@ -155,7 +155,7 @@ def require_layers(layers: str, checkpoints: Sequence[str] | None) -> None:
     """
     if layers != "all":
         numbered_layers(layers, _DEEPEST)
-    newest = _newest(Path("runs"))
+    newest = None if checkpoints else _newest(Path("runs"))
     for uri in expand(checkpoints or ([str(newest)] if newest else [])):
         # What else is wrong with it is said when its turn comes.
         with suppress(CheckpointError):
