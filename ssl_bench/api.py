@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,12 @@ from torch import Tensor, nn
 
 from ssl_bench.asked import asked_probes, opened_store
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.evaluation.passed import PassedImages
 from ssl_bench.features import FeatureExtractor, Features, squashed
-from ssl_bench.layers import Facet, layers_of, resolve_layers
+from ssl_bench.layers import Facet, resolve_layers
 from ssl_bench.models import Encoder, load_encoder
-from ssl_bench.planning import PlannedProbe
+from ssl_bench.planning import evaluate
 from ssl_bench.results import Record, ResultStore, to_pandas
 from ssl_bench.system.device import choose_device
-from ssl_bench.system.imports import broken_file
-from ssl_bench.system.progress import say
 from ssl_bench.tables.depth import DepthTable, depth_tables
 from ssl_bench.tables.drawing import curves_figure
 from ssl_bench.tables.printing.sheets import render_tables
@@ -134,57 +130,6 @@ def probe(
             needs_all=needs_all,
         )
         return Results(tuple(records))
-
-
-def evaluate(
-    plan: Sequence[PlannedProbe],
-    encoder: Encoder,
-    store: ResultStore,
-    *,
-    layers: str | int | Sequence[int],
-    device: torch.device,
-    overwrite: bool = False,
-    needs_all: bool = True,
-    needs_any: bool = True,
-    passed: PassedImages | None = None,
-) -> list[Record]:
-    """Records of an encoder in all planned probes; finished cells are not computed again.
-
-    Args:
-        plan: As of `ssl_bench.asked.asked_probes`.
-        encoder: Its blocks are asked.
-        store: Where finished cells are looked up and new ones go.
-        layers: As `layer` of `probe`.
-        device: Where it computes.
-        overwrite: Compute finished cells again.
-        needs_all: Else what does not fit the encoder or the data is said and left out.
-        needs_any: Nor may all be left out.
-        passed: What earlier plans got from the same images.
-
-    Raises:
-        ConfigurationError: A probe that is needed does not fit.
-    """
-    records, left_out, passed = list[Record](), list[str](), passed or PassedImages()
-    for number, planned in enumerate(plan, start=1):
-        # So that one sees how much of all tasks is left.
-        told = partial(_say_in, f"{number} of {len(plan)}: ") if len(plan) > 1 else say
-        try:
-            asked = layers_of(planned.probe.asked_facets, layers, encoder.depth)
-            evaluation = planned.evaluation(encoder, asked, device)
-            records += evaluation.run(store, say=told, overwrite=overwrite, passed=passed)
-        except (ConfigurationError, ImportError, SyntaxError) as error:
-            if needs_all and needs_any:
-                raise
-            why = error if isinstance(error, ConfigurationError) else broken_file(error)
-            left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {why}")
-            say(f"left out: {left_out[-1]}")
-    if len(left_out) == len(plan) and needs_any:
-        raise ConfigurationError(f"no task was left for {encoder.name}: {left_out[0]}")
-    return records
-
-
-def _say_in(place: str, line: str) -> None:
-    say(place + line)
 
 
 def read_results(folder: str | Path = "results") -> Results:

@@ -4,6 +4,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -11,15 +12,18 @@ from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.composition.compose import compose_config, has_key
 from ssl_bench.data.files.readable import OnBadImage
 from ssl_bench.errors import BrokenFile, CheckpointError, ConfigurationError, MachineError
+from ssl_bench.layers import numbered_layers, resolve_layers
 from ssl_bench.models import Encoder, identify_encoder, load_encoder
 from ssl_bench.models.encoder import ASSUMED
 from ssl_bench.models.loading.addresses import expand, kept_epoch, with_baselines
 from ssl_bench.models.loading.identity import read_metadata
+from ssl_bench.models.loading.layouts import DINO
+from ssl_bench.models.loading.load import stated_identity
 from ssl_bench.planning import (
+    BATCH_SIZES,
     PlannedProbe,
     dataset_roots,
     plan_probes,
-    refuse,
     sharing_datasets,
 )
 from ssl_bench.results import ResultStore
@@ -28,8 +32,9 @@ from ssl_bench.system.progress import in_words, say
 
 # By width and depth; timm has all of them for patches and images of these sizes.
 _SIZES_IN_TIMM = {(192, 12): "tiny", (384, 12): "small", (768, 12): "base", (1024, 24): "large"}
+# Of any encoder; only to know whether what was typed are numbers.
+_DEEPEST = 9999
 _PATCH_IN_TIMM, _SIDES_IN_TIMM = 16, (224, 384)
-_BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 
 
 def asked_probes(options: argparse.Namespace, overrides: Sequence[str]) -> list[PlannedProbe]:
@@ -63,14 +68,13 @@ def planned_probes(options: argparse.Namespace, overrides: Sequence[str]) -> lis
     datasets = asked_names("dataset", options.dataset, choices("dataset"))
     require_on_bad_image(options)
     roots = dataset_roots(options.data_root, datasets)
-    unfit = _leave_out if options.task == "all" else refuse
     sizes = [] if options.batch_size is None else _batch_sizes(tasks, options.batch_size)
     plan = plan_probes(
         tasks,
         datasets,
         [*sizes, *overrides],
         roots,
-        unfit=unfit,
+        leaves_out=options.task == "all",
         on_bad_image=options.on_bad_image,
     )
     if options.task == "all":
@@ -88,7 +92,7 @@ def _importable(tasks: Sequence[str]) -> list[str]:
             compose_config("probing", [f"probe={task}"])
             found.append(task)
         except BrokenFile as error:
-            _leave_out(f"{task}: {error}")
+            say(f"left out: {task}: {error}")
     return found
 
 
@@ -99,7 +103,7 @@ def _batch_sizes(tasks: Sequence[str], size: int) -> list[str]:
         ConfigurationError: no task has such a key.
     """
     configs = [compose_config("probing", [f"probe={task}"]) for task in tasks]
-    taken = [key for key in _BATCH_SIZES if any(has_key(config, key) for config in configs)]
+    taken = [key for key in BATCH_SIZES if any(has_key(config, key) for config in configs)]
     if not taken:
         training = [c for c in configs if has_key(c, "probe.training.batch_size")]
         hint = f"; that of training is probe.training.batch_size={size}" if training else ""
@@ -110,8 +114,20 @@ def _batch_sizes(tasks: Sequence[str], size: int) -> list[str]:
     return [f"{key}={size}" for key in taken]
 
 
-def _leave_out(why: str) -> None:
-    say(f"left out: {why}")
+def require_writable(folder: Path) -> None:
+    """Find out before hours of work whether results can be saved.
+
+    Raises:
+        MachineError: they cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise MachineError(
+            f"cannot write into {folder}: {error.strerror}; choose another folder with --out"
+        ) from error
 
 
 def opened_store(folder: str) -> ResultStore:
@@ -131,62 +147,44 @@ def asked_encoders(options: argparse.Namespace) -> list[str]:
     return with_baselines(uris, [identify_encoder(uri).patch_size for uri in uris])
 
 
+def require_layers(layers: str, checkpoints: Sequence[str] | None) -> None:
+    """Refuse blocks that an encoder lacks before images are looked for, where its file says it.
+
+    Raises:
+        ConfigurationError: no numbers, or blocks outside of an encoder.
+    """
+    if layers != "all":
+        numbered_layers(layers, _DEEPEST)
+    newest = None if checkpoints else _newest(Path("runs"))
+    for uri in expand(checkpoints or ([str(newest)] if newest else [])):
+        # What else is wrong with it is said when its turn comes.
+        with suppress(CheckpointError):
+            if (encoder := stated_identity(uri)) is not None:
+                resolve_layers(layers, encoder.depth)
+
+
 def announced_encoder(uri: str) -> Encoder:
     """Load an encoder and say what it is."""
     encoder = load_encoder(uri)
     loaded = f"{encoder.loaded_keys} of {encoder.total_keys} tensors of the file loaded"
+    mean, std = (" ".join(f"{one:g}" for one in colour) for colour in (encoder.mean, encoder.std))
     say(
         f"encoder {encoder.name}: {encoder.depth} blocks, sha256 {encoder.sha256[:12]}, "
-        f"{loaded if encoder.total_keys else 'no file'}, mean {_listed(encoder.mean)}, "
-        f"deviation {_listed(encoder.std)} ({encoder.colours_from})"
+        f"{loaded if encoder.total_keys else 'no file'}, mean {mean}, deviation {std} "
+        f"({encoder.colours_from})"
     )
     if encoder.contents.note:
         say(encoder.contents.note)
     file = encoder.contents.file
-    if encoder.colours_from == ASSUMED and file is not None and _may_be_of_timm(encoder, file):
-        named = _name_in_timm(encoder)
-        other = (
-            f"timm:{named}@{file} takes timm's" if named else f"mean=0.5,std=0.5:{file} takes it"
-        )
+    # The names of timm are those of DINO.
+    is_unnamed = encoder.contents.layout == DINO.name and file and "dino" not in file.name.lower()
+    if encoder.colours_from == ASSUMED and is_unnamed:
+        size, side = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth)), encoder.native_size[0]
+        other = f"mean=0.5,std=0.5:{file} takes it"
+        if size and encoder.patch_size == _PATCH_IN_TIMM and side in _SIDES_IN_TIMM:
+            other = f"timm:vit_{size}_patch{_PATCH_IN_TIMM}_{side}@{file} takes timm's"
         say(f"trained with timm, whose ViTs often have mean 0.5? --checkpoint {other}")
     return encoder
-
-
-def _may_be_of_timm(encoder: Encoder, file: Path) -> bool:
-    """Whether the file has timm's names, which are those of DINO, and does not call itself that."""
-    # A plan, which this file makes too, loads no torch.
-    from ssl_bench.models.loading.layouts import DINO
-
-    return encoder.contents.layout == DINO.name and "dino" not in file.name.lower()
-
-
-def _name_in_timm(encoder: Encoder) -> str | None:
-    """What timm calls a plain ViT of this shape."""
-    size = _SIZES_IN_TIMM.get((encoder.dim, encoder.depth))
-    side = encoder.native_size[0]
-    if size is None or encoder.patch_size != _PATCH_IN_TIMM or side not in _SIDES_IN_TIMM:
-        return None
-    return f"vit_{size}_patch{_PATCH_IN_TIMM}_{side}"
-
-
-def _listed(colour: Sequence[float]) -> str:
-    return " ".join(f"{value:g}" for value in colour)
-
-
-def require_writable(folder: Path) -> None:
-    """Find out before hours of work whether results can be saved.
-
-    Raises:
-        MachineError: they cannot.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise MachineError(
-            f"cannot write into {folder}: {error.strerror}; choose another folder with --out"
-        ) from error
 
 
 def newest_checkpoint(folder: Path) -> str:
@@ -195,24 +193,22 @@ def newest_checkpoint(folder: Path) -> str:
     Raises:
         CheckpointError: there are none.
     """
-    files = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
-    found = [path for path in files if kept_epoch(path) is None]
-    if not found:
+    newest = _newest(folder)
+    if newest is None:
         raise CheckpointError(
             f"no checkpoint below {folder}/; pass --checkpoint URI, such as demo:skip, or make one "
             "with `ssl-bench pretrain`"
         )
-    newest = max(found, key=lambda path: path.stat().st_mtime)
-    say(f"no --checkpoint: the newest below {folder}/ is {newest}, {_age(newest)}")
+    ago = in_words(max(0.0, time.time() - newest.stat().st_mtime))
+    steps = ""
+    with suppress(CheckpointError):
+        if "step" in (told := read_metadata(newest)):
+            steps = f"trained for {told['step']} steps, "
+    say(f"no --checkpoint: the newest below {folder}/ is {newest}, {steps}written {ago} ago")
     return str(newest)
 
 
-def _age(path: Path) -> str:
-    """How long weights were trained, as their file says, and when they were written."""
-    ago = in_words(max(0.0, time.time() - path.stat().st_mtime))
-    try:
-        told = read_metadata(path)
-    except CheckpointError:
-        told = {}
-    steps = f"trained for {told['step']} steps, " if "step" in told else ""
-    return f"{steps}written {ago} ago"
+def _newest(folder: Path) -> Path | None:
+    files = [path for path in folder.glob("**/*.safetensors") if path.is_file()]
+    found = [path for path in files if kept_epoch(path) is None]
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)

@@ -21,6 +21,7 @@ REGISTERS: Facet = "registers"
 
 _SUBMODULE = re.compile(r"blocks\.(\*|0|[1-9][0-9]{0,5})\.(\w+(?:\.\w+)*)")
 _EVERY = "blocks.*."
+_SPAN = re.compile(r"(-?\d{1,4})(?:\.\.(-?\d{1,4})|-(\d{1,4}))")
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def layers_of(
 
 
 def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, ...]:
-    """Block indices from what people type: "11", "-1", "0,5,11", "all", or numbers.
+    """Block indices from what people type: "11", "-1", "0,5,11", "0-3", "all", or numbers.
 
     Negative ones count from the end. The order is kept, what comes twice is dropped.
 
@@ -103,7 +104,7 @@ def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, 
     """
     if layers == "all":
         return tuple(range(depth))
-    wanted = _numbers(layers)
+    wanted = numbered_layers(layers, depth)
     outside = [layer for layer in wanted if not -depth <= layer < depth]
     if outside or not wanted:
         raise ConfigurationError(
@@ -113,13 +114,33 @@ def resolve_layers(layers: str | int | Sequence[int], depth: int) -> tuple[int, 
     return tuple(dict.fromkeys(layer % depth for layer in wanted))
 
 
-def _numbers(layers: str | int | Sequence[int]) -> list[int]:
+def numbered_layers(layers: str | int | Sequence[int], depth: int = 0) -> list[int]:
+    """Numbers from what people type, but for "all"; 0-3 and 0..3 hold both of their ends.
+
+    Args:
+        layers: As of `resolve_layers`.
+        depth: Of the encoder, where it is known: 4..-1 ends with its last block.
+
+    Raises:
+        ConfigurationError: Not numbers, or a range whose last block comes before its first.
+    """
     if isinstance(layers, int):
         return [layers]
-    parts = layers.split(",") if isinstance(layers, str) else layers
-    try:
-        return [int(part) for part in parts]
-    except ValueError as error:
-        raise ConfigurationError(
-            f"layers must be all, an index, or a list like 0,5,11, got {layers!r}"
-        ) from error
+    found: list[int] = []
+    for part in layers.split(",") if isinstance(layers, str) else layers:
+        span = _SPAN.fullmatch(str(part).strip())
+        try:
+            ends = [int(span[1]), int(span[2] or span[3])] if span else [int(part)]
+        except ValueError as error:
+            raise ConfigurationError(
+                f"layers must be all, an index, a range like 0-3, or a list like 0,5,11, got "
+                f"{layers!r}"
+            ) from error
+        if ends[0] * ends[-1] < 0 or ends[-1] < 0 <= ends[0]:
+            ends = [end + depth if end < 0 else end for end in ends]
+        if ends[-1] < ends[0]:
+            raise ConfigurationError(
+                f"layers must go from the first block of a range to its last, got {part}"
+            )
+        found += range(ends[0], ends[-1] + 1)
+    return found

@@ -1,18 +1,21 @@
 """Which probe runs on which dataset: composed and built in full before anything is computed."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal
 
+import torch
 from omegaconf import DictConfig
 
 from ssl_bench.composition.choices import choices, files, nearest
-from ssl_bench.composition.components import TARGET, component_class
 from ssl_bench.composition.compose import (
+    TARGET,
     as_yaml,
     build,
     choice_group,
+    component_class,
     compose_config,
     has_key,
     keys,
@@ -31,15 +34,16 @@ from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import BrokenFile, ConfigurationError, DataError
-from ssl_bench.evaluation import Evaluation, Probe
-from ssl_bench.evaluation.image_size import fit_size, said_size
+from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
+from ssl_bench.layers import layers_of
 from ssl_bench.models import Encoder, EncoderIdentity
+from ssl_bench.results import Record, ResultStore
+from ssl_bench.system.imports import broken_file
 from ssl_bench.system.progress import say
 
-if TYPE_CHECKING:
-    import torch
-
 PROTOCOL = "probe.protocol"
+BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
+"""What --batch-size is short for."""
 DType = Literal["float32", "float16", "bfloat16"]
 """As torch names them."""
 Limit = Count | None
@@ -92,21 +96,21 @@ class PlannedProbe:
         keys = (override.partition("=")[0] for override in self.overrides)
         return frozenset(key.removeprefix("probe.") for key in keys if key.startswith("probe."))
 
-    def fitted_to(self, encoder: Encoder | EncoderIdentity) -> "PlannedProbe":
-        """With what encoder and images allow where nobody typed a value: size, facet, neighbours.
+    def fitted_to(self, encoder: Encoder | EncoderIdentity) -> Probe:
+        """The probe with what encoder and images allow where nobody typed a value.
 
         Raises:
             ConfigurationError: a size that was typed does not fit the encoder.
             UnfitEncoder: the probe has no answer for such blocks.
         """
         probe: Any = self.probe.fitted_to_images(self.dataset, self.typed)
-        instead, facet = encoder.instead, getattr(probe, "facet", ())
+        instead, facet = encoder.instead, probe.facet
         asked = [facet] if isinstance(facet, str) else list(facet or ())
         fitting = list(dict.fromkeys(instead.get(name, name) for name in asked))
         if fitting != asked and "facet" not in self.typed:
             probe = replace(probe, facet=fitting[0] if len(fitting) == 1 else fitting)
         probe.require_fitting(encoder)
-        return replace(self, probe=fit_size(probe, encoder, self.typed))
+        return fit_size(probe, encoder, self.typed)
 
     def in_further_protocols(self) -> list["PlannedProbe"]:
         """The same question in the protocols that its probe names to stand beside this one.
@@ -122,48 +126,87 @@ class PlannedProbe:
                 found.append(replace(self, probe=build(config.probe), overrides=overrides))
         return found
 
-    def evaluation(
-        self, encoder: Encoder, layers: tuple[int, ...], device: "torch.device"
-    ) -> Evaluation:
-        """What computes the pending cells of this probe and one encoder.
 
-        Raises:
-            ConfigurationError: a size that was typed does not fit the encoder.
-        """
-        import torch
+def evaluate(
+    plan: Sequence[PlannedProbe],
+    encoder: Encoder,
+    store: ResultStore,
+    *,
+    layers: str | int | Sequence[int],
+    device: torch.device,
+    overwrite: bool = False,
+    needs_all: bool = True,
+    needs_any: bool = True,
+    passed: PassedImages | None = None,
+) -> list[Record]:
+    """Records of an encoder in all planned probes; finished cells are not computed again.
 
-        probe = self.fitted_to(encoder).probe
-        if said := said_size(self.probe, probe):
-            say(f"{probe.task}, {encoder.name}: {said}")
-        if (facet := getattr(probe, "facet", None)) != getattr(self.probe, "facet", None):
-            lacking = " and ".join(encoder.instead)
-            say(f"{probe.task}, {encoder.name}: facet {facet}, as it has no {lacking}")
-        if (some := getattr(probe, "neighbours", None)) != getattr(self.probe, "neighbours", None):
-            say(f"{probe.task}: probe.neighbours={shown(some)}, as there are no more images")
-        changed = changed_settings(probe)
-        if "image_size" not in self.typed:
-            # The preset's, but for what the encoder takes.
-            changed.pop("image_size", None)
-        return Evaluation(
-            encoder=encoder,
-            dataset=self.dataset,
-            probe=probe,
-            changed=changed,
-            layers=layers,
-            seed=self.seed,
-            device=device,
-            dtype=getattr(torch, self.dtype),
-            allow_overlap=self.allow_overlap,
-        )
-
-
-def refuse(why: str) -> NoReturn:
-    """What `plan_probes` does about tasks that nothing fits.
+    Args:
+        plan: As of `plan_probes`.
+        encoder: Its blocks are asked.
+        store: Where finished cells are looked up and new ones go.
+        layers: As `ssl_bench.layers.resolve_layers` takes them.
+        device: Where it computes.
+        overwrite: Compute finished cells again.
+        needs_all: Else what does not fit the encoder or the data is said and left out.
+        needs_any: Nor may all be left out.
+        passed: What earlier plans got from the same images.
 
     Raises:
-        ConfigurationError: always.
+        ConfigurationError: A probe that is needed does not fit.
     """
-    raise ConfigurationError(f"{why}; leave the task out or choose another --dataset")
+    records, left_out, passed = list[Record](), list[str](), passed or PassedImages()
+    for number, planned in enumerate(plan, start=1):
+        # So that one sees how much of all tasks is left.
+        where = f"{number} of {len(plan)}: " if len(plan) > 1 else ""
+        try:
+            asked = layers_of(planned.probe.asked_facets, layers, encoder.depth)
+            probe = planned.fitted_to(encoder)
+            _say_fitted(planned.probe, probe, encoder)
+            changed = changed_settings(probe)
+            if "image_size" not in planned.typed or not encoder.any_size:
+                # The preset's, but for what the encoder takes.
+                changed.pop("image_size", None)
+            records += Evaluation(
+                encoder=encoder,
+                dataset=planned.dataset,
+                probe=probe,
+                changed=changed,
+                layers=asked,
+                seed=planned.seed,
+                device=device,
+                dtype=getattr(torch, planned.dtype),
+                allow_overlap=planned.allow_overlap,
+            ).run(
+                store,
+                say=lambda line, where=where: say(where + line),
+                overwrite=overwrite,
+                passed=passed,
+            )
+        except (ConfigurationError, ImportError, SyntaxError) as error:
+            if needs_all and needs_any:
+                raise
+            why = error if isinstance(error, ConfigurationError) else broken_file(error)
+            left_out.append(f"{planned.probe.task} on {planned.dataset.name}: {why}")
+            say(f"left out: {left_out[-1]}")
+    if len(left_out) == len(plan) and needs_any:
+        raise ConfigurationError(f"no task was left for {encoder.name}: {left_out[0]}")
+    return records
+
+
+def _say_fitted(asked: Probe, fitted: Probe, encoder: Encoder) -> None:
+    """Tell what the encoder is asked that nobody typed and that is not the preset's."""
+    where = f"{fitted.task}, {encoder.name}"
+    if fitted.squash != asked.squash:
+        side = f"{fitted.squash} x {fitted.squash} pixels"
+        say(f"{where}: images are squashed to {side}, the only size the encoder takes")
+    elif asked.image_size is not None and fitted.image_size not in (None, asked.image_size):
+        side = f"{fitted.image_size} x {fitted.image_size} pixels"
+        say(f"{where}: images of {side} instead of {asked.image_size}, as the encoder takes them")
+    if fitted.facet != asked.facet:
+        say(f"{where}: facet {fitted.facet}, as it has no {' and '.join(encoder.instead)}")
+    if (some := getattr(fitted, "neighbours", None)) != getattr(asked, "neighbours", None):
+        say(f"{fitted.task}: probe.neighbours={shown(some)}, as there are no more images")
 
 
 def plan_probes(
@@ -172,13 +215,13 @@ def plan_probes(
     overrides: Sequence[str],
     roots: Mapping[str, str] | None = None,
     *,
-    unfit: Callable[[str], None] = refuse,
+    leaves_out: bool = False,
     on_bad_image: OnBadImage | None = None,
 ) -> list[PlannedProbe]:
     """Pair tasks with the datasets that have what they need; `roots` says where those lie.
 
-    `unfit` is told, in one line, why tasks are left out. `on_bad_image` is "fail", or "skip" for
-    what can be read alone; without it each dataset has its own way.
+    With `leaves_out` tasks that nothing fits are said and left out. `on_bad_image` is "fail", or
+    "skip" for what can be read alone; without it each dataset has its own way.
 
     An override of `probe.` or `dataset.` reaches the tasks and datasets that have such a key; each
     corruption that `corrupt=` names makes a plan of its own.
@@ -189,34 +232,94 @@ def plan_probes(
         DataError: nothing fits, such as tokencut on a dataset without boxes.
     """
     corruptions, overrides = asked_corruptions(overrides)
-    pairs = [(task, dataset) for dataset in datasets for task in tasks]
-    plain = [compose_config("probing", _base(*pair)) for pair in pairs]
-    # What is chosen by name comes first, for it decides which keys there are.
-    named = [[o for o in overrides if _names(o, p[0])] for p in pairs]
-    defaults = [
-        compose_config("probing", [*_base(*p), *(o for o in some if _takes(o, p[0], default))])
-        for p, some, default in zip(pairs, named, plain, strict=True)
-    ]
+    pairs = [_Pair(task, dataset, overrides) for dataset in datasets for task in tasks]
+    unconcerned = []
     for override in overrides:
-        _require_taker(override, pairs, defaults)
-    taken = [
-        [o for o in overrides if _takes(o, pair[0], default)]
-        for pair, default in zip(pairs, defaults, strict=True)
-    ]
-    listed: dict[str, Dataset] = {}
-    looked = Looked()
+        takers = {pair.task for pair in pairs if override in pair.taken}
+        others = sorted({pair.task for pair in pairs} - takers)
+        if not takers:
+            raise _refused(override, pairs)
+        # What --batch-size is short for reaches whom it may.
+        if others and override.partition("=")[0] not in BATCH_SIZES:
+            unconcerned.append(f"{override} does not concern {', '.join(others)}")
+    if unconcerned:
+        say("; ".join(unconcerned))
+    listed, looked = dict[str, Dataset](), Looked()
     plan = [
-        _build(pair, [*own, *one], (roots or {}).get(pair[1]), listed, looked, on_bad_image)
+        _build(pair, one, (roots or {}).get(pair.dataset), listed, looked, on_bad_image)
         for one in corruptions
-        for pair, own in zip(pairs, taken, strict=True)
+        for pair in pairs
     ]
     fitting = [planned for planned in plan if planned.probe.role in planned.dataset.supports]
     if not fitting:
         raise DataError(f"{_misfit(plan)}; choose another --dataset")
     found = {planned.choice[0] for planned in fitting}
     if without := [planned for planned in plan if planned.choice[0] not in found]:
-        unfit(_misfit(without))
+        if not leaves_out:
+            raise ConfigurationError(
+                f"{_misfit(without)}; leave the task out or choose another --dataset"
+            )
+        say(f"left out: {_misfit(without)}")
     return fitting
+
+
+class _Pair:
+    """A task and a dataset by their names, and which overrides reach them.
+
+    Attributes:
+        default: What is composed with the choices by name among the overrides, which decide what
+            other keys there are.
+        taken: The overrides that it takes.
+    """
+
+    def __init__(self, task: str, dataset: str, overrides: Sequence[str]) -> None:
+        self.task, self.dataset = task, dataset
+        self.default = self.composed()
+        self.default = self.composed(*(o for o in overrides if self.names(o) and self._takes(o)))
+        self.taken = [override for override in overrides if self._takes(override)]
+
+    def composed(self, *overrides: str) -> DictConfig:
+        return probing_config(self.task, self.dataset, overrides)
+
+    def names(self, override: str) -> list[str]:
+        """What its key can be, where that is the name of a file or a protocol."""
+        key = override.partition("=")[0]
+        if key == PROTOCOL:
+            kind = component_class(self.default.probe[TARGET], f"probe.{TARGET}")
+            return protocols(self.task, kind)
+        group = choice_group(key, {"probe": self.task})
+        return choices(group) if group else []
+
+    def _takes(self, override: str) -> bool:
+        key, _, value = override.partition("=")
+        if names := self.names(override):
+            return value in names
+        return not key.startswith(("probe.", "dataset.")) or has_key(self.default, key)
+
+
+def _refused(override: str, pairs: Sequence[_Pair]) -> ConfigurationError:
+    """Why nothing takes an override, with the nearest name or who would take it."""
+    key, _, value = override.partition("=")
+    if known := {name for pair in pairs for name in pair.names(override)}:
+        what = key.removeprefix("probe.")
+        return ConfigurationError(f"unknown {what} {shown(value)}; {nearest(value, known)}")
+    part = key.rpartition(".")[0]
+    # Such as "probe.training=lbfgs".
+    chosen = [(p, f"{part}={name}") for p in pairs for name in p.names(part)]
+    named = [words for pair, words in chosen if has_key(pair.composed(words), key)]
+    if named:
+        some = " or ".join(dict.fromkeys(named))
+        return ConfigurationError(f"{key} is a setting of {some} alone")
+    owners = []
+    for task in choices("probe"):
+        # What cannot be imported takes none.
+        with suppress(BrokenFile):
+            if has_key(probing_config(task, pairs[0].dataset, ()), key):
+                owners.append(task)
+    if owners:
+        return ConfigurationError(f"{key} is a setting of --task {', '.join(owners)} alone")
+    every = {name for pair in pairs for name in keys(pair.default)}
+    return ConfigurationError(f"unknown key {shown(key)}; {nearest(key, every)}")
 
 
 def sharing_datasets(plan: Sequence[PlannedProbe]) -> list[PlannedProbe]:
@@ -283,10 +386,6 @@ def _takes_no_root(datasets: Sequence[str]) -> ConfigurationError:
     )
 
 
-def _base(task: str, dataset: str) -> list[str]:
-    return [f"probe={task}", f"dataset={dataset}"]
-
-
 def probing_config(
     task: str, dataset: str, overrides: Sequence[str], root: str | None = None
 ) -> DictConfig:
@@ -295,7 +394,8 @@ def probing_config(
     Raises:
         ConfigurationError: unknown choice, key or a value of the wrong type.
     """
-    return compose_config("probing", [*_base(task, dataset), *with_root(overrides, root)])
+    base = [f"probe={task}", f"dataset={dataset}"]
+    return compose_config("probing", [*base, *with_root(overrides, root)])
 
 
 def shared_values(config: DictConfig) -> dict[str, Any]:
@@ -316,13 +416,14 @@ def views_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build(
-    choice: tuple[str, str],
-    overrides: Sequence[str],
+    pair: _Pair,
+    corruption: Sequence[str],
     root: str | None,
     listed: dict[str, Dataset],
     looked: Looked,
     on_bad_image: OnBadImage | None,
 ) -> PlannedProbe:
+    choice, overrides = (pair.task, pair.dataset), [*pair.taken, *corruption]
     config = probing_config(*choice, overrides, root)
     if fitting := _chosen_by_data(config, overrides):
         overrides = [*overrides, *fitting]
@@ -334,12 +435,8 @@ def _build(
     dataset = listed.setdefault(as_yaml(config.dataset), ListedOnce(built))
     whole = f"{as_yaml(config.dataset)} {views} {values[CORRUPT]}"
     view = listed.setdefault(whole, as_asked(dataset, **views, corrupt=values[CORRUPT]))
-    probe = build(config.probe)
-    if not isinstance(probe, Probe):
-        address = config.probe[TARGET]
-        raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")
     return PlannedProbe(
-        probe=probe,
+        probe=build(config.probe),
         dataset=as_readable(view, built, on_bad_image, looked),
         seed=values["seed"],
         dtype=values["dtype"],
@@ -356,10 +453,17 @@ def _chosen_by_data(config: DictConfig, overrides: Sequence[str]) -> list[str]:
     Nothing where one is named, the usual one fits, or none does.
     """
     kind = component_class(config.probe[TARGET], f"probe.{TARGET}")
+    if not issubclass(kind, Probe):
+        address = config.probe[TARGET]
+        raise ConfigurationError(f"{address} must be a subclass of ssl_bench.evaluation.Probe")
     typed = {override.partition("=")[0] for override in overrides}
     chosen = []
-    for field in ("protocol", "truth", "max_side"):
-        by_role: Mapping[str, Any] = getattr(kind, f"{field}s_by_role", {})
+    by_field: dict[str, Mapping[str, Any]] = {
+        "protocol": kind.protocols_by_role,
+        "truth": kind.truths_by_role,
+        "max_side": kind.max_sides_by_role,
+    }
+    for field, by_role in by_field.items():
         if not by_role or f"probe.{field}" in typed:
             continue
         dataset: Dataset = build(config.dataset)
@@ -368,71 +472,3 @@ def _chosen_by_data(config: DictConfig, overrides: Sequence[str]) -> list[str]:
         if fitting and usual not in fitting:
             chosen.append(f"probe.{field}={fitting[0]}")
     return chosen
-
-
-def _names(override: str, task: str) -> list[str]:
-    """What the key of an override can be for a task, where that is the name of a file."""
-    group = choice_group(override.partition("=")[0], {"probe": task})
-    return choices(group) if group else []
-
-
-def _takes(override: str, task: str, default: DictConfig) -> bool:
-    key, _, value = override.partition("=")
-    known = _protocols(task, default) if key == PROTOCOL else _names(override, task)
-    if known:
-        return value in known
-    if key.startswith(("probe.", "dataset.")):
-        return has_key(default, key)
-    return True
-
-
-def _protocols(task: str, default: DictConfig) -> list[str]:
-    """Those that a task has; none where its probe takes any."""
-    return protocols(task, component_class(default.probe[TARGET], f"probe.{TARGET}"))
-
-
-def _require_taker(
-    override: str, pairs: Sequence[tuple[str, str]], defaults: Sequence[DictConfig]
-) -> None:
-    tasks = [task for task, _ in pairs]
-    takers = zip(tasks, defaults, strict=True)
-    if any(_takes(override, task, default) for task, default in takers):
-        return
-    key, _, value = override.partition("=")
-    known = {name for task in tasks for name in _names(override, task)}
-    if key == PROTOCOL:
-        known |= {p for t, d in zip(tasks, defaults, strict=True) for p in _protocols(t, d)}
-    if known:
-        raise ConfigurationError(
-            f"unknown {key.removeprefix('probe.')} {shown(value)}; {nearest(value, known)}"
-        )
-    _refuse_key(key, {name for default in defaults for name in keys(default)}, tasks, pairs[0][1])
-
-
-def _refuse_key(key: str, known: set[str], tasks: Sequence[str], dataset: str) -> NoReturn:
-    owners = [task for task in choices("probe") if _has_key(task, dataset, key)]
-    if named := _having(key, tasks, dataset):
-        raise ConfigurationError(f"{key} is a setting of {' or '.join(named)} alone")
-    if owners:
-        raise ConfigurationError(f"{key} is a setting of --task {', '.join(owners)} alone")
-    raise ConfigurationError(f"unknown key {shown(key)}; {nearest(key, known)}")
-
-
-def _has_key(task: str, dataset: str, key: str) -> bool:
-    """Whether a task takes a key; what cannot be imported takes none."""
-    try:
-        return has_key(compose_config("probing", _base(task, dataset)), key)
-    except BrokenFile:
-        return False
-
-
-def _having(key: str, tasks: Sequence[str], dataset: str) -> list[str]:
-    """Choices by name under which a key exists, such as "probe.training=lbfgs"."""
-    part = key.rpartition(".")[0]
-    found = []
-    for task in tasks:
-        for name in _names(f"{part}=", task):
-            chosen = f"{part}={name}"
-            if has_key(compose_config("probing", [*_base(task, dataset), chosen]), key):
-                found.append(chosen)
-    return list(dict.fromkeys(found))

@@ -14,21 +14,12 @@ def check_asked(encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]
         ConfigurationError: no layer or facet, or one that there is not.
         UnfitEncoder: a token that the encoder lacks, or a norm that does not fit a layer.
     """
-    _check_layers(layers, encoder.depth)
-    _check_facets(facets, encoder)
-    _check_norm(layers, facets, encoder)
-
-
-def _check_layers(layers: Sequence[int], depth: int) -> None:
-    outside = [layer for layer in layers if not 0 <= layer < depth]
+    outside = [layer for layer in layers if not 0 <= layer < encoder.depth]
     if outside or not layers:
         raise ConfigurationError(
-            f"layers must lie in 0..{depth - 1} for this encoder, "
+            f"layers must lie in 0..{encoder.depth - 1} for this encoder, "
             f"got {', '.join(map(str, outside)) or 'none'}"
         )
-
-
-def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
     unknown = [f for f in facets if f not in (*FACETS, REGISTERS) and submodule_of(f) is None]
     if unknown or not facets:
         raise ConfigurationError(
@@ -39,9 +30,6 @@ def _check_facets(facets: Sequence[str], encoder: Encoder) -> None:
         raise UnfitEncoder(f"{encoder.name} has no [CLS] token; ask for facet=token")
     if REGISTERS in facets and not encoder.num_registers:
         raise UnfitEncoder(f"{encoder.name} has no registers; ask for facet=token")
-
-
-def _check_norm(layers: Sequence[int], facets: Sequence[str], encoder: Encoder) -> None:
     last = encoder.width(encoder.depth - 1)
     narrow = [layer for layer in layers if encoder.width(layer) != last]
     if narrow and {"token_normed", "cls_normed"} & set(facets):

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from ssl_bench.cli.records import (
     FILTERS,
+    NO_RECORDS,
     asked_format,
     filtered,
     main_metrics,
-    none_of,
     of_tasks,
     print_tables,
     recorded_checkpoint,
@@ -39,7 +39,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         every = store.records()
         records = of_tasks(options.task, every)
         if not records:
-            raise none_of(options.task, store)
+            raise DataError(NO_RECORDS.format(options.task, store.root))
         tables: Sequence[Table]
         if options.over_epochs:
             tables = _over_epochs(options, records, store)

@@ -48,57 +48,39 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         raise MachineError("completion needs shtab; run: pip install shtab") from error
     names = {"task": [*choices("probe"), "all"], "dataset": choices("dataset")}
     for action in _actions(parser):
+        # The attribute in which shtab looks for the name of a shell function.
+        complete: Any = None
         if action.dest in _NAMED and shell == "bash":
-            _complete_by(action, {"bash": f"_ssl_bench_{action.dest}"})
+            complete = {"bash": f"_ssl_bench_{action.dest}"}
         elif action.dest in names and shell == "fish":
-            _complete_by(action, {"fish": f"(__fish_complete_list , _ssl_bench_{action.dest})"})
+            complete = {"fish": f"(__fish_complete_list , _ssl_bench_{action.dest})"}
         elif action.dest in _NAMED:
             action.choices = names.get(action.dest, names["dataset"])
-        elif words := _words_of(action):
-            action.choices = words
+        elif isinstance(meta := action.metavar, str) and "|" in meta and meta.islower():
+            # Such as fail|skip.
+            action.choices = meta.split("|")
         elif action.dest in _FILES:
-            _complete_by(action, shtab.FILE)
+            complete = shtab.FILE
         elif action.dest in _FOLDERS:
-            _complete_by(action, shtab.DIRECTORY)
-    functions = _FUNCTIONS.get(shell, _no_functions)(names)
-    return shtab.complete(parser, shell=shell, preamble=functions)
+            complete = shtab.DIRECTORY
+        if complete:
+            action.complete = complete  # type: ignore[attr-defined]
+    return shtab.complete(parser, shell=shell, preamble=_functions(shell, names))
 
 
-def _words_of(action: argparse.Action) -> list[str]:
-    """What may stand behind a flag whose metavar lists it, such as fail|skip."""
-    words = action.metavar
-    if isinstance(words, str) and "|" in words and words.islower():
-        return words.split("|")
-    return []
-
-
-def _complete_by(action: argparse.Action, function: Mapping[Any, Any]) -> None:
-    # The attribute in which shtab looks for the name of a shell function.
-    action.complete = function  # type: ignore[attr-defined]
-
-
-def _functions(names: Mapping[str, Sequence[str]]) -> str:
-    lines = [
-        f'_ssl_bench_{kind}() {{ _ssl_bench_list "$1" {" ".join(valid)}; }}'
-        for kind, valid in names.items()
-    ]
-    return "\n".join([_COMPLETE_A_LIST, *lines])
-
-
-def _fish_functions(names: Mapping[str, Sequence[str]]) -> str:
-    lines = [
-        f"function _ssl_bench_{kind}; printf '%s\\n' {' '.join(valid)}; end"
-        for kind, valid in names.items()
-    ]
-    return "\n".join(lines)
-
-
-def _no_functions(names: Mapping[str, Sequence[str]]) -> str:
-    del names
+def _functions(shell: str, names: Mapping[str, Sequence[str]]) -> str:
+    """What offers names of tasks and datasets; shells without such functions get lists of them."""
+    if shell == "bash":
+        return _COMPLETE_A_LIST + "\n".join(
+            f'_ssl_bench_{kind}() {{ _ssl_bench_list "$1" {" ".join(valid)}; }}'
+            for kind, valid in names.items()
+        )
+    if shell == "fish":
+        return "\n".join(
+            f"function _ssl_bench_{kind}; printf '%s\\n' {' '.join(valid)}; end"
+            for kind, valid in names.items()
+        )
     return ""
-
-
-_FUNCTIONS = {"bash": _functions, "fish": _fish_functions}
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -6,7 +6,7 @@ import random
 import tarfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say, show_progress, size_in_words
 
 _MARKS = ".ssl-bench"
+_DONE = "{0.url} {0.digest}\n"
 _SAMPLE = 64
 _ROLES = (
     *("segmentation", "classification", "correspondence"),
@@ -39,27 +40,6 @@ _CHECKED: Mapping[str, tuple[str, ...]] = {
     "val": ("segmentation", "classification", "correspondence", "saliency"),
     "discovery": ("discovery",),
 }
-
-
-@dataclass(frozen=True)
-class SplitState:
-    """What a split of a dataset was found to be.
-
-    Attributes:
-        role: `train`, `val`, `discovery`, or `images` where there is nothing else.
-        split: As it is called on disk.
-        images: How many there are; 0 where the split cannot be opened.
-        published: How many there should be, None if nobody says.
-        read: Images that were decoded with all that belongs to them.
-        problems: One line each.
-    """
-
-    role: str
-    split: str
-    images: int
-    published: int | None
-    read: int
-    problems: tuple[str, ...]
 
 
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -101,7 +81,7 @@ def _line(source: Source) -> str:
 
 def _as_json(source: Source) -> dict[str, Any]:
     """All that is known of a dataset, as JSON types."""
-    dataset = _built(source.name, None)
+    dataset, _ = _built(source.name, None)
     roles = [role for role in _ROLES if role in dataset.supports]
     classes = list(_class_names(source, dataset))
     return {**asdict(source), "counts": dict(source.counts), "size": source.size, "roles": roles,
@@ -109,6 +89,7 @@ def _as_json(source: Source) -> dict[str, Any]:
 
 
 def _about(told: dict[str, Any], source: Source) -> list[str]:
+    names = ", ".join(told["class_names"]) or "named in the download"
     rows = [
         ("title", source.title),
         ("homepage", source.homepage),
@@ -118,7 +99,7 @@ def _about(told: dict[str, Any], source: Source) -> list[str]:
         *((role, f"{count:,} images") for role, count in source.counts.items()),
         *(("file", _file_line(one)) for one in source.downloads),
         *([("by hand", source.by_hand)] if source.by_hand else []),
-        *([("classes", _classes_line(told, source))] if source.num_classes else []),
+        *([("classes", f"{source.num_classes}: {names}")] if source.num_classes else []),
     ]
     return [source.name, *(f"  {label:<10} {text}" for label, text in rows)]
 
@@ -129,11 +110,6 @@ def _file_line(one: Download) -> str:
     return f"{published.url} ({size_in_words(one.size)}, {digest}) into DIR/{one.into}"
 
 
-def _classes_line(told: dict[str, Any], source: Source) -> str:
-    names = ", ".join(told["class_names"])
-    return f"{source.num_classes}: {names or 'named in the download'}"
-
-
 def _class_names(source: Source, dataset: Any) -> Sequence[str]:
     if source.name.startswith("voc"):
         return CLASS_NAMES
@@ -142,14 +118,7 @@ def _class_names(source: Source, dataset: Any) -> Sequence[str]:
     return getattr(dataset, "class_names", ())
 
 
-def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> Any:
-    """The dataset of a configuration, not opened."""
-    return _built_to_read(name, root, overrides)[0]
-
-
-def _built_to_read(
-    name: str, root: str | None, overrides: Sequence[str]
-) -> tuple[Any, ReadOptions]:
+def _built(name: str, root: str | None, overrides: Sequence[str] = ()) -> tuple[Any, ReadOptions]:
     """The dataset of a configuration, not opened, and how it asks for the files to be read."""
     # Here, because Hydra takes longer than all that `data list` says.
     from ssl_bench.composition.compose import build, compose_config, with_root
@@ -167,8 +136,12 @@ def _download(options: argparse.Namespace) -> int:
     root = _root(options)
     pending = [one for one in source.downloads if not _is_done(one, root)]
     say(f"{source.title}: {source.licence}; {source.homepage}")
-    # Archive and files are on the disk at the same time.
-    require_space(sum(_lacking(one, root) + one.size for one in pending), root)
+    # Archive and files are on the disk at the same time; earlier calls may have fetched a part.
+    needed = sum(one.size for one in pending)
+    for one in (one for one in pending if not _target(one, root).is_file()):
+        part = part_of(_target(one, root))
+        needed += max(0, one.size - (part.stat().st_size if part.is_file() else 0))
+    require_space(needed, root)
     for one in pending:
         _fetch(one, root)
     state = {"dataset": source.name, "root": str(root), "fetched": [one.name for one in pending]}
@@ -179,15 +152,6 @@ def _download(options: argparse.Namespace) -> int:
         f"{root}` reads it; the archives in {root} may be deleted"
     )
     return 0
-
-
-def _lacking(one: Download, root: Path) -> int:
-    """Bytes of a file that earlier calls did not fetch, about."""
-    target = _target(one, root)
-    if target.is_file():
-        return 0
-    part = part_of(target)
-    return max(0, one.size - (part.stat().st_size if part.is_file() else 0))
 
 
 def _target(one: Download, root: Path) -> Path:
@@ -201,7 +165,12 @@ def _is_archive(one: Download) -> bool:
 def _fetch(one: Download, root: Path) -> None:
     say(f"{one.published.url}, {size_in_words(one.size)}")
     target = _target(one, root)
-    check = _require_archive if _is_archive(one) else None
+
+    def require_archive(found: Path) -> None:
+        if not (zipfile.is_zipfile(found) or tarfile.is_tarfile(found)):
+            raise DataError(f"{found} is no whole zip or tar")
+
+    check = require_archive if _is_archive(one) else None
     with download(one.published, target, check).open("rb") as file:
         # Another process may unpack it.
         lock_when_free(file.fileno())
@@ -212,21 +181,12 @@ def _fetch(one: Download, root: Path) -> None:
             # Before the mark: it must not survive a loss of power that the files do not.
             if hasattr(os, "sync"):
                 os.sync()
-        write_text_atomically(_mark(root, one), _what_is_done(one))
-
-
-def _require_archive(found: Path) -> None:
-    if not (zipfile.is_zipfile(found) or tarfile.is_tarfile(found)):
-        raise DataError(f"{found} is no whole zip or tar")
+        write_text_atomically(_mark(root, one), _DONE.format(one.published))
 
 
 def _is_done(one: Download, root: Path) -> bool:
     mark = _mark(root, one)
-    return mark.is_file() and mark.read_text(errors="replace") == _what_is_done(one)
-
-
-def _what_is_done(one: Download) -> str:
-    return f"{one.published.url} {one.published.digest}\n"
+    return mark.is_file() and mark.read_text(errors="replace") == _DONE.format(one.published)
 
 
 def _mark(root: Path, one: Download) -> Path:
@@ -243,62 +203,73 @@ def _root(options: argparse.Namespace) -> Path:
 def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Open, count and sample every split of a dataset; exit code 3 if anything is wrong."""
     source = _source(options.target)
-    root = _root_to_check(options, source)
-    plain, reading = _built_to_read(source.name, root, overrides)
+    if source.is_generated and options.data_root is not None:
+        raise ConfigurationError(
+            f"{source.name} is generated and takes no --data-root; leave it out"
+        )
+    root = None if source.is_generated else str(_root(options))
+    plain, reading = _built(source.name, root, overrides)
     dataset = DatasetReadAs(plain, reading)
     if getattr(plain, "leaves_out_unreadable", False):
-        return _look_through(ReadableDataset(dataset, Looked()), source.name, as_json=options.json)
+        # Pictures of one's own: what a probe leaves out of them is said, and no fault of anybody.
+        readable = ReadableDataset(dataset, Looked())
+        told = {"dataset": source.name, "images": len(readable.images())}
+        gone = [image_id for ids in readable.left_out().values() for image_id in ids]
+        if options.json:
+            print(json_text({**told, "left_out": gone}))
+        return 0
     counts = {} if options.subset else source.counts
     roles = [role for role, kinds in _CHECKED.items() if dataset.supports.intersection(kinds)]
     states = [_checked(dataset, role, counts.get(role)) for role in roles or ["images"]]
     if options.json:
-        print(json_text({"dataset": source.name, "splits": [asdict(s) for s in states]}))
+        print(json_text({"dataset": source.name, "splits": states}))
     else:
         print(printable_lines(line for state in states for line in _state_lines(state)))
-        names = _found_class_names(source, root)
+        names = _class_names(source, plain)
+        if source.name == "ade20k" and root is not None:
+            inside = Path(root) / "ADEChallengeData2016"
+            names = ade20k_class_names(inside if inside.is_dir() else Path(root))
         if names:
             print(printable(f"classes    {len(names)}: {', '.join(names)}"))
-    broken = [state for state in states if state.problems]
+        elif "classification" in dataset.supports and not any(s["problems"] for s in states):
+            found = dataset.train().class_names
+            print(printable(f"classes    {len(found)}: {_some(found)}"))
+    broken = [state for state in states if state["problems"]]
     if broken:
-        count = sum(len(state.problems) for state in broken)
-        fewer = all(0 < s.images < (s.published or 0) and len(s.problems) == 1 for s in broken)
+        count = sum(len(state["problems"]) for state in broken)
+        first = f"first {broken[0]['role']}: {broken[0]['problems'][0]}"
+        fewer = all(
+            0 < one["images"] < (one["published"] or 0) and len(one["problems"]) == 1
+            for one in broken
+        )
         if fewer:
             raise DataError(
-                f"{source.name} in {root} is a part of what is published, first {broken[0].role}: "
-                f"{broken[0].problems[0]}; --subset checks a part as it is; {_remedy(source)}"
+                f"{source.name} in {root} is a part of what is published, {first}; --subset checks "
+                f"a part as it is; {_remedy(source)}"
             )
         if not source.counts or source.is_generated:
-            raise DataError(
-                f"{source.name} in {root} has {count} fault{'s' if count != 1 else ''}, first "
-                f"{broken[0].role}: {broken[0].problems[0]}"
-            )
+            many = "fault" if count == 1 else "faults"
+            raise DataError(f"{source.name} in {root} has {count} {many}, {first}")
         raise DataError(
-            f"{source.name} in {root} is not as published, {count} in all, first {broken[0].role}: "
-            f"{broken[0].problems[0]}; `ssl-bench data list {source.name}` shows what belongs "
-            f"there; {_remedy(source)}"
+            f"{source.name} in {root} is not as published, {count} in all, {first}; `ssl-bench "
+            f"data list {source.name}` shows what belongs there; {_remedy(source)}"
         )
     return 0
 
 
-def _look_through(dataset: ReadableDataset, name: str, *, as_json: bool) -> int:
-    """Say which pictures of one's own a probe takes and which it leaves out; no fault of anybody.
+def _checked(dataset: Dataset, role: str, published: int | None) -> dict[str, Any]:
+    """Open a split, count it, and decode a random sample of it, always the same one.
 
-    Raises:
-        DataError: none can be read.
+    Returns:
+        `role` (train, val, discovery, or images where there is nothing else), `split` as it is
+        called on disk, the number of `images` (0 where it cannot be opened) and of those
+        `published` (None if nobody says), how many were `read`, and `problems`, one line each.
     """
-    images = dataset.images()
-    if as_json:
-        gone = [image_id for ids in dataset.left_out().values() for image_id in ids]
-        print(json_text({"dataset": name, "images": len(images), "left_out": gone}))
-    return 0
-
-
-def _checked(dataset: Dataset, role: str, published: int | None) -> SplitState:
-    """Open a split, count it, and decode a random sample of it, always the same one."""
+    told = {"role": role, "split": "", "images": 0, "published": published, "read": 0}
     try:
         images: ImageSet = getattr(dataset, role)()
     except DataError as error:
-        return SplitState(role, "", 0, published, 0, (str(error),))
+        return {**told, "problems": [str(error)]}
     problems = []
     if published not in (None, len(images)):
         problems.append(f"{len(images):,} images, published are {published:,}")
@@ -310,17 +281,8 @@ def _checked(dataset: Dataset, role: str, published: int | None) -> SplitState:
             read += 1
         except DataError as error:
             problems.append(str(error))
-    return SplitState(role, images.split, len(images), published, read, tuple(problems))
-
-
-def _root_to_check(options: argparse.Namespace, source: Source) -> str | None:
-    if not source.is_generated:
-        return str(_root(options))
-    if options.data_root is not None:
-        raise ConfigurationError(
-            f"{source.name} is generated and takes no --data-root; leave it out"
-        )
-    return None
+    told |= {"split": images.split, "images": len(images), "read": read}
+    return {**told, "problems": problems}
 
 
 def _remedy(source: Source) -> str:
@@ -329,21 +291,15 @@ def _remedy(source: Source) -> str:
     return source.by_hand
 
 
-def _found_class_names(source: Source, root: str | None) -> Sequence[str]:
-    if source.name == "ade20k" and root is not None:
-        inside = Path(root) / "ADEChallengeData2016"
-        return ade20k_class_names(inside if inside.is_dir() else Path(root))
-    return _class_names(source, _built(source.name, root))
-
-
-def _state_lines(state: SplitState) -> list[str]:
-    expected = f" of {state.published:,} published" if state.published is not None else ""
-    verdict = "ok" if not state.problems else f"{len(state.problems)} problem(s)"
+def _state_lines(state: Mapping[str, Any]) -> list[str]:
+    published, problems = state["published"], state["problems"]
+    expected = f" of {published:,} published" if published is not None else ""
+    verdict = f"{len(problems)} problem(s)" if problems else "ok"
     first = (
-        f"{state.role:<10} {state.images:,} images{expected}, {state.read} read as a sample: "
-        f"{verdict}"
+        f"{state['role']:<10} {state['images']:,} images{expected}, {state['read']} read as a "
+        f"sample: {verdict}"
     )
-    return [first, *(f"  {one_line(problem)}" for problem in state.problems)]
+    return [first, *(f"  {one_line(problem)}" for problem in problems)]
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -1,16 +1,28 @@
 """From the words that are typed to the command that they name."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from ssl_bench.cli.mistakes import near_flag, require_known_words
 from ssl_bench.cli.parser import WITH_OVERRIDES, build_parser
-from ssl_bench.cli.shorthand import with_short_forms
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.paths import expanded
 
 _PATHS = ("out", "runs", "into", "figure", "manifest", "slurm_logs")
+_PROBING = {"limit": "data.limit", "seed": "seed"}
+_SHORT: Mapping[str, Mapping[str, str]] = {
+    "features": {"limit": "data.limit"},
+    "probe": _PROBING | {"pictures": "probe.panels"},
+    "sweep": _PROBING,
+    "pretrain": {
+        "limit": "data.limit",
+        "seed": "train.seed",
+        "batch_size": "train.batch_size",
+        "on_bad_image": "data.on_bad_image",
+    },
+}
+"""What a flag is short for, by command; --batch-size of probes depends on the tasks."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -20,7 +32,9 @@ def run(arguments: Sequence[str]) -> int:
         SslBenchError: the arguments or what they ask for are wrong.
     """
     parser = build_parser()
-    commands = _commands(parser)
+    commands = dict(
+        next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
+    )
     require_known_words(parser, commands, arguments)
     options, rest = parser.parse_known_args(_with_values_joined(arguments))
     for name in _PATHS:
@@ -34,7 +48,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigurationError(f"unknown argument {unknown[0]!r}; {hint}")
     if overrides and options.command not in WITH_OVERRIDES:
         raise ConfigurationError(f"`ssl-bench {options.command}` takes no {overrides[0]!r}")
-    overrides = with_short_forms(options, overrides)
+    overrides = _with_short_forms(options, overrides)
     # Imported here because torch alone takes seconds and `--help` needs none of it.
     return import_module(f"ssl_bench.cli.{options.command}").command(options, overrides)
 
@@ -56,8 +70,17 @@ def _with_values_joined(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Each command with its own parser."""
-    return dict(
-        next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
-    )
+def _with_short_forms(options: argparse.Namespace, overrides: Sequence[str]) -> list[str]:
+    """The overrides behind those that flags are short for."""
+    given = {override.partition("=")[0]: override for override in overrides}
+    said = []
+    for flag, key in _SHORT.get(options.command, {}).items():
+        value = getattr(options, flag)
+        if value is not None and key in given:
+            word = flag.replace("_", "-")
+            raise ConfigurationError(
+                f"--{word} {value} is short for {key}={value}; leave it or {given[key]} out"
+            )
+        if value is not None:
+            said.append(f"{key}={value}")
+    return [*said, *overrides]

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 from huggingface_hub import constants as hub
 from packaging.requirements import Requirement
 
-from ssl_bench import __version__
 from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.data.samples import Dataset, ImageSet
@@ -23,6 +23,7 @@ from ssl_bench.results.provenance import source_commit
 from ssl_bench.system.escaping import json_text, one_line, printable_lines
 from ssl_bench.system.paths import real
 from ssl_bench.system.processors import usable_cores
+from ssl_bench.version import __version__
 
 PACKAGES = (
     ("torch", "torch"),
@@ -81,16 +82,23 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _findings(data_root: str | None) -> Iterator[Finding]:
     yield Finding("ssl-bench", f"{__version__} ({source_commit() or 'installed wheel'})")
     yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
-    for module, distribution in PACKAGES:
-        yield _package(module, distribution)
+    yield from (_package(module, distribution) for module, distribution in PACKAGES)
     yield from _unmet_requirements()
     for distribution, wanted, purpose in EXTRAS:
-        yield _extra(distribution, wanted, purpose)
+        try:
+            yield Finding(distribution, metadata.version(distribution))
+        except metadata.PackageNotFoundError:
+            text = f"none; only {purpose} needs it: pip install '{wanted}'"
+            yield Finding(distribution, text)
     yield from _processors()
     yield from _gpus()
     yield from _disks()
-    yield _caches()
-    yield _slurm()
+    # What moves them and whether the network is asked; docs/caches.md has all of them.
+    said = [f"{name}={os.environ[name]}" for name in CACHE_VARIABLES if name in os.environ]
+    network = "offline" if hub.HF_HUB_OFFLINE else "the network is asked for what is not there"
+    yield Finding("caches", f"{', '.join(said) or 'where they usually are'}; {network}")
+    none = "no sbatch in PATH; sweep --print works everywhere"
+    yield Finding("slurm", shutil.which("sbatch") or none)
     yield Finding("configs", str(config_folder()))
     yield Finding("probes", ", ".join(choices("probe")))
     yield Finding("datasets", ", ".join(choices("dataset")))
@@ -139,14 +147,6 @@ def _unmet_requirements() -> Iterator[Finding]:
             yield Finding(needed.name, text, broken=True)
 
 
-def _extra(distribution: str, wanted: str, purpose: str) -> Finding:
-    try:
-        return Finding(distribution, metadata.version(distribution))
-    except metadata.PackageNotFoundError:
-        text = f"none; only {purpose} needs it: pip install '{wanted}'"
-        return Finding(distribution, text)
-
-
 def _processors() -> Iterator[Finding]:
     cores, threads = usable_cores(), torch.get_num_threads()
     limits = [f"{name}={os.environ[name]}" for name in THREADS if name in os.environ]
@@ -186,18 +186,6 @@ def _disks() -> Iterator[Finding]:
         yield Finding(name, f"{free:.0f} GiB free in {folder}{advice}")
 
 
-def _caches() -> Finding:
-    """What moves them and whether the network is asked; docs/caches.md has all of them."""
-    said = [f"{name}={os.environ[name]}" for name in CACHE_VARIABLES if name in os.environ]
-    network = "offline" if hub.HF_HUB_OFFLINE else "the network is asked for what is not there"
-    return Finding("caches", f"{', '.join(said) or 'where they usually are'}; {network}")
-
-
-def _slurm() -> Finding:
-    found = shutil.which("sbatch")
-    return Finding("slurm", found or "no sbatch in PATH; sweep --print works everywhere")
-
-
 def _data(text: str | None) -> Iterator[Finding]:
     if text is None:
         yield Finding("data", "not looked for; pass --data-root DIR or DATASET=DIR,DATASET=DIR")
@@ -216,24 +204,19 @@ def _roles(name: str, root: str) -> str | None:
     dataset: Dataset = build(config.dataset)
     if not hasattr(dataset, "root"):
         return None
+    both, scored = (dataset.train, dataset.val), (dataset.val,)
     opened: dict[str, tuple[Callable[[], ImageSet], ...]] = {
-        "segmentation": (dataset.train, dataset.val),
-        "classification": (dataset.train, dataset.val),
-        "correspondence": (dataset.val,),
+        "segmentation": both,
+        "classification": both,
+        "correspondence": scored,
         "discovery": (dataset.discovery,),
-        "saliency": (dataset.val,),
+        "saliency": scored,
         "images": (dataset.images,),
     }
-    roles = [
-        f"{role} ({', '.join(counts)})"
-        for role in sorted(dataset.supports & opened.keys())
-        if (counts := _counts(opened[role]))
-    ]
+    roles = []
+    for role in sorted(dataset.supports & opened.keys()):
+        with suppress(SslBenchError):
+            sets = [split() for split in opened[role]]
+            counts = ", ".join(f"{len(images)} {images.split}" for images in sets)
+            roles.append(f"{role} ({counts})")
     return f"{name} in {root}: {', '.join(roles)}" if roles else None
-
-
-def _counts(splits: Sequence[Callable[[], ImageSet]]) -> list[str]:
-    try:
-        return [f"{len(images)} {images.split}" for images in (split() for split in splits)]
-    except SslBenchError:
-        return []

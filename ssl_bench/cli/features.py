@@ -1,9 +1,9 @@
 """`ssl-bench features`: features of every image of a dataset, of any blocks, as files."""
 
 import argparse
-import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from ssl_bench.asked import (
     announced_encoder,
     newest_checkpoint,
+    require_layers,
     require_on_bad_image,
     require_writable,
 )
@@ -25,7 +26,7 @@ from ssl_bench.data.files.readable import Looked, as_readable, counts_and_first,
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import ConfigurationError, MachineError, UnreadableImage
-from ssl_bench.evaluation.cells import left_out
+from ssl_bench.evaluation import left_out
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
 from ssl_bench.planning import shared_values, views_of
@@ -57,7 +58,14 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_on_bad_image(options)
     require("--batch-size", Count | None, options.batch_size)
     require("--image-size", Count | None, options.image_size)
-    _require_parquet()
+    require_layers(options.layer, [options.checkpoint] if options.checkpoint else None)
+    if find_spec("pyarrow") is None:
+        raise MachineError(
+            "the index of features needs the package pyarrow; pip install 'ssl-bench[frames]'"
+        )
+    import pyarrow  # pyright: ignore[reportMissingImports]
+    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+
     dataset, bits = _dataset(options, overrides)
     splits = {images.split: images for images in _splits(dataset, options.split)}
     out = Path(options.out)
@@ -95,18 +103,10 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
     for images in splits.values():
         rows += _write_split(images, extractor, size, out, options)
-    _write_index(out / _INDEX, rows)
+    table = pyarrow.Table.from_pylist(rows)
+    write_atomically(out / _INDEX, lambda file: pyarrow.parquet.write_table(table, file))
     say(f"features of {len(rows)} images in {out}; {_INDEX} says where each of them is")
     return 0
-
-
-def _require_parquet() -> None:
-    try:
-        import pyarrow  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
-    except ImportError as error:
-        raise MachineError(
-            "the index of features needs the package pyarrow; pip install 'ssl-bench[frames]'"
-        ) from error
 
 
 def _dataset(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Dataset, int | None]:
@@ -172,7 +172,7 @@ def _write_split(
     lacking = [start for start in starts if start not in there]
     for start in show_progress(lacking, f"features of {images.split}"):
         numbers = range(start, min(start + per_file, len(images)))
-        _write_file(names[start], _features(images, numbers, extractor, size, options), options)
+        _write(names[start], _features(images, numbers, extractor, size, options), options.format)
     for start in starts:
         ids, labels = listed[start] or _read(names[start])
         rows += [
@@ -187,11 +187,6 @@ def _write_split(
             for row, (image_id, label) in enumerate(zip(ids, labels, strict=True))
         ]
     return rows
-
-
-def _write_file(path: Path, found: dict[str, np.ndarray], options: argparse.Namespace) -> None:
-    # Nobody else holds what was found, so that it is gone before the next is computed.
-    write_atomically(path, lambda file: file.write(_bytes(found, options)))
 
 
 def _bytes_an_image(extractor: FeatureExtractor, size: tuple[int, int], dtype: str) -> int:
@@ -214,44 +209,30 @@ def _features(
     """By name, with the ids and classes of the images."""
     parts: dict[str, list[np.ndarray]] = {}
     ids, labels = list[str](), list[int]()
-    for batch in _batches(images, numbers, size, options):
-        pixels = torch.stack([pixels for pixels, _, _ in batch])
-        names = [image_id for _, image_id, _ in batch]
+    for start in range(0, len(numbers), options.batch_size or _BATCH):
+        try:
+            batch = [images[n] for n in numbers[start : start + (options.batch_size or _BATCH)]]
+        except UnreadableImage as error:
+            raise with_a_way_out(error) from error
+        pixels = torch.stack([squashed(sample.image, size) for sample in batch])
+        names = [sample.image_id for sample in batch]
         for layer, by_facet in extractor(pixels, names).items():
             for facet, value in by_facet.items():
                 kept = value.cpu().numpy().astype(options.dtype)
                 parts.setdefault(f"block{layer:02}.{facet}", []).append(kept)
         ids += names
-        labels += [-1 if label is None else label for _, _, label in batch]
+        labels += [-1 if sample.label is None else sample.label for sample in batch]
     found = {name: np.concatenate(those) for name, those in parts.items()}
     return found | {"image_id": np.array(ids, dtype=str), "label": np.array(labels, dtype=np.int64)}
 
 
-def _batches(
-    images: ImageSet, numbers: range, size: tuple[int, int], options: argparse.Namespace
-) -> Iterator[list[tuple[torch.Tensor, str, int | None]]]:
-    batch = []
-    for number in numbers:
-        try:
-            sample = images[number]
-        except UnreadableImage as error:
-            raise with_a_way_out(error) from error
-        batch.append((squashed(sample.image, size), sample.image_id, sample.label))
-        if len(batch) == (options.batch_size or _BATCH):
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _bytes(found: dict[str, np.ndarray], options: argparse.Namespace) -> bytes:
-    if options.format == "npz":
-        buffer = io.BytesIO()
-        np.savez(buffer, **found)  # pyright: ignore[reportArgumentType]
-        return buffer.getvalue()
+def _write(path: Path, found: dict[str, np.ndarray], style: str) -> None:
+    if style == "npz":
+        write_atomically(path, lambda file: np.savez(file, **found))  # type: ignore[arg-type]
+        return
     told = {name: json.dumps(found[name].tolist()) for name in ("image_id", "label")}
     arrays = {name: value for name, value in found.items() if name not in told}
-    return safetensors.numpy.save(arrays, metadata=told)
+    write_atomically(path, lambda file: file.write(safetensors.numpy.save(arrays, metadata=told)))
 
 
 def _listed(path: Path) -> tuple[list[str], list[int | None]] | None:
@@ -273,11 +254,3 @@ def _read(path: Path) -> tuple[list[str], list[int | None]]:
             told = held.metadata()
         ids, labels = json.loads(told["image_id"]), json.loads(told["label"])
     return ids, [None if label < 0 else label for label in labels]
-
-
-def _write_index(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    import pyarrow  # pyright: ignore[reportMissingImports]
-    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
-
-    table = pyarrow.Table.from_pylist(list(rows))
-    write_atomically(path, lambda file: pyarrow.parquet.write_table(table, file))

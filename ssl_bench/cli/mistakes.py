@@ -5,60 +5,40 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from ssl_bench.errors import ConfigurationError
 
 _COMMANDS = {
-    "train": "pretrain",
-    "fit": "pretrain",
-    "eval": "probe",
-    "evaluate": "probe",
-    "test": "probe",
-    "run": "probe",
-    "extract": "probe",
-    "list": "models` or `ssl-bench data list",
-    "ls": "models` or `ssl-bench data list",
-    "plot": "table --figure FILE` or `ssl-bench report",
-    "figure": "table --figure FILE` or `ssl-bench report",
-    "html": "report",
-    "show": "report",
+    "train fit": "pretrain",
+    "eval evaluate test run extract": "probe",
+    "list ls": "models` or `ssl-bench data list",
+    "plot figure": "table --figure FILE` or `ssl-bench report",
+    "html show": "report",
     "diff": "compare",
     "datasets": "data list",
     "download": "data download",
     "check": "doctor` or `ssl-bench data check",
     "demo": "quickstart",
     "help": "--help",
-    "config": "keys",
-    "options": "keys",
+    "config options": "keys",
     "version": "--version",
 }
 _FLAGS = {
-    "--checkpoint": (
-        "model",
-        "ckpt",
-        "weights",
-        "encoder",
-        "backbone",
-        "pretrained",
-        "run",
-        "c",
-        "m",
-    ),
-    "--task": ("tasks", "probe", "metric-task", "t"),
-    "--layer": ("layers", "block", "blocks", "depth", "l"),
-    "--dataset": ("datasets", "dataset-name"),
-    "--data-root": ("data", "root", "data-dir", "data-path", "images", "image-folder"),
-    "--out": ("output", "output-dir", "out-dir", "results", "save-dir", "outdir", "o"),
-    "--device": ("gpu", "gpus", "cuda", "cpu"),
-    "--overwrite": ("force", "rerun", "no-cache"),
-    "--resume": ("continue",),
-    "--jobs": ("workers", "parallel", "n-jobs"),
-    "--format": ("output-format", "style"),
-    "--print-config": ("config", "show-config", "cfg"),
-    "--limit": ("max-images", "num-images", "num-samples", "subset", "limit-images", "n"),
-    "--dry-run": ("dryrun", "plan", "dry"),
-    "--batch-size": ("batch", "bs", "batchsize"),
+    "--checkpoint": "model ckpt weights encoder backbone pretrained run c m",
+    "--task": "tasks probe metric-task t",
+    "--layer": "layers block blocks depth l",
+    "--dataset": "datasets dataset-name",
+    "--data-root": "data root data-dir data-path images image-folder",
+    "--out": "output output-dir out-dir results save-dir outdir o",
+    "--device": "gpu gpus cuda cpu",
+    "--overwrite": "force rerun no-cache",
+    "--resume": "continue",
+    "--jobs": "workers parallel n-jobs",
+    "--format": "output-format style",
+    "--print-config": "config show-config cfg",
+    "--limit": "max-images num-images num-samples subset limit-images n",
+    "--dry-run": "dryrun plan dry",
+    "--batch-size": "batch bs batchsize",
 }
 # What is no flag but a value of the configuration, by command.
 _VALUES = {
@@ -72,8 +52,8 @@ _VALUES = {
         "nb-knn": "probe.neighbours=[20]",
         "tau": "probe.tau=0.2",
         "protocol": "probe.protocol=NAME",
-        "facet": "probe.facet=key",
-        "which-features": "probe.facet=key",
+        "facet": "probe.facet=attn_out",
+        "which-features": "probe.facet=attn_out",
         "num-workers": "probe.num_workers=4",
     },
     "pretrain": {
@@ -118,11 +98,8 @@ def require_known_words(
         if flag.startswith("--") and not any(one.startswith(flag) for one in known):
             hint = near_flag(command, flags, flag, value or after)
             raise ConfigurationError(f"unknown argument {word!r}; {hint}")
-    if command == "probe" and not any(word.startswith("--t") or word in _HELP for word in words):
-        _refuse_without_task(words)
-
-
-def _refuse_without_task(words: Sequence[str]) -> NoReturn:
+    if command != "probe" or any(word.startswith("--t") or word in _HELP for word in words):
+        return
     from ssl_bench.composition.choices import choices
 
     tasks = choices("probe")
@@ -144,25 +121,22 @@ def near_flag(command: str, flags: Sequence[str], word: str, value: str = "") ->
     if (command, name) in _NEEDLESS:
         return _NEEDLESS[command, name]
     if example := _VALUES.get(command, {}).get(name):
-        if _is_number(value):
+        if re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", value):
             example = re.sub(r"=(\[?)[^\[\]]*(\]?)$", rf"=\g<1>{value}\2", example)
         return f"write it without dashes, as KEY=VALUE: {example}"
+    if "--data-root" in flags and not word.startswith("-") and Path(word).is_dir():
+        return f"a folder is given as --data-root {word}"
     if "--out" in flags and not word.startswith("-") and Path(word).is_dir():
         return f"a folder is given as --out {word}"
-    meant = [flag for flag in flags if flag == f"--{name}" or name in _FLAGS.get(flag, ())]
+    meant = [flag for flag in flags if flag == f"--{name}" or name in _FLAGS.get(flag, "").split()]
     close = meant or difflib.get_close_matches(word, flags, n=2)
     others = [flag for flag in flags if flag != "-h"]
     return f"did you mean {' or '.join(close)}?" if close else f"flags: {', '.join(others)}"
 
 
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?", text) is not None
-
-
 def _near_command(word: str, commands: Commands) -> str:
-    meant = _COMMANDS.get(word.lower()) or next(
-        iter(difflib.get_close_matches(word, commands, n=1)), None
-    )
-    if meant:
-        return f"did you mean `ssl-bench {meant}`?"
+    meant = next((name for words, name in _COMMANDS.items() if word.lower() in words.split()), None)
+    close = [meant] if meant else difflib.get_close_matches(word, commands, n=1)
+    if close:
+        return f"did you mean `ssl-bench {close[0]}`?"
     return f"commands: {', '.join(commands)}; `ssl-bench --help` has examples"

@@ -2,9 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from ssl_bench.errors import CheckpointError, SslBenchError
 from ssl_bench.models import Encoder, load_encoder
@@ -62,47 +63,6 @@ TIMM_PATTERNS = (
 """Families of timm with blocks that take images of any size; the rest is refused by name."""
 
 
-@dataclass(frozen=True)
-class FileReport:
-    """What is known of an encoder.
-
-    Attributes:
-        format: Of the file.
-        source: Where its layout is published.
-        size: Bytes of the file.
-        largest_patch: Pixels along a side of the patches of the last block.
-        image_size: Height and width in pixels of its positions.
-        used: Tensors taken, of `total` in their container.
-        ignored: Tensors that are not, and why.
-        note: What was done to tensors on the way.
-        colours_from: Who says what mean and deviation are.
-    """
-
-    uri: str
-    name: str
-    format: str
-    size: int
-    layout: str
-    source: str
-    depth: int
-    width: int
-    heads: int
-    patch_size: int
-    largest_patch: int
-    class_tokens: int
-    registers: int
-    image_size: tuple[int, int]
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    colours_from: str
-    parameters: int
-    used: int
-    total: int
-    ignored: dict[str, str]
-    note: str
-    sha256: str
-
-
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """List what can be loaded; with files, say what each is.
 
@@ -121,7 +81,7 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             found.append({"uri": uri, "error": one_line(error)})
             print(f"ssl-bench: {found[-1]['error']}", file=sys.stderr)
             continue
-        found.append(asdict(report))
+        found.append(report)
         if not options.json:
             print(printable_lines([*([""] if len(found) > 1 else []), *_lines(report)]))
     if options.json:
@@ -129,34 +89,39 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return code
 
 
-def file_report(encoder: Encoder) -> FileReport:
-    """Gather what is known of an encoder; its weights stay where they are."""
+def file_report(encoder: Encoder) -> dict[str, Any]:
+    """What is known of an encoder, as JSON types; its weights stay where they are.
+
+    `size` in bytes, `largest_patch` and `image_size` in pixels; `used` tensors of `total` in their
+    container; `ignored` those that are not, and why; `colours_from` who says what mean and
+    deviation are.
+    """
     contents = encoder.contents
-    return FileReport(
-        uri=encoder.uri,
-        name=encoder.name,
-        format=_format(contents.file),
-        size=contents.file.stat().st_size if contents.file else 0,
-        layout=contents.layout,
-        source=contents.source,
-        depth=encoder.depth,
-        width=encoder.dim,
-        heads=encoder.num_heads,
-        patch_size=encoder.patch_size,
-        largest_patch=max((encoder.patch_size, *encoder.strides)),
-        class_tokens=encoder.num_prefix_tokens - encoder.num_registers,
-        registers=encoder.num_registers,
-        image_size=encoder.native_size,
-        mean=encoder.mean,
-        std=encoder.std,
-        colours_from=encoder.colours_from,
-        parameters=sum(value.numel() for value in encoder.module.parameters()),
-        used=encoder.loaded_keys,
-        total=encoder.total_keys,
-        ignored=dict(contents.ignored),
-        note=contents.note or _NO_KEYS * ("key" in encoder.instead),
-        sha256=encoder.sha256,
-    )
+    return {
+        "uri": encoder.uri,
+        "name": encoder.name,
+        "format": _format(contents.file),
+        "size": contents.file.stat().st_size if contents.file else 0,
+        "layout": contents.layout,
+        "source": contents.source,
+        "depth": encoder.depth,
+        "width": encoder.dim,
+        "heads": encoder.num_heads,
+        "patch_size": encoder.patch_size,
+        "largest_patch": max((encoder.patch_size, *encoder.strides)),
+        "class_tokens": encoder.num_prefix_tokens - encoder.num_registers,
+        "registers": encoder.num_registers,
+        "image_size": encoder.native_size,
+        "mean": encoder.mean,
+        "std": encoder.std,
+        "colours_from": encoder.colours_from,
+        "parameters": sum(value.numel() for value in encoder.module.parameters()),
+        "used": encoder.loaded_keys,
+        "total": encoder.total_keys,
+        "ignored": dict(contents.ignored),
+        "note": contents.note or _NO_KEYS * ("key" in encoder.instead),
+        "sha256": encoder.sha256,
+    }
 
 
 def _format(file: Path | None) -> str:
@@ -171,52 +136,42 @@ def _format(file: Path | None) -> str:
         raise CheckpointError(f"cannot read {file} ({error.strerror})") from error
 
 
-def _lines(report: FileReport) -> list[str]:
-    megabytes = f", {report.size / 1e6:.1f} MB" if report.size else ""
-    special = f"{report.class_tokens} [CLS], {report.registers} registers"
-    is_own = report.layout == "module"
+def _lines(report: Mapping[str, Any]) -> list[str]:
+    megabytes = f", {report['size'] / 1e6:.1f} MB" if report["size"] else ""
+    source = f"({report['source']})" if report["source"] else ""
+    is_own = report["layout"] == "module"
     without = ", heads not known" if is_own else ", no attention"
-    heads = f", {report.heads} heads" if report.heads else without
-    made = "as the module made them" if is_own else "random"
-    height, width = report.image_size
-    rows = [
-        ("file", f"{report.format}{megabytes}"),
-        ("layout", f"{report.layout} {f'({report.source})' if report.source else ''}".strip()),
-        ("encoder", f"{report.depth} blocks, width {report.width}{heads}"),
-        ("tokens", f"patches of {_sizes(report)} pixels, {special}"),
-        (
-            "images",
-            f"{height} x {width}, mean {_list(report.mean)}, deviation {_list(report.std)} "
-            f"({report.colours_from})",
-        ),
-        ("parameters", f"{report.parameters:,}"),
-        ("tensors", f"{report.used} of {report.total} used" if report.total else made),
-        *([("note", report.note)] if report.note else []),
-        *(("left out", line) for line in _reasons(report.ignored)),
-        ("sha256", report.sha256),
-    ]
-    return [report.uri, *(f"  {label:<11} {text}" for label, text in rows)]
-
-
-def _sizes(report: FileReport) -> str:
-    """Of the first block and, where they differ, of the last."""
-    several = report.largest_patch != report.patch_size
-    return f"{report.patch_size} to {report.largest_patch}" if several else f"{report.patch_size}"
-
-
-def _list(values: Sequence[float]) -> str:
-    return "/".join(f"{value:g}" for value in values)
-
-
-def _reasons(ignored: dict[str, str]) -> list[str]:
+    heads = f", {report['heads']} heads" if report["heads"] else without
+    first, last = report["patch_size"], report["largest_patch"]
+    patches = f"{first} to {last}" if first != last else f"{first}"
+    mean, std = ("/".join(f"{one:g}" for one in report[name]) for name in ("mean", "std"))
+    height, width = report["image_size"]
     by_reason: dict[str, list[str]] = {}
-    for name, why in ignored.items():
+    for name, why in report["ignored"].items():
         by_reason.setdefault(why, []).append(name)
-    return [
-        f"{', '.join(names[:_SHOWN])}"
-        f"{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}: {why}"
-        for why, names in by_reason.items()
+    tensors = f"{report['used']} of {report['total']} used" if report["total"] else ""
+    rows = [
+        ("file", f"{report['format']}{megabytes}"),
+        ("layout", f"{report['layout']} {source}".strip()),
+        ("encoder", f"{report['depth']} blocks, width {report['width']}{heads}"),
+        (
+            "tokens",
+            f"patches of {patches} pixels, {report['class_tokens']} [CLS], "
+            f"{report['registers']} registers",
+        ),
+        ("images", f"{height} x {width}, mean {mean}, deviation {std} ({report['colours_from']})"),
+        ("parameters", f"{report['parameters']:,}"),
+        ("tensors", tensors or ("as the module made them" if is_own else "random")),
+        *([("note", report["note"])] if report["note"] else []),
+        *(("left out", f"{_some(names)}: {why}") for why, names in by_reason.items()),
+        ("sha256", report["sha256"]),
     ]
+    return [report["uri"], *(f"  {label:<11} {text}" for label, text in rows)]
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _listing() -> dict[str, object]:

@@ -1,19 +1,14 @@
-"""The arguments of `ssl-bench`: flags for what people type daily, Hydra overrides for the rest."""
+"""The arguments of `ssl-bench`: flags for what people type daily, Hydra overrides for the rest.
+
+Imports nothing heavy, so that help answers at once.
+"""
 
 import argparse
+from collections.abc import Callable
 from typing import NoReturn
 
-from ssl_bench import __version__
-from ssl_bench.cli.flags import (
-    add_filters,
-    add_format,
-    add_on_bad_image,
-    add_probing,
-    add_short,
-    add_showing,
-)
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.reproduce.arguments import add_arguments
+from ssl_bench.version import __version__
 
 EPILOG = """\
 examples:
@@ -42,6 +37,17 @@ _EXAMPLES = {
     "sweep": ("probe.tau=0.3 or probe.neighbours=[10,20]", "probe.TASK"),
     "pretrain": ("model=vit_tiny_skip or train.epochs=10", "pretrain"),
 }
+_TASKS = "several with commas, or all (default all)"
+_LAYERS = "blocks from 0: 11, -1, 0,5,11, 0-3 or all (default all)"
+_DEVICE = "cpu, cuda, cuda:1 (default: a GPU if there is one)"
+_RECORDS = "where the records are (default results)"
+_LIMIT = "at most N images of each split: data.limit=N"
+_BATCH = "images that the encoder takes at once"
+_SKIP = (
+    "skip: leave out images that cannot be read and say so in what is written (default fail; of "
+    "folder skip)"
+)
+_Add = Callable[..., object]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands with their flags; imports nothing heavy, so that help answers at once."""
+    """All commands with their flags."""
     parser = _Parser(
         prog="ssl-bench",
         description="What does each block of this encoder know?",
@@ -59,85 +65,56 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ssl-bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_probe(commands)
-    _add_features(commands)
-    _add_sweep(commands)
-    _add_pretrain(commands)
-    _add_reproduce(commands)
-    _add_table(commands)
-    _add_compare(commands)
-    _add_report(commands)
-    _add_models(commands)
-    _add_data(commands)
-    _add_quickstart(commands)
-    _add_doctor(commands)
-    _add_keys(commands)
-    _add_completion(commands)
+    for name, (summary, add_flags) in _COMMANDS.items():
+        example = _EXAMPLES.get(name)
+        epilog = _KEY_VALUE.format(*example) if example else None
+        command = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        add_flags(command)
     return parser
 
 
-def _command(
-    commands: "argparse._SubParsersAction[_Parser]", name: str, summary: str
-) -> argparse.ArgumentParser:
-    example = _EXAMPLES.get(name)
-    command = commands.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=_KEY_VALUE.format(*example) if example else None,
-    )
-    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return command
-
-
-def _add_probe(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    probe = _command(commands, "probe", "probe the blocks of frozen encoders")
-    add = probe.add_argument
+def _add_probe(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--task",
         required=True,
         help="such as tokencut, segmentation, pca, knn, retrieval; several with commas, or all",
     )
-    add_probing(add)
+    _add_probing(add)
     add("--pictures", type=int, metavar="N", help="draw so many of the images: probe.panels=N")
     add("--overwrite", action="store_true", help="compute again what is finished")
-    add_showing(add)
+    _add_showing(add)
     add("--json", action="store_true", help="print the records as JSON instead of tables")
 
 
-def _add_features(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "write features of every image of a dataset, of any blocks, as files with an index"
-    add = _command(commands, "features", summary).add_argument
+def _add_features(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--checkpoint", metavar="URI", help="as of probe (default: the newest below runs/)")
-    add(
-        "--dataset",
-        default="folder",
-        help="such as folder, class_folders, voc2012 (default folder)",
-    )
+    datasets = "such as folder, class_folders, voc2012 (default folder)"
+    add("--dataset", default="folder", help=datasets)
     add("--data-root", metavar="DIR", help="where the data lies")
     add("--split", help="train, val, images or discovery, with commas (default: what there is)")
-    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
+    add("--layer", default="all", help=_LAYERS)
     add("--facet", default="cls", help="token, cls, key and others, with commas (default cls)")
     add("--image-size", type=int, metavar="N", help="side in pixels (default: the encoder's own)")
     add("--format", default="safetensors", help="safetensors or npz (default safetensors)")
     add("--dtype", default="float32", help="float32 or float16, of the files (default float32)")
     add("--out", required=True, metavar="DIR", help="where the files go; what is there is kept")
-    add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
-    add("--batch-size", type=int, metavar="N", help="images that the encoder takes at once")
-    add("--limit", type=int, metavar="N", help="at most N images of each split: data.limit=N")
-    add_on_bad_image(add)
+    add("--device", help=_DEVICE)
+    add("--batch-size", type=int, metavar="N", help=_BATCH)
+    add("--limit", type=int, metavar="N", help=_LIMIT)
+    add("--on-bad-image", metavar="fail|skip", help=_SKIP)
 
 
-def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "probe many checkpoints on many datasets: here, as commands, or as a SLURM array"
-    sweep = _command(commands, "sweep", summary)
-    add = sweep.add_argument
-    add("--task", default="all", help="several with commas, or all (default all)")
-    add_probing(add)
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--task", default="all", help=_TASKS)
+    _add_probing(add)
     jobs = "processes at a time (default 1); more than there are jobs share their blocks"
     add("--jobs", type=int, default=1, metavar="N", help=jobs)
     add("--json", action="store_true", help="print plan and outcome as JSON")
-    way = sweep.add_mutually_exclusive_group().add_argument
+    way = parser.add_mutually_exclusive_group().add_argument
     way("--dry-run", action="store_true", help="only show the plan")
     way("--print", action="store_true", help="print a command for each job that is not finished")
     way("--slurm", action="store_true", help="submit the jobs as a SLURM array (extra: slurm)")
@@ -149,153 +126,196 @@ def _add_sweep(commands: "argparse._SubParsersAction[_Parser]") -> None:
     add("--slurm-logs", metavar="DIR", help="logs of the jobs (default OUT/slurm)")
 
 
-def _add_pretrain(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    pretrain = _command(commands, "pretrain", "pretrain an encoder")
-    add = pretrain.add_argument
+def _add_pretrain(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--out", metavar="DIR", help="run folder (default runs/MODEL-OPTIMIZER-TIME)")
     add("--data-root", metavar="DIR", help="folder of images (default: the toy scenes)")
-    add("--device", help="cpu, cuda, cuda:1 (default: a GPU if there is one)")
+    add("--device", help=_DEVICE)
     add("--resume", action="store_true", help="go on from the state in --out, if there is one")
     add("--resume=must", action="store_true", dest="must_resume", help="there has to be one")
-    add(
-        "--extend",
-        action="store_true",
-        help="go on for longer: with more train.epochs or train.max_steps than before",
-    )
+    longer = "go on for longer: with more train.epochs or train.max_steps than before"
+    add("--extend", action="store_true", help=longer)
     add("--overwrite", action="store_true", help="begin anew in a folder that holds a run")
-    add(
-        "--on-bad-image",
-        metavar="fail|skip",
-        help="skip: take the next one for an image that cannot be read (data.on_bad_image)",
-    )
-    add_short(add)
-    add_showing(add)
+    skip = "skip: take the next one for an image that cannot be read (data.on_bad_image)"
+    add("--on-bad-image", metavar="fail|skip", help=skip)
+    _add_short(add)
+    _add_showing(add)
 
 
-def _add_reproduce(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "the runs and probes of a published table, and ours beside it"
-    add_arguments(_command(commands, "reproduce", summary))
+def _add_reproduce(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("name", nargs="?", metavar="PAPER/TABLE", help="without one all tables are listed")
+    add("--row", action="append", metavar="ROW", help="only this row; may be repeated")
+    add("--dataset", metavar="NAME", help="only the columns on these datasets, with commas")
+    add("--data-root", metavar="NAME=DIR", help="where images lie; several with commas")
+    add("--runs", default="runs", metavar="DIR", help="where run folders are (default runs)")
+    add("--out", default="results", metavar="DIR", help="records and pictures (default results)")
+    add("--device", help=_DEVICE)
+    way = parser.add_mutually_exclusive_group().add_argument
+    way("--run", action="store_true", help="run it here; what is finished is skipped")
+    way("--print", action="store_true", help="print its commands in order")
+    way("--table", action="store_true", help="only print ours beside the published values")
 
 
-def _add_table(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    table = _command(commands, "table", "print tables over blocks from records")
-    add = table.add_argument
-    add("--task", default="all", help="several with commas, or all (default all)")
-    add_filters(add)
-    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
-    add_format(add)
-    add("--out", default="results", metavar="DIR", help="where the records are (default results)")
+def _add_table(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--task", default="all", help=_TASKS)
+    _add_filters(add)
+    add("--layer", default="all", help=_LAYERS)
+    _add_format(add)
+    add("--out", default="results", metavar="DIR", help=_RECORDS)
     add("--pivot", action="store_true", help="encoders as rows, datasets and metrics as columns")
     add("--over-epochs", action="store_true", help="a run's epochs as rows, blocks as columns")
     add("--over-severity", action="store_true", help="blocks against severities of a corruption")
     add("--paper", metavar="TABLE", help="ours beside a published table: table2, figure3, mnist")
-    add(
-        "--as",
-        action="append",
-        dest="encoders",
-        metavar="ROW=CHECKPOINT",
-        help="which checkpoint stands for a row of the published table; may be repeated",
-    )
-    add(
-        "--best-layer",
-        metavar="holdout|oracle",
-        help="of --pivot and --paper: the block that other images choose (default), or the best",
-    )
+    row = "which checkpoint stands for a row of the published table; may be repeated"
+    add("--as", action="append", dest="encoders", metavar="ROW=CHECKPOINT", help=row)
+    best = "of --pivot and --paper: the block that other images choose (default), or the best"
+    add("--best-layer", metavar="holdout|oracle", help=best)
     add("--figure", metavar="FILE", help="draw the curves too (.png, .svg, .pdf)")
     add("--pack", action="store_true", help="only move all records into OUT/records.parquet")
 
 
-def _add_compare(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "compare two checkpoints (A - B), or the blocks of one, over the same images"
-    add = _command(commands, "compare", summary).add_argument
-    add(
-        "checkpoints",
-        nargs="+",
-        metavar="CHECKPOINT",
-        help="name in tables, digits of its id or sha256, or URI",
-    )
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    name = "name in tables, digits of its id or sha256, or URI"
+    add("checkpoints", nargs="+", metavar="CHECKPOINT", help=name)
     add("--over-epochs", action="store_true", help="two runs, at each epoch that both kept")
-    add("--task", default="all", help="several with commas, or all (default all)")
-    add_filters(add)
+    add("--task", default="all", help=_TASKS)
+    _add_filters(add)
     add("--all-metrics", action="store_true", help="all metrics, not the main one of each task")
-    add_format(add)
-    add("--out", default="results", metavar="DIR", help="where the records are (default results)")
+    _add_format(add)
+    add("--out", default="results", metavar="DIR", help=_RECORDS)
 
 
-def _add_report(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "write a folder of pages with curves, tables and pictures from records"
-    add = _command(commands, "report", summary).add_argument
-    add("--task", default="all", help="several with commas, or all (default all)")
-    add_filters(add)
-    add("--layer", default="all", help="block index from 0: 11, -1, 0,5,11 or all (default all)")
-    add("--out", default="results", metavar="DIR", help="where the records are (default results)")
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--task", default="all", help=_TASKS)
+    _add_filters(add)
+    add("--layer", default="all", help=_LAYERS)
+    add("--out", default="results", metavar="DIR", help=_RECORDS)
     add("--into", metavar="DIR", help="folder of the report (default OUT/report)")
-    add(
-        "--pair",
-        action="append",
-        nargs=2,
-        metavar=("A", "B"),
-        help="put two checkpoints side by side; may be repeated (default: all pairs of up to 6)",
-    )
+    pair = "put two checkpoints side by side; may be repeated (default: all pairs of up to 6)"
+    add("--pair", action="append", nargs=2, metavar=("A", "B"), help=pair)
 
 
-def _add_models(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "list what can be loaded, or say what a file of weights is"
-    add = _command(commands, "models", summary).add_argument
-    add("uris", nargs="*", metavar="FILE_OR_URI", help="what --checkpoint takes")
-    add("--json", action="store_true", help="print it as JSON")
-
-
-def _add_data(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "list, download, check or verify datasets"
-    data = _command(commands, "data", summary)
-    data.description = (
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
         "list [NAME]: where datasets come from, their licence, size, tree and classes. "
         "download NAME: fetch and unpack one. check NAME: what is missing or unreadable. "
         "verify DIR: list the sha256 of its files, later compare them with that list."
     )
-    add = data.add_argument
+    add = parser.add_argument
     add("action", choices=("list", "download", "check", "verify"), help="what to do")
     add("target", nargs="?", metavar="NAME|DIR", help="a dataset, or the folder of verify")
     add("--data-root", metavar="DIR", help="where the data lies or shall lie (download, check)")
-    add(
-        "--subset",
-        action="store_true",
-        help="check: these are some of the published images, as many as there are",
-    )
+    subset = "check: these are some of the published images, as many as there are"
+    add("--subset", action="store_true", help=subset)
     add("--manifest", metavar="FILE", help="list of verify (default DIR/SHA256SUMS)")
     add("--update", action="store_true", help="let verify write its list anew")
     add("--json", action="store_true", help="print what was found as JSON")
 
 
-def _add_quickstart(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    quickstart = _command(
-        commands, "quickstart", "a tiny pretraining, then all probes of it and of ours"
+def _add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("uris", nargs="*", metavar="FILE_OR_URI", help="what --checkpoint takes")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _add_quickstart(parser: argparse.ArgumentParser) -> None:
+    place = "runs/quickstart"
+    parser.add_argument("--out", default=place, metavar="DIR", help=f"default {place}")
+    parser.add_argument("--overwrite", action="store_true", help="begin anew")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    place = "look for datasets here, or in DATASET=DIR,DATASET=DIR"
+    parser.add_argument("--data-root", metavar="DIR", help=place)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    what = "pretrain, probe.TASK, dataset.NAME, model.NAME, ...; without it: what there is"
+    parser.add_argument("target", nargs="?", metavar="WHAT", help=what)
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    shells, what = ("bash", "zsh", "fish", "tcsh"), "the shell that will read it"
+    parser.add_argument("shell", choices=shells, help=what)
+
+
+def _add_probing(add: _Add) -> None:
+    """What is asked of which encoders and data."""
+    add("--layer", default="all", help=_LAYERS)
+    uris = (
+        "run folder, RUN@EPOCH, weights file, timm:NAME and others that `ssl-bench models` lists; "
+        "several, or patterns such as 'runs/*' (default: the newest below runs/)"
     )
-    add = quickstart.add_argument
-    add("--out", default="runs/quickstart", metavar="DIR", help="default runs/quickstart")
-    add("--overwrite", action="store_true", help="begin anew")
-
-
-def _add_doctor(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "show versions, devices, disk, data and what is missing"
-    add = _command(commands, "doctor", summary).add_argument
-    add("--data-root", metavar="DIR", help="look for datasets here, or in DATASET=DIR,DATASET=DIR")
-    add("--json", action="store_true", help="print the findings as JSON")
-
-
-def _add_keys(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = "list KEY=VALUE arguments: what each takes, and its default"
-    add = _command(commands, "keys", summary).add_argument
-    add(
-        "target",
-        nargs="?",
-        metavar="WHAT",
-        help="pretrain, probe.TASK, dataset.NAME, model.NAME, ...; without it: what there is",
+    add("--checkpoint", action="append", metavar="URI", help=uris)
+    random = "probe these encoders with random weights too, and plain colours"
+    add("--baselines", action="store_true", help=random)
+    datasets = (
+        "several with commas (default toy); a part of a published set is recorded as NAME-COUNT, "
+        "with --limit N as NAME-limitN"
     )
+    add("--dataset", default="toy", help=datasets)
+    several = "where the data lies; DATASET=DIR,DATASET=DIR for several"
+    add("--data-root", metavar="DIR", help=several)
+    add("--out", default="results", metavar="DIR", help="records and pictures (default results)")
+    add("--device", help=_DEVICE)
+    add("--on-bad-image", metavar="fail|skip", help=_SKIP)
+    _add_short(add)
 
 
-def _add_completion(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    summary = 'print a script for the shell: eval "$(ssl-bench completion bash)"'
-    add = _command(commands, "completion", summary).add_argument
-    add("shell", choices=("bash", "zsh", "fish", "tcsh"), help="the shell that will read it")
+def _add_short(add: _Add) -> None:
+    """Short forms of keys, which are where their defaults stand; see `dispatch`."""
+    add("--limit", type=int, metavar="N", help=_LIMIT)
+    add("--seed", type=int, metavar="N", help="short for seed=N; of pretrain train.seed=N")
+    add("--batch-size", type=int, metavar="N", help=_BATCH)
+
+
+def _add_showing(add: _Add) -> None:
+    add("--dry-run", action="store_true", help="say what would be done, and stop")
+    add("--print-config", action="store_true", help="print all values that hold, and stop")
+
+
+def _add_format(add: _Add) -> None:
+    formats = "text, terminal, markdown, latex, csv, json or parquet (default text or terminal)"
+    add("--format", help=formats)
+
+
+def _add_filters(add: _Add) -> None:
+    for name in ("dataset", "metric", "facet", "protocol"):
+        add(f"--{name}", help=f"only these {name}s, with commas")
+
+
+_COMMANDS = {
+    "probe": ("probe the blocks of frozen encoders", _add_probe),
+    "features": (
+        "write features of every image of a dataset, of any blocks, as files with an index",
+        _add_features,
+    ),
+    "sweep": (
+        "probe many checkpoints on many datasets: here, as commands, or as a SLURM array",
+        _add_sweep,
+    ),
+    "pretrain": ("pretrain an encoder", _add_pretrain),
+    "reproduce": ("the runs and probes of a published table, and ours beside it", _add_reproduce),
+    "table": ("print tables over blocks from records", _add_table),
+    "compare": (
+        "compare two checkpoints (A - B), or the blocks of one, over the same images",
+        _add_compare,
+    ),
+    "report": (
+        "write a folder of pages with curves, tables and pictures from records",
+        _add_report,
+    ),
+    "models": ("list what can be loaded, or say what a file of weights is", _add_models),
+    "data": ("list, download, check or verify datasets", _add_data),
+    "quickstart": ("a tiny pretraining, then all probes of it and of ours", _add_quickstart),
+    "doctor": ("show versions, devices, disk, data and what is missing", _add_doctor),
+    "keys": ("list KEY=VALUE arguments: what each takes, and its default", _add_keys),
+    "completion": (
+        'print a script for the shell: eval "$(ssl-bench completion bash)"',
+        _add_completion,
+    ),
+}

@@ -6,25 +6,24 @@ from contextlib import suppress
 
 import torch
 
-from ssl_bench.api import evaluate
 from ssl_bench.asked import (
     announced_encoder,
     asked_encoders,
     asked_probes,
     opened_store,
     planned_probes,
+    require_layers,
 )
-from ssl_bench.cli.plans import plan_table
 from ssl_bench.cli.records import print_main_tables
 from ssl_bench.composition.compose import as_yaml
 from ssl_bench.errors import UnfitEncoder
-from ssl_bench.evaluation.passed import PassedImages
+from ssl_bench.evaluation import PassedImages
 from ssl_bench.layers import resolve_layers
 from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder
 from ssl_bench.models.loading.addresses import expand, is_baseline, layers_asked
-from ssl_bench.planning import PlannedProbe, probing_config
+from ssl_bench.planning import PlannedProbe, evaluate, probing_config
 from ssl_bench.results import Record, ResultStore
-from ssl_bench.sweep.plan import plan_sweep
+from ssl_bench.sweep import plan_sweep, plan_table
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.escaping import json_text
 from ssl_bench.system.launch import require_single_process
@@ -35,13 +34,16 @@ from ssl_bench.tables.depth import depth_tables
 def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Probe every asked layer of every asked checkpoint; print the tables."""
     if options.print_config:
-        _print_configs(planned_probes(options, overrides))
+        for planned in planned_probes(options, overrides):
+            config = probing_config(*planned.choice, planned.overrides, planned.root)
+            print(f"# {planned.choice[0]} on {planned.choice[1]}\n{as_yaml(config)}", end="")
         return 0
     if options.dry_run:
         print(plan_table(plan_sweep(options, overrides, needs_all=options.task != "all")))
         return 0
     require_single_process("probe")
     device = choose_device(options.device)
+    require_layers(options.layer, options.checkpoint)
     # Before the folder, which no wrong word leaves.
     plan = asked_probes(options, overrides)
     store = opened_store(options.out)
@@ -99,9 +101,3 @@ def _require_fitting_sizes(
     for planned in plan:
         with suppress(UnfitEncoder):
             planned.fitted_to(encoder)
-
-
-def _print_configs(plan: Sequence[PlannedProbe]) -> None:
-    for planned in plan:
-        config = probing_config(*planned.choice, planned.overrides, planned.root)
-        print(f"# {planned.choice[0]} on {planned.choice[1]}\n{as_yaml(config)}", end="")

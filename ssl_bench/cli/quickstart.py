@@ -11,7 +11,7 @@ from ssl_bench.cli.dispatch import run
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.model import Line, Panel, panels_of
 from ssl_bench.report.overview.headlines import headline_panels
-from ssl_bench.results import Record, ResultStore
+from ssl_bench.results import ResultStore
 from ssl_bench.system.escaping import printable, shell_words
 from ssl_bench.system.progress import in_words, say
 from ssl_bench.tables.depth import depth_tables
@@ -53,14 +53,36 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     out = Path(options.out)
     results = out / "results"
     own = out / MODEL
-    _pretrain(own, overwrite=options.overwrite)
-    _probe([*DEMOS, str(own)], results, overwrite=options.overwrite)
+    if (own / "last.safetensors").is_file() and not options.overwrite:
+        say(f"{own} is pretrained already, skipped (--overwrite)")
+    else:
+        # A folder without weights is a run that was stopped; it is begun anew.
+        again = ["--overwrite"] if own.exists() else []
+        _run("pretrain", f"model={MODEL}", *PRETRAINING, "--out", str(own), *again)
+    where = [word for encoder in (*DEMOS, str(own)) for word in ("--checkpoint", encoder)]
+    where += ["--out", str(results), *(["--overwrite"] if options.overwrite else [])]
+    for probes in PROBES:
+        # One table at the end says more to a beginner than all of them in between.
+        with redirect_stdout(io.StringIO()):
+            _run("probe", *probes, *where)
     _run("report", "--out", str(results), "--pair", *DEMOS)
     records = ResultStore(results).records()
     panels = headline_panels(panels_of(records, checkpoints_of(records)))
-    _draw(records, panels, results / "curves.png")
+    points = [point for panel in panels for line in panel.lines for point in line.points]
+    shown = sorted({number for point in points for number in point.records})
+    draw_curves(depth_tables([records[number] for number in shown]), results / "curves.png")
     print("\n" + headline_table(panels))
-    _say_end(results, time.monotonic() - start)
+    say("")
+    say(
+        f"{MODEL} took a few steps and knows next to nothing; {' and '.join(DEMOS)} trained for an "
+        "hour or two each"
+    )
+    say(f"it took {in_words(time.monotonic() - start)}; to look at:")
+    say(f"  {results / 'report' / 'index.html'}")
+    say("the same for a model and photographs of your own:")
+    own_model = "timm:vit_small_patch16_224.dino --dataset folder --data-root my_photos"
+    say(f"  ssl-bench probe --task all --checkpoint {own_model}")
+    say("  ssl-bench report")
     return 0
 
 
@@ -85,43 +107,7 @@ def _values(line: Line, layers: Sequence[int]) -> Iterator[str]:
         yield point.parts[0] if point else "-"
 
 
-def _pretrain(folder: Path, *, overwrite: bool) -> None:
-    if (folder / "last.safetensors").is_file() and not overwrite:
-        say(f"{folder} is pretrained already, skipped (--overwrite)")
-        return
-    # A folder without weights is a run that was stopped; it is begun anew.
-    again = ["--overwrite"] if folder.exists() else []
-    _run("pretrain", f"model={MODEL}", *PRETRAINING, "--out", str(folder), *again)
-
-
-def _probe(encoders: Sequence[str], results: Path, *, overwrite: bool) -> None:
-    checkpoints = [word for encoder in encoders for word in ("--checkpoint", encoder)]
-    where = ["--out", str(results), *(["--overwrite"] if overwrite else [])]
-    for probes in PROBES:
-        # One table at the end says more to a beginner than all of them in between.
-        with redirect_stdout(io.StringIO()):
-            _run("probe", *probes, *checkpoints, *where)
-
-
 def _run(*words: str) -> None:
     say("")
     say(f"$ ssl-bench {shell_words(words)}")
     run(words)
-
-
-def _draw(records: Sequence[Record], panels: Sequence[Panel], figure: Path) -> None:
-    shown = {point for panel in panels for line in panel.lines for p in line.points
-             for point in p.records}  # fmt: skip
-    draw_curves(depth_tables([records[number] for number in sorted(shown)]), figure)
-
-
-def _say_end(results: Path, seconds: float) -> None:
-    say("")
-    say(f"{MODEL} took a few steps and knows next to nothing; {' and '.join(DEMOS)} trained for an "
-        "hour or two each")  # fmt: skip
-    say(f"it took {in_words(seconds)}; to look at:")
-    say(f"  {results / 'report' / 'index.html'}")
-    say("the same for a model and photographs of your own:")
-    say("  ssl-bench probe --task all --checkpoint timm:vit_small_patch16_224.dino "
-        "--dataset folder --data-root my_photos")  # fmt: skip
-    say("  ssl-bench report")

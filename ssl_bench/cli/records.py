@@ -10,6 +10,7 @@ from typing import Any
 
 from ssl_bench.composition.choices import asked_names, choices, require_choice
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
+from ssl_bench.layers import numbered_layers
 from ssl_bench.report.overview.headlines import chosen_metric
 from ssl_bench.results import SUPERVISED, Record, ResultStore, encoder_id
 from ssl_bench.results.reading import MOST_BYTES
@@ -32,6 +33,8 @@ FILTERS = ("dataset", "metric", "facet", "protocol")
 
 MOST_TABLES = 4
 """Of a task that was asked for alone; of more, or of several tasks, those of one metric."""
+
+NO_RECORDS = "no records of --task {} in {}"
 
 _MISFIT = "a link, or not what its record comes from"
 
@@ -86,12 +89,8 @@ def asked_records(options: argparse.Namespace, store: ResultStore) -> list[Recor
     records = of_tasks(options.task, store.records())
     records = _of_layers(filtered(options, records, store), options.layer)
     if not records:
-        raise none_of(options.task, store)
+        raise DataError(NO_RECORDS.format(options.task, store.root))
     return records
-
-
-def none_of(task: str, store: ResultStore) -> DataError:
-    return DataError(f"no records of --task {task} in {store.root}")
 
 
 @contextmanager
@@ -161,10 +160,10 @@ def asked_layers(asked: str) -> set[int] | None:
     if asked == "all":
         return None
     try:
-        return {int(word) for word in asked.split(",")}
-    except ValueError as error:
+        return set(numbered_layers(asked))
+    except ConfigurationError as error:
         raise ConfigurationError(
-            f"expected --layer 11, -1, 0,5,11 or all, got {asked!r}"
+            f"expected --layer 11, -1, 0,5,11, 0-3 or all, got {asked!r}"
         ) from error
 
 

@@ -8,12 +8,21 @@ from pathlib import Path
 from ssl_bench.cli.dispatch import run
 from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.reproduce.papers import all_experiments, listing, tables_of
-from ssl_bench.reproduce.plan import Asked, Plan, plan_table
-from ssl_bench.reproduce.showing import shown_plan
+from ssl_bench.reproduce import (
+    Asked,
+    Plan,
+    all_experiments,
+    carry_out,
+    listing,
+    plan_table,
+    shown_plan,
+    table_beside,
+    tables_of,
+)
 from ssl_bench.system.escaping import printable_lines, shell_words
 from ssl_bench.system.paths import expanded
 from ssl_bench.system.progress import say
+from ssl_bench.tables.printing.sheets import default_format, render_tables
 from ssl_bench.tables.published import published_tables
 
 
@@ -76,9 +85,6 @@ def _roots(text: str | None) -> dict[str, str]:
 
 
 def _run(plan: Plan, *, debug: bool) -> int:
-    # Imported here because torch alone takes seconds, which only a look need not wait for.
-    from ssl_bench.reproduce.carrying import carry_out
-
     outcomes = []
     for outcome in carry_out(plan, run, debug=debug):
         outcomes.append(outcome)
@@ -94,7 +100,4 @@ def _run(plan: Plan, *, debug: bool) -> int:
 
 
 def _print_table(plan: Plan) -> None:
-    from ssl_bench.reproduce.beside import table_beside
-    from ssl_bench.tables.printing.sheets import default_format, render_tables
-
     print(render_tables([table_beside(plan)], default_format()))

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from ssl_bench.asked import opened_store
-from ssl_bench.cli.plans import plan_table
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.sweep.plan import Job, plan_sweep
-from ssl_bench.sweep.run import Outcome, probe_command, run_here, run_in_processes
-from ssl_bench.sweep.slurm import SlurmOptions, submit_array
+from ssl_bench.slurm import SlurmOptions, submit_array
+from ssl_bench.sweep import (
+    Job,
+    Outcome,
+    plan_sweep,
+    plan_table,
+    probe_command,
+    run_here,
+    run_in_processes,
+)
+from ssl_bench.system.device import choose_device, visible_devices
 from ssl_bench.system.escaping import json_text, shell_words
 from ssl_bench.system.launch import require_single_process
 from ssl_bench.system.progress import in_words, say
@@ -41,15 +48,25 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(shell_words(["ssl-bench", *job.arguments]))
     elif not (options.dry_run or options.print or options.slurm):
         outcomes = _run(pending, options)
-        _say_summary(jobs, outcomes, options.out)
+        counts = Counter(outcome.state for outcome in outcomes.values())
+        skipped, place = len(jobs) - len(outcomes), shell_words([options.out])
+        say(
+            f"{counts['finished']} jobs finished, {counts['failed']} failed, {skipped} skipped "
+            f"because nothing was pending; `ssl-bench table --out {place}`"
+        )
+        if counts["failed"]:
+            say("the same command again runs what failed")
     if options.json:
-        print(json_text(_as_json(jobs, outcomes)))
+        told = {
+            "cells": sum(len(job.keys) for job in jobs),
+            "pending": sum(len(job.pending) for job in jobs),
+            "jobs": [_job_as_json(job, outcomes.get(job.arguments)) for job in jobs],
+        }
+        print(json_text(told))
     return next((one.exit_code for one in outcomes.values() if one.exit_code), 0)
 
 
 def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
-    from ssl_bench.system.device import choose_device, visible_devices
-
     device = choose_device(options.device)
     store = opened_store(options.out)
     if options.jobs > 1:
@@ -68,17 +85,6 @@ def _run(jobs: Sequence[Job], options: argparse.Namespace) -> Outcomes:
     return {job.arguments: outcomes[job.arguments] for job in jobs}
 
 
-def _say_summary(jobs: Sequence[Job], outcomes: Outcomes, out: str) -> None:
-    counts = Counter(outcome.state for outcome in outcomes.values())
-    skipped = len(jobs) - len(outcomes)
-    say(
-        f"{counts['finished']} jobs finished, {counts['failed']} failed, {skipped} skipped because "
-        f"nothing was pending; `ssl-bench table --out {shell_words([out])}`"
-    )
-    if counts["failed"]:
-        say("the same command again runs what failed")
-
-
 def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     slurm = SlurmOptions(
         partition=options.slurm_partition,
@@ -94,14 +100,6 @@ def _submit(jobs: Sequence[Job], options: argparse.Namespace) -> None:
         f"{len(submitted)} jobs submitted as SLURM array {array}, logs in {slurm.logs}; when it "
         "has ended, the same command submits what is still pending"
     )
-
-
-def _as_json(jobs: Sequence[Job], outcomes: Outcomes) -> dict[str, Any]:
-    return {
-        "cells": sum(len(job.keys) for job in jobs),
-        "pending": sum(len(job.pending) for job in jobs),
-        "jobs": [_job_as_json(job, outcomes.get(job.arguments)) for job in jobs],
-    }
 
 
 def _job_as_json(job: Job, outcome: Outcome | None) -> dict[str, Any]:

@@ -1,16 +1,20 @@
 """What can be chosen by name: files of `configs/`, and what other packages add to them."""
 
 import difflib
+import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 
-from ssl_bench.composition.components import entry_points
 from ssl_bench.composition.fields import shown
 from ssl_bench.composition.papers import Experiment, experiments
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.paths import PACKAGE
 
 LONG = 200
+EXTENSIBLE = ("probe", "dataset", "objective", "optimizer")
+"""Groups that installed packages add to, by entry points of `ssl_bench.probe` and so on."""
 _SHOWN = 24
 
 
@@ -44,39 +48,24 @@ _CALLED = {
     "task": {
         "linear": "classification or segmentation",
         "linear_probe": "classification or segmentation",
-        "linear_classification": "classification",
         "seg": "segmentation",
-        "semseg": "segmentation",
         "k-nn": "knn",
-        "nn": "knn",
         "object_discovery": "discovery for many objects of an image, tokencut for one",
         "corloc": "tokencut",
-        "saliency": "tokencut, on a dataset with masks of one object such as ecssd",
         "lost": "tokencut or discovery, with probe.method=lost",
         "maskcut": "discovery, or tokencut with probe.method=maskcut",
-        "cutler": "discovery",
-        "hummingbird": "retrieval",
-        "spair": "correspondence, with probe.protocol=spair",
-        "pck": "correspondence",
-        "keypoints": "correspondence, with probe.protocol=spair",
-        "hbird": "retrieval, with probe.protocol=hbird",
-        "jacobian": "conditioning, with probe.protocol=jacobian_exact",
+        "hummingbird": "retrieval, with probe.protocol=hbird",
+        "pck": "correspondence, with probe.protocol=spair",
         "cka": "conditioning",
-        **dict.fromkeys(("kmeans", "k-means", "nmi", "stego", "picie"), "clustering"),
-        **dict.fromkeys(("rankme", "lidar", "alignment", "uniformity"), "geometry"),
+        "kmeans": "clustering",
+        "rankme": "geometry",
     },
     "dataset": {
         "imagenet": "class_folders, with --data-root FOLDER of train/CLASS and val/CLASS",
-        "imagenet1k": "class_folders, with --data-root FOLDER of train/CLASS and val/CLASS",
         "imagefolder": "class_folders, or folder for pictures without classes",
         "images": "folder",
-        "photos": "folder",
         "voc": "voc2012 or voc2007",
-        "pascal": "voc2012 or voc2007",
         "coco": "coco_stuff or coco20k",
-        "ade": "ade20k",
-        "spair": "spair71k",
-        "spair-71k": "spair71k",
     },
     "format": {"html": "`ssl-bench report`, which writes pages", "md": "markdown", "tex": "latex"},
 }
@@ -112,3 +101,19 @@ def files(group: str) -> list[str]:
 
 def runs_of_papers(group: str) -> dict[str, Experiment]:
     return experiments(config_folder()) if group == "experiment" else {}
+
+
+def entry_points(group: str) -> dict[str, metadata.EntryPoint]:
+    """What installed packages add to a group of `configs/`, by name."""
+    return _entry_points(tuple(sys.path)).get(group, {}) if group in EXTENSIBLE else {}
+
+
+@cache
+def _entry_points(path: tuple[str, ...]) -> dict[str, dict[str, metadata.EntryPoint]]:
+    """Those of all groups; kept, because every installed package is asked."""
+    del path
+    found = metadata.entry_points()
+    return {
+        group: {point.name: point for point in found.select(group=f"ssl_bench.{group}")}
+        for group in EXTENSIBLE
+    }

@@ -1,5 +1,9 @@
 """The legal values of configured fields: declared as their types, checked in one place.
 
+Not pydantic: in its lax mode "3" is a 3, and in its strict one the 1 of a field of type float
+becomes 1.0, where settings identify records and stay as they were typed; its messages would have to
+be put into these words all the same.
+
 A field of type `Count` is a whole number from 1 on, `Share` a number in [0, 1]; its dataclass says
 `check_fields(self, "probe")` in `__post_init__`, and every field is held to its type.
 """
@@ -173,7 +177,8 @@ def described(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(described(part) for part in parts))
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return f"a list such as [1,2], each {described(parts[0])}"
+        example = "[a,b]" if parts[0] is str else "[1,2]"
+        return f"a list such as {example}, each {described(parts[0])}"
     return "keys of its own"
 
 
@@ -197,19 +202,15 @@ def _is_a(kind: Any, value: Any) -> bool:
         return any(_is_a(part, value) for part in parts)
     if kind is int or kind is float:
         numbers = int if kind is int else (int, float)
-        return isinstance(value, numbers) and not isinstance(value, bool) and _is_finite(value)
+        return (
+            isinstance(value, numbers)
+            and not isinstance(value, bool)
+            and (isinstance(value, int) or math.isfinite(value))
+        )
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return isinstance(value, Mapping)
     if isinstance(origin, type) and issubclass(origin, Sequence):
-        return _is_list(value) and all(_is_a(parts[0], item) for item in value)
+        is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        return is_list and all(_is_a(parts[0], item) for item in value)
     # A component of its own holds its fields to their types itself.
     return isinstance(value, kind) if isinstance(kind, type) else True
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _is_finite(value: int | float) -> bool:
-    # A whole number may be too large to be a float at all.
-    return isinstance(value, int) or math.isfinite(value)

@@ -42,7 +42,10 @@ class Experiment:
         for key, value in self.changes.items():
             if key not in chosen:
                 *path, last = key.split(".")
-                _inner(values, path)[last] = value
+                inner = values
+                for name in path:
+                    inner = inner.setdefault(name, {})
+                inner[last] = value
         return {"defaults": defaults, **values}
 
 
@@ -116,9 +119,3 @@ def _runs(file: Path, stem: str, said: Mapping[str, Any]) -> Iterator[Experiment
             images=said["images"],
             after=own.get("after", said.get("after")),
         )
-
-
-def _inner(values: dict[str, Any], path: list[str]) -> dict[str, Any]:
-    for name in path:
-        values = values.setdefault(name, {})
-    return values

@@ -1,29 +1,15 @@
 """Protocols: named presets of a probe's values, and what a run changed from its preset."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, Protocol, get_args, get_origin, runtime_checkable
+from typing import Any, Literal, get_args, get_origin
 
 from ssl_bench.composition.choices import choices, config_folder
-from ssl_bench.composition.components import constructed, defaults
-from ssl_bench.composition.compose import read_file
+from ssl_bench.composition.compose import constructed, defaults, read_file
 from ssl_bench.system.escaping import plain_json
 
 _SETTING = re.compile(r"\$([a-z_]+)")
-
-
-@runtime_checkable
-class Preset(Protocol):
-    """A probe, as far as its protocol goes."""
-
-    @property
-    def task(self) -> str: ...
-
-    @property
-    def protocol(self) -> str: ...
-
-    def settings(self) -> Mapping[str, Any]: ...
 
 
 def protocols(task: str, probe: type) -> list[str]:
@@ -41,20 +27,14 @@ def preset_group(task: str) -> str:
     return f"probe/{task}/protocol"
 
 
-def changed_settings(probe: Preset) -> dict[str, Any]:
+def changed_settings(probe: Any) -> dict[str, Any]:
     """Settings that are not those of the protocol that a probe names, as they are.
 
     A protocol without a file has the defaults of the class. One that nobody knows, and a probe
     that is no dataclass, have nothing to differ from.
     """
-    known = choices(preset_group(probe.task))
-    if not is_dataclass(probe) or (known and probe.protocol not in known):
+    if (values := usual_values(probe)) is None:
         return {}
-    values = (
-        defaults(type(probe))
-        | {"protocol": probe.protocol}
-        | (preset_values(probe, probe.protocol) if known else {})
-    )
     usual = replace(probe, **values)
     # What only another choice has, such as C of L-BFGS, is compared with its own default.
     settings = {**_other_defaults(probe, usual), **usual.settings()}
@@ -65,7 +45,16 @@ def changed_settings(probe: Preset) -> dict[str, Any]:
     }
 
 
-def guesses_of(probe: Preset, guesses: Sequence[str]) -> list[str]:
+def usual_values(probe: Any) -> dict[str, Any] | None:
+    """Values of all fields in the protocol that a probe names; None where nobody knows it."""
+    known = choices(preset_group(probe.task))
+    if not is_dataclass(type(probe)) or (known and probe.protocol not in known):
+        return None
+    said = preset_values(probe, probe.protocol) if known else {}
+    return defaults(type(probe)) | {"protocol": probe.protocol} | said
+
+
+def guesses_of(probe: Any, guesses: Sequence[str]) -> list[str]:
     """Guesses with the settings that a probe has in the place of `$NAME`, for its records.
 
     Without those that speak of a setting that there is not, as of epochs where none are trained.
@@ -81,9 +70,9 @@ def _said(value: Any) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
-def _other_defaults(probe: Preset, usual: Preset) -> dict[str, Any]:
+def _other_defaults(probe: Any, usual: Any) -> dict[str, Any]:
     """Defaults of all fields, those of the components of a probe among them."""
-    parts = [getattr(probe, item.name) for item in fields(probe)]  # type: ignore[arg-type]
+    parts = [getattr(probe, item.name) for item in fields(probe)]
     found = {name: getattr(usual, name) for name in defaults(type(probe))}
     for part in parts:
         if is_dataclass(part):
@@ -91,7 +80,7 @@ def _other_defaults(probe: Preset, usual: Preset) -> dict[str, Any]:
     return found
 
 
-def preset_values(probe: Preset, protocol: str) -> dict[str, Any]:
+def preset_values(probe: Any, protocol: str) -> dict[str, Any]:
     """What the file of a protocol says."""
     file = config_folder() / preset_group(probe.task) / f"{protocol}.yaml"
     return constructed(read_file(file), "probe")

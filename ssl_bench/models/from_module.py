@@ -309,7 +309,14 @@ def _named(path: Path, name: str) -> Any:
         spec.loader.exec_module(module)
         found = getattr(module, name, None)
         if found is None:
-            known = [key for key in vars(module) if not key.startswith("_")]
+            known = [
+                key
+                for key, value in vars(module).items()
+                if not key.startswith("_")
+                # Not what it imports.
+                and not inspect.ismodule(value)
+                and getattr(value, "__module__", spec.name) == spec.name
+            ]
             raise CheckpointError(f"{path} has no {name}; it has {', '.join(known) or 'nothing'}")
         if isinstance(found, nn.Module) or not callable(found):
             return found

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ssl_bench import __version__
 from ssl_bench.report.checkpoint_page import CheckpointPage, ShownExtremes, class_tables, runs_of
 from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
 from ssl_bench.report.comparing import (
@@ -40,6 +39,7 @@ from ssl_bench.system.escaping import in_page
 from ssl_bench.system.naming import image_digits, image_name
 from ssl_bench.system.paths import real
 from ssl_bench.system.progress import show_progress
+from ssl_bench.version import __version__
 
 T = TypeVar("T")
 STATIC = ("style.css", "report.js")

@@ -108,7 +108,7 @@ def reported(error: Exception, arguments: Sequence[str]) -> int | None:
     Not in `main`, whose frame the error's traceback holds: the two would keep each other, and with
     them data workers and memory.
     """
-    known = _known(error, arguments)
+    known = _known(error, next(iter(arguments), ""))
     if known is None:
         return None
     if known is not error:
@@ -123,12 +123,12 @@ def reported(error: Exception, arguments: Sequence[str]) -> int | None:
     return known.exit_code
 
 
-def _known(error: Exception, arguments: Sequence[str]) -> SslBenchError | None:
-    """An error as one that says what to do."""
+def _known(error: Exception, command: str) -> SslBenchError | None:
+    """An error as one that says what to do; None for a fault of this program."""
     if isinstance(error, SslBenchError):
         return error
     if is_out_of_memory(error):
-        return memory_error(error, next(iter(arguments), ""))
+        return memory_error(error, command)
     if isinstance(error, ImportError | SyntaxError):
         return broken_file(error)
     if isinstance(error, OSError):
@@ -138,10 +138,7 @@ def _known(error: Exception, arguments: Sequence[str]) -> SslBenchError | None:
 
 def failure(error: Exception, command: str) -> tuple[int, str]:
     """Exit code and one line for what ended a part of a command while other parts go on."""
-    if is_out_of_memory(error):
-        error = memory_error(error, command)
-    if isinstance(error, ImportError | SyntaxError):
-        error = broken_file(error)
-    line = one_line(error)
-    known = isinstance(error, SslBenchError)
-    return (error.exit_code, line) if known else (1, f"{type(error).__name__}: {line}")
+    known = _known(error, command)
+    if known is None:
+        return 1, f"{type(error).__name__}: {one_line(error)}"
+    return known.exit_code, one_line(known)

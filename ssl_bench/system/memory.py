@@ -43,7 +43,14 @@ _REMEDIES = {
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error, or what caused it, says that memory did not suffice."""
-    return any(_says_so(one) for one in _causes(error))
+    one: BaseException | None = error
+    while one is not None:
+        text = str(one).lower()
+        is_ending = isinstance(one, KeyboardInterrupt | SystemExit)
+        if isinstance(one, MemoryError) or (not is_ending and any(w in text for w in _WORDS)):
+            return True
+        one = one.__cause__
+    return False
 
 
 def pass_on_memory(error: Exception) -> None:
@@ -86,20 +93,17 @@ def _left_to_groups() -> Iterator[int]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            inner = _CGROUPS / controllers / path.lstrip("/")
-            for group in (inner, *inner.parents):
-                yield from _left_to(group)
-                if group == _CGROUPS:
-                    break
-
-
-def _left_to(group: Path) -> Iterator[int]:
-    for limit, use in _LIMITS:
-        # "max" where there is no limit.
-        with suppress(OSError, ValueError):
-            most = int((group / limit).read_text())
-            yield max(0, most - int((group / use).read_text()) + _of_files(group))
+        if controllers not in ("", "memory"):
+            continue
+        inner = _CGROUPS / controllers / path.lstrip("/")
+        for group in (inner, *inner.parents):
+            for limit, use in _LIMITS:
+                # "max" where there is no limit.
+                with suppress(OSError, ValueError):
+                    most = int((group / limit).read_text())
+                    yield max(0, most - int((group / use).read_text()) + _of_files(group))
+            if group == _CGROUPS:
+                break
 
 
 def _of_files(group: Path) -> int:
@@ -115,20 +119,6 @@ def memory_error(error: BaseException, command: str) -> MachineError:
     remedy = _REMEDIES.get(command, "end other programs or take a machine with more")
     first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return MachineError(f"memory does not suffice ({first[:200]}); {remedy}")
-
-
-def _says_so(error: BaseException) -> bool:
-    text = str(error).lower()
-    return isinstance(error, MemoryError) or (
-        not isinstance(error, (KeyboardInterrupt, SystemExit))
-        and any(words in text for words in _WORDS)
-    )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
 
 
 @contextmanager

@@ -12,11 +12,17 @@ from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
 from ssl_bench.composition.compose import compose_config
 from ssl_bench.errors import DataError, Preempted
-from ssl_bench.reproduce.carrying import carry_out
-from ssl_bench.reproduce.costs import TRAINING_GB
-from ssl_bench.reproduce.papers import all_experiments, full_name, tables_of
-from ssl_bench.reproduce.plan import Asked, Plan, plan_table
-from ssl_bench.reproduce.state import run_state
+from ssl_bench.reproduce import (
+    TRAINING_GB,
+    Asked,
+    Plan,
+    all_experiments,
+    carry_out,
+    full_name,
+    plan_table,
+    run_state,
+    tables_of,
+)
 from ssl_bench.tables.published import published_tables
 from tests.support.faults import class_folders, fails, photo_folder, voc
 from tests.support.faults import records as recorded
@@ -233,7 +239,7 @@ def carried(plan: Plan, endings) -> dict[str, tuple[str, int]]:
             if error := endings.get(name):
                 raise error
             steps = 1 if name in endings else 2
-            folder = plan.asked.folder(name)
+            folder = plan.asked.runs / name
             run_folder(folder, step=steps, epoch=0.0, train="{epochs: 9, max_steps: 2}")
         return 0
 

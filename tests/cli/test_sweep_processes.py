@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssl_bench.sweep import run
-from ssl_bench.sweep.plan import Job
-from ssl_bench.sweep.run import run_in_processes
+from ssl_bench import sweep
+from ssl_bench.sweep import Job, run_in_processes
 from ssl_bench.system.device import visible_devices
 
 # Stands for a probe: says when it works on which device, and ends as it is told.
@@ -51,7 +50,7 @@ def place(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     words = [sys.executable, "-c", SCRIPT]
-    monkeypatch.setattr(run, "probe_command", lambda job: [*words, job.title, job.ends])
+    monkeypatch.setattr(sweep, "probe_command", lambda job: [*words, job.title, job.ends])
     return tmp_path
 
 

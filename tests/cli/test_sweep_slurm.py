@@ -14,7 +14,7 @@ import torch.distributed.run
 from ssl_bench.cli.__main__ import main
 from ssl_bench.cli.parser import build_parser
 from ssl_bench.models import load_encoder
-from ssl_bench.sweep.slurm import SlurmOptions, submit_array
+from ssl_bench.slurm import SlurmOptions, submit_array
 from tests.cli.test_sweep import PHOTOS, values
 from tests.support.faults import PRETRAIN, encoder_file, fails, photo_folder
 from tests.support.runs import log_rows

@@ -310,17 +310,11 @@ def test_the_identity_of_a_cell_needs_no_encoder(place):
     found = identify_encoder("encoder.safetensors")
     config = compose_config("probing", ["probe=knn", "dataset=class_folders", "data.root=classes"])
 
-    @dataclass(frozen=True)
-    class Asked:
-        probe = build(config.probe)
-        dataset = build(config.dataset)
-        seed = 0
-        dtype = torch.float32
-        allow_overlap = False
-
-    images: ImageSet = Asked.dataset.val()
-    settings = cell_settings(Asked())
-    keys = cell_keys(Asked(), images, [1], identity=found.identity(), settings=settings)
+    probe, dataset = build(config.probe), build(config.dataset)
+    images: ImageSet = dataset.val()
+    settings = cell_settings(probe, dataset, torch.float32)
+    told = {"identity": found.identity(), "settings": settings, "seed": 0}
+    keys = cell_keys(probe, images, [1], **told)
 
     assert {key.checkpoint_sha256 for key in keys} == {found.sha256}
     assert {key.architecture["kind"] for key in keys} == {"vit"}

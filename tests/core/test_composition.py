@@ -9,8 +9,16 @@ from pretrain.description import describe
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import Soap
 from ssl_bench.composition.choices import choices, config_folder
-from ssl_bench.composition.components import completed, component_class, constructed
-from ssl_bench.composition.compose import as_plain, build, compose_config, has_key, keys
+from ssl_bench.composition.compose import (
+    as_plain,
+    build,
+    completed,
+    component_class,
+    compose_config,
+    constructed,
+    has_key,
+    keys,
+)
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.initialisers.blocks import INITIALISERS
 from ssl_bench.models.initialisers.convolutions import FILTER_INITIALISERS

@@ -5,15 +5,13 @@ from functools import cache
 
 import pytest
 
-from pretrain.crops.single import SingleCrop
 from pretrain.description import describe, differences
 from pretrain.train import Pretraining
 from ssl_bench.composition.choices import choices, config_folder
 from ssl_bench.composition.compose import as_plain, build, compose_config
 from ssl_bench.composition.papers import experiments
 from ssl_bench.models import ConvMixerConfig, TimmConfig, ViTConfig
-from ssl_bench.models.initialisers.blocks import MimeticInit, initialiser_of
-from ssl_bench.reproduce.papers import is_run
+from ssl_bench.reproduce import is_run
 from ssl_bench.tables.published import published_tables
 
 EXPERIMENTS = choices("experiment")
@@ -237,27 +235,10 @@ def test_an_arm_is_the_model_and_the_optimizer_of_its_name(data):
         assert changed == {name for name, is_changed in wanted.items() if is_changed}
 
 
-@pytest.mark.parametrize("data", ["dino_imagenet", "dino_tiny_imagenet"])
-def test_the_depths_of_table_3_change_the_depth_alone(data):
-    twelve = describe(experiment(f"{data}_skipless_adamw"))
-    for depth in (9, 10, 11):
-        other = describe(experiment(f"{data}_skipless_adamw_depth{depth}"))
-        assert differences(twelve, other) == [f"model.depth: 12 -> {depth}"]
-
-
 def test_what_is_typed_wins_over_the_experiment():
     plan = experiment("dino_imagenet_skip_adamw", "train.epochs=100", "optimizer=soap")
     assert plan.train.epochs == 100
     assert type(plan.optimizer).__name__ == "Soap"
-
-
-def test_imagenet_runs_are_those_of_the_papers_tables():
-    plan = experiment("dino_imagenet_skipless_soap")
-    model = plan.model
-    assert isinstance(model, ViTConfig)
-    assert (model.dim, model.depth, model.num_heads, model.patch_size) == (384, 12, 6, 16)
-    assert [model.skip_attention, model.skip_mlp, model.drop_path] == [False, False, 0]
-    assert plan.train.epochs == 300
 
 
 @pytest.mark.parametrize(
@@ -310,16 +291,6 @@ def test_two_arms_differ_by_these_lines(name, other, changed):
     assert differences(describe(experiment(name)), describe(experiment(other))) == changed
 
 
-@pytest.mark.parametrize("depth", [12, 24, 32])
-def test_the_convmixers_of_imagenet_have_the_sizes_of_the_thesis(depth):
-    plan = experiment(f"convmixer_imagenet_512_{depth}_covariance")
-
-    model, train = plan.encoder, plan.train
-    assert isinstance(model, ConvMixerConfig)
-    assert (model.dim, model.depth, model.patch_size, model.kernel_size) == (512, depth, 14, 9)
-    assert (model.image_size, train.epochs, model.frozen_filters) == (224, 50, False)
-
-
 def test_a_fine_tuned_encoder_is_the_one_that_was_pretrained():
     """But for what may differ: positions may be trained from now on, and blocks dropped."""
     for ending in ("", "_dct"):
@@ -329,19 +300,3 @@ def test_a_fine_tuned_encoder_is_the_one_that_was_pretrained():
             "drop_path: 0.0 -> 0.1",
             "position_embedding: sinusoidal -> learned",
         ]
-
-
-def test_the_row_of_the_cifar10_table_has_the_recipe_of_the_thesis():
-    plan = experiment("mimetic_cifar10_mimetic")
-
-    model, train, crops = plan.encoder, plan.train, plan.objective.crops
-    assert isinstance(model, ViTConfig)
-    assert (model.dim, model.depth, model.num_heads) == (192, 12, 3)
-    assert (model.image_size, model.patch_size) == (32, 2)
-    assert isinstance(crops, SingleCrop)
-    assert (train.epochs, train.batch_size, train.weight_decay) == (100, 512, 0.01)
-    assert plan.optimizer.lr * train.batch / 256 == pytest.approx(3e-3)
-    assert min(crops.num_ops, crops.cutout) > 0
-    shares = initialiser_of(model.init, model.init_options)
-    assert isinstance(shares, MimeticInit)
-    assert (shares.alpha1, shares.beta1, shares.alpha2, shares.beta2) == (0.7, 0.7, 0.4, 0.4)

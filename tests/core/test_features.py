@@ -378,7 +378,10 @@ def test_layers_are_resolved_in_their_order_without_doubles(layers, expected):
         ("12", r"must lie in 0\.\.11 for this encoder, or -12\.\.-1 from its end, got 12"),
         ("0,-13", "got -13"),
         ([], "got none"),
-        ("last", "layers must be all, an index, or a list like 0,5,11, got 'last'"),
+        (
+            "last",
+            "layers must be all, an index, a range like 0-3, or a list like 0,5,11, got 'last'",
+        ),
         ("1,,2", "a list like 0,5,11"),
         ("1.5", "a list like 0,5,11"),
     ],

@@ -7,8 +7,7 @@ from typing import Annotated, Any, get_args, get_origin
 import pytest
 
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.components import component_class
-from ssl_bench.composition.compose import as_plain, compose_config
+from ssl_bench.composition.compose import as_plain, component_class, compose_config
 from ssl_bench.composition.fields import (
     Count,
     InnerShare,

@@ -13,8 +13,7 @@ import torchvision
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
-from ssl_bench.composition.components import component_class
-from ssl_bench.composition.compose import compose_config
+from ssl_bench.composition.compose import component_class, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import load_encoder
 from tests.support.faults import encoder_file, fails, photo_folder, pretraining

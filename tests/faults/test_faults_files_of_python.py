@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import probes
-from ssl_bench.composition.components import component_class
+from ssl_bench.composition.compose import component_class
 from ssl_bench.errors import BrokenFile, ConfigurationError
 from ssl_bench.system.endings import failure
 from tests.core.test_extending import FILES, ROOT

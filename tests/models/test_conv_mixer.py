@@ -263,7 +263,7 @@ def test_a_report_says_that_there_is_no_attention(tmp_path, capsys):
     assert main(["models", str(path)]) == 0
 
     assert "3 blocks, width 12, no attention" in capsys.readouterr().out
-    assert file_report(load_encoder(str(path))).class_tokens == 0
+    assert file_report(load_encoder(str(path)))["class_tokens"] == 0
 
 
 @pytest.mark.parametrize(("name", "skip"), [("conv_mixer", True), ("conv_mixer_skipless", False)])

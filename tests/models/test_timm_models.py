@@ -15,8 +15,7 @@ from probes.pca import PCA
 from probes.tokencut.probe import TokenCut
 from ssl_bench.data.layouts.toy import Toy
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.evaluation import Evaluation
-from ssl_bench.evaluation.probe import Probe
+from ssl_bench.evaluation import Evaluation, Probe
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ConvMixerConfig,

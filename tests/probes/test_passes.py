@@ -14,8 +14,7 @@ from ssl_bench.data.corrupted import CorruptedDataset
 from ssl_bench.data.corruptions import Corruption
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset
-from ssl_bench.evaluation import Evaluation, Probe
-from ssl_bench.evaluation.passed import PassedImages
+from ssl_bench.evaluation import Evaluation, PassedImages, Probe
 from ssl_bench.models import (
     IMAGENET_MEAN,
     IMAGENET_STD,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ssl_bench.composition.components import TARGET, constructed
+from ssl_bench.composition.compose import TARGET, constructed
 
 
 def configured(kind: type, **values: Any) -> Any:

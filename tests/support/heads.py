@@ -7,8 +7,7 @@ from typing import Any
 from probes.classification.probe import LinearClassification
 from probes.segmentation import Segmentation
 from ssl_bench.composition.choices import config_folder
-from ssl_bench.composition.components import TARGET, component_class, constructed
-from ssl_bench.composition.compose import read_file
+from ssl_bench.composition.compose import TARGET, component_class, constructed, read_file
 from tests.support.configured import configured
 
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from ssl_bench.composition.choices import choices
 from ssl_bench.composition.compose import compose_config, has_key, with_root
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.reproduce.papers import tables_of
+from ssl_bench.reproduce import tables_of
 
 TRAINING: Mapping[str, object] = {
     "model.dim": 24,

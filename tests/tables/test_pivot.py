@@ -339,7 +339,7 @@ def test_the_command_chooses_among_the_asked_blocks(store, capsys):
         (["--pivot", "--best-layer", "best"], "unknown --best-layer 'best'"),
         (["--pivot", "--paper", "table2"], "got --pivot and --paper"),
         (["--as", "skip, soap=skip"], "needs --paper"),
-        (["--layer", "last"], "expected --layer 11, -1, 0,5,11 or all, got 'last'"),
+        (["--layer", "last"], "expected --layer 11, -1, 0,5,11, 0-3 or all, got 'last'"),
     ],
 )
 def test_flags_that_do_not_go_together_are_named(store, capsys, flags, message):

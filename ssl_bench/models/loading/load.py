@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models.encoder import ASSUMED, Contents, Encoder
-from ssl_bench.models.loading.addresses import COLOURS, LAST, RANDOM, file_of, name_of
+from ssl_bench.models.loading.addresses import COLOURS, LAST, RANDOM, WEIGHTS, file_of, name_of
 from ssl_bench.models.loading.identity import (
     EncoderIdentity,
     is_ours,
@@ -23,7 +23,7 @@ from ssl_bench.models.loading.stated_colours import STATED, split_colours, with_
 PYTHON_FILE = r"(.+\.py):(\w+)"
 """An address of one's own module: a file and a name in it."""
 _KINDS = (
-    "a run folder, RUN@EPOCH, a .safetensors or .pth file, FILE.py:NAME, timm:NAME, "
+    f"a run folder, RUN@EPOCH, a file ({', '.join(WEIGHTS)}), FILE.py:NAME, timm:NAME, "
     "timm:NAME.TAG, timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or "
     "torchhub:facebookresearch/dino:dino_vits16, demo:skip, random:URI or colours:PATCH; "
     "`ssl-bench models` lists them"
@@ -74,13 +74,23 @@ def identify_encoder(uri: str) -> EncoderIdentity:
     Raises:
         CheckpointError: As `load_encoder`; damaged weights are found only there.
     """
-    path = file_of(uri)
-    if path.suffix == ".safetensors" and path.is_file() and is_ours(path):
-        return stated_encoder(uri, path)
+    if (stated := stated_identity(uri)) is not None:
+        return stated
     encoder = load_encoder(uri)
     return EncoderIdentity(
         **{item.name: getattr(encoder, item.name) for item in fields(EncoderIdentity)}
     )
+
+
+def stated_identity(uri: str) -> EncoderIdentity | None:
+    """As `identify_encoder` of a checkpoint of ours; None for any other, which takes seconds.
+
+    Raises:
+        CheckpointError: As `stated_encoder`.
+    """
+    path = file_of(uri)
+    is_stated = path.suffix == ".safetensors" and path.is_file() and is_ours(path)
+    return stated_encoder(uri, path) if is_stated else None
 
 
 # What reads weights is imported where it is needed: torch and timm take seconds, and who an encoder
@@ -185,6 +195,9 @@ def _address_of(name: str) -> str | None:
     """The address of a model that is known elsewhere by a name, None if nobody knows it."""
     from ssl_bench.models.loading.hub import HUB_WEIGHTS
 
+    own = re.fullmatch(r"(.+):(\w+)", name)
+    if own and Path(f"{own[1]}.py").is_file():
+        return f"{own[1]}.py:{own[2]}"
     for repository, names in HUB_WEIGHTS.items():
         if name in names:
             return f"torchhub:{repository}:{name}"

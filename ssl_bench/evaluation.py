@@ -1,0 +1,632 @@
+"""Encoder x probe x dataset x layers -> records, and the base class of a probe.
+
+A `Probe` says which cells it has and scores them. `Evaluation.run` finds the cells that the store
+lacks, has the probe score them, and saves each record as soon as it is known.
+"""
+
+import time
+from collections import UserDict
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import chain
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from ssl_bench.composition.presets import changed_settings, usual_values
+from ssl_bench.data.corrupted import as_settings, corruption_of
+from ssl_bench.data.files.overlap import shared_files
+from ssl_bench.data.files.readable import (
+    ReadableDataset,
+    counts_and_first,
+    summary,
+    with_a_way_out,
+)
+from ssl_bench.data.opened import OpenedOnce
+from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.errors import ConfigurationError, UnfitEncoder, UnreadableImage
+from ssl_bench.layers import AskedFacets
+from ssl_bench.models import Encoder, EncoderIdentity
+from ssl_bench.results import OUTDATED, CellKey, Record, ResultStore, encoder_id, stride_of
+from ssl_bench.results.provenance import provenance
+from ssl_bench.results.reading import holds
+from ssl_bench.results.record import CORRUPTED, TRAINED_ON, PerImage, TrainingImages
+from ssl_bench.results.store import first_few
+from ssl_bench.system import naming
+from ssl_bench.system.progress import show_progress
+from ssl_bench.system.written import mark_as_written
+
+T = TypeVar("T")
+Passed = MutableMapping[Any, Any]
+"""Features by everything that they depend on."""
+
+
+@runtime_checkable
+class Progress(Protocol):
+    """Shows how far an iteration is; gives back the items of `items` unchanged."""
+
+    def __call__(
+        self, items: Iterable[T], description: str, total: int | None = None
+    ) -> Iterable[T]: ...
+
+
+@dataclass(frozen=True)
+class ProbeContext:
+    """Everything a probe needs for one checkpoint and one dataset.
+
+    Attributes:
+        say: Tells the user one line that no record holds.
+        known: Records of asked cells that are finished; their scores need not be given again.
+        passed: What probes before this one got from this encoder of the same images.
+    """
+
+    encoder: Encoder
+    dataset: Dataset
+    layers: tuple[int, ...]
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    artifacts: Path
+    progress: Progress
+    overwrite: bool = False
+    say: Callable[[str], None] = print
+    known: Sequence[Record] = ()
+    passed: Passed = field(default_factory=dict)
+
+    def stages(self) -> list["ProbeContext"]:
+        """One for the asked blocks of each grid and width; one alone where all are alike."""
+        return [
+            replace(self, encoder=encoder, layers=layers)
+            for encoder, layers in self.encoder.stages(self.layers)
+        ]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of one block and how sure it is.
+
+    Attributes:
+        unit: "%", or nothing for a plain number.
+        details: What else a record says; "undefined" is why the value is NaN, which tables print.
+        per_image: What each image contributes, in the same order for all blocks, facets and
+            encoders; pairs images when two scores are compared.
+    """
+
+    layer: int
+    facet: str
+    metric: str
+    value: float
+    ci95: tuple[float, float] | None
+    num_images: int
+    details: Mapping[str, Any] = field(default_factory=dict)
+    per_image: PerImage | None = field(default=None, repr=False, compare=False)
+    unit: str = "%"
+
+
+class Probe:
+    """A question asked of every block of a frozen encoder: a frozen dataclass of this class.
+
+    What a probe does not say has the values below. Its own fields are what a user can set.
+
+    Attributes:
+        task: Its name on the command line.
+        role: What the dataset must support: a role of `ssl_bench.data.samples.Dataset`.
+        protocol: Field of the preset that the other fields' values come from; records carry it.
+        facet: What of a block it looks at, one name or several; None where that cannot be said.
+        image_size: Side in pixels of the squares that the encoder sees; None for the encoder's own.
+        longer_side: That of photographs which keep their shape; None for their own size.
+        squash: Side of the square that such photographs are squashed to instead.
+        keeps_images: Whether its scores come with what each image contributes.
+        metrics_of_sets: Scores of a whole set, to which no image contributes alone.
+        further_protocols: Presets that `--task all` runs too.
+        protocols_by_role: What `protocol` is for a dataset that supports a role, where nobody
+            typed one; likewise `truths_by_role` and `max_sides_by_role` for these fields.
+        rounds_size: Whether it fits `image_size` to the patch of the encoder itself.
+        not_settings: Fields that change no number, or are said elsewhere in a record.
+    """
+
+    task: str
+    protocol: Any
+    role: Any
+    facet: Any = None
+    image_size: Any = None
+    longer_side: Any = None
+    squash: Any = None
+    keeps_images: ClassVar[bool] = False
+    metrics_of_sets: ClassVar[Collection[str]] = ()
+    further_protocols: ClassVar[Sequence[str]] = ()
+    protocols_by_role: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    truths_by_role: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    max_sides_by_role: ClassVar[Mapping[str, int | None]] = MappingProxyType({})
+    rounds_size: ClassVar[bool] = False
+    not_settings: ClassVar[Collection[str]] = ("protocol", "facet", "num_workers", "guesses")
+
+    def cells(self, layers: Sequence[int]) -> list[tuple[int, str, str]]:
+        """Every (layer, facet, metric) that `run` will score."""
+        raise NotImplementedError
+
+    def run(self, context: ProbeContext) -> Iterator[Score]:
+        """Score the layers of the context, each as soon as it is known."""
+        raise NotImplementedError
+
+    @property
+    def asked_facets(self) -> AskedFacets | None:
+        """What of a block it looks at, where that may name a block."""
+        return None
+
+    def require_fitting(self, encoder: Encoder | EncoderIdentity) -> None:
+        """Refuse an encoder for whose blocks there is no answer.
+
+        Raises:
+            UnfitEncoder: a facet is of [CLS], which the encoder has not.
+        """
+        facets = self.asked_facets.names if self.asked_facets else ()
+        if not encoder.has_cls and {"cls", "cls_patch_mean"}.intersection(facets):
+            raise UnfitEncoder(f"{encoder.name} has no [CLS] token; take probe.facet=patch_mean")
+
+    def fitted_to_images(self, dataset: Dataset, typed: Collection[str]) -> "Probe":
+        """Itself, with values that the images of a dataset allow in fields that nobody typed."""
+        del dataset, typed
+        return self
+
+    def split(self, dataset: Dataset) -> ImageSet:
+        """The images that are scored."""
+        return dataset.val()
+
+    def training_images(self, dataset: Dataset) -> ImageSet | None:
+        """The images that something is fitted to before others are scored; None for nothing."""
+        del dataset
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """What changes the number, as plain JSON types."""
+        own: Any = self
+        return {n: value for n, value in asdict(own).items() if n not in self.not_settings}
+
+    def pictures(
+        self, layers: Sequence[int], images: ImageSet, seed: int
+    ) -> Mapping[str, Sequence[int]]:
+        """Every file that a run of these layers leaves, and which of them it shows.
+
+        Paths are relative to `ProbeContext.artifacts`.
+        """
+        del layers, images, seed
+        return {}
+
+
+def called(probe: Probe) -> str:
+    """Its task, such as "tokencut", or "tokencut, adaptive" in one of its further protocols."""
+    is_further = probe.protocol in probe.further_protocols
+    return f"{probe.task}, {probe.protocol}" if is_further else probe.task
+
+
+def cell_keys(
+    probe: Probe,
+    images: ImageSet,
+    layers: Sequence[int],
+    *,
+    identity: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    seed: int,
+) -> list[CellKey]:
+    """Every cell of a probe on the images that it scores, known without the encoder.
+
+    `identity` is that of `ssl_bench.models.Encoder.identity`, `settings` of `cell_settings`.
+    """
+    fingerprint = images.fingerprint()
+    return [
+        CellKey(
+            task=probe.task,
+            dataset=images.name,
+            split=images.split,
+            layer=layer,
+            facet=facet,
+            protocol=probe.protocol,
+            metric=metric,
+            **identity,
+            dataset_fingerprint=fingerprint,
+            seed=seed,
+            settings=settings,
+        )
+        for layer, facet, metric in probe.cells(layers)
+    ]
+
+
+def cell_settings(
+    probe: Probe, dataset: Dataset, dtype: object, *, allow_overlap: bool = False
+) -> dict[str, Any]:
+    """What changes the number and has no field of its own in a key.
+
+    Cost: reads the training images for their fingerprint, so ask once.
+
+    Args:
+        probe: What is asked.
+        dataset: Of which images.
+        dtype: Of torch, or its name there.
+        allow_overlap: Whether scored images may be files that something is fitted to.
+
+    Raises:
+        DataError: An image that is scored is a file that something is fitted to.
+    """
+    gone, fitted, scored = left_out(dataset), probe.training_images(dataset), probe.split(dataset)
+    corrupted = as_settings(scored)
+    shared = shared_files(fitted, scored, allowed=allow_overlap) if fitted else 0
+    return {
+        **probe.settings(),
+        "dtype": str(dtype).removeprefix("torch."),
+        **({TRAINED_ON: asdict(trained_on(fitted))} if fitted else {}),
+        **({CORRUPTED: corrupted} if corrupted else {}),
+        **({"fitted_and_scored": shared} if shared else {}),
+        # Among the settings, so that no table shows it beside numbers of all images.
+        **({"left_out": summary(gone)} if gone else {}),
+    }
+
+
+def trained_on(images: ImageSet) -> TrainingImages:
+    """What a record says of the images that something was fitted to."""
+    return TrainingImages(images.split, images.fingerprint(), len(images))
+
+
+def left_out(dataset: Dataset) -> dict[str, list[str]]:
+    """Ids of images that cannot be read and are left out, by split."""
+    sieve = dataset.dataset if isinstance(dataset, OpenedOnce) else dataset
+    return sieve.left_out() if isinstance(sieve, ReadableDataset) else {}
+
+
+def fit_size(probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]) -> Any:
+    """A probe whose images have a size that the encoder takes.
+
+    Its `image_size` is the side of a square that patches must fill, unless its class says
+    `rounds_size`; one that nobody typed is rounded to the nearest multiple of the patch. An encoder
+    of one size alone gets that one; a probe that sees photographs in their own shape then has it as
+    `squash`.
+
+    Args:
+        probe: Without any such field it sees images as they are.
+        encoder: Its patch is the largest of all blocks, so that no cell hangs on what else is
+            asked.
+        typed: Fields whose values the user has chosen.
+
+    Raises:
+        ConfigurationError: A typed size does not fit.
+        UnfitEncoder: The one size is no square.
+    """
+    if not encoder.any_size:
+        return _with_the_only_size(probe, encoder, typed)
+    probe = probe.shown_to(encoder.native_size)
+    size, patch = probe.image_size, max(encoder.architecture.get("strides") or [encoder.patch_size])
+    if size is None or probe.rounds_size or size % patch == 0:
+        return probe
+    if "image_size" in typed:
+        lower = max(1, size // patch) * patch
+        raise ConfigurationError(
+            f"probe.image_size must be a multiple of the patch size {patch} of {encoder.name}, got "
+            f"{size}; nearest are {lower} and {lower + patch}"
+        )
+    return replace(probe, image_size=max(1, round(size / patch)) * patch)
+
+
+def _with_the_only_size(
+    probe: Any, encoder: Encoder | EncoderIdentity, typed: Collection[str]
+) -> Any:
+    height, width = encoder.native_size
+    if height != width:
+        raise UnfitEncoder(
+            f"{probe.task} shows encoders that take one size alone squares, {encoder.name} takes "
+            f"{height} x {width}; let its forward resize its positions"
+        )
+    sizes = {n: getattr(probe, n) for n in ("image_size", "longer_side", "squash")}
+    for name, size in sizes.items():
+        if name in typed and size not in (None, height):
+            raise ConfigurationError(
+                f"{encoder.name} takes images of {height} x {width} pixels alone, got probe.{name}="
+                f"{size}; leave it out, or let its forward resize its positions"
+            )
+    changes: dict[str, int | None] = {}
+    shown = probe.shown_to(encoder.native_size)
+    if shown.image_size is not None:
+        # Where nobody types a size it may be none, and typing the only one is no other question.
+        usual = height if shown is not probe else (usual_values(probe) or {}).get("image_size", 0)
+        changes = {"image_size": None if usual is None else height}
+    if "squash" in {item.name for item in fields(probe)}:
+        changes["squash"] = height
+    return replace(probe, **changes) if changes else probe
+
+
+class PassedImages:
+    """What passed one encoder for probes that look at the same images; that of others is forgotten.
+
+    So probes that follow each other take what is there, and no memory is held beyond them. Where
+    the same images come again after another corruption, what was asked for with the last one is
+    held until the next: the images that something is fitted to stay, as long as all fit to them.
+    """
+
+    def __init__(self) -> None:
+        self._of: tuple[str, ...] = ()
+        self._corrupted: str | None = None
+        self._found = _Kept()
+
+    def of(self, encoder: Encoder, role: str, corrupted: str | None = None) -> Passed:
+        """What probes of that role have left.
+
+        Args:
+            encoder: Whose features they are.
+            role: What the dataset must support.
+            corrupted: What the scored images went through; the others are the same.
+        """
+        asked = (encoder_id(encoder.identity()), role)
+        if asked != self._of:
+            self._of, self._found = asked, _Kept()
+        elif corrupted != self._corrupted:
+            self._found.forget_unasked()
+        self._corrupted = corrupted
+        return self._found
+
+
+class _Kept(UserDict[Any, Any]):
+    """A mapping that knows what it was asked for since it forgot the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked: set[Any] = set()
+
+    def forget_unasked(self) -> None:
+        self.data = {key: value for key, value in self.data.items() if key in self._asked}
+        self._asked = set()
+
+    def __getitem__(self, key: Any) -> Any:
+        self._asked.add(key)
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._asked.add(key)
+        super().__setitem__(key, value)
+
+
+def pictures_folder(
+    store: ResultStore, task: str, images: ImageSet, encoder: Encoder | EncoderIdentity
+) -> Path:
+    """Where the pictures of these images by an encoder are."""
+    beginning = naming.encoder_folder(encoder.name, encoder_id(encoder.identity()))
+    folder = naming.pictures_folder(beginning, images.fingerprint())
+    return store.root / "pictures" / task / naming.file_name(images.name) / folder
+
+
+@dataclass(frozen=True)
+class Pending:
+    """What is to be done.
+
+    Attributes:
+        cells: Whose records are to be written.
+        layers: That are to be run for them and for pictures, in the order asked for.
+        finished: Records of the other cells.
+    """
+
+    cells: frozenset[CellKey]
+    layers: tuple[int, ...]
+    finished: Mapping[CellKey, Record]
+
+
+def find_pending(
+    probe: Probe,
+    encoder: Encoder | EncoderIdentity,
+    keys: Sequence[CellKey],
+    images: ImageSet,
+    store: ResultStore,
+) -> Pending:
+    """Cells that are not finished, and the layers whose pictures are not all there.
+
+    A picture of several layers is drawn by a run of all of them, so that none ever shows a part.
+    """
+    finished = {}
+    for key in keys:
+        with_images = probe.keeps_images and key.metric not in probe.metrics_of_sets
+        record = _finished(key, store, keeps_images=with_images)
+        if record is None and not encoder.any_size and key.settings.get("image_size", 0) is None:
+            # Records of earlier versions tell the only size from none, where somebody typed it.
+            typed = replace(key, settings={**key.settings, "image_size": encoder.native_size[0]})
+            record = _finished(typed, store, keeps_images=with_images)
+        if record is not None:
+            finished[key] = record
+    cells = frozenset(key for key in keys if key not in finished)
+    layers = {key.layer for key in cells}
+    folder, drawn = pictures_folder(store, probe.task, images, encoder), _drawn(probe, keys, images)
+    for name, shown in drawn.items():
+        if not (folder / name).is_file():
+            layers.update(shown)
+    for shown in drawn.values():
+        if not layers.isdisjoint(shown):
+            layers.update(shown)
+    return Pending(cells, tuple(layer for layer in _layers(keys) if layer in layers), finished)
+
+
+def _finished(key: CellKey, store: ResultStore, *, keeps_images: bool) -> Record | None:
+    """Its record, if it is there, and what each image contributed to it."""
+    if keeps_images and not store.keeps_images(key):
+        return None
+    return store.load(key)
+
+
+def _drawn(probe: Probe, keys: Sequence[CellKey], images: ImageSet) -> dict[str, tuple[int, ...]]:
+    """Every file and what it shows, drawn stage by stage as `ProbeContext.stages` has them."""
+    stages: dict[int | None, list[CellKey]] = {}
+    for key in keys:
+        stages.setdefault(stride_of(key.architecture, key.layer), []).append(key)
+    drawn: dict[str, tuple[int, ...]] = {}
+    for of_stage in stages.values():
+        for name, shown in probe.pictures(_layers(of_stage), images, keys[0].seed).items():
+            drawn[name] = (*drawn.get(name, ()), *shown)
+    return drawn
+
+
+def _layers(keys: Sequence[CellKey]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(key.layer for key in keys))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One probe on one dataset for the asked layers of one encoder.
+
+    Attributes:
+        changed: Settings that are not those of the protocol, where the probe alone cannot tell.
+    """
+
+    encoder: Encoder
+    dataset: Dataset
+    probe: Probe
+    layers: tuple[int, ...]
+    seed: int
+    device: torch.device
+    dtype: torch.dtype
+    allow_overlap: bool = False
+    changed: Mapping[str, Any] | None = None
+
+    def run(
+        self,
+        store: ResultStore,
+        *,
+        say: Callable[[str], None],
+        overwrite: bool = False,
+        passed: PassedImages | None = None,
+    ) -> list[Record]:
+        """Compute the cells that the store lacks, each saved as soon as it is known.
+
+        Args:
+            store: Where finished cells are looked up and new ones go.
+            say: Gets one line on what was skipped and what runs.
+            overwrite: Compute finished cells again.
+            passed: Of probes before this one; it takes part and leaves its own.
+
+        Returns:
+            The records of all asked cells, old and new.
+
+        Raises:
+            UnreadableImage: an image cannot be read, and is not to be left out.
+        """
+        try:
+            return self._run(store, say, passed or PassedImages(), overwrite=overwrite)
+        except UnreadableImage as error:
+            # Of images that were looked through, one was replaced since.
+            if isinstance(self.dataset, ReadableDataset):
+                raise
+            raise with_a_way_out(error) from error
+
+    def _run(
+        self,
+        store: ResultStore,
+        say: Callable[[str], None],
+        passed: PassedImages,
+        *,
+        overwrite: bool,
+    ) -> list[Record]:
+        probe, encoder, dataset = self.probe, self.encoder, OpenedOnce(self.dataset)
+        images = probe.split(dataset)
+        # Once, before anything is computed: images may change before the last score is known.
+        settings = cell_settings(probe, dataset, self.dtype, allow_overlap=self.allow_overlap)
+        keys = cell_keys(
+            probe,
+            images,
+            self.layers,
+            identity=encoder.identity(),
+            settings=settings,
+            seed=self.seed,
+        )
+        if overwrite:
+            pending = Pending(frozenset(keys), _layers(keys), {})
+        else:
+            pending = find_pending(probe, encoder, keys, images, store)
+        self._tell(pending, keys, images, store, say)
+        if store.image_ids(images.fingerprint()) is None:
+            store.save_image_ids(images.fingerprint(), images.ids)
+        records = dict(pending.finished)
+        if pending.layers:
+            artifacts = pictures_folder(store, probe.task, images, encoder)
+            if probe.pictures(pending.layers, images, self.seed):
+                mark_as_written(artifacts)
+            corruption = corruption_of(images)
+            context = ProbeContext(
+                encoder=encoder,
+                dataset=dataset,
+                layers=pending.layers,
+                device=self.device,
+                dtype=self.dtype,
+                seed=self.seed,
+                artifacts=artifacts,
+                progress=show_progress,
+                overwrite=overwrite,
+                say=_once(say),
+                known=list(pending.finished.values()),
+                passed=passed.of(encoder, probe.role, str(corruption) if corruption else None),
+            )
+            asked, start = {(k.layer, k.facet, k.metric): k for k in keys}, time.monotonic()
+            for score in chain.from_iterable(map(probe.run, context.stages())):
+                key = asked[score.layer, score.facet, score.metric]
+                # Those of finished cells stay as they are.
+                if key not in pending.finished:
+                    seconds = time.monotonic() - start
+                    records[key] = self._record(key, score, left_out(dataset), seconds)
+                    store.save(records[key], score.per_image)
+        return [records[key] for key in keys if key in records]
+
+    def _tell(
+        self,
+        pending: Pending,
+        keys: Sequence[CellKey],
+        images: ImageSet,
+        store: ResultStore,
+        say: Callable[[str], None],
+    ) -> None:
+        where = f"{called(self.probe)} on {images.name} {images.split}, {self.encoder.name}"
+        if done := len(keys) - len(pending.cells):
+            say(f"{where}: {done} of {len(keys)} scores finished before, skipped (--overwrite)")
+        broken = {path: store.unreadable.get(path) for path in map(store.path, pending.cells)}
+        if known := {path: why for path, why in broken.items() if why not in (None, OUTDATED)}:
+            say(f"{where}: computed again, because of {first_few(known)}")
+        if pending.cells and (old := store.outdated(next(k for k in keys if k in pending.cells))):
+            say(f"{where}: ignored {old} and its like: {OUTDATED}")
+        if pending.layers:
+            again = "" if pending.cells else "pictures are missing and drawn again, "
+            say(f"{where}: {again}layers {', '.join(map(str, pending.layers))}")
+
+    def _record(
+        self, key: CellKey, score: Score, gone: dict[str, list[str]], seconds: float
+    ) -> Record:
+        epoch = self.encoder.contents.epoch
+        return key.record(
+            depth=self.encoder.depth,
+            value=score.value,
+            # Of one that leaves its own value out nobody knows what it says.
+            ci95=score.ci95 if holds(score.ci95, score.value) else None,
+            num_images=score.num_images,
+            model=self.encoder.name,
+            details={
+                **score.details,
+                **({"left_out": counts_and_first(gone)} if gone else {}),
+                **({"epoch": epoch} if epoch is not None else {}),
+            },
+            unit=score.unit,
+            changed=changed_settings(self.probe) if self.changed is None else self.changed,
+            **provenance(self.device, seconds),
+        )
+
+
+def _once(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Says a line the first time alone: every stage of an encoder has the same to say."""
+    said: set[str] = set()
+
+    def say_new(line: str) -> None:
+        if line not in said:
+            said.add(line)
+            say(line)
+
+    return say_new

@@ -1,0 +1,400 @@
+"""The jobs of checkpoints x probes x datasets: which cells are pending, and running them here.
+
+A job that fails stops no other. `ssl_bench.slurm` submits the same commands as an array.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ssl_bench.asked import announced_encoder, asked_encoders, planned_probes, require_layers
+from ssl_bench.data.samples import ImageSet
+from ssl_bench.errors import MachineError, UnfitEncoder
+from ssl_bench.evaluation import (
+    PassedImages,
+    Probe,
+    called,
+    cell_keys,
+    cell_settings,
+    find_pending,
+)
+from ssl_bench.layers import layers_of
+from ssl_bench.models import EncoderIdentity, identify_encoder
+from ssl_bench.models.loading.addresses import is_baseline, layers_asked
+from ssl_bench.planning import PlannedProbe, evaluate, sharing_datasets
+from ssl_bench.results import CellKey, ResultStore, encoder_id
+from ssl_bench.results.store import first_few
+from ssl_bench.system.device import named_device
+from ssl_bench.system.endings import failure
+from ssl_bench.system.escaping import printable
+from ssl_bench.system.memory import is_out_of_memory
+from ssl_bench.system.progress import say
+
+
+@dataclass(frozen=True)
+class Job:
+    """The cells of one encoder, one probe and one dataset, or those of some of their blocks.
+
+    Attributes:
+        layers: Block indices.
+        is_share: Whether other jobs have further blocks that were asked for.
+        arguments: `ssl-bench` with these computes what is pending and nothing else.
+    """
+
+    encoder: EncoderIdentity
+    planned: PlannedProbe
+    layers: tuple[int, ...]
+    is_share: bool
+    dataset: str
+    split: str
+    keys: tuple[CellKey, ...]
+    pending: tuple[CellKey, ...]
+    arguments: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        where = f"{self.dataset} {self.split}"
+        return f"{self.planned.probe.task}{self.blocks} on {where}, {self.encoder.name}"
+
+    @property
+    def blocks(self) -> str:
+        """Such as ", blocks 0 to 3" of a share."""
+        ends = dict.fromkeys([self.layers[0], self.layers[-1]])
+        return f", blocks {' to '.join(map(str, ends))}" if self.is_share else ""
+
+
+def plan_sweep(
+    options: argparse.Namespace,
+    overrides: Sequence[str],
+    *,
+    at_least: int = 1,
+    needs_all: bool = False,
+) -> list[Job]:
+    """The jobs of a sweep, checkpoint by checkpoint; nothing is computed or written.
+
+    What does not fit an encoder is said and left out, unless all is needed or nothing else is left.
+
+    Args:
+        options: Of the command.
+        overrides: KEY=VALUE.
+        at_least: So many jobs, if need be by shares of the blocks: each passes the images anew.
+        needs_all: What does not fit an encoder is refused.
+
+    Raises:
+        SslBenchError: As `probe` with the same arguments.
+    """
+    if options.device is not None:
+        # A word that torch does not know is better met here than by every job.
+        named_device(options.device)
+    require_layers(options.layer, options.checkpoint)
+    uris, plan = asked_encoders(options), planned_probes(options, overrides)
+    # For the plan alone: what runs later looks at the files as they are then.
+    questions = sharing_datasets(plan)
+    for question in questions:
+        question.require_images()
+    encoders = _distinct(identify_encoder(uri) for uri in uris)
+    store = ResultStore(Path(options.out))
+    asked = []
+    for planned, question in zip(plan, questions, strict=True):
+        probe, dataset, overlap = question.probe, question.dataset, question.allow_overlap
+        settings = cell_settings(probe, dataset, question.dtype, allow_overlap=overlap)
+        # Those of the probe hang on the encoder.
+        beside = {name: settings[name] for name in settings.keys() - probe.settings().keys()}
+        asked.append((planned, probe.split(dataset), beside))
+    jobs, unfit = list[Job](), list[UnfitEncoder]()
+    least = -(-at_least // (len(encoders) * len(asked)))
+    for encoder in encoders:
+        asked_layers = layers_asked(encoder.uri, options.layer)
+        for planned, images, settings in asked:
+            try:
+                probe = planned.fitted_to(encoder)
+            except UnfitEncoder as error:
+                if needs_all and not is_baseline(encoder.uri):
+                    raise
+                unfit.append(error)
+                say(f"left out: {planned.probe.task} on {planned.dataset.name}: {error}")
+                continue
+            layers = layers_of(probe.asked_facets, asked_layers, encoder.depth)
+            shares = _shares(planned, probe, layers, images, least)
+            for share in shares:
+                keys = cell_keys(
+                    probe,
+                    images,
+                    share,
+                    identity=encoder.identity(),
+                    settings={**settings, **probe.settings()},
+                    seed=planned.seed,
+                )
+                found = find_pending(probe, encoder, keys, images, store)
+                # Where pictures alone are missing, the cells that are run for them.
+                left = found.cells or [key for key in keys if key.layer in found.layers]
+                is_share = len(shares) > 1
+                words = ",".join(map(str, share)) if is_share else asked_layers
+                jobs.append(
+                    Job(
+                        encoder=encoder,
+                        planned=planned,
+                        layers=share,
+                        is_share=is_share,
+                        dataset=images.name,
+                        split=images.split,
+                        keys=tuple(keys),
+                        pending=tuple(key for key in keys if key in left),
+                        arguments=_arguments(options, planned, encoder.uri, words),
+                    )
+                )
+    if unfit and not jobs:
+        raise unfit[0]
+    if store.unreadable:
+        say(f"to be computed again: {first_few(store.unreadable)}")
+    return jobs
+
+
+def _shares(
+    planned: PlannedProbe, probe: Probe, layers: tuple[int, ...], images: ImageSet, count: int
+) -> list[tuple[int, ...]]:
+    """Blocks of so many jobs; all of one where a cell or a picture is of several of them."""
+    count = min(count, len(layers))
+    ends = [len(layers) * number // count for number in range(count + 1)]
+    shares = [layers[start:end] for start, end in pairwise(ends)]
+    if {cell for share in shares for cell in probe.cells(share)} != {*probe.cells(layers)}:
+        return [layers]
+    drawn = probe.pictures(layers, images, planned.seed) if count > 1 else {}
+    if any(len(shown) > 1 for shown in drawn.values()):
+        why = "its pictures show several blocks (of segmentation none with probe.panels=0)"
+        say(f"{called(probe)} is one job: {why}")
+        return [layers]
+    return shares
+
+
+def _distinct(encoders: Iterable[EncoderIdentity]) -> list[EncoderIdentity]:
+    """Without those that came before under another address: their cells are the same."""
+    found: dict[str, EncoderIdentity] = {}
+    for encoder in encoders:
+        first = found.setdefault(encoder_id(encoder.identity()), encoder)
+        if first is not encoder:
+            say(f"{encoder.uri} is the encoder of {first.uri}, which stands for both")
+    return list(found.values())
+
+
+def _arguments(
+    options: argparse.Namespace, planned: PlannedProbe, uri: str, layers: str
+) -> tuple[str, ...]:
+    task, dataset = planned.choice
+    flags = {
+        "--task": task,
+        "--layer": layers,
+        "--checkpoint": uri,
+        "--dataset": dataset,
+        "--data-root": planned.root,
+        "--out": options.out,
+        "--device": options.device,
+        "--on-bad-image": options.on_bad_image,
+    }
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
+    return ("probe", *words, *planned.overrides)
+
+
+def plan_table(jobs: Sequence[Job]) -> str:
+    """A line for each job with its cells, and one for all; two encoders may have one name."""
+    encoders = {encoder_id(job.encoder.identity()): job.encoder.name for job in jobs}
+    counts = Counter(encoders.values())
+    rows = [("checkpoint", "task", "dataset", "finished", "pending")]
+    for job in jobs:
+        name, known_as = job.encoder.name, encoder_id(job.encoder.identity())
+        rows.append(
+            (
+                printable(name if counts[name] == 1 else f"{name} {known_as[:8]}"),
+                called(job.planned.probe) + job.blocks,
+                f"{job.dataset} {job.split}",
+                str(len(job.keys) - len(job.pending)),
+                str(len(job.pending)),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    scores, pending = sum(len(job.keys) for job in jobs), sum(len(job.pending) for job in jobs)
+    many = "job" if len(jobs) == 1 else "jobs"
+    total = f"{len(jobs)} {many}, {scores} scores: {scores - pending} finished, {pending} pending"
+    if any(job.is_share for job in jobs):
+        total += "; for so many --jobs blocks are shared out, and each job encodes the images"
+    return "\n".join([*lines, total])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job that had pending cells.
+
+    Attributes:
+        exit_code: As `ssl-bench probe` ends.
+        error: One line, empty where the job finished.
+        wants_memory: Whether it ended because memory did not suffice.
+    """
+
+    job: Job
+    seconds: float
+    exit_code: int = 0
+    error: str = ""
+    wants_memory: bool = False
+
+    @property
+    def state(self) -> Literal["finished", "failed"]:
+        return "failed" if self.exit_code else "finished"
+
+
+def probe_command(job: Job) -> list[str]:
+    """The words that start a job with the Python of this process."""
+    return [sys.executable, "-m", "ssl_bench", *job.arguments]
+
+
+def run_here(
+    jobs: Sequence[Job], store: ResultStore, device: torch.device, *, debug: bool
+) -> Iterator[Outcome]:
+    """Run jobs one after the other in this process; `debug` raises the first error.
+
+    An encoder is loaded once where its jobs are neighbours, and images pass it once for those of
+    them that look at the same.
+    """
+    load, passed = lru_cache(maxsize=1)(announced_encoder), PassedImages()
+    for number, job in enumerate(jobs, 1):
+        say(f"job {number} of {len(jobs)}: {job.title}")
+        yield _attempted(
+            job,
+            lambda job: evaluate(
+                [job.planned],
+                load(job.encoder.uri),
+                store,
+                layers=job.layers,
+                device=device,
+                passed=passed,
+            ),
+            debug=debug,
+        )
+
+
+def _attempted(job: Job, compute: Callable[[Job], object], *, debug: bool) -> Outcome:
+    start, code, text = time.monotonic(), 0, ""
+    try:
+        compute(job)
+    # Whatever it is, memory that does not suffice included: the other jobs may fare better.
+    except Exception as error:
+        if debug:
+            raise
+        code, text = failure(error, "sweep")
+    return Outcome(job, time.monotonic() - start, code, text)
+
+
+def run_in_processes(
+    jobs: Sequence[Job], count: int, devices: Sequence[str] = ()
+) -> Iterator[Outcome]:
+    """Run jobs in `count` processes at a time, which share the cores of this machine.
+
+    Each sees one of `devices`, as CUDA_VISIBLE_DEVICES names them, and no two the same one as long
+    as there are as many. Jobs that ended for want of memory are run once more after the others, one
+    at a time.
+    """
+    places = Places(devices, count)
+    short: list[Job] = []
+    for outcome in _run_at_once(jobs, count, places):
+        if outcome.wants_memory and count > 1:
+            say(f"memory did not suffice for {outcome.job.title} beside others: later, alone")
+            short.append(outcome.job)
+        else:
+            yield outcome
+    yield from _run_at_once(short, 1, places)
+
+
+class Places:
+    """Devices that jobs are at work on.
+
+    Args:
+        devices: As CUDA_VISIBLE_DEVICES names them; without any, jobs see what this process does.
+        count: How many jobs are at work together.
+    """
+
+    def __init__(self, devices: Sequence[str], count: int) -> None:
+        self.count = count
+        self._at_work = dict.fromkeys(devices, 0)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def taken(self) -> Iterator[Mapping[str, str]]:
+        """The environment of a job on the device with the fewest jobs."""
+        # What this process may use; the numerical libraries all obey this variable.
+        threads = max(1, torch.get_num_threads() // self.count)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        if not self._at_work:
+            yield environment
+            return
+        with self._lock:
+            device = min(self._at_work, key=lambda one: self._at_work[one])
+            self._at_work[device] += 1
+        try:
+            yield {**environment, "CUDA_VISIBLE_DEVICES": device}
+        finally:
+            with self._lock:
+                self._at_work[device] -= 1
+
+
+def _run_at_once(jobs: Sequence[Job], count: int, places: Places) -> Iterator[Outcome]:
+    running: set[subprocess.Popen[str]] = set()
+
+    def compute(job: Job) -> Outcome:
+        start = time.monotonic()
+        with places.taken() as environment:
+            process = subprocess.Popen(
+                probe_command(job),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+            running.add(process)
+            with process:
+                said = process.communicate()[1]
+            running.discard(process)
+        # A signal has no code of its own; most often it is the system's, for want of memory.
+        code = process.returncode if process.returncode >= 0 else MachineError.exit_code
+        error = _error(process, said)
+        short = process.returncode == -getattr(signal, "SIGKILL", 9) or is_out_of_memory(
+            MachineError(error)
+        )
+        return Outcome(job, time.monotonic() - start, code, error, wants_memory=short)
+
+    with ThreadPoolExecutor(count) as pool:
+        futures = [pool.submit(compute, job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            # Ctrl-C: without this the pool would wait for all that is left.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                process.terminate()
+            raise
+
+
+def _error(process: subprocess.Popen[str], said: str) -> str:
+    if process.returncode == 0:
+        return ""
+    if process.returncode < 0:
+        return f"ended by signal {-process.returncode}; if memory was short, take --jobs 1"
+    last = said.strip().splitlines()[-1:]
+    return "".join(last).removeprefix("ssl-bench: ") or f"exit code {process.returncode}"
