@@ -91,11 +91,7 @@ class Taps:
 
     @classmethod
     def of(cls, encoder: Encoder, layers: Sequence[int], facets: Sequence[Facet]) -> "Taps":
-        """Where the facets from inside of these blocks are; nothing for the others.
-
-        Raises:
-            UnfitEncoder: a block has no such part.
-        """
+        """Where the facets from inside of these blocks are; nothing for the others."""
         inner = [f for f in facets if f in INNER_FACETS or submodule_of(f) is not None]
         found = (_tap(encoder, layer, facet) for layer in layers for facet in inner)
         return cls(encoder, tuple(found))
@@ -131,11 +127,7 @@ class Taps:
         return [handle for tap in self.taps for handle in tap.listen(keep)]
 
     def widths(self, found: Mapping[int, Mapping[Facet, Tensor]]) -> dict[Facet, int]:
-        """Channels of each facet.
-
-        Raises:
-            UnfitEncoder: blocks differ in them.
-        """
+        """Channels of each facet."""
         widths: dict[Facet, int] = {}
         for tap in self.taps:
             width = found[tap.layer][tap.facet].shape[-1]

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, UnfitEncoder
-from ssl_bench.models.architecture import of_library
 from ssl_bench.models.encoder import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -21,7 +21,7 @@ from ssl_bench.models.encoder import (
     Encoder,
     ModuleFacts,
 )
-from ssl_bench.models.kinds import state_dict_sha256
+from ssl_bench.models.kinds import of_library, state_dict_sha256
 from ssl_bench.system.imports import broken_file
 from ssl_bench.system.paths import expanded, real
 
@@ -72,11 +72,17 @@ def encoder_of_module(
     sizes = _sizes(module, facts.get("image_size"), patch)
     own.eval()
     size, outputs = _first_that_runs(own, sizes, device, called)
-    any_size = _runs_at(own, (size[0] + patch, size[1] + 2 * patch), device)
+    try:
+        _heard(own, (size[0] + patch, size[1] + 2 * patch), device)
+        any_size = True
+    except Exception:  # Somebody's forward may refuse a size in any way.
+        any_size = False
     grid = (size[0] // patch, size[1] // patch)
     widths, prefix, channels_last = _anatomy(outputs, grid, called)
     first = own.blocks.get_submodule("0")
     heads = (getattr(part, "num_heads", None) for part in first.modules())
+    # The layer that keys are taken from.
+    has_keys = all("attn.qkv" in dict(one.named_modules()) for one in own.blocks.children())
     return Encoder(
         module=own,
         name=called,
@@ -103,14 +109,9 @@ def encoder_of_module(
         any_size=any_size,
         instead={
             **({} if prefix > facts.get("num_registers", 0) else {"cls": "patch_mean"}),
-            **({} if _has_keys(own.blocks) else {"key": "token"}),
+            **({} if has_keys else {"key": "token"}),
         },
     )
-
-
-def _has_keys(blocks: nn.Module) -> bool:
-    """Whether each block has the layer that keys are taken from."""
-    return all("attn.qkv" in dict(block.named_modules()) for block in blocks.children())
 
 
 def _lists(module: nn.Module) -> dict[str, int]:
@@ -162,12 +163,12 @@ def _norm_of(module: nn.Module, norm: str | None, blocks: str, called: str) -> n
     found = [parts[path] for path in paths if path in parts]
     # Else the only one that is written down behind the blocks.
     after = list(parts.items())[list(parts).index(blocks) :]
-    behind = [part for path, part in after if not path.startswith(f"{blocks}.") and _is_norm(part)]
+    behind = [
+        part
+        for path, part in after
+        if not path.startswith(f"{blocks}.") and type(part).__name__.lower().endswith("norm")
+    ]
     return found[0] if found else behind[0] if len(behind) == 1 else _NoNorm()
-
-
-def _is_norm(part: nn.Module) -> bool:
-    return type(part).__name__.lower().endswith("norm")
 
 
 def _sizes(
@@ -187,20 +188,16 @@ def _sizes(
     return [*stated, (usual, usual), *((side * patch, side * patch) for side in (14, 16, 8, 4, 2))]
 
 
-Outputs = list[Tensor]
-
-
-def _heard(own: OwnModule, size: tuple[int, int], device: torch.device) -> Outputs:
+def _heard(own: OwnModule, size: tuple[int, int], device: torch.device) -> list[Tensor]:
     """What the blocks give for two images, in their order."""
     found: dict[int, Tensor] = {}
 
-    def keep(layer: int, output: Any) -> None:
+    def keep(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         found[layer] = output[0] if isinstance(output, tuple | list) else output
 
     children = list(own.blocks.children())
     handles = [
-        child.register_forward_hook(lambda _m, _i, output, layer=layer: keep(layer, output))
-        for layer, child in enumerate(children)
+        child.register_forward_hook(partial(keep, layer)) for layer, child in enumerate(children)
     ]
     try:
         with torch.no_grad():
@@ -213,17 +210,9 @@ def _heard(own: OwnModule, size: tuple[int, int], device: torch.device) -> Outpu
     return [found[layer] for layer in range(len(children))]
 
 
-def _runs_at(own: OwnModule, size: tuple[int, int], device: torch.device) -> bool:
-    try:
-        _heard(own, size, device)
-    except Exception:  # Somebody's forward may refuse a size in any way.
-        return False
-    return True
-
-
 def _first_that_runs(
     own: OwnModule, sizes: Sequence[tuple[int, int]], device: torch.device, called: str
-) -> tuple[tuple[int, int], Outputs]:
+) -> tuple[tuple[int, int], list[Tensor]]:
     why = ""
     for size in dict.fromkeys(sizes):
         try:
@@ -237,7 +226,9 @@ def _first_that_runs(
     )
 
 
-def _anatomy(outputs: Outputs, grid: tuple[int, int], called: str) -> tuple[list[int], int, bool]:
+def _anatomy(
+    outputs: list[Tensor], grid: tuple[int, int], called: str
+) -> tuple[list[int], int, bool]:
     """Widths of the blocks, tokens before the patches, and whether maps have channels last."""
     patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
     first = outputs[0]
@@ -275,9 +266,6 @@ def load_own(uri: str, file: str, name: str) -> Encoder:
 
     The file is run, as `python FILE.py` would run it, with its folder among those of imports.
     What it draws at random is always the same.
-
-    Raises:
-        CheckpointError: No such file or name, it fails, or gives something else.
     """
     path = real(expanded(file))
     if not path.is_file():

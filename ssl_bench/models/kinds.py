@@ -1,52 +1,69 @@
 """The kinds of encoders of this suite: how they are built, and frozen for probes."""
 
 import hashlib
+import json
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from ssl_bench.models.architecture import NORM_EPS, configured, staged
-from ssl_bench.models.build import build_conv_mixer, build_convnext, build_vit
-from ssl_bench.models.config import ConvMixerConfig, EncoderConfig
-from ssl_bench.models.conv_mixer import ConvMixer
-from ssl_bench.models.convnext import ConvNeXt
+from ssl_bench.models.config import ConvMixerConfig, EncoderConfig, ViTConfig
 from ssl_bench.models.convnext_config import ConvNeXtConfig
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, Contents, Encoder
+from ssl_bench.models.convolutional import (
+    ConvMixer,
+    ConvNeXt,
+    build_conv_mixer,
+    build_convnext,
+)
+from ssl_bench.models.encoder import (
+    IMAGENET_COLOURS,
+    NORM_EPS,
+    Colours,
+    Contents,
+    Encoder,
+    configured,
+    require_images,
+)
 from ssl_bench.models.positions import DINO_MARGIN
-from ssl_bench.models.state_space.config import StateSpaceConfig, require_images
-from ssl_bench.models.state_space.initialisation import build_state_space_model
-from ssl_bench.models.state_space.model import StateSpaceModel
-from ssl_bench.models.timm_build import build_timm
 from ssl_bench.models.timm_config import TimmConfig
-from ssl_bench.models.timm_model import TimmEncoder
-from ssl_bench.models.vit import VisionTransformer
+from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
-EncoderModule = VisionTransformer | ConvMixer | ConvNeXt | TimmEncoder | StateSpaceModel
+# The same sums on another path: timm decides it by the machine.
+_OF_MACHINE = frozenset({"training", "fused_attn"})
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
     """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
+    if isinstance(config, ViTConfig):
+        return build_vit(config, seed=seed)
     if isinstance(config, ConvMixerConfig):
         return build_conv_mixer(config, seed=seed)
     if isinstance(config, ConvNeXtConfig):
         return build_convnext(config, seed=seed)
     if isinstance(config, TimmConfig):
+        # timm takes seconds to import.
+        from ssl_bench.models.timm_model import build_timm
+
         return build_timm(config, seed=seed)
-    if isinstance(config, StateSpaceConfig):
-        return build_state_space_model(config, seed=seed)
-    return build_vit(config, seed=seed)
+    # What reads tokens is no part of the encoders; it is imported by name alone.
+    state_space = import_module("ssl_bench.models.state_space.model")
+    return state_space.build_state_space_model(config, seed=seed)
 
 
 def empty_encoder(config: EncoderConfig) -> EncoderModule:
     """An encoder whose weights are yet to be loaded."""
+    if isinstance(config, ViTConfig):
+        return VisionTransformer(config)
     if isinstance(config, ConvMixerConfig):
         return ConvMixer(config)
     if isinstance(config, ConvNeXtConfig):
         return ConvNeXt(config)
-    if isinstance(config, StateSpaceConfig):
-        return StateSpaceModel(config)
-    return TimmEncoder(config) if isinstance(config, TimmConfig) else VisionTransformer(config)
+    if isinstance(config, TimmConfig):
+        from ssl_bench.models.timm_model import TimmEncoder
+
+        return TimmEncoder(config)
+    return import_module("ssl_bench.models.state_space.model").StateSpaceModel(config)
 
 
 def encoder_from_model(
@@ -60,12 +77,8 @@ def encoder_from_model(
     colours: Colours = IMAGENET_COLOURS,
     colours_from: str = "ssl-bench",
 ) -> Encoder:
-    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file.
-
-    Raises:
-        CheckpointError: It reads tokens and no images.
-    """
-    config = model.config
+    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
+    config: EncoderConfig = model.config
     require_images(config, uri)
     shape = config.shape if isinstance(config, TimmConfig) else None
     native_size = (config.image_size, config.image_size)
@@ -100,7 +113,7 @@ def encoder_from_model(
 def _architecture(model: EncoderModule) -> dict[str, Any]:
     """Architecture of a model, whose norms may have another epsilon than those of this suite."""
     if isinstance(model.config, TimmConfig):
-        return staged(model.config, model.config.shape.strides)
+        return configured(model.config, strides=model.config.shape.strides)
     found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
     (eps,) = found or {NORM_EPS}
     described = configured(model.config, norm_eps=eps)
@@ -109,6 +122,37 @@ def _architecture(model: EncoderModule) -> dict[str, Any]:
     if isinstance(model, VisionTransformer) and model.position_margin != DINO_MARGIN:
         described["position_margin"] = model.position_margin
     return described
+
+
+def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
+    """Architecture of somebody else's model: its name there, and a digest of all of its modules.
+
+    Of each module these are its class, and the numbers, texts and functions that it holds beside
+    its weights, such as epsilons.
+    """
+    lines = [
+        json.dumps(
+            [
+                path,
+                f"{type(module).__module__}.{type(module).__qualname__}",
+                {
+                    key: getattr(value, "__qualname__", None) or repr(value)
+                    for key, value in sorted(vars(module).items())
+                    if not key.startswith("_") and key not in _OF_MACHINE and _is_plain(value)
+                },
+            ]
+        )
+        for path, module in model.named_modules()
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return {"kind": library, "name": name, "modules_sha256": digest}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    is_function = callable(value) and hasattr(value, "__qualname__")
+    return value is None or isinstance(value, (bool, int, float, str)) or is_function
 
 
 def state_dict_sha256(module: nn.Module) -> str:

@@ -5,17 +5,23 @@ import torch
 from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import ViTConfig, block_statistics, build_vit, token_statistics
-from ssl_bench.models.architecture import configured
-from ssl_bench.models.build import build_convnext
-from ssl_bench.models.convnext_config import ConvNeXtConfig
+from ssl_bench.models import (
+    ConvNeXtConfig,
+    ViTConfig,
+    block_statistics,
+    build_vit,
+    token_statistics,
+)
+from ssl_bench.models.convolutional import build_convnext
+from ssl_bench.models.encoder import configured
 from ssl_bench.models.initialisers.blocks import (
     DefaultInit,
     MimeticInit,
     ShiftedInputs,
     SkiplessInit,
+    balanced_factors,
+    uniform_orthogonal,
 )
-from ssl_bench.models.initialisers.matrices import balanced_factors, uniform_orthogonal
 from ssl_bench.models.vit import Block
 
 DIM, HEADS = 24, 3

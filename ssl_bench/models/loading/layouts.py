@@ -201,11 +201,7 @@ def recognised(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 
 
 def refuse_strangers(names: Sequence[str], path: object) -> None:
-    """Refuse encoders of another kind.
-
-    Raises:
-        CheckpointError: Says which, and how timm loads it.
-    """
+    """Refuse encoders of another kind."""
     for pattern, what in _UNSUPPORTED:
         if (found := _first(names, pattern)) is not None:
             raise CheckpointError(
@@ -250,11 +246,7 @@ def _first(names: Sequence[str], pattern: str) -> str | None:
 
 
 def renamed(layout: Layout, weights: Mapping[str, Tensor], path: object) -> dict[str, Tensor]:
-    """The tensors under our names; those without a rename keep theirs.
-
-    Raises:
-        CheckpointError: Two tensors would get the same name.
-    """
+    """The tensors under our names; those without a rename keep theirs."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
         ours = _our_name(layout, name)

@@ -26,10 +26,6 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
     by the node that multiplies with them, which lies in the scope of its layer; they are transposed
     back. Positions that were cut in two for resizing, [CLS] and patches, are joined again. Heads,
     epsilon and the MLP's activation are read off the graph.
-
-    Raises:
-        CheckpointError: Cut, of external data, or no ViT of transformers; says what is missing.
-        MachineError: The package onnx is not installed.
     """
     try:
         import onnx

@@ -69,11 +69,7 @@ _HARMLESS: list[Any] = [
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """What a weights file holds: names to tensors, or containers of them.
-
-    Raises:
-        CheckpointError: Missing, cut, not a weights file, or holding objects that could run code.
-    """
+    """What a weights file holds: names to tensors, or containers of them."""
     check_readable(path)
     try:
         if path.suffix == ".safetensors":
@@ -99,11 +95,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def usable(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The gate for weights of all sources: dense floating numbers, on the CPU.
-
-    Raises:
-        CheckpointError: Names the first tensor that is anything else.
-    """
+    """The gate for weights of all sources: dense floating numbers, on the CPU."""
     for name, value in weights.items():
         is_index = value.dtype == torch.int64 and _INTEGERS.fullmatch(name)
         is_number = value.dtype in _FLOATS or is_index
@@ -139,10 +131,6 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     """The encoder's weights under plain names, whatever was written around them.
 
     Of several encoders the one is taken whose name says that it is an average.
-
-    Raises:
-        CheckpointError: A tensor is neither the encoder's nor one that is known to be left out,
-            or is not usable; or no name says which of several encoders is the average.
     """
     leaves = list(_leaves(content, path))
     tensors = _once(((name, one) for name, one in leaves if isinstance(one, Tensor)), path)
@@ -362,11 +350,7 @@ def reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `weights` into `model`; every name and shape must fit.
-
-    Raises:
-        CheckpointError: Names the first keys that are missing, unknown or of another shape.
-    """
+    """Copy `weights` into `model`; every name and shape must fit."""
     wanted = model.state_dict()
     wrong = {
         "missing": [name for name in wanted if name not in weights],
