@@ -16,7 +16,6 @@ from ssl_bench.models.timm_config import TimmConfig
 
 if TYPE_CHECKING:
     from ssl_bench.models.convolutional import ConvMixer
-    from ssl_bench.models.initialisers.statistics import block_statistics, token_statistics
     from ssl_bench.models.kinds import build_encoder, encoder_from_model
     from ssl_bench.models.loading.checkpoint import save_encoder
     from ssl_bench.models.orthogonal.attention import OrthogonalAttention
@@ -40,14 +39,12 @@ __all__ = [
     "TimmConfig",
     "ViTConfig",
     "VisionTransformer",
-    "block_statistics",
     "build_encoder",
     "build_vit",
     "encoder_from_model",
     "identify_encoder",
     "load_encoder",
     "save_encoder",
-    "token_statistics",
 ]
 
 _HOMES = {
@@ -57,12 +54,10 @@ _HOMES = {
     "StateSpaceConfig": "state_space.config",
     "StateSpaceModel": "state_space.model",
     "VisionTransformer": "vit",
-    "block_statistics": "initialisers.statistics",
     "build_encoder": "kinds",
     "build_vit": "vit",
     "encoder_from_model": "kinds",
     "save_encoder": "loading.checkpoint",
-    "token_statistics": "initialisers.statistics",
 }
 
 

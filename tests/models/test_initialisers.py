@@ -8,9 +8,7 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import (
     ConvNeXtConfig,
     ViTConfig,
-    block_statistics,
     build_vit,
-    token_statistics,
 )
 from ssl_bench.models.convolutional import build_convnext
 from ssl_bench.models.encoder import configured
@@ -23,6 +21,7 @@ from ssl_bench.models.initialisers.blocks import (
     uniform_orthogonal,
 )
 from ssl_bench.models.vit import Block
+from tests.support.token_statistics import block_statistics, token_statistics
 
 DIM, HEADS = 24, 3
 HEAD_DIM = DIM // HEADS

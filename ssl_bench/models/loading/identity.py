@@ -61,7 +61,8 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     The sha256 is the one beside the file, which loading holds the file against.
     """
     metadata = read_metadata(path)
-    config, strides = stated_config(path, metadata), _stated_strides(path, metadata)
+    # Of every block, where a file of ours says that they may differ.
+    config, strides = stated_config(path, metadata), json.loads(metadata.get("strides", "[]"))
     require_images(config, uri)
     stated = read_digests(sidecar_of(path))
     # While the weights are replaced two lines stand there; others may speak of other files.
@@ -81,18 +82,6 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     )
 
 
-def _stated_strides(path: Path, metadata: Mapping[str, str]) -> list[int]:
-    """Of every block, where a file of ours says that they may differ."""
-    text = metadata.get("strides", "[]")
-    try:
-        strides = json.loads(text)
-    except json.JSONDecodeError:
-        strides = None
-    if not isinstance(strides, list) or not all(type(one) is int and one > 0 for one in strides):
-        raise CheckpointError(f"{path} states strides that are no whole numbers: {text[:80]}")
-    return strides
-
-
 def is_ours(path: Path) -> bool:
     """Whether a readable safetensors file was written by `save_encoder`."""
     return read_metadata(path).get("format") == FORMAT
@@ -110,11 +99,18 @@ def stated_epoch(path: Path) -> float | None:
 def stated_colours(path: Path) -> Colours:
     """How a file of ours says that its images are normalised; as ImageNet's if it does not."""
     metadata = read_metadata(path)
-    mean, std = (
-        _three_numbers(path, metadata[name]) if name in metadata else plain
-        for name, plain in zip(("mean", "std"), IMAGENET_COLOURS, strict=True)
-    )
-    return mean, std
+    found = [(0.0, 0.0, 0.0)] * 2
+    for place, name in enumerate(("mean", "std")):
+        text = metadata.get(name, json.dumps(IMAGENET_COLOURS[place]))
+        try:
+            red, green, blue = (float(value) for value in json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} states a mean or deviation of images that is not three numbers: "
+                f"{text[:80]}"
+            ) from error
+        found[place] = (red, green, blue)
+    return found[0], found[1]
 
 
 def stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
@@ -207,18 +203,8 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _three_numbers(path: Path, text: str) -> tuple[float, float, float]:
-    try:
-        red, green, blue = (float(value) for value in json.loads(text))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} states a mean or deviation of images that is not three numbers: {text[:80]}"
-        ) from error
-    return red, green, blue
-
-
 def colour_of(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
-    """The mean or deviation of red, green and blue in a configuration; a deviation ends with std."""
+    """Mean or deviation of red, green and blue in a configuration; a deviation ends with std."""
     value: Any = described.get(key)
     numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * 3
     sound = len(numbers) == 3 and all(is_number(one) for one in numbers)

@@ -22,7 +22,6 @@ from ssl_bench.models.loading.layouts import refuse_strangers
 from ssl_bench.system.memory import pass_on_memory
 
 _SMALL_FILE = 2**20
-_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 # The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
 # stands between names of dictionaries, a number or whatever else is no text in brackets.
 _KERNEL = re.compile(
@@ -79,7 +78,13 @@ def read_weights(path: Path) -> dict[str, Any]:
         with ignoring, torch.serialization.safe_globals(_HARMLESS):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_pickle_message(path, str(error))) from error
+        culprit = re.search(r"GLOBAL (\S+)", str(error))
+        if culprit is None:
+            raise CheckpointError(_no_weights(path, "no pickle of torch")) from error
+        raise CheckpointError(
+            f"{path} holds {culprit[1]}, which could run code, so nothing of it was read; where "
+            "you trust it, load it and save only its tensors with safetensors.torch.save_file"
+        ) from error
     except Exception as error:  # A damaged file makes its reader fail in any way.
         # What asks for more than there is of a small file is damage.
         if path.stat().st_size > _SMALL_FILE:
@@ -372,24 +377,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
 
 
 def _no_weights(path: Path, reason: str) -> str:
-    """What is said of a file that cannot be read; one of another kind is called that."""
     with path.open("rb") as file:
         begins = file.read(64)
-    if begins.startswith(_PICTURES):
-        reason = "it begins as a picture does"
-    elif begins and begins.isascii() and b"\0" not in begins:
+    if begins and begins.isascii() and b"\0" not in begins:
         reason = "it begins as a text does"
     return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
-
-
-def _pickle_message(path: Path, reason: str) -> str:
-    culprit = re.search(r"GLOBAL (\S+)", reason)
-    if culprit is None:
-        return _no_weights(path, "no pickle of torch")
-    return (
-        f"{path} holds {culprit[1]}, which could run code, so nothing of it was read; where you "
-        "trust it, load it and save only its tensors with safetensors.torch.save_file"
-    )
 
 
 def shape_text(tensor: Tensor) -> str:
