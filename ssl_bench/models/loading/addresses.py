@@ -14,7 +14,6 @@ RANDOM, COLOURS = "random", "colours"
 DEMO, NAMES = "demo", ("skip", "skipless")
 """Encoders that come with this suite: `demo:NAME`."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
-_STATED_BEGINS = re.compile(r"(^|:)mean=[^:]*$")
 _KEPT = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 
@@ -76,7 +75,7 @@ def _separated(text: str) -> list[str]:
     parts: list[str] = []
     for word in text.split(","):
         # Numbers of mean=0.5,std=0.5:URI, however many addresses stand before it.
-        if parts and _STATED_BEGINS.search(parts[-1]):
+        if parts and re.search(r"(^|:)mean=[^:]*$", parts[-1]):
             parts[-1] += f",{word}"
         else:
             parts.append(word)

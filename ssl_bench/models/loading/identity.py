@@ -1,7 +1,7 @@
 """Who an encoder is: what a file of weights says of itself, without a tensor of it."""
 
 import json
-import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,11 +89,8 @@ def is_ours(path: Path) -> bool:
 
 def stated_epoch(path: Path) -> float | None:
     """How many epochs of training a file of ours says it had."""
-    try:
-        epoch = float(read_metadata(path).get("epoch", "nan"))
-    except ValueError:
-        return None
-    return epoch if math.isfinite(epoch) else None
+    text = read_metadata(path).get("epoch", "")
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
 def stated_colours(path: Path) -> Colours:

@@ -249,15 +249,10 @@ def renamed(layout: Layout, weights: Mapping[str, Tensor], path: object) -> dict
     """The tensors under our names; those without a rename keep theirs."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
-        ours = _our_name(layout, name)
+        fitting = (rename for rename in layout.renames if re.fullmatch(rename[0], name))
+        pattern, replacement = next(fitting, (r"$^", ""))
+        ours = re.sub(pattern, replacement, name)
         if ours in found:
             raise CheckpointError(f"{path} holds {ours} twice, the second time as {name}")
         found[ours] = value
     return found
-
-
-def _our_name(layout: Layout, name: str) -> str:
-    for pattern, replacement in layout.renames:
-        if re.fullmatch(pattern, name):
-            return re.sub(pattern, replacement, name)
-    return name

@@ -1,6 +1,7 @@
 """`load_encoder`: one address, one frozen encoder."""
 
 import re
+from contextlib import suppress
 from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -107,8 +108,13 @@ def identify_encoder(uri: str) -> EncoderIdentity:
 def _with_stated_colours(uri: str) -> Encoder:
     """An encoder with another mean and deviation than were assumed: another encoder."""
     found = _STATED.fullmatch(uri)
-    mean, std = (_three(words) for words in found.groups()[:2]) if found else (None, None)
-    if found is None or mean is None or std is None or max(mean) > 1 or not 0 < min(std) <= 1:
+    try:
+        words = found.groups()[:2] if found else ("", "")
+        mean, std = ([float(number) for number in part.split("/")] for part in words)
+    except ValueError:
+        mean, std = [], []
+    mean, std = (one * 3 if len(one) == 1 else one for one in (mean, std))
+    if found is None or len(mean) != 3 or len(std) != 3 or max(mean) > 1 or not 0 < min(std) <= 1:
         raise CheckpointError(
             "expected mean=NUMBERS,std=NUMBERS:URI, of images from 0 to 1 and no deviation of 0, "
             "such as mean=0.5,std=0.5:my_vit.pth or "
@@ -120,18 +126,8 @@ def _with_stated_colours(uri: str) -> Encoder:
             f"{encoder.uri} has a mean and deviation of its own ({encoder.colours_from}), got "
             f"{uri!r}; leave them out of the address"
         )
-    return replace(encoder, uri=uri, mean=mean, std=std, colours_from="the address")
-
-
-def _three(words: str) -> tuple[float, float, float] | None:
-    try:
-        values = [float(word) for word in words.split("/")]
-    except ValueError:
-        return None
-    if len(values) not in (1, 3):
-        return None
-    red, green, blue = values * 3 if len(values) == 1 else values
-    return red, green, blue
+    colours = (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
+    return replace(encoder, uri=uri, mean=colours[0], std=colours[1], colours_from="the address")
 
 
 def _from_torch_hub(uri: str) -> Encoder:
@@ -153,7 +149,11 @@ def _from_path(uri: str) -> Encoder:
         folder = path.parent
         raise CheckpointError(f"{folder} is a folder of Hugging Face; type local-dir:{folder}")
     if not path.is_file():
-        hint = _sibling_of(path) or _address_of(uri)
+        names: list[str] = []
+        with suppress(OSError):
+            names = [one.name for one in path.parent.iterdir()]
+        near = get_close_matches(path.name, names, n=1, cutoff=0.8)
+        hint = str(path.with_name(near[0])) if near else _address_of(uri)
         wanted = f"did you mean {hint}?" if hint else f"give {_KINDS}"
         raise CheckpointError(f"no checkpoint at {path}; {wanted}")
     if path.suffix == ".py":
@@ -192,16 +192,6 @@ def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
         contents=contents,
         colours_from=ASSUMED,
     )
-
-
-def _sibling_of(path: Path) -> str | None:
-    """What lies there under nearly the same name."""
-    try:
-        names = [one.name for one in path.parent.iterdir()]
-    except OSError:
-        return None
-    near = get_close_matches(path.name, names, n=1, cutoff=0.8)
-    return str(path.with_name(near[0])) if near else None
 
 
 def _address_of(name: str) -> str | None:

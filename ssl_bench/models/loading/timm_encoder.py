@@ -62,7 +62,12 @@ def load_timm(uri: str) -> Encoder:
         label = f"{name}@{Path(file).stem}"
         return _from_file(uri, name, expanded(file), label=label, config={})
     if "." in name:
-        return _from_file(uri, name, _published_file(name), label=name, config={})
+        published = timm.get_pretrained_cfg(name)
+        if published is None or not (published.hf_hub_id or published.url):
+            raise CheckpointError(f"timm publishes no weights for {name}; use timm:NAME@FILE")
+        hub = published.hf_hub_id
+        path = hugging_face_file(str(hub)) if hub else downloaded_file(str(published.url))
+        return _from_file(uri, name, path, label=name, config={})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_RANDOM_SEED)
         model = _create(name, None, {}, {})
@@ -124,15 +129,6 @@ def _from_file(
     return replace(encoder, colours_from=f"{ASSUMED}: timm's {name}")
 
 
-def _published_file(name: str) -> Path:
-    published = timm.get_pretrained_cfg(name)
-    if published is not None and published.hf_hub_id:
-        return hugging_face_file(str(published.hf_hub_id))
-    if published is not None and published.url:
-        return downloaded_file(str(published.url))
-    raise CheckpointError(f"timm publishes no weights for {name}; use timm:NAME@FILE")
-
-
 def _check_name(name: str) -> None:
     architecture, _, tag = name.partition(".")
     if not timm.is_model(architecture):
@@ -166,15 +162,23 @@ def _with_weights(
         overlay["input_size"] = tuple(sizes)
     weights, note = _without_register_positions(backbone.weights), ""
     plan = _create(name, path, arguments, overlay, device="meta")
-    if "patch_size" not in arguments and (patch := _patch_of_file(plan, weights)):
-        arguments |= patch
-        note = f"patches of {patch['patch_size']} pixels as in the file"
-        plan = _create(name, path, arguments, overlay, device="meta")
-    if "img_size" not in arguments and "input_size" not in overlay:
-        size, assumed = _images_of_file(plan, weights)
-        if size:
-            arguments |= size
-            note = "; ".join(filter(None, [note, assumed]))
+    kernel, own = weights.get(_KERNEL), plan.state_dict().get(_KERNEL)
+    if "patch_size" not in arguments and kernel is not None and own is not None:
+        rows, cols = kernel.shape[2:] if kernel.ndim == own.ndim == 4 else (0, 0)
+        if rows and rows == cols != own.shape[3]:
+            arguments["patch_size"] = rows
+            note = f"patches of {rows} pixels as in the file"
+            plan = _create(name, path, arguments, overlay, device="meta")
+    positions, own = weights.get(_POSITIONS), getattr(plan, _POSITIONS, None)
+    is_said = "img_size" in arguments or "input_size" in overlay
+    if not is_said and positions is not None and own is not None and positions.ndim == 3:
+        # Another square of them than the model's; any other number is refused below.
+        patch_embed: Any = plan.patch_embed
+        num_patches = positions.shape[1] - own.shape[1] + patch_embed.num_patches
+        side = math.isqrt(max(num_patches, 0))
+        if num_patches not in (0, patch_embed.num_patches) and side**2 == num_patches:
+            arguments["img_size"] = side * patch_embed.feat_ratio()
+            note = "; ".join(filter(None, [note, ASSUMED_GRID.format(side, side)]))
             plan = _create(name, path, arguments, overlay, device="meta")
     for key in ("mean", "std"):
         if key in pretrained:
@@ -189,7 +193,10 @@ def _with_weights(
         with torch.random.fork_rng(devices=[]):
             model = _create(name, path, arguments, overlay, pretrained=True)
     except CheckpointError as error:
-        raise CheckpointError(_wrong_shapes(plan, weights, path, name) or str(error)) from error
+        shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
+        wrong = {o: value for o, value in shapes.items() if weights[o].shape != value.shape}
+        said = _mismatch(path, name, weights, wrong) if wrong else str(error)
+        raise CheckpointError(said) from error
     _require_weights(model, weights, path, name)
     return model, note
 
@@ -229,10 +236,6 @@ def _create(
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         file = path or "its random weights"
         raise CheckpointError(f"timm:{name} does not fit {file}: {reason}") from error
-    return _check_supported(model, name, path)
-
-
-def _check_supported(model: nn.Module, name: str, path: Path | None) -> Supported:
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((convolution.in_channels for convolution in convolutions), 3)
     if channels != 3:
@@ -312,8 +315,9 @@ def timm_encoder(
     )
 
 
+@torch.no_grad()
 def _give_queries_keys_values(blocks: Iterable[nn.Module]) -> int:
-    """Let `qkv` compute all of q, k and v wherever that is the same arithmetic.
+    """Let `attn.qkv` compute all of q, k and v wherever that is the same arithmetic.
 
     Some of timm's blocks add biases outside of `qkv`, others have three layers in its place; their
     outputs stay the same to rounding. Blocks without one attention layer, and those with fewer
@@ -329,40 +333,27 @@ def _give_queries_keys_values(blocks: Iterable[nn.Module]) -> int:
         heads = heads or getattr(attention or block, "num_heads", 0)
         if attention is None:
             continue
-        if getattr(attention, "qkv", None) is None:
-            _fuse_layers(attention)
-        elif getattr(attention, "q_bias", None) is not None:
-            _take_biases_in(attention)
+        if getattr(attention, "qkv", None) is not None:
+            if getattr(attention, "q_bias", None) is not None:
+                biases = torch.cat([attention.q_bias, attention.k_bias, attention.v_bias])
+                attention.qkv.bias = nn.Parameter(biases)
+                attention.q_bias = attention.k_bias = attention.v_bias = None
+            continue
+        parts: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
+        width = parts[0].out_features
+        if any(part.out_features != width for part in parts):
+            continue
+        weights = torch.cat([part.weight for part in parts])
+        has_bias = any(part.bias is not None for part in parts)
+        like = {"device": weights.device, "dtype": weights.dtype}
+        qkv = nn.Linear(parts[0].in_features, 3 * width, bias=has_bias, **like)
+        qkv.weight.copy_(weights)
+        if has_bias:
+            zeros = weights.new_zeros(width)
+            qkv.bias.copy_(torch.cat([zeros if p.bias is None else p.bias for p in parts]))
+        attention.qkv = qkv
+        attention.q_proj = attention.k_proj = attention.v_proj = None
     return heads
-
-
-@torch.no_grad()
-def _fuse_layers(attention: Any) -> None:
-    parts: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
-    width = parts[0].out_features
-    if any(part.out_features != width for part in parts):
-        return
-    weights = torch.cat([part.weight for part in parts])
-    qkv = nn.Linear(
-        parts[0].in_features,
-        3 * width,
-        bias=any(part.bias is not None for part in parts),
-        device=weights.device,
-        dtype=weights.dtype,
-    )
-    qkv.weight.copy_(weights)
-    if qkv.bias is not None:
-        biases = [weights.new_zeros(width) if p.bias is None else p.bias for p in parts]
-        qkv.bias.copy_(torch.cat(biases))
-    attention.qkv = qkv
-    attention.q_proj = attention.k_proj = attention.v_proj = None
-
-
-@torch.no_grad()
-def _take_biases_in(attention: Any) -> None:
-    biases = torch.cat([attention.q_bias, attention.k_bias, attention.v_bias])
-    attention.qkv.bias = nn.Parameter(biases)
-    attention.q_bias = attention.k_bias = attention.v_bias = None
 
 
 def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
@@ -378,38 +369,15 @@ def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
     return found
 
 
-def _patch_of_file(model: Any, weights: Weights) -> dict[str, Any]:
-    """What timm is told where patches of the file are not of the model's size."""
-    kernel, own = weights.get(_KERNEL), model.state_dict().get(_KERNEL)
-    if kernel is None or own is None or not kernel.ndim == own.ndim == 4:
-        return {}
-    rows, cols = kernel.shape[2:]
-    return {"patch_size": rows} if rows == cols != own.shape[3] and rows else {}
-
-
-def _images_of_file(model: Any, weights: Weights) -> tuple[dict[str, Any], str]:
-    """What timm is told where the file has another square of positions than the model, and a note.
-
-    Any other number of them is refused by `_require_weights`.
-    """
-    positions, own = weights.get(_POSITIONS), getattr(model, _POSITIONS, None)
-    if positions is None or own is None or positions.ndim != 3:
-        return {}, ""
-    num_patches = positions.shape[1] - own.shape[1] + model.patch_embed.num_patches
-    side = math.isqrt(max(num_patches, 0))
-    if num_patches in (0, model.patch_embed.num_patches) or side**2 != num_patches:
-        return {}, ""
-    images = {"img_size": side * model.patch_embed.feat_ratio()}
-    return images, ASSUMED_GRID.format(side, side)
-
-
 def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
     """Every number of the model is one of the file, under timm's name or another."""
     own = model.state_dict()
     changed = {
         ours: _bits(value)
         for ours, value in own.items()
-        if ours not in weights or not _is_same(weights[ours], value)
+        if ours not in weights
+        or weights[ours].shape != value.shape
+        or not torch.equal(_bits(weights[ours]), _bits(value))
     }
     renamed: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for theirs, value in weights.items() if changed else ():
@@ -431,16 +399,6 @@ def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) 
         raise CheckpointError(_mismatch(path, name, weights, made))
 
 
-def _wrong_shapes(model: nn.Module, weights: Weights, path: Path, name: str) -> str | None:
-    """A line on the tensors that are of one name in file and model and of other shapes."""
-    wrong = {
-        ours: value
-        for ours, value in model.state_dict().items()
-        if ours in weights and weights[ours].shape != value.shape
-    }
-    return _mismatch(path, name, weights, wrong) if wrong else None
-
-
 def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
     shown = "; ".join(
         f"{ours} is {shape_text(weights[ours]) if ours in weights else 'of no such name'}, "
@@ -456,10 +414,6 @@ def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
         f"timm:{name} does not fit {path}: {shown}{more}, and nothing is resized; take timm's "
         f"name of the file's architecture{rows if _POSITIONS in wrong else ''}"
     )
-
-
-def _is_same(value: Tensor, other: Tensor) -> bool:
-    return value.shape == other.shape and torch.equal(_bits(value), _bits(other))
 
 
 def _bits(value: Tensor) -> Int[Tensor, " numbers"]:
