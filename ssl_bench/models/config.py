@@ -19,7 +19,7 @@ from ssl_bench.composition.fields import (
     require,
 )
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.initialisers.options import check_block_options, check_filter_options
+from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS, make_initialiser
 
 Config = TypeVar("Config", bound="EncoderConfig")
 AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
@@ -170,7 +170,7 @@ class ViTConfig(EncoderConfig):
                 "model.init=osa draws 2 x head width orthogonal columns of model.dim entries, so "
                 f"model.num_heads must be 2 or more, got {self.num_heads}"
             )
-        check_block_options(self.init, self.init_options)
+        make_initialiser(BLOCK_OPTIONS, self.init, self.init_options)
 
     @property
     def grid_size(self) -> int:
@@ -239,7 +239,7 @@ class ConvMixerConfig(EncoderConfig):
                 "model.kernel_size must be odd, so that a filter has a middle, got "
                 f"{self.kernel_size}; take {near}"
             )
-        check_filter_options(self.init, self.init_options)
+        make_initialiser(FILTER_OPTIONS, self.init, self.init_options)
 
 
 # By name: these files import this one.

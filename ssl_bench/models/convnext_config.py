@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from ssl_bench.composition.fields import Depth, Pixels, RateOrZero, Width, Within
 from ssl_bench.models.config import EncoderConfig, check_divisible
-from ssl_bench.models.initialisers.options import check_filter_options
+from ssl_bench.models.initialisers.options import FILTER_OPTIONS, make_initialiser
 
 
 @dataclass(frozen=True)
@@ -40,4 +40,4 @@ class ConvNeXtConfig(EncoderConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_divisible(self, "image_size", "patch_size")
-        check_filter_options(self.init, self.init_options)
+        make_initialiser(FILTER_OPTIONS, self.init, self.init_options)

@@ -6,7 +6,7 @@ it in front of somebody else's blocks and leave their weights alone.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,9 @@ class TokenGraying(nn.Module):
     def forward(self, x: Tokens) -> Tokens:
         if self.kind == "none":
             return x
-        gray = gray_by_dct if self.kind == "dct" else _svd_graying(x)
+        # For a GPU the way without a decomposition, unless float64 is asked for, as probes do.
+        by_svd = raised if x.is_cuda and x.dtype != torch.float64 else gray_by_svd
+        gray = gray_by_dct if self.kind == "dct" else by_svd
         # No decomposition takes bfloat16, and its cosines are not orthogonal.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x.device):
@@ -61,11 +63,6 @@ class TokenGraying(nn.Module):
 
     def extra_repr(self) -> str:
         return f"kind={self.kind}, exponent={self.exponent}"
-
-
-def _svd_graying(x: Tokens) -> Callable[[Tokens, float], Tokens]:
-    """For a GPU the way without a decomposition, unless float64 is asked for, which probes do."""
-    return raised if x.is_cuda and x.dtype != torch.float64 else gray_by_svd
 
 
 def gray_by_svd(x: Tokens, exponent: float) -> Tokens:
@@ -268,9 +265,16 @@ def _adjoint(x: Matrix, gradient: Matrix, exponent: float) -> Matrix:
 
 
 def _scaled(x: Matrix) -> tuple[Square, Float[Tensor, "batch 1 1"], Square]:
-    """x^T x over its largest eigenvalue, that, and the projector on its eigenvectors."""
+    """x^T x over its largest eigenvalue, that, and the projector on its eigenvectors.
+
+    The projector, whose trace is 1, is a high power of the matrix.
+    """
     gram = x.mT @ x
-    largest, projector = _largest_eigenvalue(gram)
+    projector = _of_trace_one(gram)
+    for _ in range(_SQUARINGS):
+        projector = _of_trace_one(projector @ projector)
+    largest = (gram * projector).sum(dim=(1, 2), keepdim=True)
+    largest = largest.clamp_min(torch.finfo(gram.dtype).tiny)
     return gram / largest, largest, projector
 
 
@@ -280,15 +284,6 @@ def _inverse(matrix: Square) -> Square:
     lower = torch.linalg.cholesky_ex(matrix).L
     root = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
     return root.mT @ root
-
-
-def _largest_eigenvalue(gram: Square) -> tuple[Float[Tensor, "batch 1 1"], Square]:
-    """With the projector on its eigenvectors, whose trace is 1: a high power of the matrix."""
-    projector = _of_trace_one(gram)
-    for _ in range(_SQUARINGS):
-        projector = _of_trace_one(projector @ projector)
-    largest = (gram * projector).sum(dim=(1, 2), keepdim=True)
-    return largest.clamp_min(torch.finfo(gram.dtype).tiny), projector
 
 
 def _of_trace_one(matrix: Square) -> Square:

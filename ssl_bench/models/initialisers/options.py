@@ -153,16 +153,6 @@ def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[s
     return kind(**chosen)
 
 
-def check_block_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse what no initialiser of blocks can be told."""
-    make_initialiser(BLOCK_OPTIONS, name, options)
-
-
-def check_filter_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse what no initialiser of depthwise filters can be told."""
-    make_initialiser(FILTER_OPTIONS, name, options)
-
-
 def in_full(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Every option of an initialiser with the value that holds; None stood for its default."""
     kind = {**BLOCK_OPTIONS, **FILTER_OPTIONS}.get(name, NoOptions)

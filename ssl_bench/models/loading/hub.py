@@ -5,6 +5,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -76,9 +77,15 @@ def hugging_face_file(
         names: Any of these will do; earlier ones come first.
         revision: Branch, tag or commit; the main branch without.
     """
-    for name in names:
-        with suppress(LocalEntryNotFoundError):
-            return Path(_from_hub(repository, name, revision, cached=True))
+    fetch = partial(huggingface_hub.hf_hub_download, repository, revision=revision)
+    try:
+        for name in names:
+            with suppress(LocalEntryNotFoundError):
+                return Path(fetch(name, local_files_only=True))
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"{repository!r} is no name of a repository; expected hf-hub:ORG/NAME"
+        ) from error
     url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
     try:
         # That there is an answer is enough.
@@ -88,20 +95,9 @@ def hugging_face_file(
         raise CheckpointError(f"{error}; {_local_ways(url)}") from error
     for name in names:
         with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
-            return Path(_from_hub(repository, name, revision, cached=False))
+            return Path(fetch(name, local_files_only=False))
     at = f" at {revision}" if revision else ""
     raise CheckpointError(f"{url}{at} gave no {' or '.join(names)}; {_local_ways(url)}")
-
-
-def _from_hub(repository: str, name: str, revision: str | None, *, cached: bool) -> str:
-    try:
-        return huggingface_hub.hf_hub_download(
-            repository, name, revision=revision, local_files_only=cached
-        )
-    except HFValidationError as error:
-        raise CheckpointError(
-            f"{repository!r} is no name of a repository; expected hf-hub:ORG/NAME"
-        ) from error
 
 
 def _local_ways(url: str) -> str:

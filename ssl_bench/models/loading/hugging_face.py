@@ -85,7 +85,7 @@ def load_hugging_face(uri: str) -> Encoder:
     }
     rotation = config.get("rope_parameters")
     said = {**config, **rotation} if isinstance(rotation, Mapping) else config
-    _require_agreement(said, {**_sizes(encoder), **built}, path, weights)
+    _require_agreement(said, encoder, built, path, weights)
     return replace(encoder, colours_from=colours_from)
 
 
@@ -136,13 +136,19 @@ def _from_transformers(
         "hidden_act": "gelu",
         "use_swiglu_ffn": False,
     }
-    _require_agreement(config, {**_sizes(encoder), **built}, path, weights)
+    _require_agreement(config, encoder, built, path, weights)
     return encoder
 
 
-def _sizes(encoder: Encoder) -> dict[str, Any]:
-    """What transformers calls the sizes of an encoder."""
-    return {
+def _require_agreement(
+    config: Mapping[str, Any],
+    encoder: Encoder,
+    built: Mapping[str, Any],
+    path: Path,
+    weights: Path,
+) -> None:
+    """Refuse a configuration that says something else than what was built."""
+    sizes = {
         "hidden_size": encoder.dim,
         "num_hidden_layers": encoder.depth,
         "num_attention_heads": encoder.num_heads,
@@ -150,13 +156,7 @@ def _sizes(encoder: Encoder) -> dict[str, Any]:
         "num_channels": 3,
         "patch_size": encoder.patch_size,
     }
-
-
-def _require_agreement(
-    config: Mapping[str, Any], built: Mapping[str, Any], path: Path, weights: Path
-) -> None:
-    """Refuse a configuration that says something else than what was built."""
-    for key, ours in built.items():
+    for key, ours in {**sizes, **built}.items():
         theirs = config.get(key, ours)
         if theirs != ours and theirs != [ours, ours]:
             raise CheckpointError(

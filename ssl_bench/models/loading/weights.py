@@ -309,12 +309,7 @@ def _reason_beside(
 ) -> str | None:
     """Why a tensor that is not the encoder's is left out; None if nobody knows.
 
-    Args:
-        name: Of the tensor.
-        value: The tensor.
-        above: What its name and `root` begin with.
-        root: What the names of the encoder begin with.
-        others: The same of other encoders.
+    Its name and `root`, with which those of the encoder begin, both begin with `above`.
     """
     beside = name.removeprefix(above)
     part = _PART.split(beside)[0]
