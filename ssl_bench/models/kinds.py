@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -35,35 +36,30 @@ _OF_MACHINE = frozenset({"training", "fused_attn"})
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
     """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
-    if isinstance(config, ViTConfig):
-        return build_vit(config, seed=seed)
-    if isinstance(config, ConvMixerConfig):
-        return build_conv_mixer(config, seed=seed)
-    if isinstance(config, ConvNeXtConfig):
-        return build_convnext(config, seed=seed)
-    if isinstance(config, TimmConfig):
-        # timm takes seconds to import.
-        from ssl_bench.models.timm_model import build_timm
-
-        return build_timm(config, seed=seed)
-    # What reads tokens is no part of the encoders; it is imported by name alone.
-    state_space = import_module("ssl_bench.models.state_space.model")
-    return state_space.build_state_space_model(config, seed=seed)
+    return _kind(config)[1](config, seed=seed)
 
 
 def empty_encoder(config: EncoderConfig) -> EncoderModule:
     """An encoder whose weights are yet to be loaded."""
-    if isinstance(config, ViTConfig):
-        return VisionTransformer(config)
-    if isinstance(config, ConvMixerConfig):
-        return ConvMixer(config)
-    if isinstance(config, ConvNeXtConfig):
-        return ConvNeXt(config)
-    if isinstance(config, TimmConfig):
-        from ssl_bench.models.timm_model import TimmEncoder
+    return _kind(config)[0](config)
 
-        return TimmEncoder(config)
-    return import_module("ssl_bench.models.state_space.model").StateSpaceModel(config)
+
+def _kind(config: EncoderConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The class of an encoder, and what makes one with initial weights."""
+    if isinstance(config, ViTConfig):
+        return VisionTransformer, build_vit
+    if isinstance(config, ConvMixerConfig):
+        return ConvMixer, build_conv_mixer
+    if isinstance(config, ConvNeXtConfig):
+        return ConvNeXt, build_convnext
+    if isinstance(config, TimmConfig):
+        # timm takes seconds to import.
+        from ssl_bench.models.timm_model import TimmEncoder, build_timm
+
+        return TimmEncoder, build_timm
+    # What reads tokens is no part of the encoders; it is imported by name alone.
+    state_space = import_module("ssl_bench.models.state_space.model")
+    return state_space.StateSpaceModel, state_space.build_state_space_model
 
 
 def encoder_from_model(

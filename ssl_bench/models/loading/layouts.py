@@ -97,6 +97,7 @@ DINO = Layout(
     "https://github.com/facebookresearch/dino/blob/7c446df5/vision_transformer.py",
     heads=_WIDE_HEADS,
 )
+_TF_BLOCK = r"encoder\.layer\.(\d+)\."
 TRANSFORMERS = Layout(
     "transformers",
     "https://github.com/huggingface/transformers/blob/015e6876/src/transformers/models/"
@@ -107,19 +108,13 @@ TRANSFORMERS = Layout(
         (r"embeddings\.position_embeddings", r"pos_embed"),
         (r"embeddings\.register_tokens", r"reg_token"),
         (r"embeddings\.patch_embeddings\.projection\.(\w+)", r"patch_embed.proj.\1"),
-        (r"encoder\.layer\.(\d+)\.(?:norm1|layernorm_before)\.(\w+)", r"blocks.\1.norm1.\2"),
-        (r"encoder\.layer\.(\d+)\.(?:norm2|layernorm_after)\.(\w+)", r"blocks.\1.norm2.\2"),
-        (
-            r"encoder\.layer\.(\d+)\.attention\.attention\.(query|key|value)\.(\w+)",
-            r"blocks.\1.attn.\2.\3",
-        ),
-        (r"encoder\.layer\.(\d+)\.attention\.output\.dense\.(\w+)", r"blocks.\1.attn.proj.\2"),
-        (
-            r"encoder\.layer\.(\d+)\.(?:intermediate\.dense|mlp\.fc1)\.(\w+)",
-            r"blocks.\1.mlp.fc1.\2",
-        ),
-        (r"encoder\.layer\.(\d+)\.(?:output\.dense|mlp\.fc2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
-        (r"encoder\.layer\.(\d+)\.layer_scale([12])\.lambda1", r"blocks.\1.ls\2.gamma"),
+        (rf"{_TF_BLOCK}(?:norm1|layernorm_before)\.(\w+)", r"blocks.\1.norm1.\2"),
+        (rf"{_TF_BLOCK}(?:norm2|layernorm_after)\.(\w+)", r"blocks.\1.norm2.\2"),
+        (rf"{_TF_BLOCK}attention\.attention\.(query|key|value)\.(\w+)", r"blocks.\1.attn.\2.\3"),
+        (rf"{_TF_BLOCK}attention\.output\.dense\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (rf"{_TF_BLOCK}(?:intermediate\.dense|mlp\.fc1)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (rf"{_TF_BLOCK}(?:output\.dense|mlp\.fc2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (rf"{_TF_BLOCK}layer_scale([12])\.lambda1", r"blocks.\1.ls\2.gamma"),
         (r"layernorm\.(\w+)", r"norm.\1"),
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
