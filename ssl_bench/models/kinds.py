@@ -77,16 +77,24 @@ def encoder_from_model(
     config: EncoderConfig = model.config
     require_images(config, uri)
     shape = config.shape if isinstance(config, TimmConfig) else None
+    # Norms of others may have another epsilon than those of this suite.
+    epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
+    (eps,) = epsilons if epsilons and shape is None else {NORM_EPS}
+    described = configured(config, norm_eps=eps, strides=shape.strides if shape else ())
     native_size = (config.image_size, config.image_size)
     if isinstance(model, VisionTransformer):
         rows, cols = model.grid_size
         native_size = (rows * config.patch_size, cols * config.patch_size)
+        if rows != cols:
+            described["grid_size"] = [rows, cols]
+        if model.position_margin != DINO_MARGIN:
+            described["position_margin"] = model.position_margin
     return Encoder(
         module=model.eval().requires_grad_(False),
         name=name,
         uri=uri,
         sha256=sha256 or state_dict_sha256(model),
-        architecture=_architecture(model),
+        architecture=described,
         patch_size=shape.strides[0] if shape else config.patch_size,
         depth=config.depth,
         dim=config.dim,
@@ -104,20 +112,6 @@ def encoder_from_model(
         widths=shape.widths if shape else (),
         channels_last=shape is not None and shape.channels_last,
     )
-
-
-def _architecture(model: EncoderModule) -> dict[str, Any]:
-    """Architecture of a model, whose norms may have another epsilon than those of this suite."""
-    if isinstance(model.config, TimmConfig):
-        return configured(model.config, strides=model.config.shape.strides)
-    found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
-    (eps,) = found or {NORM_EPS}
-    described = configured(model.config, norm_eps=eps)
-    if isinstance(model, VisionTransformer) and len(set(model.grid_size)) > 1:
-        described["grid_size"] = list(model.grid_size)
-    if isinstance(model, VisionTransformer) and model.position_margin != DINO_MARGIN:
-        described["position_margin"] = model.position_margin
-    return described
 
 
 def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:

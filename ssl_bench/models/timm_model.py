@@ -122,7 +122,19 @@ class TimmEncoder(TimmBackbone, EncoderModule):
     def __init__(self, config: TimmConfig) -> None:
         super().__init__(create(config))
         self.config = config
-        _check_sizes(config, self.model)
+        stem: Any = getattr(self.model, "stem", None)
+        if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
+            raise ConfigurationError(
+                f"model.name={config.name} has another stem than patches, expected a ConvNeXt "
+                "that begins with patches; such as convnext_atto"
+            )
+        coarsest = max(shape_of_model(self.model).strides)
+        if config.image_size % coarsest:
+            raise ConfigurationError(
+                f"model.image_size must be a multiple of {coarsest}, what a token of the last "
+                f"stage of {config.name} stands for, got {config.image_size}; take "
+                f"{(config.image_size // coarsest + 1) * coarsest}, or a smaller model.patch_size"
+            )
         gray_inputs(config, blocks_of(self.model), getattr(self.model, "blocks_token_only", ()))
         for filters in depthwise_filters(self.model) if config.frozen_filters else ():
             filters.weight.requires_grad_(False)
@@ -243,23 +255,3 @@ def create(config: TimmConfig, device: str | None = None) -> Any:
             f"{', '.join(kind.__name__ for kind in TRAINED)}; take another name"
         )
     return model
-
-
-def _stem_stride(model: Any) -> int:
-    return model.stem[0].stride[0]
-
-
-def _check_sizes(config: TimmConfig, model: Any) -> None:
-    """Refuse images or a stem that the model cannot take as the configuration says."""
-    if isinstance(model, ConvNeXt) and _stem_stride(model) != config.patch_size:
-        raise ConfigurationError(
-            f"model.name={config.name} has another stem than patches, expected a ConvNeXt that "
-            "begins with patches; such as convnext_atto"
-        )
-    coarsest = max(shape_of_model(model).strides)
-    if config.image_size % coarsest:
-        raise ConfigurationError(
-            f"model.image_size must be a multiple of {coarsest}, what a token of the last stage of "
-            f"{config.name} stands for, got {config.image_size}; "
-            f"take {(config.image_size // coarsest + 1) * coarsest}, or a smaller model.patch_size"
-        )

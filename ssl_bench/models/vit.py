@@ -168,8 +168,11 @@ class VisionTransformer(EncoderModule):
             waves = sinusoidal_positions(*self.grid_size, config.dim)
             self.pos_embed.data[0, 1:] = config.position_scale * waves
         step = config.drop_path / max(1, config.depth - 1)
+        gray = range(config.depth) if config.graying_layers is None else config.graying_layers
+        plain = replace(config, graying="none")
         self.blocks = nn.ModuleList(
-            Block(_of_layer(config, layer), drop_path=step * layer) for layer in range(config.depth)
+            Block(config if layer in gray else plain, drop_path=step * layer)
+            for layer in range(config.depth)
         )
         self.norm = _norm(config)
 
@@ -210,12 +213,6 @@ def _attention(config: ViTConfig) -> Any:
     # Its matrix functions are its own; they are imported by name alone.
     orthogonal = import_module("ssl_bench.models.orthogonal.attention")
     return orthogonal.OrthogonalAttention(config.dim, config.num_heads, basis)
-
-
-def _of_layer(config: ViTConfig, layer: int) -> ViTConfig:
-    layers = config.graying_layers
-    is_gray = layers is None or layer in layers
-    return config if is_gray else replace(config, graying="none")
 
 
 def _norm(config: ViTConfig) -> nn.Module:

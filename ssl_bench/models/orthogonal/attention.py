@@ -77,20 +77,12 @@ class OrthogonalAttention(nn.Module):
             scale = (self.alpha / math.sqrt(m.shape[-1] // 2))[:, None, None]
             if self.basis == "qr":
                 return _rotated_in_span(m, v, scale)
-            return _rotated_in_basis(newton_schulz_basis(m), m, v, scale)
-
-
-def _rotated_in_basis(
-    basis: Float[Tensor, "batch heads tokens rank"],
-    m: Float[Tensor, "batch heads tokens twice_width"],
-    v: HeadTokens,
-    scale: Float[Tensor, "heads 1 1"],
-) -> HeadTokens:
-    """V + B (exp(s) - I) B^T V, where exp(s) - I = phi(s) s."""
-    inside = basis.mT @ m
-    turned = scale * _turned(inside)
-    exponential = phi(turned @ inside.mT)
-    return v + basis @ (exponential @ (turned @ (inside.mT @ (basis.mT @ v))))
+            # V + B (exp(s) - I) B^T V, where exp(s) - I = phi(s) s.
+            basis = newton_schulz_basis(m)
+            inside = basis.mT @ m
+            turned = scale * _turned(inside)
+            exponential = phi(turned @ inside.mT)
+            return v + basis @ (exponential @ (turned @ (inside.mT @ (basis.mT @ v))))
 
 
 def _rotated_in_span(
@@ -98,7 +90,7 @@ def _rotated_in_span(
     v: HeadTokens,
     scale: Float[Tensor, "heads 1 1"],
 ) -> HeadTokens:
-    """The same with an orthonormal basis of M's columns that is held fixed.
+    """A V with an orthonormal basis of M's columns that is held fixed.
 
     `outside` is zero but for rounding. Its derivative is not: with it the derivative is that of
     V + M phi(J M^T M) J M^T V = exp(S) V, where S = M J M^T.
