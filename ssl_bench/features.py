@@ -1,9 +1,12 @@
 """The only gate between encoders and probes: images in [0, 1] in, features of any block out."""
 
+import difflib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,20 +15,27 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
-from ssl_bench.layers import REGISTERS, Facet
+from ssl_bench.layers import INNER_FACETS, REGISTERS, Facet, submodule_of
 from ssl_bench.models import Encoder
 from ssl_bench.requirements import check_asked
 from ssl_bench.system.autocast import autocast
 from ssl_bench.system.memory import is_out_of_memory
 from ssl_bench.system.progress import say
 from ssl_bench.system.transfers import fetched, sent
-from ssl_bench.taps import TRIAL_GRID, Taps
 
 Features = dict[int, dict[Facet, Tensor]]
 Grids = dict[int, tuple[int, int]]
-Hook = Callable[[nn.Module, tuple[Any, ...], Any], None]
+Layout = Literal["tokens", "channels_first", "channels_last"]
 
 _QKV_PARTS: tuple[Facet, ...] = ("query", "key", "value")
+# Rows and columns of the patches of the first pass; no square, so that it shows what is a row.
+_TRIAL_GRID = (2, 3)
+# Of timm's blocks the first also takes in LayerScale and, in post-norm blocks, the norm.
+_BEFORE_SKIP = {
+    "attn_out": ("drop_path1", "drop_path", "attn"),
+    "mlp_out": ("drop_path2", "drop_path", "mlp"),
+}
+_SUBLAYER = {"attn_out": "attn", "attn_skip": "attn", "mlp_hidden": "mlp", "mlp_out": "mlp"}
 
 
 class FeatureExtractor:
@@ -73,13 +83,15 @@ class FeatureExtractor:
         self._module = encoder.module.to(self.device)
         self._mean = torch.tensor(encoder.mean, device=self.device).view(3, 1, 1)
         self._std = torch.tensor(encoder.std, device=self.device).view(3, 1, 1)
-        self._taps = Taps.of(encoder, self.layers, self.facets)
+        inner = [f for f in self.facets if f in INNER_FACETS or submodule_of(f) is not None]
+        self._taps = [_tap(encoder, layer, facet) for layer in self.layers for facet in inner]
+        self._layouts: dict[tuple[int, Facet], Layout] = {}
         self._widths = dict.fromkeys(self.facets, self.dim)
         if self._taps:
             patch = max((*encoder.strides, self.patch_size))
-            trial = [n * patch for n in TRIAL_GRID] if encoder.any_size else encoder.native_size
+            trial = [n * patch for n in _TRIAL_GRID] if encoder.any_size else encoder.native_size
             found, _ = self.unchecked(torch.zeros(2, 3, *trial))
-            self._widths |= self._taps.widths(found)
+            self._widths |= self._inner_widths(found)
 
     def width(self, facet: Facet) -> int:
         """Of its features, in the last layer where they differ."""
@@ -143,8 +155,11 @@ class FeatureExtractor:
     def _of_part(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> tuple[Features, Float[Tensor, "features batch"]]:
-        images = self._prepared(images)
+        images = (sent(images, self.device).to(torch.float32) - self._mean) / self._std
+        if self.pad:
+            images = pad_to_patch(images, self.patch_size)
         height, width = images.shape[-2:]
+        self.require_size(height, width)
         strides = {layer: self.encoder.stride(layer) for layer in self.layers}
         grids = {layer: (height // n, width // n) for layer, n in strides.items()}
         found: Features = {layer: {} for layer in self.layers}
@@ -197,16 +212,6 @@ class FeatureExtractor:
                 f"{height} x {width}; resize to {near[0]} x {near[1]} or extract with pad=True"
             )
 
-    def _prepared(
-        self, images: Float[Tensor, "batch 3 height width"]
-    ) -> Float[Tensor, "batch 3 padded_height padded_width"]:
-        images = (sent(images, self.device).to(torch.float32) - self._mean) / self._std
-        if self.pad:
-            images = pad_to_patch(images, self.patch_size)
-        height, width = images.shape[-2:]
-        self.require_size(height, width)
-        return images
-
     @contextmanager
     def _listening(self, found: Features, grids: Grids, batch: int) -> Iterator[None]:
         """Hooks that fill `found` during a forward pass; gone afterwards, whatever happens."""
@@ -215,14 +220,21 @@ class FeatureExtractor:
         try:
             for layer in self.layers:
                 block = blocks.get_submodule(str(layer))
-                keep = self._keeper(found[layer], grids[layer])
+                keep = partial(self._keep_tokens, found[layer], grids[layer])
                 handles.append(block.register_forward_hook(keep))
-                # Some of timm's blocks have none, which `_checked` tells.
+                # Some of timm's blocks have none, which `_require_all` tells.
                 qkv = dict(block.named_modules()).get("attn.qkv")
                 if qkv is not None and any(facet in _QKV_PARTS for facet in self.facets):
-                    keep_qkv = self._qkv_keeper(found[layer], layer, (batch, *grids[layer]))
-                    handles.append(qkv.register_forward_hook(keep_qkv))
-            handles += self._taps.listen(found, grids, batch)
+                    keep = partial(self._keep_qkv, found[layer], layer, (batch, *grids[layer]))
+                    handles.append(qkv.register_forward_hook(keep))
+            for tap in self._taps:
+                place = (found[tap.layer], grids[tap.layer], batch)
+                hear = partial(self._keep_inner, tap, place, [])
+                for module in tap.modules:
+                    if tap.side == "input":
+                        handles.append(module.register_forward_pre_hook(hear))
+                    else:
+                        handles.append(module.register_forward_hook(hear))
             deepest = blocks.get_submodule(str(max(self.layers)))
             handles.append(deepest.register_forward_hook(_stop))
             yield
@@ -230,53 +242,107 @@ class FeatureExtractor:
             for handle in handles:
                 handle.remove()
 
-    def _keeper(self, features: dict[Facet, Tensor], grid: tuple[int, int]) -> Hook:
-        prefix = self.encoder.num_prefix_tokens
-        first = prefix - self.encoder.num_registers
+    def _keep_tokens(
+        self,
+        features: dict[Facet, Tensor],
+        grid: tuple[int, int],
+        _block: nn.Module,
+        _inputs: tuple[Any, ...],
+        output: Any,
+    ) -> None:
+        tokens = tokens_among(output)
+        # Blocks of convolutions and of windows give maps; their norm, like all, takes tokens.
+        if tokens.ndim != 3:
+            last = self.encoder.channels_last
+            tokens = tokens.flatten(1, 2) if last else tokens.flatten(2).transpose(1, 2)
+        if "token" in self.facets:
+            features["token"] = self._patches(tokens, grid)
+        if "cls" in self.facets:
+            features["cls"] = tokens[:, 0].float()
+        if REGISTERS in self.facets:
+            prefix = self.encoder.num_prefix_tokens
+            features[REGISTERS] = tokens[:, prefix - self.encoder.num_registers : prefix].float()
+        if "token_normed" in self.facets or "cls_normed" in self.facets:
+            normed = self._module.get_submodule("norm")(tokens)
+            if "token_normed" in self.facets:
+                features["token_normed"] = self._patches(normed, grid)
+            if "cls_normed" in self.facets:
+                features["cls_normed"] = normed[:, 0].float()
 
-        def keep(_block: nn.Module, _inputs: tuple[Any, ...], output: Any) -> None:
-            tokens = self._tokens(tokens_among(output))
-            if "token" in self.facets:
-                features["token"] = self._patches(tokens, grid)
-            if "cls" in self.facets:
-                features["cls"] = tokens[:, 0].float()
-            if REGISTERS in self.facets:
-                features[REGISTERS] = tokens[:, first:prefix].float()
-            if "token_normed" in self.facets or "cls_normed" in self.facets:
-                normed = self._module.get_submodule("norm")(tokens)
-                if "token_normed" in self.facets:
-                    features["token_normed"] = self._patches(normed, grid)
-                if "cls_normed" in self.facets:
-                    features["cls_normed"] = normed[:, 0].float()
-
-        return keep
-
-    def _tokens(self, output: Tensor) -> Tensor:
-        """Blocks of convolutions and of windows give maps; their norm, like all, takes tokens."""
-        if output.ndim == 3:
-            return output
-        if self.encoder.channels_last:
-            return output.flatten(1, 2)
-        return output.flatten(2).transpose(1, 2)
-
-    def _qkv_keeper(
-        self, features: dict[Facet, Tensor], layer: int, shape: tuple[int, int, int]
-    ) -> Hook:
-        batch, grid = shape[0], shape[1:]
+    def _keep_qkv(
+        self,
+        features: dict[Facet, Tensor],
+        layer: int,
+        shape: tuple[int, int, int],
+        _qkv: nn.Module,
+        _inputs: tuple[Any, ...],
+        output: Tensor,
+    ) -> None:
+        batch, *grid = shape
         tokens = self.encoder.num_prefix_tokens + grid[0] * grid[1]
+        if output.shape[:2] != (batch, tokens):
+            raise UnfitEncoder(
+                f"layer {layer} of {self.encoder.name} computes queries, keys and values of "
+                "windows, expected those of an image; ask for probe.facet=token"
+            )
+        for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
+            if facet in self.facets:
+                # A copy, so that the other two thirds can go.
+                features[facet] = self._patches(part.contiguous(), (grid[0], grid[1]))
 
-        def keep(_qkv: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> None:
-            if output.shape[:2] != (batch, tokens):
+    def _keep_inner(
+        self,
+        tap: "_Tap",
+        place: tuple[dict[Facet, Tensor], tuple[int, int], int],
+        owners: list[nn.Module],
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+        output: Any = None,
+    ) -> None:
+        if module in owners:
+            raise UnfitEncoder(
+                f"{self.encoder.name} calls {tap.name} more than once in a pass, expected "
+                "once; ask for a submodule that is called once"
+            )
+        owners.append(module)
+        if len(owners) > 1:
+            return
+        value = output if tap.side == "output" else inputs[0] if inputs else None
+        if not isinstance(value, Tensor):
+            raise UnfitEncoder(
+                f"{tap.name} of {self.encoder.name} gives a {type(value).__name__}, expected one "
+                "tensor; ask for a submodule of it"
+            )
+        features, grid, batch = place
+        possible = _layouts(value.shape, batch, grid, self.encoder.num_prefix_tokens)
+        layout = self._layouts.get((tap.layer, tap.facet), next(iter(possible), None))
+        if layout is None or layout not in possible:
+            raise UnfitEncoder(
+                f"{tap.facet} of block {tap.layer} of {self.encoder.name} has the shape "
+                f"{tuple(value.shape)} for {batch} images of {grid[0]} x {grid[1]} patches, "
+                "expected tokens (batch, tokens, channels) or a map of patches; ask for another "
+                "submodule"
+            )
+        self._layouts[tap.layer, tap.facet] = layout
+        if layout == "tokens":
+            value = value[:, value.shape[1] - grid[0] * grid[1] :].unflatten(1, grid)
+        elif layout == "channels_first":
+            value = value.permute(0, 2, 3, 1)
+        # A copy: what comes next in the block may work in place.
+        features[tap.facet] = value.float().clone()
+
+    def _inner_widths(self, found: Features) -> dict[Facet, int]:
+        """Channels of each facet from inside, which are one number in all blocks."""
+        widths: dict[Facet, int] = {}
+        for tap in self._taps:
+            width = found[tap.layer][tap.facet].shape[-1]
+            if widths.setdefault(tap.facet, width) != width:
                 raise UnfitEncoder(
-                    f"layer {layer} of {self.encoder.name} computes queries, keys and values of "
-                    "windows, expected those of an image; ask for probe.facet=token"
+                    f"{tap.facet} of {self.encoder.name} has {width} channels in block "
+                    f"{tap.layer} and {widths[tap.facet]} in others, expected one number; ask for "
+                    "blocks that are alike"
                 )
-            for facet, part in zip(_QKV_PARTS, output.chunk(3, dim=-1), strict=True):
-                if facet in self.facets:
-                    # A copy, so that the other two thirds can go.
-                    features[facet] = self._patches(part.contiguous(), grid)
-
-        return keep
+        return widths
 
     def _patches(
         self, tokens: Float[Tensor, "batch tokens width"], grid: tuple[int, int]
@@ -309,6 +375,87 @@ class _DeepestLayerDone(Exception):
 
 def _stop(_block: nn.Module, _inputs: tuple[Any, ...], _output: Any) -> None:
     raise _DeepestLayerDone
+
+
+@dataclass(frozen=True)
+class _Tap:
+    """Where a facet from inside of one block is.
+
+    Attributes:
+        name: In messages.
+        modules: The first of them that is called gives it.
+        side: Whether it goes in there or comes out.
+    """
+
+    layer: int
+    facet: Facet
+    name: str
+    modules: tuple[nn.Module, ...]
+    side: Literal["input", "output"]
+
+
+def _tap(encoder: Encoder, layer: int, facet: Facet) -> _Tap:
+    block = encoder.module.get_submodule("blocks").get_submodule(str(layer))
+    parts = dict(block.named_modules())
+    path = submodule_of(facet)
+    if path is not None:
+        if path not in parts:
+            raise UnfitEncoder(_no_such(encoder, layer, path, list(parts)))
+        return _Tap(layer, facet, f"blocks.{layer}.{path}", (parts[path],), "output")
+    found, side = _named(parts, facet)
+    if not found:
+        raise UnfitEncoder(
+            f"block {layer} of {encoder.name} has no {facet}, only {_children(list(parts), '')}; "
+            "ask for facet=token, or a submodule as blocks.*.NAME"
+        )
+    return _Tap(layer, facet, f"{facet} of block {layer}", found, side)
+
+
+def _named(
+    parts: dict[str, nn.Module], facet: Facet
+) -> tuple[tuple[nn.Module, ...], Literal["input", "output"]]:
+    if _SUBLAYER[facet] not in parts:
+        return (), "output"
+    if facet in _BEFORE_SKIP:
+        return tuple(parts[name] for name in _BEFORE_SKIP[facet] if name in parts)[:1], "output"
+    if facet == "mlp_hidden":
+        names = ("mlp.fc2", "mlp.w3", "mlp.w2")
+        return tuple(parts[name] for name in names if name in parts)[:1], "input"
+    # The norm before the MLP; in post-norm blocks the MLP comes first.
+    pair = [parts[name] for name in ("norm2", "mlp") if name in parts]
+    return (tuple(pair) if len(pair) == 2 else ()), "input"
+
+
+def _no_such(encoder: Encoder, layer: int, path: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(path, [name for name in names if name], n=3)
+    parent = path
+    while parent not in names:
+        parent = parent.rpartition(".")[0]
+    where = f"blocks.{layer}.{parent}".rstrip(".")
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    return (
+        f"{encoder.name} has no blocks.{layer}.{path}; {hint}{where} has {_children(names, parent)}"
+    )
+
+
+def _children(names: list[str], parent: str) -> str:
+    start = f"{parent}." if parent else ""
+    found = [n.removeprefix(start) for n in names if n.startswith(start) and n != parent]
+    return ", ".join(name for name in found if "." not in name) or "no submodules"
+
+
+def _layouts(
+    shape: Sequence[int], batch: int, grid: tuple[int, int], num_prefix_tokens: int
+) -> list[Layout]:
+    """How a tensor may lie on a grid of patches; at most one way where that is no square."""
+    patches = grid[0] * grid[1]
+    with_prefix = (patches, num_prefix_tokens + patches)
+    fits: dict[Layout, bool] = {
+        "tokens": len(shape) == 3 and shape[1] in with_prefix,
+        "channels_first": len(shape) == 4 and tuple(shape[2:]) == grid,
+        "channels_last": len(shape) == 4 and tuple(shape[1:3]) == grid,
+    }
+    return [layout for layout, is_so in fits.items() if is_so and shape[0] == batch]
 
 
 def squashed(

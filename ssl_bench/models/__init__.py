@@ -12,18 +12,16 @@ from ssl_bench.models.convnext_config import ConvNeXtConfig
 from ssl_bench.models.encoder import IMAGENET_MEAN, IMAGENET_STD, Encoder
 from ssl_bench.models.loading.identity import EncoderIdentity
 from ssl_bench.models.loading.load import identify_encoder, load_encoder
-from ssl_bench.models.state_space.config import StateSpaceConfig
 from ssl_bench.models.timm_config import TimmConfig
 
 if TYPE_CHECKING:
-    from ssl_bench.models.attention import OrthogonalAttention
-    from ssl_bench.models.build import build_vit
-    from ssl_bench.models.conv_mixer import ConvMixer
-    from ssl_bench.models.initialisers.statistics import block_statistics, token_statistics
-    from ssl_bench.models.kinds import EncoderModule, build_encoder, encoder_from_model
+    from ssl_bench.models.convolutional import ConvMixer
+    from ssl_bench.models.kinds import build_encoder, encoder_from_model
     from ssl_bench.models.loading.checkpoint import save_encoder
+    from ssl_bench.models.orthogonal.attention import OrthogonalAttention
+    from ssl_bench.models.state_space.config import StateSpaceConfig
     from ssl_bench.models.state_space.model import StateSpaceModel
-    from ssl_bench.models.vit import VisionTransformer
+    from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 __all__ = [
     "IMAGENET_MEAN",
@@ -41,28 +39,25 @@ __all__ = [
     "TimmConfig",
     "ViTConfig",
     "VisionTransformer",
-    "block_statistics",
     "build_encoder",
     "build_vit",
     "encoder_from_model",
     "identify_encoder",
     "load_encoder",
     "save_encoder",
-    "token_statistics",
 ]
 
 _HOMES = {
-    "ConvMixer": "conv_mixer",
-    "EncoderModule": "kinds",
-    "OrthogonalAttention": "attention",
+    "ConvMixer": "convolutional",
+    "EncoderModule": "vit",
+    "OrthogonalAttention": "orthogonal.attention",
+    "StateSpaceConfig": "state_space.config",
     "StateSpaceModel": "state_space.model",
     "VisionTransformer": "vit",
-    "block_statistics": "initialisers.statistics",
     "build_encoder": "kinds",
-    "build_vit": "build",
+    "build_vit": "vit",
     "encoder_from_model": "kinds",
     "save_encoder": "loading.checkpoint",
-    "token_statistics": "initialisers.statistics",
 }
 
 

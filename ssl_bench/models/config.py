@@ -1,8 +1,10 @@
 """The frozen descriptions of encoders; what a checkpoint stores beside its weights."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from ssl_bench.composition.fields import (
     CountOrZero,
@@ -14,36 +16,83 @@ from ssl_bench.composition.fields import (
     Width,
     Within,
     check_fields,
+    require,
 )
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.convnext_config import ConvNeXtConfig
-from ssl_bench.models.fields import (
-    GrayingKind,
-    as_floats,
-    check_divisible,
-    check_layers,
-    from_dict,
-    take_older_names,
-    without_defaults,
-)
-from ssl_bench.models.initialisers.options import check_block_options, check_filter_options
-from ssl_bench.models.state_space.config import StateSpaceConfig
-from ssl_bench.models.timm_config import TimmConfig
+from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS, make_initialiser
 
+Config = TypeVar("Config", bound="EncoderConfig")
 AttentionKind = Literal["softmax", "linear", "osa_qr", "osa_newton_schulz"]
+GrayingKind = Literal["none", "svd", "dct"]
 Norm = Literal["layernorm", "none"]
 PositionEmbedding = Literal["learned", "sinusoidal"]
+_OLDER_OPTIONS = ("mlp_mean", "mlp_input_std")
+
+
+class EncoderConfig:
+    """What describes an encoder of any kind; each kind is a frozen dataclass.
+
+    Attributes:
+        kind: Its name in checkpoints.
+        image_size: Side in pixels.
+        patch_size: Side in pixels.
+        num_prefix_tokens: Tokens before the patches: [CLS], registers.
+        num_registers: How many of these are no [CLS].
+    """
+
+    kind: ClassVar[str]
+    # What says to type checkers that every kind is a dataclass.
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    image_size: int
+    patch_size: int
+    dim: int
+    depth: int
+    # Unless a kind says otherwise, there is no attention, no [CLS] and no register.
+    num_heads: int = 0
+    num_prefix_tokens: int = 0
+    num_registers: int = 0
+
+    def __post_init__(self) -> None:
+        """Hold fields to their types; equal configurations become equal texts."""
+        check_fields(self, "model")
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "init_options":
+                value = {key: one for key, one in value.items() if one is not None}
+            elif isinstance(item.default, float):
+                value = float(value)
+            elif isinstance(value, Sequence) and not isinstance(value, str):
+                value = tuple(value)
+            object.__setattr__(self, item.name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls: type[Config], values: Mapping[str, Any]) -> Config:
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ConfigurationError: A key that no version of this class knows, or a wrong value.
+        """
+        known = [item.name for item in fields(cls)]
+        for key in values:
+            if key not in known:
+                near = ", ".join(get_close_matches(key, known)) or ", ".join(known)
+                raise ConfigurationError(f"model has no key {key!r}; did you mean: {near}?")
+        return cls(**values)
 
 
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(EncoderConfig):
     """Architecture and initialisation of a Vision Transformer.
 
     Args:
         image_size: Side in pixels for which positions are stored; other sizes resize them.
         mlp_ratio: Hidden width of the MLP over `dim`.
         attention: "linear" has no softmax; "osa_qr" and "osa_newton_schulz" rotate the tokens, see
-            `ssl_bench.models.attention.OrthogonalAttention`; they have no biases.
+            `ssl_bench.models.OrthogonalAttention`; they have no biases.
         graying: What a block does to its tokens first, see
             `ssl_bench.models.graying.TokenGraying`.
         graying_exponent: In (0, 1]; 1 changes nothing. The default is the paper's for "dct", which
@@ -65,6 +114,8 @@ class ViTConfig:
         init_options: Its hyperparameters that differ from their defaults; None means the default.
             `mlp_mean` and `mlp_input_std` among them are older names of the fields.
     """
+
+    kind = "vit"
 
     image_size: Pixels = 224
     patch_size: Pixels = 16
@@ -91,70 +142,15 @@ class ViTConfig:
     init_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_fields(self, "model")
-        object.__setattr__(self, "init_options", without_defaults(self.init_options))
-        take_older_names(self, "init_options", ("mlp_mean", "mlp_input_std"))
-        as_floats(self)
-        self._check_sizes()
-        self._check_graying()
-        self._check_names()
-        check_block_options(self.init, self.init_options)
-
-    @property
-    def grid_size(self) -> int:
-        """Patches along one side of the stored position embedding."""
-        return self.image_size // self.patch_size
-
-    @property
-    def hidden_dim(self) -> int:
-        """Width of the MLP's hidden layer."""
-        return round(self.dim * self.mlp_ratio)
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        """[CLS] and registers, which come before the patches."""
-        return 1 + self.num_registers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` reads them back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ViTConfig":
-        """Read what `to_dict` wrote.
-
-        Raises:
-            ConfigurationError: A key that no version of this class knows, or a wrong value.
-        """
-        return from_dict(cls, values)
-
-    def _check_sizes(self) -> None:
+        super().__post_init__()
+        self._take_older_options()
         check_divisible(self, "image_size", "patch_size")
         check_divisible(self, "dim", "num_heads")
         if self.position_embedding == "sinusoidal" and self.dim % 4:
             raise ConfigurationError(
                 f"model.dim must be a multiple of 4 for sinusoidal positions, got {self.dim}"
             )
-
-    def _check_graying(self) -> None:
-        if self.graying_layers is not None:
-            # JSON and YAML give lists; equal configurations shall be equal.
-            object.__setattr__(self, "graying_layers", tuple(self.graying_layers))
-        check_layers(self.graying_layers, self.depth)
-
-    def _check_names(self) -> None:
-        choices = {
-            "attention": AttentionKind,
-            "graying": GrayingKind,
-            "norm": Norm,
-            "position_embedding": PositionEmbedding,
-        }
-        for name, kinds in choices.items():
-            value, known = getattr(self, name), get_args(kinds)
-            if value not in known:
-                raise ConfigurationError(
-                    f"model.{name} must be one of {', '.join(known)}, got {value!r}"
-                )
+        check_layers("graying_layers", self.graying_layers, self.depth)
         if self.drop_path and not (self.skip_attention and self.skip_mlp):
             raise ConfigurationError(
                 f"model.drop_path needs both skips, got {self.drop_path} for a skipless encoder; "
@@ -174,10 +170,42 @@ class ViTConfig:
                 "model.init=osa draws 2 x head width orthogonal columns of model.dim entries, so "
                 f"model.num_heads must be 2 or more, got {self.num_heads}"
             )
+        make_initialiser(BLOCK_OPTIONS, self.init, self.init_options)
+
+    @property
+    def grid_size(self) -> int:
+        """Patches along one side of the stored position embedding."""
+        return self.image_size // self.patch_size
+
+    @property
+    def hidden_dim(self) -> int:
+        """Width of the MLP's hidden layer."""
+        return round(self.dim * self.mlp_ratio)
+
+    @property
+    def num_prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """[CLS] and registers, which come before the patches."""
+        return 1 + self.num_registers
+
+    def _take_older_options(self) -> None:
+        """Move what `init_options` says of fields into them."""
+        said = dict(self.init_options)
+        for item in fields(self):
+            if item.name not in _OLDER_OPTIONS or item.name not in said:
+                continue
+            value, here = said.pop(item.name), getattr(self, item.name)
+            require(f"model.init_options.{item.name}", item.type, value)
+            if here not in (item.default, value):
+                raise ConfigurationError(
+                    f"model.init_options.{item.name} is an older name of model.{item.name}, got "
+                    f"{value} and {here}; give the latter alone"
+                )
+            object.__setattr__(self, item.name, float(value))
+        object.__setattr__(self, "init_options", said)
 
 
 @dataclass(frozen=True)
-class ConvMixerConfig:
+class ConvMixerConfig(EncoderConfig):
     """Architecture and initialisation of a ConvMixer; the defaults are ConvMixer-256/8.
 
     Args:
@@ -190,6 +218,8 @@ class ConvMixerConfig:
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
 
+    kind = "conv_mixer"
+
     image_size: Pixels = 32
     patch_size: Pixels = 2
     dim: Width = 256
@@ -200,15 +230,8 @@ class ConvMixerConfig:
     init: str = "uniform"
     init_options: Mapping[str, Any] = field(default_factory=dict)
 
-    # There is no attention, no [CLS] and no register.
-    num_heads = 0
-    num_prefix_tokens = 0
-    num_registers = 0
-
     def __post_init__(self) -> None:
-        check_fields(self, "model")
-        object.__setattr__(self, "init_options", without_defaults(self.init_options))
-        as_floats(self)
+        super().__post_init__()
         check_divisible(self, "image_size", "patch_size")
         if self.kernel_size % 2 == 0:
             near = f"{self.kernel_size - 1} or {self.kernel_size + 1}"
@@ -216,36 +239,17 @@ class ConvMixerConfig:
                 "model.kernel_size must be odd, so that a filter has a middle, got "
                 f"{self.kernel_size}; take {near}"
             )
-        check_filter_options(self.init, self.init_options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` reads them back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ConvMixerConfig":
-        """Read what `to_dict` wrote.
-
-        Raises:
-            ConfigurationError: A key that no version of this class knows, or a wrong value.
-        """
-        return from_dict(cls, values)
+        make_initialiser(FILTER_OPTIONS, self.init, self.init_options)
 
 
-EncoderConfig = ViTConfig | ConvMixerConfig | ConvNeXtConfig | TimmConfig | StateSpaceConfig
-_KINDS: Mapping[str, type[EncoderConfig]] = {
-    "vit": ViTConfig,
-    "conv_mixer": ConvMixerConfig,
-    "convnext": ConvNeXtConfig,
-    "timm": TimmConfig,
-    "state_space": StateSpaceConfig,
+# By name: these files import this one.
+_KINDS: Mapping[str, str] = {
+    "vit": "config.ViTConfig",
+    "conv_mixer": "config.ConvMixerConfig",
+    "convnext": "convnext_config.ConvNeXtConfig",
+    "timm": "timm_config.TimmConfig",
+    "state_space": "state_space.config.StateSpaceConfig",
 }
-
-
-def kind_of(config: EncoderConfig) -> str:
-    """The name under which `config_of` knows its class."""
-    (kind,) = (name for name, known in _KINDS.items() if isinstance(config, known))
-    return kind
 
 
 def config_of(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
@@ -256,4 +260,32 @@ def config_of(kind: str, values: Mapping[str, Any]) -> EncoderConfig:
     """
     if kind not in _KINDS:
         raise ConfigurationError(f"expected {' or '.join(_KINDS)}, got a model of kind {kind!r}")
-    return _KINDS[kind].from_dict(values)
+    module, _, name = _KINDS[kind].rpartition(".")
+    return getattr(import_module(f"ssl_bench.models.{module}"), name).from_dict(values)
+
+
+def check_divisible(config: EncoderConfig, name: str, divisor_name: str) -> None:
+    """Refuse a field that another one does not divide; the message names the nearest that fit."""
+    value, divisor = getattr(config, name), getattr(config, divisor_name)
+    if value % divisor:
+        lower = value - value % divisor
+        near = " or ".join(str(size) for size in (lower, lower + divisor) if size)
+        raise ConfigurationError(
+            f"model.{name} must be a multiple of model.{divisor_name} = {divisor}, got {value}; "
+            f"take {near}"
+        )
+
+
+def check_layers(name: str, layers: Sequence[int] | None, depth: int) -> None:
+    """Refuse blocks that an encoder does not have; None stands for all."""
+    if layers is None:
+        return
+    outside = [layer for layer in layers if layer not in range(depth)]
+    if outside or not layers:
+        none = (
+            "model.mimetic=[] changes" if name == "mimetic_layers" else "model.graying=none grays"
+        )
+        raise ConfigurationError(
+            f"model.{name} must lie in 0..{depth - 1}, got "
+            f"{', '.join(map(str, outside)) or 'none'}; {none} no block, null every one"
+        )

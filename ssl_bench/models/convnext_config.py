@@ -1,16 +1,16 @@
 """The frozen description of an isotropic ConvNeXt."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from ssl_bench.composition.fields import Depth, Pixels, RateOrZero, Width, Within, check_fields
-from ssl_bench.models.fields import as_floats, check_divisible, from_dict, without_defaults
-from ssl_bench.models.initialisers.options import check_filter_options
+from ssl_bench.composition.fields import Depth, Pixels, RateOrZero, Width, Within
+from ssl_bench.models.config import EncoderConfig, check_divisible
+from ssl_bench.models.initialisers.options import FILTER_OPTIONS, make_initialiser
 
 
 @dataclass(frozen=True)
-class ConvNeXtConfig:
+class ConvNeXtConfig(EncoderConfig):
     """Architecture and initialisation of a ConvNeXt of one stage; the defaults are 256/8.
 
     Args:
@@ -25,6 +25,8 @@ class ConvNeXtConfig:
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
 
+    kind = "convnext"
+
     image_size: Pixels = 32
     patch_size: Pixels = 2
     dim: Width = 256
@@ -35,27 +37,7 @@ class ConvNeXtConfig:
     init: str = "uniform"
     init_options: Mapping[str, Any] = field(default_factory=dict)
 
-    # There is no attention, no [CLS] and no register.
-    num_heads = 0
-    num_prefix_tokens = 0
-    num_registers = 0
-
     def __post_init__(self) -> None:
-        check_fields(self, "model")
-        object.__setattr__(self, "init_options", without_defaults(self.init_options))
-        as_floats(self)
+        super().__post_init__()
         check_divisible(self, "image_size", "patch_size")
-        check_filter_options(self.init, self.init_options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` reads them back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ConvNeXtConfig":
-        """Read what `to_dict` wrote.
-
-        Raises:
-            ConfigurationError: A key that no version of this class knows, or a wrong value.
-        """
-        return from_dict(cls, values)
+        make_initialiser(FILTER_OPTIONS, self.init, self.init_options)

@@ -1,9 +1,13 @@
-"""A frozen model with everything a probe must know about it."""
+"""A frozen model with everything a probe must know about it; what names it needs no torch."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from ssl_bench.errors import CheckpointError
+from ssl_bench.models.config import EncoderConfig
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,6 +18,15 @@ Colours = tuple[tuple[float, float, float], tuple[float, float, float]]
 """Mean and deviation of training images, RGB in [0, 1]."""
 IMAGENET_COLOURS: Colours = (IMAGENET_MEAN, IMAGENET_STD)
 ASSUMED = "assumed, the file does not say"
+NORM_EPS = 1e-6
+# They decide how the weights came about, not what is done with them.
+_OF_TRAINING = frozenset(
+    {
+        *("init", "init_options", "truncated_tokens", "drop_path", "frozen_filters"),
+        # Positions are weights: their scale is in them.
+        *("position_scale", "mlp_mean", "mlp_input_std"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -119,11 +132,7 @@ class Encoder:
     instead: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def from_module(
-        cls,
-        module: "nn.Module",
-        **facts: Unpack[ModuleFacts],
-    ) -> "Encoder":
+    def from_module(cls, module: "nn.Module", **facts: Unpack[ModuleFacts]) -> "Encoder":
         """An encoder of one's own: any module that takes images and has a list of blocks.
 
         One pass over two black images shows what is not said: depth, width, tokens before the
@@ -179,3 +188,32 @@ def identity_of(sha256: str, architecture: Mapping[str, Any], colours: Colours) 
     """See `Encoder.identity`."""
     mean, std = colours
     return {"checkpoint_sha256": sha256, "architecture": architecture, "mean": mean, "std": std}
+
+
+def configured(
+    config: EncoderConfig, *, norm_eps: float = NORM_EPS, strides: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Architecture of an encoder of ours in plain JSON types: what it computes but for its weights.
+
+    All whole numbers, and what else differs from a plain encoder of its kind. `strides` are the
+    pixels along a side of what a token of each block stands for, where blocks may differ in it.
+    """
+    plain = type(config)().to_dict()
+    described = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in _OF_TRAINING and (type(value) is int or value != plain[name])
+    }
+    eps = {} if norm_eps == NORM_EPS else {"norm_eps": norm_eps}
+    said = {"strides": strides} if strides else {}
+    return json.loads(json.dumps({"kind": config.kind, **described, **eps, **said}))
+
+
+def require_images(config: EncoderConfig, address: str) -> None:
+    """Refuse a model that no probe can look at."""
+    if config.patch_size == 0:
+        version = getattr(config, "version", config.kind)
+        raise CheckpointError(
+            f"expected an encoder of images, got {address}, a {version} that reads tokens; "
+            "what it can is in the log of its run"
+        )

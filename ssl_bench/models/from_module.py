@@ -4,8 +4,9 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError, UnfitEncoder
-from ssl_bench.models.architecture import of_library
 from ssl_bench.models.encoder import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -21,7 +21,7 @@ from ssl_bench.models.encoder import (
     Encoder,
     ModuleFacts,
 )
-from ssl_bench.models.kinds import state_dict_sha256
+from ssl_bench.models.kinds import of_library, state_dict_sha256
 from ssl_bench.system.imports import broken_file
 from ssl_bench.system.paths import expanded, real
 
@@ -59,24 +59,26 @@ def encoder_of_module(
     called = facts.get("name") or type(module).__name__
     mean, std = facts.get("mean", IMAGENET_MEAN), facts.get("std", IMAGENET_STD)
     epoch = facts.get("epoch")
-    blocks = facts.get("blocks") or _found_blocks(module, called)
-    found = dict(module.named_modules()).get(blocks)
-    if found is None or not list(found.children()):
+    parts = dict(module.named_modules())
+    blocks = facts.get("blocks") or _longest_list(module, called)
+    if blocks not in parts or not list(parts[blocks].children()):
         raise CheckpointError(
             f"{called} has no list of blocks called {blocks!r}; expected the name of a ModuleList "
             f"or Sequential, such as {', '.join(_lists(module)) or 'blocks'}"
         )
-    patch = facts.get("patch_size") or _found_patch(module, called)
-    own = OwnModule(module, blocks, _norm_of(module, facts.get("norm"), blocks, called))
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    sizes = _sizes(module, facts.get("image_size"), patch)
-    own.eval()
-    size, outputs = _first_that_runs(own, sizes, device, called)
-    any_size = _runs_at(own, (size[0] + patch, size[1] + 2 * patch), device)
-    grid = (size[0] // patch, size[1] // patch)
-    widths, prefix, channels_last = _anatomy(outputs, grid, called)
+    patch = facts.get("patch_size") or _patch_kernel(module, called)
+    own = OwnModule(module, blocks, _final_norm(parts, facts.get("norm"), blocks, called)).eval()
+    size, outputs = _first_pass(own, _sizes(module, facts.get("image_size"), patch), called)
+    try:
+        _heard(own, (size[0] + patch, size[1] + 2 * patch))
+        any_size = True
+    except Exception:  # Somebody's forward may refuse a size in any way.
+        any_size = False
+    widths, prefix, channels_last = _anatomy(outputs, (size[0] // patch, size[1] // patch), called)
     first = own.blocks.get_submodule("0")
     heads = (getattr(part, "num_heads", None) for part in first.modules())
+    # The layer that keys are taken from.
+    has_keys = all("attn.qkv" in dict(one.named_modules()) for one in own.blocks.children())
     return Encoder(
         module=own,
         name=called,
@@ -103,14 +105,9 @@ def encoder_of_module(
         any_size=any_size,
         instead={
             **({} if prefix > facts.get("num_registers", 0) else {"cls": "patch_mean"}),
-            **({} if _has_keys(own.blocks) else {"key": "token"}),
+            **({} if has_keys else {"key": "token"}),
         },
     )
-
-
-def _has_keys(blocks: nn.Module) -> bool:
-    """Whether each block has the layer that keys are taken from."""
-    return all("attn.qkv" in dict(block.named_modules()) for block in blocks.children())
 
 
 def _lists(module: nn.Module) -> dict[str, int]:
@@ -125,8 +122,7 @@ def _lists(module: nn.Module) -> dict[str, int]:
     }
 
 
-def _found_blocks(module: nn.Module, called: str) -> str:
-    """The longest list, where there is one."""
+def _longest_list(module: nn.Module, called: str) -> str:
     lists = _lists(module)
     longest = [name for name, count in lists.items() if count == max(lists.values())]
     if len(longest) != 1:
@@ -138,7 +134,7 @@ def _found_blocks(module: nn.Module, called: str) -> str:
     return longest[0]
 
 
-def _found_patch(module: nn.Module, called: str) -> int:
+def _patch_kernel(module: nn.Module, called: str) -> int:
     """The kernel of the first convolution that takes colours and steps as far as it sees."""
     for part in module.modules():
         if isinstance(part, nn.Conv2d) and part.in_channels == 3:
@@ -151,8 +147,9 @@ def _found_patch(module: nn.Module, called: str) -> int:
     )
 
 
-def _norm_of(module: nn.Module, norm: str | None, blocks: str, called: str) -> nn.Module:
-    parts = dict(module.named_modules())
+def _final_norm(
+    parts: Mapping[str, nn.Module], norm: str | None, blocks: str, called: str
+) -> nn.Module:
     if norm is not None:
         if norm not in parts:
             raise CheckpointError(f"{called} has no module {norm!r} for its final norm")
@@ -161,13 +158,12 @@ def _norm_of(module: nn.Module, norm: str | None, blocks: str, called: str) -> n
     paths = [f"{place}{'.' if place else ''}{name}" for place in (beside, "") for name in _NORMS]
     found = [parts[path] for path in paths if path in parts]
     # Else the only one that is written down behind the blocks.
-    after = list(parts.items())[list(parts).index(blocks) :]
-    behind = [part for path, part in after if not path.startswith(f"{blocks}.") and _is_norm(part)]
+    behind = [
+        part
+        for path, part in list(parts.items())[list(parts).index(blocks) :]
+        if not path.startswith(f"{blocks}.") and type(part).__name__.lower().endswith("norm")
+    ]
     return found[0] if found else behind[0] if len(behind) == 1 else _NoNorm()
-
-
-def _is_norm(part: nn.Module) -> bool:
-    return type(part).__name__.lower().endswith("norm")
 
 
 def _sizes(
@@ -187,20 +183,17 @@ def _sizes(
     return [*stated, (usual, usual), *((side * patch, side * patch) for side in (14, 16, 8, 4, 2))]
 
 
-Outputs = list[Tensor]
-
-
-def _heard(own: OwnModule, size: tuple[int, int], device: torch.device) -> Outputs:
-    """What the blocks give for two images, in their order."""
+def _heard(own: OwnModule, size: tuple[int, int]) -> list[Tensor]:
+    """What the blocks give for two black images, in their order."""
+    device = next((p.device for p in own.parameters()), torch.device("cpu"))
     found: dict[int, Tensor] = {}
 
-    def keep(layer: int, output: Any) -> None:
+    def keep(layer: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
         found[layer] = output[0] if isinstance(output, tuple | list) else output
 
     children = list(own.blocks.children())
     handles = [
-        child.register_forward_hook(lambda _m, _i, output, layer=layer: keep(layer, output))
-        for layer, child in enumerate(children)
+        child.register_forward_hook(partial(keep, layer)) for layer, child in enumerate(children)
     ]
     try:
         with torch.no_grad():
@@ -213,21 +206,14 @@ def _heard(own: OwnModule, size: tuple[int, int], device: torch.device) -> Outpu
     return [found[layer] for layer in range(len(children))]
 
 
-def _runs_at(own: OwnModule, size: tuple[int, int], device: torch.device) -> bool:
-    try:
-        _heard(own, size, device)
-    except Exception:  # Somebody's forward may refuse a size in any way.
-        return False
-    return True
-
-
-def _first_that_runs(
-    own: OwnModule, sizes: Sequence[tuple[int, int]], device: torch.device, called: str
-) -> tuple[tuple[int, int], Outputs]:
+def _first_pass(
+    own: OwnModule, sizes: Sequence[tuple[int, int]], called: str
+) -> tuple[tuple[int, int], list[Tensor]]:
+    """The first of several sizes that the module takes, and what its blocks give."""
     why = ""
     for size in dict.fromkeys(sizes):
         try:
-            return size, _heard(own, size, device)
+            return size, _heard(own, size)
         except Exception as error:  # Somebody's forward may fail in any way.
             why = why or " ".join(f"{type(error).__name__}: {error}".split())[:200]
     tried = ", ".join(f"{h} x {w}" for h, w in dict.fromkeys(sizes))
@@ -237,7 +223,9 @@ def _first_that_runs(
     )
 
 
-def _anatomy(outputs: Outputs, grid: tuple[int, int], called: str) -> tuple[list[int], int, bool]:
+def _anatomy(
+    outputs: list[Tensor], grid: tuple[int, int], called: str
+) -> tuple[list[int], int, bool]:
     """Widths of the blocks, tokens before the patches, and whether maps have channels last."""
     patches, shapes = grid[0] * grid[1], {tuple(output.shape[:-1]) for output in outputs}
     first = outputs[0]
@@ -275,9 +263,6 @@ def load_own(uri: str, file: str, name: str) -> Encoder:
 
     The file is run, as `python FILE.py` would run it, with its folder among those of imports.
     What it draws at random is always the same.
-
-    Raises:
-        CheckpointError: No such file or name, it fails, or gives something else.
     """
     path = real(expanded(file))
     if not path.is_file():

@@ -1,18 +1,37 @@
-"""Token graying: the small singular values of an image's tokens raised, all else kept."""
+"""Token graying: the small singular values of an image's tokens raised, all else kept.
+
+`TokenGraying` is what a block has; the functions behind it do it by singular values, by cosines,
+and, for a GPU, without a decomposition, which a device would be waited for; hooks at the end put
+it in front of somebody else's blocks and leave their weights alone.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ssl_bench.models.fields import GrayingKind
-from ssl_bench.models.matrix_functions.power import raised
-from ssl_bench.models.matrix_functions.precision import without_autocast
+from ssl_bench.models.config import GrayingKind, check_layers
+from ssl_bench.models.precision import without_autocast
+from ssl_bench.models.timm_config import TimmConfig
 
 Tokens = Float[Tensor, "batch tokens dim"]
 Rows = Float[Tensor, "batch rows size"]
+Maps = Float[Tensor, "batch rows cols dim"]
+Matrix = Float[Tensor, "batch rows cols"]
+Square = Float[Tensor, "batch rank rank"]
+
+# Of `raised`. Of the logarithms of poles; the sum differs from the integral by
+# 2 exp(-2 pi^2 / step), 5e-7.
+_STEP = 1.3
+# The largest pole; of those above, two terms in a series suffice.
+_LAST_POLE = 300.0
+# The largest eigenvalue is right to 2^-20 / e of itself however near the next one is.
+_SQUARINGS = 20
 
 
 class TokenGraying(nn.Module):
@@ -34,7 +53,9 @@ class TokenGraying(nn.Module):
     def forward(self, x: Tokens) -> Tokens:
         if self.kind == "none":
             return x
-        gray = gray_by_dct if self.kind == "dct" else _svd_graying(x)
+        # For a GPU the way without a decomposition, unless float64 is asked for, as probes do.
+        by_svd = raised if x.is_cuda and x.dtype != torch.float64 else gray_by_svd
+        gray = gray_by_dct if self.kind == "dct" else by_svd
         # No decomposition takes bfloat16, and its cosines are not orthogonal.
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x.device):
@@ -44,18 +65,13 @@ class TokenGraying(nn.Module):
         return f"kind={self.kind}, exponent={self.exponent}"
 
 
-def _svd_graying(x: Tokens) -> Callable[[Tokens, float], Tokens]:
-    """For a GPU the way without a decomposition, unless float64 is asked for, which probes do."""
-    return raised if x.is_cuda and x.dtype != torch.float64 else gray_by_svd
-
-
 def gray_by_svd(x: Tokens, exponent: float) -> Tokens:
     """U diag(s_max (s / s_max)^exponent) V^T of x = U diag(s) V^T.
 
     The largest singular value stays, the condition number is raised to the exponent. Cubic in the
     shorter side. Gradients are finite for repeated singular values and for singular matrices,
     where those of `torch.linalg.svd` are not; second derivatives are not to be had. On CUDA the
-    host waits for the decomposition: see `ssl_bench.models.matrix_functions.power`.
+    host waits for the decomposition, see `raised`.
     """
     # The decomposition stops at what is not finite, and to know it the host waits for a device;
     # such an image shall give NaN instead.
@@ -173,3 +189,187 @@ def _gain(ratio: Tensor, exponent: float) -> Tensor:
 
 def _floor(ratio: Tensor) -> float:
     return torch.finfo(ratio.dtype).eps ** 2
+
+
+def raised(x: Matrix, exponent: float) -> Matrix:
+    """U diag(s_max (s / s_max)^exponent) V^T of x = U diag(s) V^T, by products and solutions.
+
+    With G = x^T x / s_max^2 it is x G^((exponent - 1) / 2), and the power of G is an integral of
+    shifted inverses, here a sum of about thirty of them by Cholesky factors. In float64, because G
+    has the squares of the singular values. Right to 1e-5 of the largest one; those below 1e-6 of
+    it are raised less and less. Gradients are those of the sum: no singular values stand in a
+    denominator. They compute all anew; they are no further differentiable.
+
+    Cost: thirty Cholesky factors and inverses of the shorter side forwards, with two products more
+    backwards; 8 bytes x batch x side^2 of memory, several times.
+
+    Args:
+        x: Each matrix by itself.
+        exponent: In (0, 1].
+
+    Source: the integral is equation 5.18 of Higham, "Functions of matrices", 2008, by the
+    trapezoidal rule in the logarithm.
+    """
+    if exponent == 1:
+        return x
+    if x.shape[1] < x.shape[2]:
+        return raised(x.mT, exponent).mT
+    return _Raised.apply(x, exponent)  # pyright: ignore[reportReturnType]
+
+
+class _Raised(torch.autograd.Function):
+    """`raised` of tall matrices with its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exponent: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.exponent = exponent
+        with without_autocast(x.device):
+            return _value(x.double(), exponent).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with without_autocast(x.device):
+            return _adjoint(x.double(), gradients[0].double(), ctx.exponent).to(x.dtype), None
+
+
+def _value(x: Matrix, exponent: float) -> Matrix:
+    gram, _, _ = _scaled(x)
+    identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
+    power = constant * identity - slope * gram
+    for shift, weight in poles:
+        power += weight * _inverse(gram + shift * identity)
+    return x @ power
+
+
+def _adjoint(x: Matrix, gradient: Matrix, exponent: float) -> Matrix:
+    """The gradient by x, given that by the result.
+
+    Of x (x^T x + t)^-1 = x R it is g R - x R (x^T g + g^T x) R; the largest eigenvalue moves along
+    its eigenvectors.
+    """
+    gram, largest, projector = _scaled(x)
+    identity, poles, constant, slope = _poles((1 - exponent) / 2, gram)
+    unit = x / largest.sqrt()
+    cross = unit.mT @ gradient
+    cross = cross + cross.mT
+    power, bent = constant * identity - slope * gram, slope * cross
+    for shift, weight in poles:
+        inverse = _inverse(gram + shift * identity)
+        power += weight * inverse
+        bent += weight * (inverse @ cross @ inverse)
+    fixed = gradient @ power - unit @ bent
+    share = (gradient * (unit @ power)).sum(dim=(1, 2), keepdim=True)
+    return fixed + (1 - exponent) * share * (unit @ projector)
+
+
+def _scaled(x: Matrix) -> tuple[Square, Float[Tensor, "batch 1 1"], Square]:
+    """x^T x over its largest eigenvalue, that, and the projector on its eigenvectors.
+
+    The projector, whose trace is 1, is a high power of the matrix.
+    """
+    gram = x.mT @ x
+    projector = _of_trace_one(gram)
+    for _ in range(_SQUARINGS):
+        projector = _of_trace_one(projector @ projector)
+    largest = (gram * projector).sum(dim=(1, 2), keepdim=True)
+    largest = largest.clamp_min(torch.finfo(gram.dtype).tiny)
+    return gram / largest, largest, projector
+
+
+def _inverse(matrix: Square) -> Square:
+    """Of a positive definite matrix."""
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    lower = torch.linalg.cholesky_ex(matrix).L
+    root = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False)
+    return root.mT @ root
+
+
+def _of_trace_one(matrix: Square) -> Square:
+    trace = matrix.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+    return matrix / trace.clamp_min(torch.finfo(matrix.dtype).tiny)
+
+
+def _poles(power: float, like: Square) -> tuple[Tensor, list[tuple[Tensor, Tensor]], float, float]:
+    """The identity, shifts t with weights w, c and d of l^-power = sum of w / (l + t) + c - d l.
+
+    The shifts are a geometric series. What would come before the first is one term with the same
+    sum and the same mean, what would come after the last the first two of its powers of l <= 1.
+    """
+    first = 4 * like.shape[-1] * torch.finfo(like.dtype).eps
+    count = 1 + math.ceil(math.log(_LAST_POLE / first) / _STEP)
+    factor = _STEP * math.sin(math.pi * power) / math.pi
+    # Made where they are used: to send them, the host would have to wait for the device.
+    number = torch.arange(count, dtype=like.dtype, device=like.device)
+    shifts = first * (_STEP * number).exp()
+    weights = factor * shifts ** (1 - power)
+    sums, moments = (_geometric(one - power) for one in (1, 2))
+    is_first = number == 0
+    shifts = torch.where(is_first, shifts * (moments / sums), shifts)
+    weights = torch.where(is_first, weights * sums, weights)
+    after = first * math.exp(_STEP * count)
+    constant, slope = (factor * after ** (-one - power) * _geometric(one + power) for one in (0, 1))
+    identity = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    return identity, list(zip(shifts, weights, strict=True)), constant, slope
+
+
+def _geometric(rate: float) -> float:
+    """1 + exp(-rate step) + exp(-2 rate step) + ..."""
+    return -1 / math.expm1(-rate * _STEP)
+
+
+def gray_inputs(
+    config: TimmConfig, blocks: Sequence[nn.Module], class_blocks: Iterable[nn.Module]
+) -> None:
+    """Let the blocks of timm that a configuration names gray their tokens first."""
+    check_layers("graying_layers", config.graying_layers, len(blocks))
+    if config.graying == "none":
+        return
+    graying = TokenGraying(config.graying, config.graying_exponent)
+    gray = gray_windows if config.graying_scope == "window" else gray_images
+    layers = range(len(blocks)) if config.graying_layers is None else config.graying_layers
+    for layer in layers:
+        blocks[layer].register_forward_pre_hook(partial(gray, graying))
+    for block in class_blocks if config.graying_class_blocks else ():
+        block.register_forward_pre_hook(partial(gray_with_class, graying))
+
+
+def gray_images(
+    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """All tokens of an image are one matrix; maps with channels last are rows of tokens."""
+    x, *others = inputs
+    if x.ndim == 3:
+        return graying(x), *others
+    return graying(x.flatten(1, 2)).unflatten(1, x.shape[1:3]), *others
+
+
+def gray_windows(
+    graying: TokenGraying, block: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The tokens of each window of a block of timm's Swin are one matrix, moved as they are there.
+
+    Where windows do not divide the map, zeros fill up the last ones, as before its attention.
+    """
+    swin: Any = block
+    (x,) = inputs
+    (down, right), window = swin.shift_size, tuple(swin.window_size)
+    moved: Maps = torch.roll(x, shifts=(-down, -right), dims=(1, 2))
+    rows, cols = x.shape[1:3]
+    padded = F.pad(moved, (0, 0, 0, -cols % window[1], 0, -rows % window[0]))
+    # batch, windows down, rows, windows to the right, cols, dim
+    tiles = padded.unflatten(2, (-1, window[1])).unflatten(1, (-1, window[0])).transpose(2, 3)
+    gray = graying(tiles.flatten(0, 2).flatten(1, 2))
+    tiles = gray.unflatten(1, window).unflatten(0, tiles.shape[:3]).transpose(2, 3)
+    whole = tiles.flatten(3, 4).flatten(1, 2)[:, :rows, :cols]
+    return (torch.roll(whole, shifts=(down, right), dims=(1, 2)),)
+
+
+def gray_with_class(
+    graying: TokenGraying, _block: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """[CLS] and the patches that it looks at are one matrix, for CaiT's last blocks."""
+    x, cls_token = inputs
+    gray = graying(torch.cat([cls_token, x], dim=1))
+    return gray[:, cls_token.shape[1] :], gray[:, : cls_token.shape[1]]

@@ -1,52 +1,65 @@
 """The kinds of encoders of this suite: how they are built, and frozen for probes."""
 
 import hashlib
+import json
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from ssl_bench.models.architecture import NORM_EPS, configured, staged
-from ssl_bench.models.build import build_conv_mixer, build_convnext, build_vit
-from ssl_bench.models.config import ConvMixerConfig, EncoderConfig
-from ssl_bench.models.conv_mixer import ConvMixer
-from ssl_bench.models.convnext import ConvNeXt
+from ssl_bench.models.config import ConvMixerConfig, EncoderConfig, ViTConfig
 from ssl_bench.models.convnext_config import ConvNeXtConfig
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, Contents, Encoder
+from ssl_bench.models.convolutional import (
+    ConvMixer,
+    ConvNeXt,
+    build_conv_mixer,
+    build_convnext,
+)
+from ssl_bench.models.encoder import (
+    IMAGENET_COLOURS,
+    NORM_EPS,
+    Colours,
+    Contents,
+    Encoder,
+    configured,
+    require_images,
+)
 from ssl_bench.models.positions import DINO_MARGIN
-from ssl_bench.models.state_space.config import StateSpaceConfig, require_images
-from ssl_bench.models.state_space.initialisation import build_state_space_model
-from ssl_bench.models.state_space.model import StateSpaceModel
-from ssl_bench.models.timm_build import build_timm
 from ssl_bench.models.timm_config import TimmConfig
-from ssl_bench.models.timm_model import TimmEncoder
-from ssl_bench.models.vit import VisionTransformer
+from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
-EncoderModule = VisionTransformer | ConvMixer | ConvNeXt | TimmEncoder | StateSpaceModel
+# The same sums on another path: timm decides it by the machine.
+_OF_MACHINE = frozenset({"training", "fused_attn"})
 
 
 def build_encoder(config: EncoderConfig, *, seed: int) -> EncoderModule:
     """An encoder that `config` and `seed` alone decide; the global RNG is left alone."""
-    if isinstance(config, ConvMixerConfig):
-        return build_conv_mixer(config, seed=seed)
-    if isinstance(config, ConvNeXtConfig):
-        return build_convnext(config, seed=seed)
-    if isinstance(config, TimmConfig):
-        return build_timm(config, seed=seed)
-    if isinstance(config, StateSpaceConfig):
-        return build_state_space_model(config, seed=seed)
-    return build_vit(config, seed=seed)
+    return _kind(config)[1](config, seed=seed)
 
 
 def empty_encoder(config: EncoderConfig) -> EncoderModule:
     """An encoder whose weights are yet to be loaded."""
+    return _kind(config)[0](config)
+
+
+def _kind(config: EncoderConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The class of an encoder, and what makes one with initial weights."""
+    if isinstance(config, ViTConfig):
+        return VisionTransformer, build_vit
     if isinstance(config, ConvMixerConfig):
-        return ConvMixer(config)
+        return ConvMixer, build_conv_mixer
     if isinstance(config, ConvNeXtConfig):
-        return ConvNeXt(config)
-    if isinstance(config, StateSpaceConfig):
-        return StateSpaceModel(config)
-    return TimmEncoder(config) if isinstance(config, TimmConfig) else VisionTransformer(config)
+        return ConvNeXt, build_convnext
+    if isinstance(config, TimmConfig):
+        # timm takes seconds to import.
+        from ssl_bench.models.timm_model import TimmEncoder, build_timm
+
+        return TimmEncoder, build_timm
+    # What reads tokens is no part of the encoders; it is imported by name alone.
+    state_space = import_module("ssl_bench.models.state_space.model")
+    return state_space.StateSpaceModel, state_space.build_state_space_model
 
 
 def encoder_from_model(
@@ -60,24 +73,28 @@ def encoder_from_model(
     colours: Colours = IMAGENET_COLOURS,
     colours_from: str = "ssl-bench",
 ) -> Encoder:
-    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file.
-
-    Raises:
-        CheckpointError: It reads tokens and no images.
-    """
-    config = model.config
+    """Freeze a model of ours as an encoder; `keys` counts loaded and all weights of its file."""
+    config: EncoderConfig = model.config
     require_images(config, uri)
     shape = config.shape if isinstance(config, TimmConfig) else None
+    # Norms of others may have another epsilon than those of this suite.
+    epsilons = {part.eps for part in model.modules() if isinstance(part, nn.LayerNorm)}
+    (eps,) = epsilons if epsilons and shape is None else {NORM_EPS}
+    described = configured(config, norm_eps=eps, strides=shape.strides if shape else ())
     native_size = (config.image_size, config.image_size)
     if isinstance(model, VisionTransformer):
         rows, cols = model.grid_size
         native_size = (rows * config.patch_size, cols * config.patch_size)
+        if rows != cols:
+            described["grid_size"] = [rows, cols]
+        if model.position_margin != DINO_MARGIN:
+            described["position_margin"] = model.position_margin
     return Encoder(
         module=model.eval().requires_grad_(False),
         name=name,
         uri=uri,
         sha256=sha256 or state_dict_sha256(model),
-        architecture=_architecture(model),
+        architecture=described,
         patch_size=shape.strides[0] if shape else config.patch_size,
         depth=config.depth,
         dim=config.dim,
@@ -97,18 +114,35 @@ def encoder_from_model(
     )
 
 
-def _architecture(model: EncoderModule) -> dict[str, Any]:
-    """Architecture of a model, whose norms may have another epsilon than those of this suite."""
-    if isinstance(model.config, TimmConfig):
-        return staged(model.config, model.config.shape.strides)
-    found = {module.eps for module in model.modules() if isinstance(module, nn.LayerNorm)}
-    (eps,) = found or {NORM_EPS}
-    described = configured(model.config, norm_eps=eps)
-    if isinstance(model, VisionTransformer) and len(set(model.grid_size)) > 1:
-        described["grid_size"] = list(model.grid_size)
-    if isinstance(model, VisionTransformer) and model.position_margin != DINO_MARGIN:
-        described["position_margin"] = model.position_margin
-    return described
+def of_library(model: nn.Module, library: str, name: str) -> dict[str, Any]:
+    """Architecture of somebody else's model: its name there, and a digest of all of its modules.
+
+    Of each module these are its class, and the numbers, texts and functions that it holds beside
+    its weights, such as epsilons.
+    """
+    lines = [
+        json.dumps(
+            [
+                path,
+                f"{type(module).__module__}.{type(module).__qualname__}",
+                {
+                    key: getattr(value, "__qualname__", None) or repr(value)
+                    for key, value in sorted(vars(module).items())
+                    if not key.startswith("_") and key not in _OF_MACHINE and _is_plain(value)
+                },
+            ]
+        )
+        for path, module in model.named_modules()
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return {"kind": library, "name": name, "modules_sha256": digest}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    is_function = callable(value) and hasattr(value, "__qualname__")
+    return value is None or isinstance(value, (bool, int, float, str)) or is_function
 
 
 def state_dict_sha256(module: nn.Module) -> str:

@@ -53,21 +53,15 @@ def resize_positions(
     scale = [(new + margin) / old for new, old in zip(new_size, old_size, strict=True)]
     image = patches.unflatten(1, old_size).permute(0, 3, 1, 2)  # 1 dim rows cols
     if torch.are_deterministic_algorithms_enabled():
-        resized = _resized_by_products(image, scale, new_size)
+        # The same to rounding; the gradient of `F.interpolate` on CUDA is summed in any order.
+        by_row, by_col = (
+            _bicubic_weights(old, new, factor, float64_device(image.device)).to(image)
+            for old, new, factor in zip(old_size, new_size, scale, strict=True)
+        )
+        resized = by_row @ image @ by_col.T
     else:
         resized = F.interpolate(image, scale_factor=scale, mode="bicubic")
     return torch.cat([prefix, resized.flatten(2).transpose(1, 2)], dim=1)
-
-
-def _resized_by_products(
-    image: Float[Tensor, "1 dim rows cols"], scale: list[float], size: tuple[int, int]
-) -> Float[Tensor, "1 dim new_rows new_cols"]:
-    """The same as `F.interpolate` to rounding; its gradient on CUDA is summed in any order."""
-    by_row, by_col = (
-        _bicubic_weights(old, new, factor, float64_device(image.device)).to(image)
-        for old, new, factor in zip(image.shape[2:], size, scale, strict=True)
-    )
-    return by_row @ image @ by_col.T
 
 
 def _bicubic_weights(

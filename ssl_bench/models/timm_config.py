@@ -1,8 +1,9 @@
-"""The frozen description of an encoder whose layers are timm's."""
+"""The frozen description of an encoder whose layers are timm's, and the families it may be of."""
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ssl_bench.composition.fields import (
     CountOrZero,
@@ -12,30 +13,71 @@ from ssl_bench.composition.fields import (
     ShareBelowOne,
     Width,
     Within,
-    check_fields,
 )
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.fields import (
-    GrayingKind,
-    GrayingScope,
-    as_floats,
-    check_divisible,
-    from_dict,
-    without_defaults,
-)
-from ssl_bench.models.initialisers.choice import make_initialiser
-from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS
-from ssl_bench.models.timm_families import FAMILIES, Family, family_of, window_of
+from ssl_bench.models.config import EncoderConfig, GrayingKind, check_divisible
+from ssl_bench.models.initialisers.options import BLOCK_OPTIONS, FILTER_OPTIONS, make_initialiser
 
 if TYPE_CHECKING:
-    from ssl_bench.models.timm_anatomy import Shape
+    from ssl_bench.models.timm_model import Shape
 
 _PixelsOrNamed = Annotated[int, Within(0, 8192)]
-_OF_STAGES = ("widths", "depths", "heads")
+_OF_BLOCKS = ("default", "skipless", "mimetic", "xavier")
 
 
 @dataclass(frozen=True)
-class TimmConfig:
+class Family:
+    """What timm's models of one family have in common.
+
+    Attributes:
+        name: In messages.
+        stages: How often the blocks change their grid; every stage halves it.
+        patch_size: What a name without one stands for.
+        arguments: timm's names of width, depth and heads, each of a stage or of all.
+        sized: Whether timm is told the size of images.
+        any_patch: Whether `patch_size` can be another one.
+        windows: Whether attention stays within windows.
+        dynamic: Whether timm has to be told that images may be of any size.
+        class_blocks: Whether blocks of [CLS] alone come last.
+        inits: Initialisers that know what to do with its blocks.
+    """
+
+    name: str
+    stages: int
+    patch_size: int
+    arguments: Mapping[str, str]
+    sized: bool = True
+    any_patch: bool = True
+    windows: bool = False
+    dynamic: bool = False
+    class_blocks: bool = False
+    inits: Sequence[str] = _OF_BLOCKS
+
+
+_WHOLE = {"widths": "embed_dim", "depths": "depth", "heads": "num_heads"}
+_SWIN = {"widths": "embed_dim", "depths": "depths", "heads": "num_heads"}
+_PVT = {"widths": "embed_dims", "depths": "depths", "heads": "num_heads"}
+_CONVNEXT = {"widths": "dims", "depths": "depths"}
+_CONVOLUTIONS = ("default", "uniform", "covariance")
+
+# By the start of timm's name; timm itself says whether the rest is one.
+FAMILIES: Mapping[str, Family] = {
+    "swin_": Family("Swin", 4, 4, _SWIN, windows=True, dynamic=True),
+    "cait_": Family("CaiT", 1, 16, _WHOLE, class_blocks=True),
+    "pvt_v2_": Family("PVT v2", 4, 4, _PVT, sized=False, any_patch=False, inits=("default",)),
+    "convnext": Family("ConvNeXt", 4, 4, _CONVNEXT, sized=False, inits=_CONVOLUTIONS),
+    "vit_": Family("ViT", 1, 16, _WHOLE, dynamic=True),
+    "deit_": Family("DeiT", 1, 16, _WHOLE, dynamic=True),
+}
+
+
+def family_of(name: str) -> Family | None:
+    """That of a model of timm; None for one that cannot be trained here."""
+    return next((family for start, family in FAMILIES.items() if name.startswith(start)), None)
+
+
+@dataclass(frozen=True)
+class TimmConfig(EncoderConfig):
     """Architecture and initialisation of a Swin, CaiT, PVT v2, ConvNeXt or ViT of timm.
 
     Args:
@@ -63,6 +105,8 @@ class TimmConfig:
         init_options: Its hyperparameters that differ from their defaults; None means the default.
     """
 
+    kind = "timm"
+
     name: str = "swin_small_patch4_window7_224"
     image_size: Pixels = 224
     patch_size: _PixelsOrNamed = 0
@@ -74,121 +118,18 @@ class TimmConfig:
     graying: GrayingKind = "none"
     graying_exponent: PositiveShare = 0.95
     graying_layers: Sequence[CountOrZero] | None = None
-    graying_scope: GrayingScope = "map"
+    graying_scope: Literal["map", "window"] = "map"
     graying_class_blocks: bool = False
     frozen_filters: bool = False
     init: str = "default"
     init_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_fields(self, "model")
-        object.__setattr__(self, "init_options", without_defaults(self.init_options))
-        as_floats(self)
-        for name in (*_OF_STAGES, "graying_layers"):
-            if getattr(self, name) is not None:
-                # JSON and YAML give lists; equal configurations shall be equal.
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        super().__post_init__()
         self._take_sizes_from_name()
         self._check_stages()
-        self._check_graying()
-        self._check_init()
-
-    @property
-    def family(self) -> Family:
-        """What timm's models of that name have in common.
-
-        Raises:
-            ConfigurationError: none that this suite trains.
-        """
-        found = family_of(self.name)
-        if found is None or "." in self.name:
-            raise ConfigurationError(
-                f"model.name must be a model of timm that begins with {', '.join(FAMILIES)}, and "
-                f"have no tag, got {self.name!r}; such as swin_small_patch4_window7_224"
-            )
-        return found
-
-    @property
-    def shape(self) -> "Shape":
-        """What only timm knows of the model: its blocks. Imports torch; cached."""
-        from ssl_bench.models.timm_anatomy import shape_of
-
-        return shape_of(self)
-
-    @property
-    def dim(self) -> int:
-        """Width of the last block, and of what the encoder gives."""
-        return self.shape.widths[-1]
-
-    @property
-    def depth(self) -> int:
-        """Blocks of all stages, without those of [CLS] alone."""
-        return len(self.shape.widths)
-
-    @property
-    def num_heads(self) -> int:
-        """Of the first block; 0 where there is no attention."""
-        return self.shape.num_heads
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        """[CLS] and registers, which come before the patches in blocks."""
-        return self.shape.num_prefix_tokens
-
-    @property
-    def num_registers(self) -> int:
-        return self.shape.num_registers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` reads them back."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "TimmConfig":
-        """Read what `to_dict` wrote.
-
-        Raises:
-            ConfigurationError: A key that no version of this class knows, or a wrong value.
-        """
-        return from_dict(cls, values)
-
-    def _take_sizes_from_name(self) -> None:
         family = self.family
-        named = family.patch_of(self.name)
-        if not family.any_patch and self.patch_size not in (0, named):
-            raise ConfigurationError(
-                f"model.patch_size of {family.name} is {named}, got {self.patch_size}; leave it out"
-            )
-        if self.window_size and not family.windows:
-            raise ConfigurationError(
-                f"model.window_size is of Swin alone, got {self.window_size} for {self.name}; "
-                "leave it out"
-            )
-        object.__setattr__(self, "patch_size", self.patch_size or named)
-        if family.windows:
-            object.__setattr__(self, "window_size", self.window_size or window_of(self.name))
-
-    def _check_stages(self) -> None:
-        stages, given = self.family.stages, [n for n in _OF_STAGES if getattr(self, n) is not None]
-        for name in given:
-            values = getattr(self, name)
-            if name not in self.family.arguments or len(values) != stages:
-                needs = stages if name in self.family.arguments else 0
-                raise ConfigurationError(
-                    f"model.{name} of {self.name} must have {needs} entries, got {list(values)}"
-                )
-        if self.family.windows and self.widths is not None:
-            doubled = [self.widths[0] * 2**stage for stage in range(stages)]
-            if list(self.widths) != doubled:
-                raise ConfigurationError(
-                    f"model.widths of Swin must double from stage to stage, got "
-                    f"{list(self.widths)}; take {doubled}"
-                )
-        check_divisible(self, "image_size", "patch_size")
-
-    def _check_graying(self) -> None:
-        family = self.family
-        if self.graying != "none" and not family.has_attention:
+        if self.graying != "none" and "heads" not in family.arguments:
             raise ConfigurationError(
                 f"model.graying needs attention, got {self.graying} for {self.name}; "
                 "set model.graying=none"
@@ -202,13 +143,88 @@ class TimmConfig:
                 f"model.graying_class_blocks is of CaiT alone, got true for {self.name}; "
                 "set it to false"
             )
-
-    def _check_init(self) -> None:
         every = {**BLOCK_OPTIONS, **FILTER_OPTIONS}
-        known = {name: every[name] for name in self.family.inits}
-        make_initialiser(known, self.init, self.init_options)
-        if self.frozen_filters and not self.family.has_filters:
+        make_initialiser({n: every[n] for n in family.inits}, self.init, self.init_options)
+        if self.frozen_filters and "covariance" not in family.inits:
             raise ConfigurationError(
                 f"model.frozen_filters needs depthwise filters of ConvNeXt, got true for "
                 f"{self.name}; set it to false"
             )
+
+    @property
+    def family(self) -> Family:
+        """What timm's models of that name have in common."""
+        found = family_of(self.name)
+        if found is None or "." in self.name:
+            raise ConfigurationError(
+                f"model.name must be a model of timm that begins with {', '.join(FAMILIES)}, and "
+                f"have no tag, got {self.name!r}; such as swin_small_patch4_window7_224"
+            )
+        return found
+
+    @property
+    def shape(self) -> "Shape":
+        """What only timm knows of the model: its blocks. Imports timm, which takes seconds."""
+        from ssl_bench.models.timm_model import shape_of
+
+        return shape_of(self)
+
+    @property
+    def dim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Width of the last block, and of what the encoder gives."""
+        return self.shape.widths[-1]
+
+    @property
+    def depth(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Blocks of all stages, without those of [CLS] alone."""
+        return len(self.shape.widths)
+
+    @property
+    def num_heads(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Of the first block; 0 where there is no attention."""
+        return self.shape.num_heads
+
+    @property
+    def num_prefix_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """[CLS] and registers, which come before the patches in blocks."""
+        return self.shape.num_prefix_tokens
+
+    @property
+    def num_registers(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.shape.num_registers
+
+    def _take_sizes_from_name(self) -> None:
+        family = self.family
+        match = re.search(r"patch(\d+)", self.name)
+        named = int(match[1]) if match else family.patch_size
+        if not family.any_patch and self.patch_size not in (0, named):
+            raise ConfigurationError(
+                f"model.patch_size of {family.name} is {named}, got {self.patch_size}; leave it out"
+            )
+        object.__setattr__(self, "patch_size", self.patch_size or named)
+        if self.window_size and not family.windows:
+            raise ConfigurationError(
+                f"model.window_size is of Swin alone, got {self.window_size} for {self.name}; "
+                "leave it out"
+            )
+        if family.windows and not self.window_size:
+            match = re.search(r"window(\d+)", self.name)
+            object.__setattr__(self, "window_size", int(match[1]) if match else 7)
+
+    def _check_stages(self) -> None:
+        stages, known = self.family.stages, self.family.arguments
+        for name in ("widths", "depths", "heads"):
+            values = getattr(self, name)
+            if values is not None and (name not in known or len(values) != stages):
+                raise ConfigurationError(
+                    f"model.{name} of {self.name} must have {stages if name in known else 0} "
+                    f"entries, got {list(values)}"
+                )
+        if self.family.windows and self.widths is not None:
+            doubled = [self.widths[0] * 2**stage for stage in range(stages)]
+            if list(self.widths) != doubled:
+                raise ConfigurationError(
+                    f"model.widths of Swin must double from stage to stage, got "
+                    f"{list(self.widths)}; take {doubled}"
+                )
+        check_divisible(self, "image_size", "patch_size")

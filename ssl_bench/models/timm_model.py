@@ -1,25 +1,74 @@
-"""Models of timm as encoders of this suite: all blocks in one row, whatever their stages.
+"""Models of timm as encoders of this suite: all blocks in one row, whatever their stages."""
 
-timm, which is slow to import, is imported when one of them is made.
-"""
-
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import timm
+import torch
+import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from timm.models.cait import Cait
+from timm.models.convnext import ConvNeXt
+from timm.models.pvt_v2 import PyramidVisionTransformerV2
+from timm.models.swin_transformer import SwinTransformer
+from timm.models.vision_transformer import VisionTransformer
+from torch import Generator, Tensor, nn
 
-from ssl_bench.models.graying_hooks import gray_inputs
+from ssl_bench.errors import ConfigurationError
+from ssl_bench.models.graying import gray_inputs
+from ssl_bench.models.initialisers.blocks import initialiser_of, set_block
+from ssl_bench.models.initialisers.convolutions import (
+    FILTER_INITIALISERS,
+    draw_filters,
+    draw_uniform,
+    filter_initialiser_of,
+)
+from ssl_bench.models.positions import resize_positions
 from ssl_bench.models.timm_config import TimmConfig
+from ssl_bench.models.vit import EncoderModule
 
 Images = Float[Tensor, "batch 3 height width"]
+STAGED = (SwinTransformer, PyramidVisionTransformerV2, ConvNeXt)
+TRAINED = (*STAGED, Cait, VisionTransformer)
+_OF_TRAINING = frozenset({"init", "init_options", "drop_path", "frozen_filters"})
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of every block in turn.
+
+    Attributes:
+        strides: Pixels along a side of what a token stands for.
+        num_heads: Of the first block; 0 without attention.
+        channels_last: Of what the blocks give, where that is maps.
+    """
+
+    widths: tuple[int, ...]
+    strides: tuple[int, ...]
+    num_heads: int
+    num_prefix_tokens: int
+    num_registers: int
+    channels_last: bool
 
 
 class TimmBackbone(nn.Module):
-    """A model of timm as probes take it: all blocks in turn, and a norm for tokens."""
+    """A model of timm as probes take it: all blocks in turn, and a norm for tokens.
+
+    Its positions are resized as DINO's are. timm's own resampler antialiases and scales without
+    margin, so its features differ at every size but the native one.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model = model
+        # timm's models have no class in common that says what they have.
+        self.model: Any = model
+        if isinstance(model, Cait):
+            # Its positions are resized instead.
+            self.model.patch_embed.strict_img_size = False
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -29,32 +78,91 @@ class TimmBackbone(nn.Module):
     @property
     def norm(self) -> nn.Module:
         """The final norm, for tokens of the last block."""
-        from ssl_bench.models.timm_anatomy import final_norm
-
-        return final_norm(self.model)
+        if isinstance(self.model, ConvNeXt):
+            # timm has it for maps, behind the mean.
+            head: Any = self.model.head
+            return _NormOfTokens(head.norm)
+        pyramid = isinstance(self.model, PyramidVisionTransformerV2)
+        last: Any = self.model.stages[-1] if pyramid else self.model
+        return last.norm
 
     def forward(self, images: Images) -> Float[Tensor, "batch dim"]:
         """What timm's head would take: [CLS] or the mean over all patches."""
-        from ssl_bench.models.timm_anatomy import pooled
+        model: Any = self.model
+        if getattr(model, "pos_embed", None) is None:
+            return model(images)
+        patch = model.patch_embed.feat_ratio()
+        size = (images.shape[-2] // patch, images.shape[-1] // patch)
+        if size == tuple(model.patch_embed.grid_size):
+            return model(images)
+        with _resized_positions(model, size) as positions:
+            return torch.func.functional_call(model, positions, (images,))
 
-        return pooled(self.model, images)
+
+class _NormOfTokens(nn.Module):
+    """A LayerNorm for maps, applied to tokens."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.of_maps = norm
+
+    def forward(self, x: Float[Tensor, "batch tokens dim"]) -> Float[Tensor, "batch tokens dim"]:
+        norm = self.of_maps
+        return F.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
-class TimmEncoder(TimmBackbone):
+class TimmEncoder(TimmBackbone, EncoderModule):
     """A model of timm; `build_encoder` makes one with initialised weights.
 
     Its weights have timm's names behind "model.".
     """
 
-    def __init__(self, config: TimmConfig) -> None:
-        from ssl_bench.models.timm_anatomy import check_sizes, create
+    config: TimmConfig
 
+    def __init__(self, config: TimmConfig) -> None:
         super().__init__(create(config))
         self.config = config
-        check_sizes(config, self.model)
+        stem: Any = getattr(self.model, "stem", None)
+        if isinstance(self.model, ConvNeXt) and stem[0].stride[0] != config.patch_size:
+            raise ConfigurationError(
+                f"model.name={config.name} has another stem than patches, expected a ConvNeXt "
+                "that begins with patches; such as convnext_atto"
+            )
+        coarsest = max(shape_of_model(self.model).strides)
+        if config.image_size % coarsest:
+            raise ConfigurationError(
+                f"model.image_size must be a multiple of {coarsest}, what a token of the last "
+                f"stage of {config.name} stands for, got {config.image_size}; take "
+                f"{(config.image_size // coarsest + 1) * coarsest}, or a smaller model.patch_size"
+            )
         gray_inputs(config, blocks_of(self.model), getattr(self.model, "blocks_token_only", ()))
         for filters in depthwise_filters(self.model) if config.frozen_filters else ():
             filters.weight.requires_grad_(False)
+
+
+@torch.no_grad()
+def build_timm(config: TimmConfig, *, seed: int) -> TimmEncoder:
+    """An encoder whose weights depend on `config` and `seed` alone; the global RNG is left alone.
+
+    What the initialiser does not draw stays as timm draws it. Of convolutions first all layers are
+    as PyTorch draws them, then the depthwise filters, so that the rest is the same; LayerScale
+    stays. Which layers the thesis means by "uniform" it does not say.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = TimmEncoder(config)
+    generator = Generator().manual_seed(seed)
+    if config.init in FILTER_INITIALISERS:
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                draw_uniform(module, generator)
+        initialiser = filter_initialiser_of(config.init, config.init_options)
+        draw_filters(depthwise_filters(model.model), initialiser, generator)
+    elif config.init != "default":
+        initialiser = initialiser_of(config.init, config.init_options)
+        for block in model.blocks:
+            set_block(block, initialiser, generator)
+    return model
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -68,3 +176,82 @@ def depthwise_filters(model: nn.Module) -> list[nn.Conv2d]:
     """ConvNeXt's convolutions of one channel each, in the order of its blocks."""
     found = (module for block in blocks_of(model) for module in block.modules())
     return [m for m in found if isinstance(m, nn.Conv2d) and m.weight.shape[1] == 1]
+
+
+@contextmanager
+def _resized_positions(model: Any, size: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
+    """Positions for `size` = (rows, cols); meanwhile timm believes that they are its own."""
+    native = model.patch_embed.grid_size
+    resized = resize_positions(model.pos_embed, old_size=native, new_size=size)
+    model.patch_embed.grid_size = size
+    try:
+        yield {"pos_embed": resized}
+    finally:
+        model.patch_embed.grid_size = native
+
+
+def shape_of(config: TimmConfig) -> Shape:
+    """What timm makes of a configuration, without its weights."""
+    described = {key: value for key, value in config.to_dict().items() if key not in _OF_TRAINING}
+    return _shape_of(json.dumps(described))
+
+
+@lru_cache(maxsize=32)
+def _shape_of(described: str) -> Shape:
+    return shape_of_model(create(TimmConfig.from_dict(json.loads(described)), "meta"))
+
+
+def shape_of_model(model: Any) -> Shape:
+    """Widths and strides as timm states them, stage by stage or block by block."""
+    if isinstance(model, STAGED):
+        stages: Any = getattr(model, "layers", getattr(model, "stages", None))
+        counts = [len(stage.blocks) for stage in stages]
+    else:
+        counts = [1] * len(blocks_of(model))
+    infos = [i for i, count in zip(model.feature_info, counts, strict=True) for _ in range(count)]
+    attention: Any = getattr(blocks_of(model)[0], "attn", None)
+    is_plain = isinstance(model, VisionTransformer)
+    registers = getattr(model, "reg_token", None)
+    return Shape(
+        widths=tuple(info["num_chs"] for info in infos),
+        strides=tuple(info["reduction"] for info in infos),
+        num_heads=getattr(attention, "num_heads", 0),
+        num_prefix_tokens=model.num_prefix_tokens if is_plain else 0,
+        num_registers=0 if registers is None else registers.shape[1],
+        channels_last=isinstance(model, SwinTransformer),
+    )
+
+
+def create(config: TimmConfig, device: str | None = None) -> Any:
+    """The model as timm draws it; the global RNG is left alone."""
+    if not timm.is_model(config.name):
+        raise ConfigurationError(
+            f"model.name must be a model of timm {timm.__version__}, got {config.name!r}; "
+            f"`timm.list_models('*{config.name.partition('_')[0]}*')` lists them"
+        )
+    family = config.family
+    arguments: dict[str, Any] = {"drop_path_rate": config.drop_path}
+    for ours, theirs in family.arguments.items():
+        if (values := getattr(config, ours)) is not None:
+            is_one = family.stages == 1 or theirs == "embed_dim"
+            arguments[theirs] = values[0] if is_one else values
+    if family.any_patch:
+        arguments["patch_size"] = config.patch_size
+    if family.sized:
+        arguments["img_size"] = config.image_size
+    if family.windows:
+        arguments["window_size"] = config.window_size
+    if family.dynamic:
+        arguments["dynamic_img_size"] = True
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model: Any = timm.create_model(config.name, num_classes=0, device=device, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigurationError(f"model={config.name} cannot be built: {reason}") from error
+    if not isinstance(model, TRAINED):
+        raise ConfigurationError(
+            f"model.name={config.name} is a {type(model).__name__}, expected one of "
+            f"{', '.join(kind.__name__ for kind in TRAINED)}; take another name"
+        )
+    return model

@@ -2,21 +2,35 @@
 
 import math
 from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.attention import OrthogonalAttention
 from ssl_bench.models.config import ViTConfig
 from ssl_bench.models.graying import TokenGraying
-from ssl_bench.models.matrix_functions.precision import without_autocast
+from ssl_bench.models.initialisers.blocks import ShiftedInputs, initialiser_of, set_block
+from ssl_bench.models.initialisers.convolutions import draw_uniform
 from ssl_bench.models.positions import DINO_MARGIN, resize_positions, sinusoidal_positions
+from ssl_bench.models.precision import without_autocast
+
+_TOKEN_STD = 0.02
+# Source: Zhang and Martens, "Orthogonal Self-Attention", appendix D.
+_CUT = 2 * _TOKEN_STD
 
 Tokens = Float[Tensor, "batch tokens dim"]
-HeadTokens = Float[Tensor, "batch heads tokens head_dim"]
+
+
+class EncoderModule(nn.Module):
+    """What `build_encoder` makes: a module with its `config`, `blocks` and a final `norm`."""
+
+    # An `EncoderConfig`, and modules one can count, of each kind's own class.
+    config: Any
+    blocks: Any
 
 
 class PatchEmbed(nn.Module):
@@ -58,20 +72,15 @@ class Attention(nn.Module):
     def forward(self, x: Tokens) -> Tokens:
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each batch heads tokens head_dim
-        heads = _attended(q, k, v)
+        if q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu":
+            # torch's gradients of it in bfloat16 take two to eight times as long on a CPU at up to
+            # 150 tokens, and as long at 257.
+            with without_autocast(q.device):
+                wide = F.scaled_dot_product_attention(q.float(), k.float(), v.float())
+            heads = wide.to(q.dtype)
+        else:
+            heads = F.scaled_dot_product_attention(q, k, v)
         return self.proj(heads.transpose(1, 2).flatten(2))
-
-
-def _attended(q: HeadTokens, k: HeadTokens, v: HeadTokens) -> HeadTokens:
-    """Attention, in float32 where a CPU trains in bfloat16.
-
-    torch's gradients of it in bfloat16 take two to eight times as long there at up to 150 tokens,
-    and as long at 257.
-    """
-    if q.requires_grad and q.dtype == torch.bfloat16 and q.device.type == "cpu":
-        with without_autocast(q.device):
-            return F.scaled_dot_product_attention(q.float(), k.float(), v.float()).to(q.dtype)
-    return F.scaled_dot_product_attention(q, k, v)
 
 
 class LinearAttention(Attention):
@@ -131,13 +140,15 @@ class Block(nn.Module):
         return x + update
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(EncoderModule):
     """The encoder of the suite; `build_vit` makes one with initialised weights.
 
     Args:
         grid_size: Rows and columns of the stored positions, which only files of others have in
             another shape than the square of `config`.
     """
+
+    config: ViTConfig
 
     def __init__(self, config: ViTConfig, grid_size: tuple[int, int] | None = None) -> None:
         super().__init__()
@@ -157,8 +168,11 @@ class VisionTransformer(nn.Module):
             waves = sinusoidal_positions(*self.grid_size, config.dim)
             self.pos_embed.data[0, 1:] = config.position_scale * waves
         step = config.drop_path / max(1, config.depth - 1)
+        gray = range(config.depth) if config.graying_layers is None else config.graying_layers
+        plain = replace(config, graying="none")
         self.blocks = nn.ModuleList(
-            Block(_of_layer(config, layer), drop_path=step * layer) for layer in range(config.depth)
+            Block(config if layer in gray else plain, drop_path=step * layer)
+            for layer in range(config.depth)
         )
         self.norm = _norm(config)
 
@@ -191,19 +205,51 @@ class VisionTransformer(nn.Module):
         return x
 
 
-def _attention(config: ViTConfig) -> Attention | OrthogonalAttention:
+def _attention(config: ViTConfig) -> Any:
     if config.attention in ("softmax", "linear"):
         kind = Attention if config.attention == "softmax" else LinearAttention
         return kind(config.dim, config.num_heads, qkv_bias=config.qkv_bias)
     basis = "qr" if config.attention == "osa_qr" else "newton_schulz"
-    return OrthogonalAttention(config.dim, config.num_heads, basis)
-
-
-def _of_layer(config: ViTConfig, layer: int) -> ViTConfig:
-    layers = config.graying_layers
-    is_gray = layers is None or layer in layers
-    return config if is_gray else replace(config, graying="none")
+    # Its matrix functions are its own; they are imported by name alone.
+    orthogonal = import_module("ssl_bench.models.orthogonal.attention")
+    return orthogonal.OrthogonalAttention(config.dim, config.num_heads, basis)
 
 
 def _norm(config: ViTConfig) -> nn.Module:
     return nn.LayerNorm(config.dim, eps=1e-6) if config.norm == "layernorm" else nn.Identity()
+
+
+def build_vit(
+    config: ViTConfig, *, seed: int, grid_size: tuple[int, int] | None = None
+) -> VisionTransformer:
+    """An encoder whose weights depend on `config` and `seed` alone; the global RNG is left alone.
+
+    The skipless initialisation decomposes a dim x dim matrix a head: seconds for ViT-S.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = VisionTransformer(config, grid_size)
+    generator = torch.Generator().manual_seed(seed)
+    _initialise_tokens(model, generator, truncated=config.truncated_tokens)
+    initialiser = initialiser_of(config.init, config.init_options)
+    if config.mlp_mean or config.mlp_input_std:
+        initialiser = ShiftedInputs(initialiser, config.mlp_mean, config.mlp_input_std)
+    for block in model.blocks:
+        set_block(block, initialiser, generator)
+    return model
+
+
+@torch.no_grad()
+def _initialise_tokens(model: VisionTransformer, generator: Generator, *, truncated: bool) -> None:
+    # Official DINO leaves the patch convolution at PyTorch's default.
+    draw_uniform(model.patch_embed.proj, generator)
+    for name in ("cls_token", "reg_token", "pos_embed"):
+        parameter = model.get_parameter(name) if hasattr(model, name) else None
+        if parameter is None or not parameter.requires_grad:
+            continue
+        nn.init.trunc_normal_(parameter, std=_TOKEN_STD, generator=generator)
+        if truncated:
+            # From a generator of its own, so that all that is drawn later stays as it is without.
+            own = Generator().manual_seed(int(parameter.flatten()[0].view(torch.int32)))
+            within = torch.empty_like(parameter)
+            nn.init.trunc_normal_(within, 0, _TOKEN_STD, -_CUT, _CUT, generator=own)
+            parameter.copy_(torch.where(parameter.abs() > _CUT, within, parameter))

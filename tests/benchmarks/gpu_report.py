@@ -110,8 +110,7 @@ def environment() -> None:
 def operations() -> None:
     """What the simulated device cannot say: cuSOLVER, cuBLAS, memory, rounding."""
     from pretrain.optimizers import soap_stacks
-    from ssl_bench.models.graying import gray_by_svd
-    from ssl_bench.models.matrix_functions.power import raised
+    from ssl_bench.models.graying import gray_by_svd, raised
     from ssl_bench.neighbours import nearest_vectors
 
     generator = torch.Generator().manual_seed(0)

@@ -22,11 +22,11 @@ from ssl_bench.models import (
     IMAGENET_STD,
     VisionTransformer,
     ViTConfig,
-    block_statistics,
     build_vit,
 )
 from ssl_bench.system.progress import show_progress
 from tests.benchmarks.provenance import provenance
+from tests.support.token_statistics import block_statistics
 
 SKIP = ViTConfig()
 BARE = replace(SKIP, skip_attention=False, skip_mlp=False)

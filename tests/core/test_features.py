@@ -10,8 +10,8 @@ from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.features import FeatureExtractor, pad_to_patch
 from ssl_bench.layers import FACETS, resolve_layers
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model, load_encoder
-from ssl_bench.models.loading.timm_encoder import TimmViT
 from ssl_bench.models.positions import resize_positions
+from ssl_bench.models.timm_model import TimmBackbone
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=48, depth=3, num_heads=3)
 ALL = (0, 1, 2)
@@ -31,7 +31,7 @@ def timm_twin(encoder: Encoder, **kwargs: Any) -> Encoder:
     )  # fmt: skip
     model.load_state_dict(encoder.module.state_dict())
     return Encoder(
-        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", architecture={},
+        module=TimmBackbone(model).eval(), name="timm", uri="memory", sha256="", architecture={},
         patch_size=8, depth=3, dim=48, num_heads=3, num_prefix_tokens=1, native_size=(32, 32),
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ def test_tokens_are_those_of_timm_itself():
 def test_positions_of_timm_are_resized_as_ours_and_put_back():
     encoder = timm_twin(ours())
     module = encoder.module
-    assert isinstance(module, TimmViT)
+    assert isinstance(module, TimmBackbone)
     before = module.model.pos_embed
     assert before is not None
     seen: list[Tensor] = []
@@ -187,7 +187,7 @@ def test_timm_models_without_class_token_and_with_registers_work(kwargs):
         dynamic_img_size=True, **kwargs,
     )  # fmt: skip
     encoder = Encoder(
-        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", architecture={},
+        module=TimmBackbone(model).eval(), name="timm", uri="memory", sha256="", architecture={},
         patch_size=8, depth=3, dim=48, num_heads=3, num_prefix_tokens=model.num_prefix_tokens,
         native_size=(32, 32),
     )  # fmt: skip

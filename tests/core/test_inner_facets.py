@@ -21,7 +21,7 @@ from ssl_bench.models import (
     build_vit,
     encoder_from_model,
 )
-from ssl_bench.models.loading.timm_encoder import TimmViT
+from ssl_bench.models.timm_model import TimmBackbone
 
 TINY = ViTConfig(image_size=32, patch_size=8, dim=12, depth=2, num_heads=2)
 NEUTRAL: dict[str, Any] = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -40,7 +40,7 @@ def of_timm(**changes: Any) -> Encoder:
         dynamic_img_size=True, **{"init_values": 0.5, **changes},
     )  # fmt: skip
     return Encoder(
-        module=TimmViT(model).eval(), name="timm", uri="memory", sha256="", architecture={},
+        module=TimmBackbone(model).eval(), name="timm", uri="memory", sha256="", architecture={},
         patch_size=8, depth=2, dim=12, num_heads=2, num_prefix_tokens=1, native_size=(32, 32),
         **NEUTRAL,
     )  # fmt: skip

@@ -202,8 +202,9 @@ def test_a_checkpoint_that_names_no_kind_is_a_vision_transformer(tmp_path):
 
 
 def test_a_kind_of_a_later_version_is_refused_in_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("ssl_bench.models.loading.checkpoint.kind_of", lambda _: "mamba")
-    path = saved(tmp_path / "later.safetensors")
+    with monkeypatch.context() as later:
+        later.setattr(ConvMixerConfig, "kind", "mamba")
+        path = saved(tmp_path / "later.safetensors")
 
     for load in (load_encoder, identify_encoder):
         with pytest.raises(CheckpointError, match=r"expected vit or conv_mixer.*'mamba'") as raised:

@@ -12,8 +12,8 @@ import yaml
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, DataError
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
-from ssl_bench.models.loading import demo as loading
-from ssl_bench.models.loading.demo import NAMES
+from ssl_bench.models.loading import addresses as loading
+from ssl_bench.models.loading.addresses import NAMES
 from tests.benchmarks.evidence import demo
 from tests.benchmarks.evidence.page import LEDGER
 from tests.benchmarks.evidence.rows import ROWS, UNIFORM, demo_of, probes_of

@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 
 from ssl_bench.models import ViTConfig, build_vit
-from ssl_bench.models.build import build_conv_mixer
+from ssl_bench.models.convolutional import build_conv_mixer
 from ssl_bench.models.config import ConvMixerConfig
-from ssl_bench.models.matrix_functions.exponential import phi_without_waiting
-from ssl_bench.models.matrix_functions.orthonormal import cholesky_basis
-from ssl_bench.models.matrix_functions.power import raised
+from ssl_bench.models.orthogonal.exponential import phi_without_waiting
+from ssl_bench.models.orthogonal.attention import cholesky_basis
+from ssl_bench.models.graying import raised
 
 VIT = ViTConfig(image_size=16, patch_size=8, dim=8, depth=1, num_heads=2)
 MIXER = ConvMixerConfig(image_size=16, patch_size=8, dim=8, depth=1, kernel_size=3)

@@ -22,7 +22,6 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ViTConfig,
-    block_statistics,
     build_vit,
     encoder_from_model,
     load_encoder,
@@ -30,6 +29,7 @@ from ssl_bench.models import (
 )
 from ssl_bench.models.graying import TokenGraying, dct_matrix, gray_by_dct, gray_by_svd
 from ssl_bench.models.vit import Block, LinearAttention
+from tests.support.token_statistics import block_statistics
 
 DIM = 12
 TINY = ViTConfig(image_size=32, patch_size=8, dim=DIM, depth=2, num_heads=3)

@@ -5,18 +5,23 @@ import torch
 from torch import Generator, Tensor
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import ViTConfig, block_statistics, build_vit, token_statistics
-from ssl_bench.models.architecture import configured
-from ssl_bench.models.build import build_convnext
-from ssl_bench.models.convnext_config import ConvNeXtConfig
+from ssl_bench.models import (
+    ConvNeXtConfig,
+    ViTConfig,
+    build_vit,
+)
+from ssl_bench.models.convolutional import build_convnext
+from ssl_bench.models.encoder import configured
 from ssl_bench.models.initialisers.blocks import (
     DefaultInit,
     MimeticInit,
     ShiftedInputs,
     SkiplessInit,
+    balanced_factors,
+    uniform_orthogonal,
 )
-from ssl_bench.models.initialisers.matrices import balanced_factors, uniform_orthogonal
 from ssl_bench.models.vit import Block
+from tests.support.token_statistics import block_statistics
 
 DIM, HEADS = 24, 3
 HEAD_DIM = DIM // HEADS
@@ -307,17 +312,6 @@ def test_default_weights_are_those_of_official_dino():
     assert 0.99 * bound < model.patch_embed.proj.weight.abs().max() <= bound
     biases = [p for n, p in model.blocks.named_parameters() if n.endswith("bias")]
     assert not any(bias.any() for bias in biases)
-
-
-def test_statistics_of_counted_cases():
-    same = token_statistics(torch.ones(4, 8) + 1e-3 * torch.eye(4, 8)[[0, 1, 0, 1]])
-    apart = token_statistics(torch.cat([torch.eye(4), -torch.eye(4)]))
-    # Two clusters lie on a line; four axes both ways are evenly spread, and cancel but themselves.
-    assert same.effective_rank == pytest.approx(1.0, abs=1e-3)
-    assert same.mean_cosine == pytest.approx(1.0, abs=1e-5)
-    assert apart.effective_rank == pytest.approx(4.0)
-    assert apart.mean_cosine == pytest.approx(-1 / 7)
-    assert apart.condition_number == pytest.approx(1.0)
 
 
 def test_tokens_of_a_skipless_encoder_collapse_by_default_and_less_with_its_own_init():

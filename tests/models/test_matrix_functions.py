@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ssl_bench.models.attention import OrthogonalAttention
-from ssl_bench.models.graying import gray_by_svd
-from ssl_bench.models.matrix_functions.exponential import (
+from ssl_bench.models.graying import gray_by_svd, raised
+from ssl_bench.models.orthogonal.attention import OrthogonalAttention, cholesky_basis
+from ssl_bench.models.orthogonal.exponential import (
     most_doublings,
     phi,
     phi_without_waiting,
 )
-from ssl_bench.models.matrix_functions.orthonormal import cholesky_basis
-from ssl_bench.models.matrix_functions.power import raised
 
 ANGLES = [0.0, 1e-8, 0.1, 3.0, 200.0, 1e4]
 
@@ -121,8 +119,8 @@ def test_attention_with_a_cholesky_basis_is_that_with_qr(count, alpha, monkeypat
     attention, x = OrthogonalAttention(12, 3, "qr", alpha), drawn(2, count, 12, seed=1)
     weights = drawn(2, count, 12, seed=2)
     expected = _values_and_gradients(attention.double(), x, weights)
-    monkeypatch.setattr("ssl_bench.models.attention.orthonormal_basis", cholesky_basis)
-    monkeypatch.setattr("ssl_bench.models.attention.phi", phi_without_waiting)
+    monkeypatch.setattr("ssl_bench.models.orthogonal.attention.orthonormal_basis", cholesky_basis)
+    monkeypatch.setattr("ssl_bench.models.orthogonal.attention.phi", phi_without_waiting)
     ours = _values_and_gradients(attention.float(), x.float(), weights.float())
     for one, other in zip(ours, expected, strict=True):
         scale = other.abs().max().clamp_min(1)

@@ -19,8 +19,13 @@ from ssl_bench.models import (
     save_encoder,
 )
 from ssl_bench.models.loading.checkpoint import load_checkpoint
-from ssl_bench.models.state_space.mixers import Mamba1Mixer, Mamba2Mixer, Mixer, convolved
-from ssl_bench.models.state_space.model import StateSpaceBlock
+from ssl_bench.models.state_space.model import (
+    Mamba1Mixer,
+    Mamba2Mixer,
+    Mixer,
+    StateSpaceBlock,
+    convolved,
+)
 from ssl_bench.models.state_space.scan import (
     channel_mixing,
     head_mixing,

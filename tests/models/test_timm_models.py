@@ -27,8 +27,14 @@ from ssl_bench.models import (
     load_encoder,
     save_encoder,
 )
-from ssl_bench.models.graying import TokenGraying, gray_by_dct, gray_by_svd
-from ssl_bench.models.graying_hooks import GrayImages, GrayWindows, GrayWithClass
+from ssl_bench.models.graying import (
+    TokenGraying,
+    gray_by_dct,
+    gray_by_svd,
+    gray_images,
+    gray_windows,
+    gray_with_class,
+)
 from ssl_bench.models.initialisers.convolutions import (
     CovarianceFilters,
     draw_filters,
@@ -339,7 +345,7 @@ def test_all_blocks_of_patches_are_grayed_and_those_of_cls_where_asked(changes, 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_each_window_is_grayed_by_itself_where_swin_has_moved_it(shift):
     x = torch.randn(2, 6, 6, 4, dtype=torch.float64)
-    (gray,) = GrayWindows(TokenGraying("dct", 0.5))(Window(shift), (x,))
+    (gray,) = gray_windows(TokenGraying("dct", 0.5), Window(shift), (x,))
 
     rows = (torch.arange(3) + 3 + shift) % 6
     window = x[:, rows][:, :, rows]
@@ -349,23 +355,20 @@ def test_each_window_is_grayed_by_itself_where_swin_has_moved_it(shift):
 
 def test_windows_of_a_stage_that_is_one_window_are_the_map():
     x, graying = torch.randn(2, 3, 3, 4), TokenGraying("dct", 0.5)
-    (windows,), (whole,) = (
-        GrayWindows(graying)(Window(0), (x,)),
-        GrayImages(graying)(Window(0), (x,)),
-    )
+    (windows,), (whole,) = (gray(graying, Window(0), (x,)) for gray in (gray_windows, gray_images))
     torch.testing.assert_close(windows, whole)
 
 
 def test_windows_that_do_not_divide_the_map_are_filled_up_with_zeros():
     x, graying = torch.randn(1, 4, 5, 4), TokenGraying("svd", 0.5)
     padded = torch.nn.functional.pad(x, (0, 0, 0, 1, 0, 2))
-    (gray,), (whole,) = (GrayWindows(graying)(Window(0), (y,)) for y in (x, padded))
+    (gray,), (whole,) = (gray_windows(graying, Window(0), (y,)) for y in (x, padded))
     torch.testing.assert_close(gray, whole[:, :4, :5])
 
 
 def test_class_blocks_gray_cls_and_patches_as_one_matrix():
     x, cls_token = torch.randn(2, 5, 4), torch.randn(2, 1, 4)
-    patches, first = GrayWithClass(TokenGraying("dct", 0.5))(Window(0), (x, cls_token))
+    patches, first = gray_with_class(TokenGraying("dct", 0.5), Window(0), (x, cls_token))
     expected = gray_by_dct(torch.cat([cls_token, x], 1), 0.5)
     torch.testing.assert_close(torch.cat([first, patches], 1), expected)
 

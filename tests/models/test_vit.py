@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import VisionTransformer, ViTConfig, build_vit
-from ssl_bench.models.architecture import configured
+from ssl_bench.models.encoder import configured
 from ssl_bench.models.positions import resize_positions, sinusoidal_positions
 from ssl_bench.models.vit import Attention, Block
 from tests.support.faults import unchecked_types

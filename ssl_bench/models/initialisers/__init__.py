@@ -1,9 +1,9 @@
-"""Initialisers of blocks: options, which are read without torch, and functions that draw."""
+"""Initialisers of blocks: options, which are read without torch, and what draws."""
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ssl_bench.models.initialisers.in_place import mimetic_, skipless_
+    from ssl_bench.models.initialisers.blocks import mimetic_, skipless_
 
 __all__ = ["mimetic_", "skipless_"]
 
@@ -11,6 +11,6 @@ __all__ = ["mimetic_", "skipless_"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ssl_bench.models.initialisers import in_place
+    from ssl_bench.models.initialisers import blocks
 
-    return getattr(in_place, name)
+    return getattr(blocks, name)

@@ -6,26 +6,20 @@ the end.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float64
 from torch import Generator, Tensor, nn
 
-from ssl_bench.models.initialisers.choice import make_initialiser
-from ssl_bench.models.initialisers.options import CovarianceOptions, NoOptions
+from ssl_bench.models.initialisers.options import (
+    CovarianceOptions,
+    NoOptions,
+    make_initialiser,
+)
 
 Filters = Float64[Tensor, "{count} {size} {size}"]
 Covariance = Float64[Tensor, "pixels pixels"]
-
-
-@runtime_checkable
-class FilterInitialiser(Protocol):
-    """Draws the filters of one layer; its fields are its hyperparameters."""
-
-    def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
-        """Filters of `size` x `size` pixels; `depth` is 0 in the first layer and 1 in the last."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -39,12 +33,13 @@ class UniformFilters(NoOptions):
         depth: float,  # noqa: ARG002 - the same in every layer
         generator: Generator,
     ) -> Filters:
+        """Filters of `size` x `size` pixels; `depth` is 0 in the first layer and 1 in the last."""
         unit = torch.rand(count, size, size, generator=generator, dtype=torch.float64)
         return (2 * unit - 1) / size
 
 
 @dataclass(frozen=True)
-class CovarianceFilters(CovarianceOptions):
+class CovarianceFilters(CovarianceOptions, UniformFilters):
     """Normal filters with the covariance of trained ones: focused at first, wider with depth."""
 
     def filters(self, count: int, size: int, depth: float, generator: Generator) -> Filters:
@@ -54,39 +49,34 @@ class CovarianceFilters(CovarianceOptions):
         return (normal @ root).unflatten(1, (size, size))
 
 
-_Kind = UniformFilters | CovarianceFilters
-
-FILTER_INITIALISERS: dict[str, type[_Kind]] = {
+FILTER_INITIALISERS: dict[str, type[UniformFilters]] = {
     "uniform": UniformFilters,
     "covariance": CovarianceFilters,
 }
 
 
-def filter_initialiser_of(name: str, options: Mapping[str, Any]) -> FilterInitialiser:
-    """The initialiser of that name.
-
-    Raises:
-        ConfigurationError: An unknown name or option, or a value of the wrong type.
-    """
+def filter_initialiser_of(name: str, options: Mapping[str, Any]) -> UniformFilters:
+    """The initialiser of that name."""
     return make_initialiser(FILTER_INITIALISERS, name, options)
 
 
-def draw_uniform(layer: nn.Conv2d | nn.Linear, generator: Generator) -> None:
-    """Weights and biases as PyTorch draws them by default."""
-    bound = layer.weight[0].numel() ** -0.5
+def draw_uniform(layer: nn.Module, generator: Generator) -> None:
+    """Weights and biases of a convolution or linear layer as PyTorch draws them by default."""
+    bound = layer.get_parameter("weight")[0].numel() ** -0.5
     for parameter in layer.parameters():
         nn.init.uniform_(parameter, -bound, bound, generator=generator)
 
 
 def draw_filters(
-    layers: Sequence[nn.Conv2d], initialiser: FilterInitialiser, generator: Generator
+    layers: Sequence[nn.Module], initialiser: UniformFilters, generator: Generator
 ) -> None:
     """Depthwise filters of all layers of a network, which lie evenly between depths 0 and 1."""
     for layer, convolution in enumerate(layers):
-        count, _, size, _ = convolution.weight.shape
+        weight = convolution.get_parameter("weight")
+        count, _, size, _ = weight.shape
         depth = layer / max(1, len(layers) - 1)
         filters = initialiser.filters(count, size, depth, generator)
-        convolution.weight.copy_(filters[:, None])
+        weight.copy_(filters[:, None])
 
 
 def centered_gaussian(size: int, sigma: float) -> Float64[Tensor, "{size} {size}"]:

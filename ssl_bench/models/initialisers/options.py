@@ -1,11 +1,14 @@
 """What initialisers can be told, without what draws: read before there is any tensor."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from typing import Annotated, Any, TypeVar
 
+from ssl_bench.composition.fields import Within, require
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.initialisers.choice import make_initialiser
+
+T = TypeVar("T")
 
 NOISES = ("normal", "uniform")
 PARTS = ("both", "qk", "vo")
@@ -45,7 +48,7 @@ class SkiplessOptions:
     suo_gain: bool = True
 
     def __post_init__(self) -> None:
-        _check_noise(self.noise)
+        _check_one_of("noise", self.noise, NOISES)
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,8 @@ class MimeticOptions:
     parts: str = "both"
 
     def __post_init__(self) -> None:
-        _check_noise(self.noise)
-        if self.parts not in PARTS:
-            raise ConfigurationError(
-                f"model.init_options.parts must be one of {', '.join(PARTS)}, got {self.parts!r}"
-            )
+        _check_one_of("noise", self.noise, NOISES)
+        _check_one_of("parts", self.parts, PARTS)
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ class CovarianceOptions:
         return self.sigma_0 + self.v_sigma * depth + self.a_sigma * depth**2 / 2
 
 
-_Kind = NoOptions | SkiplessOptions | MimeticOptions
-BLOCK_OPTIONS: Mapping[str, type[_Kind]] = {
+BLOCK_OPTIONS: Mapping[str, type[NoOptions | SkiplessOptions | MimeticOptions]] = {
     "default": NoOptions,
     "skipless": SkiplessOptions,
     "mimetic": MimeticOptions,
@@ -131,18 +130,27 @@ FILTER_OPTIONS: Mapping[str, type[NoOptions | CovarianceOptions]] = {
 """Of `ssl_bench.models.initialisers.convolutions`, by the name of the initialiser."""
 
 
-def check_block_options(name: str, options: Mapping[str, Any]) -> None:
-    """Refuse what no initialiser of blocks can be told.
-
-    Raises:
-        ConfigurationError: An unknown name or option, or a value of the wrong type.
-    """
-    make_initialiser(BLOCK_OPTIONS, name, options)
-
-
-def check_filter_options(name: str, options: Mapping[str, Any]) -> None:
-    """As `check_block_options`, for initialisers of depthwise filters."""
-    make_initialiser(FILTER_OPTIONS, name, options)
+def make_initialiser(kinds: Mapping[str, type[T]], name: str, options: Mapping[str, Any]) -> T:
+    """The initialiser, or its options, that `kinds` has under a name."""
+    if name not in kinds:
+        raise ConfigurationError(f"model.init must be one of {', '.join(kinds)}, got {name!r}")
+    kind = kinds[name]
+    defaults = {item.name: item.default for item in fields(kind)}  # type: ignore[arg-type]
+    chosen: dict[str, Any] = {}
+    for key, value in options.items():
+        if key not in defaults:
+            near = ", ".join(get_close_matches(key, defaults) or defaults)
+            hint = f"did you mean: {near}?" if near else "it has none; set model.init_options={}"
+            raise ConfigurationError(f"model.init={name} has no option {key!r}; {hint}")
+        wanted = type(defaults[key])
+        if wanted is float:
+            require(f"model.init_options.{key}", Annotated[float, Within(-1000, 1000)], value)
+        elif not isinstance(value, wanted):
+            raise ConfigurationError(
+                f"model.init_options.{key} must be of the kind of {defaults[key]!r}, got {value!r}"
+            )
+        chosen[key] = wanted(value)
+    return kind(**chosen)
 
 
 def in_full(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,8 +159,8 @@ def in_full(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return asdict(kind()) | {key: value for key, value in options.items() if value is not None}
 
 
-def _check_noise(noise: str) -> None:
-    if noise not in NOISES:
+def _check_one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
         raise ConfigurationError(
-            f"model.init_options.noise must be one of {', '.join(NOISES)}, got {noise!r}"
+            f"model.init_options.{name} must be one of {', '.join(known)}, got {value!r}"
         )

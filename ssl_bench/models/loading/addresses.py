@@ -1,4 +1,4 @@
-"""Files of weights behind what is typed: run folders, encoders kept at an epoch, patterns."""
+"""Files of weights behind what is typed: run folders, epochs, patterns, demonstrations."""
 
 import glob
 import re
@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.loading.demo import DEMO, demo_file
-from ssl_bench.system.paths import expanded, real
+from ssl_bench.system.paths import PACKAGE, expanded, real
 
 LAST = "last.safetensors"
 RANDOM, COLOURS = "random", "colours"
 """Schemes of encoders that learned nothing: `random:URI` and `colours:PATCH`."""
+DEMO, NAMES = "demo", ("skip", "skipless")
+"""Encoders that come with this suite: `demo:NAME`."""
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".onnx")
-_STATED_BEGINS = re.compile(r"(^|:)mean=[^:]*$")
 _KEPT = re.compile(r"epoch(\d{4,9})\.safetensors")
 
 
@@ -33,9 +33,6 @@ def file_of(uri: str) -> Path:
 
     `RUN` is the last encoder of a run folder, `RUN@200` the one it kept after epoch 200, and
     `demo:skip` one that comes with this suite.
-
-    Raises:
-        CheckpointError: the run kept none after that epoch, or there is no such demonstration.
     """
     if uri.startswith(f"{DEMO}:"):
         return demo_file(uri)
@@ -66,11 +63,7 @@ def name_of(path: Path) -> str:
 
 
 def expand(patterns: Sequence[str]) -> list[str]:
-    """Addresses of encoders, from addresses and patterns of files and run folders, or several.
-
-    Raises:
-        CheckpointError: a pattern matches no weights.
-    """
+    """Addresses of encoders, from addresses and patterns of files and run folders, or several."""
     found: list[str] = []
     for pattern in (part for text in patterns for part in _separated(text)):
         found += _matching(pattern) if _is_pattern(pattern) else [pattern]
@@ -82,7 +75,7 @@ def _separated(text: str) -> list[str]:
     parts: list[str] = []
     for word in text.split(","):
         # Numbers of mean=0.5,std=0.5:URI, however many addresses stand before it.
-        if parts and _STATED_BEGINS.search(parts[-1]):
+        if parts and re.search(r"(^|:)mean=[^:]*$", parts[-1]):
             parts[-1] += f",{word}"
         else:
             parts.append(word)
@@ -139,3 +132,29 @@ def _matching(pattern: str) -> list[str]:
             f"({', '.join(WEIGHTS)}), such as 'runs/*/last.safetensors'"
         )
     return found
+
+
+def demo_folder() -> Path:
+    """Where they lie: inside `ssl_bench` in a wheel, in results/ of a checkout."""
+    inside = PACKAGE / DEMO
+    return inside if inside.is_dir() else PACKAGE.parent / "results" / DEMO
+
+
+def demo_file(uri: str) -> Path:
+    """The file of weights that `demo:NAME` names."""
+    name = uri.removeprefix(f"{DEMO}:")
+    if name not in NAMES:
+        known = " or ".join(f"{DEMO}:{one}" for one in NAMES)
+        raise CheckpointError(f"expected {known}, got {uri!r}")
+    path = demo_folder() / file_name(name)
+    if not path.is_file():
+        raise CheckpointError(
+            f"{uri} does not come with this version: no {path.name} in {path.parent}; train an "
+            "encoder with `ssl-bench pretrain`, or give a checkpoint"
+        )
+    return path
+
+
+def file_name(name: str) -> str:
+    """Of the weights; card, configuration and log lie beside them under the same stem."""
+    return f"demo_{name}.safetensors"

@@ -9,17 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.build import build_vit
 from ssl_bench.models.encoder import Contents, Encoder
-from ssl_bench.models.kinds import (
-    EncoderModule,
-    build_encoder,
-    encoder_from_model,
-    state_dict_sha256,
-)
-from ssl_bench.models.loading.timm_encoder import TimmViT, load_timm
-from ssl_bench.models.timm_model import TimmBackbone
-from ssl_bench.models.vit import VisionTransformer
+from ssl_bench.models.kinds import build_encoder, encoder_from_model, state_dict_sha256
+from ssl_bench.models.vit import EncoderModule, VisionTransformer, build_vit
 
 _SEED = 0
 _NATIVE_SIZE = 224
@@ -30,14 +22,7 @@ def random_encoder(trained: Encoder, uri: str) -> Encoder:
     """The architecture of an encoder with weights that its initialiser draws, always the same.
 
     Of ours as the run began with seed 0; files of others begin as this suite's default does, and
-    timm's as timm does.
-
-    Args:
-        trained: Whose weights are not used, and whose mean and deviation are.
-        uri: What was asked for.
-
-    Raises:
-        CheckpointError: timm builds another architecture by that name.
+    timm's as timm does. Mean and deviation are those of the trained one.
     """
     colours = (trained.mean, trained.std)
     if isinstance(trained.module, EncoderModule):
@@ -56,7 +41,11 @@ def random_encoder(trained: Encoder, uri: str) -> Encoder:
             colours=colours,
             colours_from=trained.colours_from,
         )
-    if not isinstance(trained.module, TimmViT | TimmBackbone):
+    # timm takes seconds to import.
+    from ssl_bench.models.loading.timm_encoder import load_timm
+    from ssl_bench.models.timm_model import TimmBackbone
+
+    if not isinstance(trained.module, TimmBackbone):
         raise CheckpointError(
             f"{uri}: how the weights of a module of one's own begin is not known here; give a "
             "second name of its file, of a function that returns it untrained"
@@ -110,11 +99,7 @@ class _Threefold(nn.Module):
 
 
 def colour_patches(uri: str) -> Encoder:
-    """Load `colours:PATCH`, such as `colours:16` for patches of 16 x 16 pixels.
-
-    Raises:
-        CheckpointError: No size between 1 and 256.
-    """
+    """Load `colours:PATCH`, such as `colours:16` for patches of 16 x 16 pixels."""
     size = uri.removeprefix("colours:")
     if not re.fullmatch(r"[0-9]{1,3}", size) or not 1 <= int(size) <= _LARGEST_PATCH:
         raise CheckpointError(
@@ -123,6 +108,8 @@ def colour_patches(uri: str) -> Encoder:
         )
     patch_size = int(size)
     module = ColourPatches(patch_size).eval()
+    # The multiple of the patch that is nearest to the size at which most encoders were trained.
+    side = max(1, round(_NATIVE_SIZE / patch_size)) * patch_size
     return Encoder(
         module=module,
         name=f"colours of {patch_size} x {patch_size} pixels",
@@ -134,11 +121,6 @@ def colour_patches(uri: str) -> Encoder:
         dim=3 * patch_size**2,
         num_heads=0,
         num_prefix_tokens=1,
-        native_size=(_side(patch_size), _side(patch_size)),
+        native_size=(side, side),
         contents=Contents("colours"),
     )
-
-
-def _side(patch_size: int) -> int:
-    """The multiple of the patch that is nearest to the size at which most encoders were trained."""
-    return max(1, round(_NATIVE_SIZE / patch_size)) * patch_size

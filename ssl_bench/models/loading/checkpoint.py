@@ -9,7 +9,6 @@ import safetensors.torch
 from torch import Tensor
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.config import kind_of
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 from ssl_bench.models.kinds import EncoderModule, empty_encoder
 from ssl_bench.models.loading.identity import (
@@ -40,8 +39,8 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
         MachineError: The folder cannot be written or the disk is full; older files stay intact.
     """
     ours = {"format": FORMAT, "version": _VERSION, "config": json.dumps(model.config.to_dict())}
-    if (kind := kind_of(model.config)) != UNNAMED_KIND:
-        ours["kind"] = kind
+    if model.config.kind != UNNAMED_KIND:
+        ours["kind"] = model.config.kind
     if isinstance(model.config, TimmConfig):
         # So that nobody has to ask timm, and torch, which blocks there are.
         ours["strides"] = json.dumps(model.config.shape.strides)
@@ -56,32 +55,23 @@ def save_encoder(path: Path, model: EncoderModule, metadata: Mapping[str, str]) 
 
 
 def load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
-    """The model that `save_encoder` wrote and the sha256 of its file.
-
-    Raises:
-        CheckpointError: The file is missing, damaged, replaced meanwhile, or of a later version of
-            this format.
-    """
+    """The model that `save_encoder` wrote and the sha256 of its file."""
     with unreplaced(path):
-        return _load_checkpoint(path)
-
-
-def _load_checkpoint(path: Path) -> tuple[EncoderModule, str]:
-    digest, sidecar = verified_sha256(path), sidecar_of(path)
-    if not is_there(sidecar):
-        folder, name = shell_words([str(path.parent)]), shell_words([path.name])
-        raise CheckpointError(
-            f"{sidecar} is missing, so {path.name} cannot be verified; copy both files, or, "
-            f"if you trust it, run: cd {folder} && sha256sum {name} > {name}.sha256"
-        )
-    metadata = read_metadata(path)
-    if metadata.get("version") != _VERSION:
-        raise CheckpointError(
-            f"{path} has format version {metadata.get('version')}, this program reads {_VERSION}; "
-            "install a newer ssl-bench"
-        )
-    model = empty_encoder(stated_config(path, metadata))
-    load_weights(model, usable(read_weights(path), path), path)
+        digest, sidecar = verified_sha256(path), sidecar_of(path)
+        if not is_there(sidecar):
+            folder, name = shell_words([str(path.parent)]), shell_words([path.name])
+            raise CheckpointError(
+                f"{sidecar} is missing, so {path.name} cannot be verified; copy both files, or, "
+                f"if you trust it, run: cd {folder} && sha256sum {name} > {name}.sha256"
+            )
+        metadata = read_metadata(path)
+        if metadata.get("version") != _VERSION:
+            raise CheckpointError(
+                f"{path} has format version {metadata.get('version')}, this program reads "
+                f"{_VERSION}; install a newer ssl-bench"
+            )
+        model = empty_encoder(stated_config(path, metadata))
+        load_weights(model, usable(read_weights(path), path), path)
     return model, digest
 
 

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,20 +38,9 @@ _NEEDED = ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.mlp.fc
 _SCALED = {1: "attn.proj", 2: "mlp.fc2"}
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """A model made of somebody's file.
-
-    Attributes:
-        keys: How many tensors were used, of how many in their container.
-    """
-
-    model: VisionTransformer
-    contents: Contents
-    keys: tuple[int, int]
-
-
-def load_foreign(path: Path, described: Description | None = None) -> Foreign:
+def load_foreign(
+    path: Path, described: Description | None = None
+) -> tuple[VisionTransformer, Contents, tuple[int, int]]:
     """A ViT with skips from the layouts of DINO, DINOv2, MAE, iBOT, MoCo-v3 or transformers.
 
     An ONNX file that transformers was exported to says all of its own.
@@ -60,12 +49,12 @@ def load_foreign(path: Path, described: Description | None = None) -> Foreign:
         path: The file.
         described: Needed for transformers; the other layouts imply it.
 
-    Raises:
-        CheckpointError: The file cannot be read, holds tensors that nobody knows, or is not
-            exactly such a ViT.
+    Returns:
+        The model, what the file holds, and how many tensors were used of how many in their
+        container.
     """
     if path.suffix == ".onnx":
-        # Its package is an extra, and knows this file.
+        # Its package is an extra.
         from ssl_bench.models.loading.onnx_file import read_onnx
 
         content, described = read_onnx(path)
@@ -85,20 +74,7 @@ def load_foreign(path: Path, described: Description | None = None) -> Foreign:
             f"type timm:{architecture}@{path}"
         )
     refuse_strangers(names, path)
-    dropped = reasons(names, layout.ignored)
-    ignored = {**backbone.ignored, **dropped}
-    kept = {name: value for name, value in backbone.weights.items() if name not in dropped}
-    return _assembled(path, layout, renamed(layout, kept, path), backbone, ignored, described)
-
-
-def _assembled(
-    path: Path,
-    layout: Layout,
-    weights: dict[str, Tensor],
-    backbone: Backbone,
-    ignored: Mapping[str, str],
-    described: Description | None,
-) -> Foreign:
+    weights, dropped = _renamed_weights(layout, backbone, path)
     used = len(weights)
     note = backbone.note + _fuse_queries_keys_values(weights, path)
     config, grid_size, assumed = _inferred_config(weights, layout, described, path)
@@ -106,10 +82,22 @@ def _assembled(
     model = VisionTransformer(config, grid_size)
     load_weights(model, weights, path)
     if described is not None:
-        _set_norm_eps(model, described.norm_eps)
+        for module in model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.eps = described.norm_eps
         model.position_margin = described.position_margin
+    ignored = {**backbone.ignored, **dropped}
     contents = Contents(layout.name, layout.source, ignored, note.strip(" ;"), path)
-    return Foreign(model, contents, (used, backbone.total))
+    return model, contents, (used, backbone.total)
+
+
+def _renamed_weights(
+    layout: Layout, backbone: Backbone, path: Path
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors that a layout uses, under our names, and why others are left out."""
+    dropped = reasons(backbone.weights, layout.ignored)
+    kept = {name: value for name, value in backbone.weights.items() if name not in dropped}
+    return renamed(layout, kept, path), dropped
 
 
 def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
@@ -129,15 +117,8 @@ def _fuse_queries_keys_values(weights: dict[str, Tensor], path: Path) -> str:
 
 
 def dinov3_weights(backbone: Backbone, path: Path) -> Backbone:
-    """Weights that transformers wrote under DINOv3's own names.
-
-    Raises:
-        CheckpointError: two tensors would get the same name, or thirds of a layer do not fit.
-    """
-    layout = DINOV3_TRANSFORMERS
-    dropped = reasons(backbone.weights, layout.ignored)
-    kept = {name: value for name, value in backbone.weights.items() if name not in dropped}
-    weights = renamed(layout, kept, path)
+    """Weights that transformers wrote under DINOv3's own names."""
+    weights, dropped = _renamed_weights(DINOV3_TRANSFORMERS, backbone, path)
     gated = any(".mlp.w1." in name for name in weights)
     for old, new in (
         ("up_proj", "w2" if gated else "fc1"),
@@ -174,12 +155,6 @@ def _fold_layer_scales(weights: dict[str, Tensor], config: ViTConfig) -> str:
     return "LayerScale is multiplied into attn.proj and mlp.fc2; "
 
 
-def _set_norm_eps(model: nn.Module, eps: float) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            module.eps = eps
-
-
 def _inferred_config(
     weights: Mapping[str, Tensor], layout: Layout, described: Description | None, path: Path
 ) -> tuple[ViTConfig, tuple[int, int], str]:
@@ -189,10 +164,7 @@ def _inferred_config(
     dim, patch_size = len(kernel), kernel.shape[-1]
     blocks = [re.match(r"blocks\.(\d+)\.", name) for name in weights]
     registers = weights.get("reg_token")
-    assumed, grid_size = "", _stated_grid(described, positions, patch_size, path)
-    if grid_size is None:
-        grid_size = _assumed_grid(positions.shape[1] - 1, path)
-        assumed = f"{ASSUMED_GRID.format(*grid_size)}; "
+    rows, cols, assumed = _grid_size(described, positions.shape[1] - 1, patch_size, path)
     if described is None:
         heads = layout.heads.get(dim, dim // _HEAD_DIM)
         assumed += f"{heads} heads of {dim // heads} channels assumed; "
@@ -200,7 +172,7 @@ def _inferred_config(
         heads = described.num_heads
     try:
         config = ViTConfig(
-            image_size=grid_size[0] * patch_size,
+            image_size=rows * patch_size,
             patch_size=patch_size,
             dim=dim,
             depth=1 + max(int(block[1]) for block in blocks if block),
@@ -211,31 +183,23 @@ def _inferred_config(
         )
     except ConfigurationError as error:
         raise CheckpointError(f"{path} does not fit the ViT of this suite: {error}") from error
-    return config, grid_size, assumed
+    return config, (rows, cols), assumed
 
 
-def _stated_grid(
-    described: Description | None, positions: Tensor, patch_size: int, path: Path
-) -> tuple[int, int] | None:
-    if described is None or described.image_size is None:
-        return None
-    height, width = described.image_size
-    rows, cols = height // patch_size, width // patch_size
-    if rows * cols != positions.shape[1] - 1:
-        raise CheckpointError(
-            f"{path} has pos_embed for {positions.shape[1] - 1} patches; config.json says images "
-            f"of {height} x {width} pixels, which are {rows} x {cols} patches of {patch_size}; "
-            "fetch both again"
-        )
-    return rows, cols
-
-
-def _assumed_grid(num_patches: int, path: Path) -> tuple[int, int]:
-    """Rows and columns of positions of which nobody says them.
-
-    Raises:
-        CheckpointError: They are no square.
-    """
+def _grid_size(
+    described: Description | None, num_patches: int, patch_size: int, path: Path
+) -> tuple[int, int, str]:
+    """Rows and columns of positions, and what of it is assumed."""
+    if described is not None and described.image_size is not None:
+        height, width = described.image_size
+        rows, cols = height // patch_size, width // patch_size
+        if rows * cols != num_patches:
+            raise CheckpointError(
+                f"{path} has pos_embed for {num_patches} patches; config.json says images of "
+                f"{height} x {width} pixels, which are {rows} x {cols} patches of {patch_size}; "
+                "fetch both again"
+            )
+        return rows, cols, ""
     side = math.isqrt(num_patches)
     if side**2 != num_patches:
         raise CheckpointError(
@@ -244,7 +208,7 @@ def _assumed_grid(num_patches: int, path: Path) -> tuple[int, int]:
             "[HEIGHT, WIDTH] of transformers; architecture=NAME, model_args={img_size: [HEIGHT, "
             "WIDTH]} of timm) and type local-dir:FOLDER"
         )
-    return side, side
+    return side, side, f"{ASSUMED_GRID.format(side, side)}; "
 
 
 def _require_needed(

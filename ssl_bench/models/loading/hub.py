@@ -5,6 +5,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -45,11 +46,7 @@ WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 def downloaded_file(url: str) -> Path:
-    """The file of `url` in torch's hub cache, fetched if it is not there.
-
-    Raises:
-        CheckpointError: Not cached and not to be had.
-    """
+    """The file of `url` in torch's hub cache, fetched if it is not there."""
     target = Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", maxsplit=1)[-1]
     try:
         return download(Published(url, None), target, _require_weights)
@@ -73,46 +70,34 @@ def _require_weights(file: Path) -> None:
 def hugging_face_file(
     repository: str, names: Sequence[str] = WEIGHTS_FILES, revision: str | None = None
 ) -> Path:
-    """The first file of a repository that is there: in the Hugging Face cache, else fetched.
+    """The first of several files of `org/name` that is in the Hugging Face cache, else fetched.
 
     Args:
         repository: `org/name`.
         names: Any of these will do; earlier ones come first.
         revision: Branch, tag or commit; the main branch without.
-
-    Raises:
-        CheckpointError: Not cached and not to be had.
     """
-    for name in names:
-        with suppress(LocalEntryNotFoundError):
-            return Path(_from_hub(repository, name, revision, cached=True))
-    url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
-    _require_network(url)
-    for name in names:
-        with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
-            return Path(_from_hub(repository, name, revision, cached=False))
-    at = f" at {revision}" if revision else ""
-    raise CheckpointError(f"{url}{at} gave no {' or '.join(names)}; {_local_ways(url)}")
-
-
-def _from_hub(repository: str, name: str, revision: str | None, *, cached: bool) -> str:
+    fetch = partial(huggingface_hub.hf_hub_download, repository, revision=revision)
     try:
-        return huggingface_hub.hf_hub_download(
-            repository, name, revision=revision, local_files_only=cached
-        )
+        for name in names:
+            with suppress(LocalEntryNotFoundError):
+                return Path(fetch(name, local_files_only=True))
     except HFValidationError as error:
         raise CheckpointError(
             f"{repository!r} is no name of a repository; expected hf-hub:ORG/NAME"
         ) from error
-
-
-def _require_network(url: str) -> None:
+    url = f"{huggingface_hub.constants.ENDPOINT}/{repository}"
     try:
         # That there is an answer is enough.
         with suppress(urllib.error.HTTPError):
             open_url(urllib.request.Request(url, method="HEAD")).close()
     except NotFetched as error:
         raise CheckpointError(f"{error}; {_local_ways(url)}") from error
+    for name in names:
+        with suppress(HfHubHTTPError, LocalEntryNotFoundError, OSError):
+            return Path(fetch(name, local_files_only=False))
+    at = f" at {revision}" if revision else ""
+    raise CheckpointError(f"{url}{at} gave no {' or '.join(names)}; {_local_ways(url)}")
 
 
 def _local_ways(url: str) -> str:

@@ -3,8 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,17 @@ from ssl_bench.models.encoder import ASSUMED, IMAGENET_COLOURS, Colours, Encoder
 from ssl_bench.models.kinds import encoder_from_model
 from ssl_bench.models.loading.foreign import load_foreign
 from ssl_bench.models.loading.hub import WEIGHTS_FILES, hugging_face_file
-from ssl_bench.models.loading.identity import unreplaced, verified_sha256
+from ssl_bench.models.loading.identity import (
+    colour_of,
+    is_number,
+    unreplaced,
+    verified_sha256,
+)
 from ssl_bench.models.loading.layouts import Description
-from ssl_bench.models.loading.stated_colours import colour_of, is_number
 from ssl_bench.system.files import read_regular
 from ssl_bench.system.paths import expanded, real
 
+_Find = Callable[[Sequence[str]], Path]
 _CONFIG, _PREPROCESSOR = "config.json", "preprocessor_config.json"
 _TRANSFORMERS = ("vit", "vit_mae", "dinov2", "dinov2_with_registers")
 _DINOV3 = "dinov3_vit"
@@ -40,54 +46,58 @@ def load_hugging_face(uri: str) -> Encoder:
 
     The folder is one of timm's (config.json names the architecture) or of transformers'
     (`model_type` is vit, vit_mae, dinov2, dinov2_with_registers or dinov3_vit).
-
-    Raises:
-        CheckpointError: Files are missing, cannot be had, or are of another kind.
     """
     scheme, _, place = uri.partition(":")
-    folder = _LocalFolder(place) if scheme == "local-dir" else _Repository(place)
-    path = folder.file(_CONFIG)
+    if scheme == "local-dir":
+        folder = expanded(place)
+        label, file = real(folder).name, partial(_file_in, folder)
+    else:
+        repository, _, revision = place.partition("@")
+        label = place.rpartition("/")[2]
+        file = partial(hugging_face_file, repository, revision=revision or None)
+    path = file([_CONFIG])
     config = _read(path)
     if "architecture" in config:
         # timm takes seconds to import.
         from ssl_bench.models.loading.timm_encoder import load_timm_folder
 
-        return load_timm_folder(config, folder.file(*WEIGHTS_FILES), uri=uri, label=folder.name)
-    if config.get("model_type") == _DINOV3:
-        return _from_dinov3(config, folder, path, uri)
-    if config.get("model_type") in _TRANSFORMERS:
-        return _from_transformers(config, folder, path, uri)
-    raise CheckpointError(
-        f"{path} is neither timm's (architecture=...) nor of model_type "
-        f"{', '.join((*_TRANSFORMERS, _DINOV3))}, but {config.get('model_type', 'unnamed')!r}; "
-        "use timm:NAME@FILE"
-    )
-
-
-class _LocalFolder:
-    def __init__(self, place: str) -> None:
-        self.path = expanded(place)
-        self.name = real(self.path).name
-
-    def file(self, *names: str) -> Path:
-        """The first of these that is there."""
-        for name in names:
-            if (self.path / name).is_file():
-                return self.path / name
+        return load_timm_folder(config, file(WEIGHTS_FILES), uri=uri, label=label)
+    model_type = config.get("model_type")
+    if model_type not in (*_TRANSFORMERS, _DINOV3):
         raise CheckpointError(
-            f"{self.path} has no {' or '.join(names)}; expected a folder of Hugging Face with "
-            f"{_CONFIG} and {WEIGHTS_FILES[0]}"
+            f"{path} is neither timm's (architecture=...) nor of model_type "
+            f"{', '.join((*_TRANSFORMERS, _DINOV3))}, but {config.get('model_type', 'unnamed')!r}; "
+            "use timm:NAME@FILE"
         )
+    weights = file(WEIGHTS_FILES)
+    if model_type != _DINOV3:
+        return _from_transformers(config, weights, file, path, uri=uri, label=label)
+    from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
+
+    colours, colours_from = _colours(_DINOV3, file)
+    encoder = load_dinov3_folder(weights, uri=uri, label=label, colours=colours)
+    is_gated = any(".mlp.fc1_g." in name for name in encoder.module.state_dict())
+    built = {
+        "layer_norm_eps": encoder.module.get_submodule("norm").eps,
+        "use_gated_mlp": is_gated,
+        "hidden_act": "silu" if is_gated else "gelu",
+        "rope_theta": _DINOV3_ROTATION,
+    }
+    rotation = config.get("rope_parameters")
+    said = {**config, **rotation} if isinstance(rotation, Mapping) else config
+    _require_agreement(said, encoder, built, path, weights)
+    return replace(encoder, colours_from=colours_from)
 
 
-class _Repository:
-    def __init__(self, place: str) -> None:
-        self.repository, _, self.revision = place.partition("@")
-        self.name = place.rpartition("/")[2]
-
-    def file(self, *names: str) -> Path:
-        """The first of these that the cache or the network gives."""
-        return hugging_face_file(self.repository, names, self.revision or None)
+def _file_in(folder: Path, names: Sequence[str]) -> Path:
+    """The first of these that is there."""
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(
+        f"{folder} has no {' or '.join(names)}; expected a folder of Hugging Face with "
+        f"{_CONFIG} and {WEIGHTS_FILES[0]}"
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -101,57 +111,44 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _from_transformers(
-    config: Mapping[str, Any], folder: _LocalFolder | _Repository, path: Path, uri: str
+    config: Mapping[str, Any], weights: Path, file: _Find, path: Path, *, uri: str, label: str
 ) -> Encoder:
-    weights = folder.file(*WEIGHTS_FILES)
     described = _described(config, path)
     with unreplaced(weights):
         digest = verified_sha256(weights)
-        found = load_foreign(weights, described)
-    colours, colours_from = _colours(config["model_type"], folder)
-    model = found.model.config
+        model, contents, keys = load_foreign(weights, described)
+    colours, colours_from = _colours(config["model_type"], file)
     encoder = encoder_from_model(
-        found.model,
-        name=folder.name,
+        model,
+        name=label,
         uri=uri,
         sha256=digest,
-        keys=found.keys,
-        contents=found.contents,
+        keys=keys,
+        contents=contents,
         colours=colours,
         colours_from=colours_from,
     )
     is_dinov2 = config["model_type"].startswith("dinov2")
-    wide = {"mlp_ratio": model.mlp_ratio} if is_dinov2 else {"intermediate_size": model.hidden_dim}
-    built = {**wide, "qkv_bias": model.qkv_bias, "hidden_act": "gelu", "use_swiglu_ffn": False}
-    _require_agreement(config, {**_sizes(encoder), **built}, path, weights)
+    width = {"intermediate_size": model.config.hidden_dim}
+    built = {
+        **({"mlp_ratio": model.config.mlp_ratio} if is_dinov2 else width),
+        "qkv_bias": model.config.qkv_bias,
+        "hidden_act": "gelu",
+        "use_swiglu_ffn": False,
+    }
+    _require_agreement(config, encoder, built, path, weights)
     return encoder
 
 
-def _from_dinov3(
-    config: Mapping[str, Any], folder: _LocalFolder | _Repository, path: Path, uri: str
-) -> Encoder:
-    weights = folder.file(*WEIGHTS_FILES)
-    colours, colours_from = _colours(_DINOV3, folder)
-    # timm takes seconds to import.
-    from ssl_bench.models.loading.timm_encoder import load_dinov3_folder
-
-    encoder = load_dinov3_folder(weights, uri=uri, label=folder.name, colours=colours)
-    is_gated = any(".mlp.fc1_g." in name for name in encoder.module.state_dict())
-    built = {
-        "layer_norm_eps": encoder.module.get_submodule("norm").eps,
-        "use_gated_mlp": is_gated,
-        "hidden_act": "silu" if is_gated else "gelu",
-        "rope_theta": _DINOV3_ROTATION,
-    }
-    rotation = config.get("rope_parameters")
-    said = {**config, **rotation} if isinstance(rotation, Mapping) else config
-    _require_agreement(said, {**_sizes(encoder), **built}, path, weights)
-    return replace(encoder, colours_from=colours_from)
-
-
-def _sizes(encoder: Encoder) -> dict[str, Any]:
-    """What transformers calls the sizes of an encoder."""
-    return {
+def _require_agreement(
+    config: Mapping[str, Any],
+    encoder: Encoder,
+    built: Mapping[str, Any],
+    path: Path,
+    weights: Path,
+) -> None:
+    """Refuse a configuration that says something else than what was built."""
+    sizes = {
         "hidden_size": encoder.dim,
         "num_hidden_layers": encoder.depth,
         "num_attention_heads": encoder.num_heads,
@@ -159,17 +156,7 @@ def _sizes(encoder: Encoder) -> dict[str, Any]:
         "num_channels": 3,
         "patch_size": encoder.patch_size,
     }
-
-
-def _require_agreement(
-    config: Mapping[str, Any], built: Mapping[str, Any], path: Path, weights: Path
-) -> None:
-    """Refuse a configuration that says something else than what was built.
-
-    Raises:
-        CheckpointError: Names the first key, its value, and what there is.
-    """
-    for key, ours in built.items():
+    for key, ours in {**sizes, **built}.items():
         theirs = config.get(key, ours)
         if theirs != ours and theirs != [ours, ours]:
             raise CheckpointError(
@@ -179,11 +166,7 @@ def _require_agreement(
 
 
 def _described(config: Mapping[str, Any], path: Path) -> Description:
-    """What no tensor shape would tell.
-
-    Raises:
-        CheckpointError: It is missing, or no value that can be meant.
-    """
+    """What no tensor shape would tell; refused where it is missing or cannot be meant."""
     heads: Any = config.get("num_attention_heads")
     eps: Any = config.get("layer_norm_eps")
     size: Any = config.get("image_size")
@@ -205,10 +188,10 @@ def _described(config: Mapping[str, Any], path: Path) -> Description:
     return Description(int(heads), float(eps), None if size is None else (sides[0], sides[1]))
 
 
-def _colours(model_type: str, folder: _LocalFolder | _Repository) -> tuple[Colours, str]:
+def _colours(model_type: str, file: _Find) -> tuple[Colours, str]:
     """Mean and deviation, and who says so."""
     try:
-        path = folder.file(_PREPROCESSOR)
+        path = file([_PREPROCESSOR])
     except CheckpointError:
         # Of `vit` there are models with either: guessing would make every feature wrong.
         if model_type in _ON_IMAGENET_COLOURS:
@@ -220,8 +203,7 @@ def _colours(model_type: str, folder: _LocalFolder | _Repository) -> tuple[Colou
 def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:
     """Mean and deviation of images from 0 to 1 that do what a preprocessor does to bytes.
 
-    Raises:
-        CheckpointError: A value that is none, or a step that is more than a mean and a deviation.
+    A step that is more than a mean and a deviation is refused.
     """
     strange = [
         key
@@ -252,8 +234,5 @@ def _preprocessed(described: Mapping[str, Any], path: Path) -> Colours:
         )
     if math.isclose(brightest := 255.0 * factor, 1):
         return mean, std
-    return _divided(mean, brightest), _divided(std, brightest)
-
-
-def _divided(colour: tuple[float, float, float], by: float) -> tuple[float, float, float]:
-    return colour[0] / by, colour[1] / by, colour[2] / by
+    red, green, blue = (colour / brightest for colour in mean)
+    return (red, green, blue), (std[0] / brightest, std[1] / brightest, std[2] / brightest)

@@ -1,7 +1,7 @@
 """Who an encoder is: what a file of weights says of itself, without a tensor of it."""
 
 import json
-import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,16 +11,21 @@ from typing import Any
 import safetensors
 
 from ssl_bench.errors import CheckpointError, ConfigurationError
-from ssl_bench.models.architecture import configured, staged
 from ssl_bench.models.config import EncoderConfig, config_of
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours, identity_of
+from ssl_bench.models.encoder import (
+    IMAGENET_COLOURS,
+    Colours,
+    configured,
+    identity_of,
+    require_images,
+)
 from ssl_bench.models.loading.addresses import name_of
-from ssl_bench.models.state_space.config import require_images
 from ssl_bench.system.files import open_regular, read_digests, sha256_of
 
 FORMAT = "ssl-bench"
 # What a checkpoint holds that does not say it, as all did when there was one kind.
 UNNAMED_KIND = "vit"
+_LARGEST = 1e9
 
 
 @dataclass(frozen=True)
@@ -55,24 +60,20 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     """The encoder in a file of ours; its weights are not read if possible.
 
     The sha256 is the one beside the file, which loading holds the file against.
-
-    Raises:
-        CheckpointError: The header cannot be read, the model reads tokens, or no single sha256 is
-            stated and that of the file is not among them.
     """
     metadata = read_metadata(path)
-    config, strides = stated_config(path, metadata), _stated_strides(path, metadata)
+    # Of every block, where a file of ours says that they may differ.
+    config, strides = stated_config(path, metadata), json.loads(metadata.get("strides", "[]"))
     require_images(config, uri)
     stated = read_digests(sidecar_of(path))
     # While the weights are replaced two lines stand there; others may speak of other files.
     is_single = [name for _, name in stated] == [path.name]
     digest = stated[0][0] if is_single else verified_sha256(path)
-    architecture = staged(config, strides) if strides else configured(config)
     return EncoderIdentity(
         uri,
         name_of(path),
         digest,
-        architecture,
+        configured(config, strides=strides),
         *stated_colours(path),
         depth=len(strides) if strides else config.depth,
         patch_size=strides[0] if strides else config.patch_size,
@@ -83,22 +84,6 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     )
 
 
-def _stated_strides(path: Path, metadata: Mapping[str, str]) -> list[int]:
-    """Of every block, where a file of ours says that they may differ.
-
-    Raises:
-        CheckpointError: not whole numbers.
-    """
-    text = metadata.get("strides", "[]")
-    try:
-        strides = json.loads(text)
-    except json.JSONDecodeError:
-        strides = None
-    if not isinstance(strides, list) or not all(type(one) is int and one > 0 for one in strides):
-        raise CheckpointError(f"{path} states strides that are no whole numbers: {text[:80]}")
-    return strides
-
-
 def is_ours(path: Path) -> bool:
     """Whether a readable safetensors file was written by `save_encoder`."""
     return read_metadata(path).get("format") == FORMAT
@@ -106,25 +91,25 @@ def is_ours(path: Path) -> bool:
 
 def stated_epoch(path: Path) -> float | None:
     """How many epochs of training a file of ours says it had."""
-    try:
-        epoch = float(read_metadata(path).get("epoch", "nan"))
-    except ValueError:
-        return None
-    return epoch if math.isfinite(epoch) else None
+    text = read_metadata(path).get("epoch", "")
+    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
 def stated_colours(path: Path) -> Colours:
-    """How a file of ours says that its images are normalised; as ImageNet's if it does not.
-
-    Raises:
-        CheckpointError: Not three numbers each.
-    """
+    """How a file of ours says that its images are normalised; as ImageNet's if it does not."""
     metadata = read_metadata(path)
-    mean, std = (
-        _three_numbers(path, metadata[name]) if name in metadata else plain
-        for name, plain in zip(("mean", "std"), IMAGENET_COLOURS, strict=True)
-    )
-    return mean, std
+    found = [(0.0, 0.0, 0.0)] * 2
+    for place, name in enumerate(("mean", "std")):
+        text = metadata.get(name, json.dumps(IMAGENET_COLOURS[place]))
+        try:
+            red, green, blue = (float(value) for value in json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path} states a mean or deviation of images that is not three numbers: "
+                f"{text[:80]}"
+            ) from error
+        found[place] = (red, green, blue)
+    return found[0], found[1]
 
 
 def stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
@@ -139,11 +124,7 @@ def stated_config(path: Path, metadata: Mapping[str, str]) -> EncoderConfig:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What `save_encoder` wrote beside the weights: format, version, kind, config, step ...
-
-    Raises:
-        CheckpointError: Not a readable safetensors file.
-    """
+    """What `save_encoder` wrote beside the weights: format, version, kind, config, step ..."""
     check_readable(path)
     try:
         with safetensors.safe_open(path, framework="np") as file:
@@ -156,11 +137,7 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def check_readable(path: Path) -> None:
-    """Refuse what cannot be a weights file.
-
-    Raises:
-        CheckpointError: Missing, unreadable, empty, or a web page.
-    """
+    """Refuse what cannot be a weights file."""
     try:
         with open_regular(path) as file:
             start = file.read(256).lstrip()
@@ -179,9 +156,6 @@ def unreplaced(path: Path) -> Iterator[None]:
     """Refuse what was read of a file that a running pretraining replaced meanwhile.
 
     Otherwise the sha256 of one checkpoint would stand beside the numbers of the next.
-
-    Raises:
-        CheckpointError: It is another file now.
     """
     before = _stamp(path)
     try:
@@ -192,11 +166,7 @@ def unreplaced(path: Path) -> Iterator[None]:
 
 
 def verified_sha256(path: Path) -> str:
-    """The sha256 of a file, compared with the one beside it where there is one.
-
-    Raises:
-        CheckpointError: They differ, or there is no file.
-    """
+    """The sha256 of a file, compared with the one beside it where there is one."""
     check_readable(path)
     digest = sha256_of(path)
     sidecar = sidecar_of(path)
@@ -232,11 +202,20 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _three_numbers(path: Path, text: str) -> tuple[float, float, float]:
-    try:
-        red, green, blue = (float(value) for value in json.loads(text))
-    except (TypeError, ValueError) as error:
+def colour_of(described: Mapping[str, Any], key: str, path: Path) -> tuple[float, float, float]:
+    """Mean or deviation of red, green and blue in a configuration; a deviation ends with std."""
+    value: Any = described.get(key)
+    numbers: list[Any] = list(value) if isinstance(value, list | tuple) else [value] * 3
+    sound = len(numbers) == 3 and all(is_number(one) for one in numbers)
+    if not sound or (key.endswith("std") and min(numbers) <= 0):
         raise CheckpointError(
-            f"{path} states a mean or deviation of images that is not three numbers: {text[:80]}"
-        ) from error
+            f"{path}: expected {key} of red, green and blue, three numbers and no deviation of 0, "
+            f"came {value!r}; fetch it again"
+        )
+    red, green, blue = map(float, numbers)
     return red, green, blue
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number as images and norms have them."""
+    return type(value) in (int, float) and abs(value) < _LARGEST

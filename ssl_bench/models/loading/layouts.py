@@ -97,6 +97,7 @@ DINO = Layout(
     "https://github.com/facebookresearch/dino/blob/7c446df5/vision_transformer.py",
     heads=_WIDE_HEADS,
 )
+_TF_BLOCK = r"encoder\.layer\.(\d+)\."
 TRANSFORMERS = Layout(
     "transformers",
     "https://github.com/huggingface/transformers/blob/015e6876/src/transformers/models/"
@@ -107,19 +108,13 @@ TRANSFORMERS = Layout(
         (r"embeddings\.position_embeddings", r"pos_embed"),
         (r"embeddings\.register_tokens", r"reg_token"),
         (r"embeddings\.patch_embeddings\.projection\.(\w+)", r"patch_embed.proj.\1"),
-        (r"encoder\.layer\.(\d+)\.(?:norm1|layernorm_before)\.(\w+)", r"blocks.\1.norm1.\2"),
-        (r"encoder\.layer\.(\d+)\.(?:norm2|layernorm_after)\.(\w+)", r"blocks.\1.norm2.\2"),
-        (
-            r"encoder\.layer\.(\d+)\.attention\.attention\.(query|key|value)\.(\w+)",
-            r"blocks.\1.attn.\2.\3",
-        ),
-        (r"encoder\.layer\.(\d+)\.attention\.output\.dense\.(\w+)", r"blocks.\1.attn.proj.\2"),
-        (
-            r"encoder\.layer\.(\d+)\.(?:intermediate\.dense|mlp\.fc1)\.(\w+)",
-            r"blocks.\1.mlp.fc1.\2",
-        ),
-        (r"encoder\.layer\.(\d+)\.(?:output\.dense|mlp\.fc2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
-        (r"encoder\.layer\.(\d+)\.layer_scale([12])\.lambda1", r"blocks.\1.ls\2.gamma"),
+        (rf"{_TF_BLOCK}(?:norm1|layernorm_before)\.(\w+)", r"blocks.\1.norm1.\2"),
+        (rf"{_TF_BLOCK}(?:norm2|layernorm_after)\.(\w+)", r"blocks.\1.norm2.\2"),
+        (rf"{_TF_BLOCK}attention\.attention\.(query|key|value)\.(\w+)", r"blocks.\1.attn.\2.\3"),
+        (rf"{_TF_BLOCK}attention\.output\.dense\.(\w+)", r"blocks.\1.attn.proj.\2"),
+        (rf"{_TF_BLOCK}(?:intermediate\.dense|mlp\.fc1)\.(\w+)", r"blocks.\1.mlp.fc1.\2"),
+        (rf"{_TF_BLOCK}(?:output\.dense|mlp\.fc2)\.(\w+)", r"blocks.\1.mlp.fc2.\2"),
+        (rf"{_TF_BLOCK}layer_scale([12])\.lambda1", r"blocks.\1.ls\2.gamma"),
         (r"layernorm\.(\w+)", r"norm.\1"),
     ),
     ignored={r"embeddings\.mask_token": _MASKED},
@@ -201,11 +196,7 @@ def recognised(names: Sequence[str], prefixes: Sequence[str]) -> Layout:
 
 
 def refuse_strangers(names: Sequence[str], path: object) -> None:
-    """Refuse encoders of another kind.
-
-    Raises:
-        CheckpointError: Says which, and how timm loads it.
-    """
+    """Refuse encoders of another kind."""
     for pattern, what in _UNSUPPORTED:
         if (found := _first(names, pattern)) is not None:
             raise CheckpointError(
@@ -250,22 +241,13 @@ def _first(names: Sequence[str], pattern: str) -> str | None:
 
 
 def renamed(layout: Layout, weights: Mapping[str, Tensor], path: object) -> dict[str, Tensor]:
-    """The tensors under our names; those without a rename keep theirs.
-
-    Raises:
-        CheckpointError: Two tensors would get the same name.
-    """
+    """The tensors under our names; those without a rename keep theirs."""
     found: dict[str, Tensor] = {}
     for name, value in weights.items():
-        ours = _our_name(layout, name)
+        fitting = (rename for rename in layout.renames if re.fullmatch(rename[0], name))
+        pattern, replacement = next(fitting, (r"$^", ""))
+        ours = re.sub(pattern, replacement, name)
         if ours in found:
             raise CheckpointError(f"{path} holds {ours} twice, the second time as {name}")
         found[ours] = value
     return found
-
-
-def _our_name(layout: Layout, name: str) -> str:
-    for pattern, replacement in layout.renames:
-        if re.fullmatch(pattern, name):
-            return re.sub(pattern, replacement, name)
-    return name

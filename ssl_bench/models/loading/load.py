@@ -1,8 +1,8 @@
 """`load_encoder`: one address, one frozen encoder."""
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -18,10 +18,9 @@ from ssl_bench.models.loading.identity import (
     unreplaced,
     verified_sha256,
 )
-from ssl_bench.models.loading.stated_colours import STATED, split_colours, with_colours
 
-PYTHON_FILE = r"(.+\.py):(\w+)"
-"""An address of one's own module: a file and a name in it."""
+# Mean and deviation of an encoder whose file does not say them: one number, or three with /.
+_STATED = re.compile(r"mean=([\d./]+),std=([\d./]+):(.+)", re.DOTALL)
 _KINDS = (
     f"a run folder, RUN@EPOCH, a file ({', '.join(WEIGHTS)}), FILE.py:NAME, timm:NAME, "
     "timm:NAME.TAG, timm:NAME@FILE, hf-hub:ORG/NAME, local-dir:FOLDER or "
@@ -46,23 +45,46 @@ def load_encoder(uri: str) -> Encoder:
     Raises:
         CheckpointError: In one line, what was expected, what came and what to do.
     """
-    if uri.startswith(STATED):
-        return _with_colours(uri)
-    if own := re.fullmatch(PYTHON_FILE, uri):
+    # What reads weights is imported where it is needed: torch and timm take seconds, and who an
+    # encoder of ours is can be known without both.
+    if uri.startswith("mean="):
+        return _with_stated_colours(uri)
+    if own := re.fullmatch(r"(.+\.py):(\w+)", uri):
         from ssl_bench.models.from_module import load_own
 
         return load_own(uri, own[1], own[2])
-    scheme, colon, _ = uri.partition(":")
-    loaders: Mapping[str, Callable[[str], Encoder]] = {
-        "timm": _from_timm,
-        "torchhub": _from_torch_hub,
-        "hf-hub": _from_hugging_face,
-        "local-dir": _from_hugging_face,
-        "torchvision": _refuse_torchvision,
-        RANDOM: _with_random_weights,
-        COLOURS: _from_colours,
-    }
-    return loaders.get(scheme, _from_path)(uri) if colon else _from_path(uri)
+    scheme, colon, rest = uri.partition(":")
+    if not colon:
+        return _from_path(uri)
+    if scheme == RANDOM:
+        from ssl_bench.models.loading.baselines import random_encoder
+
+        return random_encoder(load_encoder(rest), uri)
+    if scheme == COLOURS:
+        from ssl_bench.models.loading.baselines import colour_patches
+
+        return colour_patches(uri)
+    if scheme == "timm":
+        from ssl_bench.models.loading.timm_encoder import load_timm
+
+        return load_timm(uri)
+    if scheme in ("hf-hub", "local-dir"):
+        from ssl_bench.models.loading.hugging_face import load_hugging_face
+
+        return load_hugging_face(uri)
+    if scheme == "torchhub":
+        return _from_torch_hub(uri)
+    if scheme == "torchvision":
+        if not rest.startswith("vit_"):
+            raise CheckpointError(
+                f"{uri}: this model of torchvision is not supported; give {_KINDS}"
+            )
+        raise CheckpointError(
+            f"{uri}: Vision Transformers of torchvision are loaded from a file; write it with "
+            f"`python -c \"import torch, torchvision.models as m; torch.save(m.get_model('{rest}', "
+            f"weights='DEFAULT').state_dict(), '{rest}.pth')\"` and give {rest}.pth"
+        )
+    return _from_path(uri)
 
 
 def identify_encoder(uri: str) -> EncoderIdentity:
@@ -93,18 +115,29 @@ def stated_identity(uri: str) -> EncoderIdentity | None:
     return stated_encoder(uri, path) if is_stated else None
 
 
-# What reads weights is imported where it is needed: torch and timm take seconds, and who an encoder
-# of ours is can be known without both.
-def _from_timm(uri: str) -> Encoder:
-    from ssl_bench.models.loading.timm_encoder import load_timm
-
-    return load_timm(uri)
-
-
-def _from_hugging_face(uri: str) -> Encoder:
-    from ssl_bench.models.loading.hugging_face import load_hugging_face
-
-    return load_hugging_face(uri)
+def _with_stated_colours(uri: str) -> Encoder:
+    """An encoder with another mean and deviation than were assumed: another encoder."""
+    found = _STATED.fullmatch(uri)
+    try:
+        words = found.groups()[:2] if found else ("", "")
+        mean, std = ([float(number) for number in part.split("/")] for part in words)
+    except ValueError:
+        mean, std = [], []
+    mean, std = (one * 3 if len(one) == 1 else one for one in (mean, std))
+    if found is None or len(mean) != 3 or len(std) != 3 or max(mean) > 1 or not 0 < min(std) <= 1:
+        raise CheckpointError(
+            "expected mean=NUMBERS,std=NUMBERS:URI, of images from 0 to 1 and no deviation of 0, "
+            "such as mean=0.5,std=0.5:my_vit.pth or "
+            f"mean=0.48/0.46/0.41,std=0.27/0.26/0.28:my_vit.pth; got {uri!r}"
+        )
+    encoder = load_encoder(found[3])
+    if not encoder.colours_from.startswith(ASSUMED):
+        raise CheckpointError(
+            f"{encoder.uri} has a mean and deviation of its own ({encoder.colours_from}), got "
+            f"{uri!r}; leave them out of the address"
+        )
+    colours = (mean[0], mean[1], mean[2]), (std[0], std[1], std[2])
+    return replace(encoder, uri=uri, mean=colours[0], std=colours[1], colours_from="the address")
 
 
 def _from_torch_hub(uri: str) -> Encoder:
@@ -120,51 +153,23 @@ def _from_torch_hub(uri: str) -> Encoder:
     return _from_foreign_file(downloaded_file(url), uri, name)
 
 
-def _with_random_weights(uri: str) -> Encoder:
-    from ssl_bench.models.loading.baselines import random_encoder
-
-    return random_encoder(load_encoder(uri.removeprefix(f"{RANDOM}:")), uri)
-
-
-def _with_colours(uri: str) -> Encoder:
-    colours, inner = split_colours(uri)
-    return with_colours(load_encoder(inner), uri, colours)
-
-
-def _from_colours(uri: str) -> Encoder:
-    from ssl_bench.models.loading.baselines import colour_patches
-
-    return colour_patches(uri)
-
-
-def _refuse_torchvision(uri: str) -> Encoder:
-    name = uri.partition(":")[2]
-    if not name.startswith("vit_"):
-        raise CheckpointError(f"{uri}: this model of torchvision is not supported; give {_KINDS}")
-    raise CheckpointError(
-        f"{uri}: Vision Transformers of torchvision are loaded from a file; write it with `python "
-        f"-c \"import torch, torchvision.models as m; torch.save(m.get_model('{name}', "
-        f"weights='DEFAULT').state_dict(), '{name}.pth')\"` and give {name}.pth"
-    )
-
-
 def _from_path(uri: str) -> Encoder:
     path = file_of(uri)
     if path.name == LAST and not path.is_file() and path.with_name("config.json").is_file():
         folder = path.parent
         raise CheckpointError(f"{folder} is a folder of Hugging Face; type local-dir:{folder}")
     if not path.is_file():
-        hint = _sibling_of(path) or _address_of(uri)
+        names: list[str] = []
+        with suppress(OSError):
+            names = [one.name for one in path.parent.iterdir()]
+        near = get_close_matches(path.name, names, n=1, cutoff=0.8)
+        hint = str(path.with_name(near[0])) if near else _address_of(uri)
         wanted = f"did you mean {hint}?" if hint else f"give {_KINDS}"
         raise CheckpointError(f"no checkpoint at {path}; {wanted}")
     if path.suffix == ".py":
         raise CheckpointError(f"{path} is Python; name the module in it: {path}:NAME")
-    if path.suffix == ".safetensors" and is_ours(path):
-        return _from_our_file(path, uri)
-    return _from_foreign_file(path, uri, name_of(path))
-
-
-def _from_our_file(path: Path, uri: str) -> Encoder:
+    if path.suffix != ".safetensors" or not is_ours(path):
+        return _from_foreign_file(path, uri, name_of(path))
     from ssl_bench.models.kinds import encoder_from_model
     from ssl_bench.models.loading.checkpoint import load_checkpoint
 
@@ -181,14 +186,22 @@ def _from_our_file(path: Path, uri: str) -> Encoder:
     )
 
 
-def _sibling_of(path: Path) -> str | None:
-    """What lies there under nearly the same name."""
-    try:
-        names = [one.name for one in path.parent.iterdir()]
-    except OSError:
-        return None
-    near = get_close_matches(path.name, names, n=1, cutoff=0.8)
-    return str(path.with_name(near[0])) if near else None
+def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
+    from ssl_bench.models.kinds import encoder_from_model
+    from ssl_bench.models.loading.foreign import load_foreign
+
+    with unreplaced(path):
+        digest = verified_sha256(path)
+        model, contents, keys = load_foreign(path)
+    return encoder_from_model(
+        model,
+        name=name,
+        uri=uri,
+        sha256=digest,
+        keys=keys,
+        contents=contents,
+        colours_from=ASSUMED,
+    )
 
 
 def _address_of(name: str) -> str | None:
@@ -203,30 +216,10 @@ def _address_of(name: str) -> str | None:
             return f"torchhub:{repository}:{name}"
     if re.fullmatch(r"[\w-]+/[\w.-]+", name) and not Path(name).parent.is_dir():
         return f"hf-hub:{name}"
-    if "/" in name or not _is_of_timm(name.partition(".")[0]):
+    if "/" in name:
         return None
-    return f"timm:{name}" if "." in name else f"timm:{name}.TAG (random weights without a tag)"
-
-
-def _is_of_timm(name: str) -> bool:
     import timm
 
-    return timm.is_model(name)
-
-
-def _from_foreign_file(path: Path, uri: str, name: str) -> Encoder:
-    from ssl_bench.models.kinds import encoder_from_model
-    from ssl_bench.models.loading.foreign import load_foreign
-
-    with unreplaced(path):
-        digest = verified_sha256(path)
-        found = load_foreign(path)
-    return encoder_from_model(
-        found.model,
-        name=name,
-        uri=uri,
-        sha256=digest,
-        keys=found.keys,
-        contents=found.contents,
-        colours_from=ASSUMED,
-    )
+    if not timm.is_model(name.partition(".")[0]):
+        return None
+    return f"timm:{name}" if "." in name else f"timm:{name}.TAG (random weights without a tag)"

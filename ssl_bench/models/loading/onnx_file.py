@@ -26,10 +26,6 @@ def read_onnx(path: Path) -> tuple[dict[str, Tensor], Description]:
     by the node that multiplies with them, which lies in the scope of its layer; they are transposed
     back. Positions that were cut in two for resizing, [CLS] and patches, are joined again. Heads,
     epsilon and the MLP's activation are read off the graph.
-
-    Raises:
-        CheckpointError: Cut, of external data, or no ViT of transformers; says what is missing.
-        MachineError: The package onnx is not installed.
     """
     try:
         import onnx
@@ -113,11 +109,13 @@ def _positions(
     """Of [CLS] and patches, 1 x (1 + patches) x dim, from the two halves that are resized."""
     scope, dim = f"{prefix}embeddings", len(weights[f"{prefix}{_EMBEDDINGS}"])
     halves = [
-        _row_by_row(constants[name])
+        # Row by row: 1 x patches x dim, also of a map, 1 x dim x rows x cols.
+        array if array.ndim == 3 else array.reshape(*array.shape[:2], -1).transpose(0, 2, 1)
         for node in graph.node
         if _scope(node) == scope and node.op_type in ("Concat", "Reshape", "Add", "Resize")
         for name in node.input
-        if name in constants and constants[name].ndim in (3, 4) and name not in weights
+        if name in constants and name not in weights
+        if (array := constants[name]).ndim in (3, 4)
     ]
     halves = [half for half in halves if half.shape[0] == 1 and half.shape[2] == dim]
     whole = sorted(halves, key=lambda half: half.shape[1])
@@ -130,18 +128,12 @@ def _positions(
     )
 
 
-def _row_by_row(positions: np.ndarray) -> np.ndarray:
-    """1 x patches x dim, also of a map: 1 x dim x rows x cols."""
-    if positions.ndim == 3:
-        return positions
-    return positions.reshape(*positions.shape[:2], -1).transpose(0, 2, 1)
-
-
 def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> int:
     """From the shape that queries take before attention: batch, tokens, heads, channels."""
     makers = {output: node for node in graph.node for output in node.output}
     for node in graph.node:
-        if node.op_type != "Reshape" or not re.search(r"query|q_proj", _maker_scope(node, makers)):
+        maker = makers.get(node.input[0]) if node.op_type == "Reshape" else None
+        if maker is None or not re.search(r"query|q_proj", _scope(maker)):
             continue
         shape = _numbers(node.input[1], constants, makers)
         if len(shape) == 4 and shape[2] is not None and shape[2] > 0:
@@ -150,11 +142,6 @@ def _num_heads(graph: Any, constants: Mapping[str, np.ndarray], path: Path) -> i
         f"{path} does not show into how many heads queries are cut; give its .safetensors with "
         "config.json as local-dir:FOLDER"
     )
-
-
-def _maker_scope(node: Any, makers: Mapping[str, Any]) -> str:
-    maker = makers.get(node.input[0])
-    return "" if maker is None else _scope(maker)
 
 
 def _numbers(

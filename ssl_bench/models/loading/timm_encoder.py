@@ -1,6 +1,13 @@
-"""timm's models as encoders, with positions resized as in DINO."""
+"""timm's models as encoders, with positions resized as in DINO.
 
-from collections.abc import Mapping
+A file's tensors come into a model as they are: timm renames those of many libraries, and resizes
+positions, patches and tables of relative positions that do not fit, without a word, so what it made
+is held against the file.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from inspect import signature
@@ -9,7 +16,7 @@ from typing import Any
 
 import timm
 import torch
-from jaxtyping import Float
+from jaxtyping import Int
 from timm.models.cait import Cait
 from timm.models.convnext import ConvNeXt
 from timm.models.eva import Eva
@@ -19,82 +26,48 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ssl_bench.errors import CheckpointError
-from ssl_bench.models.architecture import of_library
 from ssl_bench.models.encoder import ASSUMED, Colours, Contents, Encoder
-from ssl_bench.models.kinds import state_dict_sha256
-from ssl_bench.models.loading.foreign import dinov3_weights
+from ssl_bench.models.kinds import of_library, state_dict_sha256
+from ssl_bench.models.loading.foreign import ASSUMED_GRID, dinov3_weights
 from ssl_bench.models.loading.hub import downloaded_file, hugging_face_file
-from ssl_bench.models.loading.identity import unreplaced, verified_sha256
+from ssl_bench.models.loading.identity import colour_of, unreplaced, verified_sha256
 from ssl_bench.models.loading.layouts import dinov3_architecture
-from ssl_bench.models.loading.stated_colours import colour_of
-from ssl_bench.models.loading.timm_attention import give_queries_keys_values
-from ssl_bench.models.loading.timm_stages import Staged, staged_encoder, with_file
-from ssl_bench.models.loading.timm_weights import (
-    images_of_file,
-    patch_of_file,
-    require_weights,
-    without_register_positions,
-    wrong_shapes,
-)
-from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights
-from ssl_bench.models.timm_anatomy import resized_positions
-from ssl_bench.models.timm_families import family_of
+from ssl_bench.models.loading.weights import Backbone, backbone_weights, read_weights, shape_text
+from ssl_bench.models.timm_config import family_of
+from ssl_bench.models.timm_model import STAGED, TimmBackbone, shape_of_model
 from ssl_bench.system.memory import pass_on_memory
 from ssl_bench.system.paths import expanded
 
 # Eva holds timm's ViTs with rotary positions, DINOv3 among them.
 PlainViT = VisionTransformer | Eva
 Supported = PlainViT | SwinTransformer | PyramidVisionTransformerV2 | ConvNeXt | Cait
+Weights = Mapping[str, Tensor]
 
 _RANDOM_SEED = 0
+_KERNEL, _POSITIONS = "patch_embed.proj.weight", "pos_embed"
 _SUPPORTED = (
     "supported are timm's plain Vision Transformers, which take dynamic_img_size and images of any "
     "size, for example vit_small_patch16_224, and its Swin, CaiT, PVT v2 and ConvNeXt"
 )
 
 
-class TimmViT(nn.Module):
-    """A Vision Transformer of timm that resizes its positions as DINO does.
-
-    timm's own resampler antialiases and scales without margin, so its features differ at every
-    size but the native one.
-    """
-
-    def __init__(self, model: PlainViT) -> None:
-        super().__init__()
-        self.model = model
-
-    @property
-    def blocks(self) -> nn.Module:
-        return self.model.blocks
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.model.norm
-
-    def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch dim"]:
-        """The pooled output of timm."""
-        patch_embed: Any = self.model.patch_embed
-        patch_size = patch_embed.feat_ratio()
-        size = (images.shape[-2] // patch_size, images.shape[-1] // patch_size)
-        with resized_positions(self.model, size) as positions:
-            return torch.func.functional_call(self.model, positions, (images,))
-
-
 def load_timm(uri: str) -> Encoder:
     """Load `timm:NAME`, `timm:NAME.TAG` or `timm:NAME@FILE`.
 
     Without tag and file the weights are random, always the same, and the name says so.
-
-    Raises:
-        CheckpointError: An unknown or unsupported name, a file that does not fit, no network.
     """
     name, _, file = uri.removeprefix("timm:").partition("@")
     _check_name(name)
     if file:
-        return _from_file(uri, name, expanded(file), label=f"{name}@{Path(file).stem}")
+        label = f"{name}@{Path(file).stem}"
+        return _from_file(uri, name, expanded(file), label=label, config={})
     if "." in name:
-        return _from_file(uri, name, _published_file(name), label=name)
+        published = timm.get_pretrained_cfg(name)
+        if published is None or not (published.hf_hub_id or published.url):
+            raise CheckpointError(f"timm publishes no weights for {name}; use timm:NAME@FILE")
+        hub = published.hf_hub_id
+        path = hugging_face_file(str(hub)) if hub else downloaded_file(str(published.url))
+        return _from_file(uri, name, path, label=name, config={})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_RANDOM_SEED)
         model = _create(name, None, {}, {})
@@ -104,14 +77,7 @@ def load_timm(uri: str) -> Encoder:
 def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: str) -> Encoder:
     """Load weights that timm wrote, with what the config.json beside them says.
 
-    Args:
-        config: With `architecture`, and `pretrained_cfg` and `model_args` where they matter.
-        path: The weights.
-        uri: What was asked for.
-        label: How tables call it.
-
-    Raises:
-        CheckpointError: An unknown or unsupported architecture, or a file that does not fit.
+    That is `architecture`, and `pretrained_cfg` and `model_args` where they matter.
     """
     name = str(config["architecture"]).partition(".")[0]
     _check_name(name)
@@ -127,50 +93,37 @@ def load_timm_folder(config: Mapping[str, Any], path: Path, *, uri: str, label: 
 
 
 def load_dinov3_folder(path: Path, *, uri: str, label: str, colours: Colours) -> Encoder:
-    """Load a DINOv3 that transformers wrote, as the architecture of timm that is the same.
-
-    Raises:
-        CheckpointError: the weights are of no published size, or do not fit.
-    """
-    with unreplaced(path):
-        digest = verified_sha256(path)
-        backbone = dinov3_weights(backbone_weights(read_weights(path), path), path)
-    name = dinov3_architecture(backbone.weights)
-    if name is None:
-        raise CheckpointError(f"{path} is no DINOv3 of a published size; use timm:NAME@FILE")
+    """Load a DINOv3 that transformers wrote, as the architecture of timm that is the same."""
     config = {"pretrained_cfg": {"mean": colours[0], "std": colours[1]}}
-    return _of_backbone(uri, name, path, digest, backbone, label=label, config=config)
+    return _from_file(uri, None, path, label=label, config=config)
 
 
 def _from_file(
-    uri: str, name: str, path: Path, *, label: str, config: Mapping[str, Any] | None = None
+    uri: str, name: str | None, path: Path, *, label: str, config: Mapping[str, Any]
 ) -> Encoder:
+    """A file as timm's architecture of a name; without one it is a DINOv3 of transformers."""
     with unreplaced(path):
         digest = verified_sha256(path)
         backbone = backbone_weights(read_weights(path), path)
-    return _of_backbone(uri, name, path, digest, backbone, label=label, config=config)
-
-
-def _of_backbone(
-    uri: str,
-    name: str,
-    path: Path,
-    digest: str,
-    backbone: Backbone,
-    *,
-    label: str,
-    config: Mapping[str, Any] | None,
-) -> Encoder:
+    if name is None:
+        backbone = dinov3_weights(backbone, path)
+        name = dinov3_architecture(backbone.weights)
+    if name is None:
+        raise CheckpointError(f"{path} is no DINOv3 of a published size; use timm:NAME@FILE")
     if not backbone.weights:
         # timm would take "no weights" for "none given" and ask the network.
         raise CheckpointError(f"{path} holds no tensors; save model.state_dict() into it")
-    config = config or {}
     model, note = _with_weights(name, path, backbone, config)
-    keys = (len(model.state_dict()), backbone.total)
     source = f"timm {timm.__version__}, {name}"
     note = (backbone.note + note).strip(" ;")
-    contents = Contents("timm", source, backbone.ignored, note, path)
-    encoder = timm_encoder(model, uri=uri, name=label, sha256=digest, keys=keys, contents=contents)
+    encoder = timm_encoder(
+        model,
+        uri=uri,
+        name=label,
+        sha256=digest,
+        keys=(len(model.state_dict()), backbone.total),
+        contents=Contents("timm", source, backbone.ignored, note, path),
+    )
     if {"mean", "std"} <= _mapping(config, "pretrained_cfg", path).keys():
         return encoder
     return replace(encoder, colours_from=f"{ASSUMED}: timm's {name}")
@@ -199,19 +152,33 @@ def _with_weights(
     pretrained = _mapping(config, "pretrained_cfg", path)
     arguments = dict(_mapping(config, "model_args", path))
     overlay: dict[str, Any] = {}
-    if "input_size" in pretrained:
-        overlay["input_size"] = _input_size(pretrained["input_size"], path)
-    weights, note = without_register_positions(backbone.weights), ""
+    if (given := pretrained.get("input_size", ...)) is not ...:
+        sizes = given if isinstance(given, list | tuple) else ()
+        if len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes):
+            raise CheckpointError(
+                f"config.json beside {path} has input_size={given!r}, expected [3, HEIGHT, WIDTH]; "
+                "fetch it again"
+            )
+        overlay["input_size"] = tuple(sizes)
+    weights, note = _without_register_positions(backbone.weights), ""
     plan = _create(name, path, arguments, overlay, device="meta")
-    if "patch_size" not in arguments and (patch := patch_of_file(plan, weights)):
-        arguments |= patch
-        note = f"patches of {patch['patch_size']} pixels as in the file"
-        plan = _create(name, path, arguments, overlay, device="meta")
-    if "img_size" not in arguments and "input_size" not in overlay:
-        size, assumed = images_of_file(plan, weights)
-        if size:
-            arguments |= size
-            note = "; ".join(filter(None, [note, assumed]))
+    kernel, own = weights.get(_KERNEL), plan.state_dict().get(_KERNEL)
+    if "patch_size" not in arguments and kernel is not None and own is not None:
+        rows, cols = kernel.shape[2:] if kernel.ndim == own.ndim == 4 else (0, 0)
+        if rows and rows == cols != own.shape[3]:
+            arguments["patch_size"] = rows
+            note = f"patches of {rows} pixels as in the file"
+            plan = _create(name, path, arguments, overlay, device="meta")
+    positions, own = weights.get(_POSITIONS), getattr(plan, _POSITIONS, None)
+    is_said = "img_size" in arguments or "input_size" in overlay
+    if not is_said and positions is not None and own is not None and positions.ndim == 3:
+        # Another square of them than the model's; any other number is refused below.
+        patch_embed: Any = plan.patch_embed
+        num_patches = positions.shape[1] - own.shape[1] + patch_embed.num_patches
+        side = math.isqrt(max(num_patches, 0))
+        if num_patches not in (0, patch_embed.num_patches) and side**2 == num_patches:
+            arguments["img_size"] = side * patch_embed.feat_ratio()
+            note = "; ".join(filter(None, [note, ASSUMED_GRID.format(side, side)]))
             plan = _create(name, path, arguments, overlay, device="meta")
     for key in ("mean", "std"):
         if key in pretrained:
@@ -226,8 +193,11 @@ def _with_weights(
         with torch.random.fork_rng(devices=[]):
             model = _create(name, path, arguments, overlay, pretrained=True)
     except CheckpointError as error:
-        raise CheckpointError(wrong_shapes(plan, weights, path, name) or str(error)) from error
-    require_weights(model, weights, path, name)
+        shapes = {ours: value for ours, value in plan.state_dict().items() if ours in weights}
+        wrong = {o: value for o, value in shapes.items() if weights[o].shape != value.shape}
+        said = _mismatch(path, name, weights, wrong) if wrong else str(error)
+        raise CheckpointError(said) from error
+    _require_weights(model, weights, path, name)
     return model, note
 
 
@@ -240,16 +210,6 @@ def _mapping(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, An
     return found
 
 
-def _input_size(value: Any, path: Path) -> tuple[int, ...]:
-    sizes = value if isinstance(value, list | tuple) else ()
-    if len(sizes) != 3 or any(type(size) is not int or size < 1 for size in sizes):
-        raise CheckpointError(
-            f"config.json beside {path} has input_size={value!r}, expected [3, HEIGHT, WIDTH]; "
-            "fetch it again"
-        )
-    return tuple(sizes)
-
-
 def _create(
     name: str,
     path: Path | None,
@@ -259,12 +219,15 @@ def _create(
     pretrained: bool = False,
     device: str | None = None,
 ) -> Supported:
+    family = family_of(name)
+    # Convolutions need nothing to take images of any size, CaiT gets it later.
+    any_size = {"dynamic_img_size": True} if family is None or family.dynamic else {}
     try:
         model = timm.create_model(
             name,
             pretrained=pretrained,
             pretrained_cfg_overlay=dict(overlay) or None,
-            **{**arguments, "num_classes": 0, "device": device, **_any_size(name)},
+            **{**arguments, "num_classes": 0, "device": device, **any_size},
         )
     except TypeError as error:
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}") from error
@@ -273,17 +236,6 @@ def _create(
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         file = path or "its random weights"
         raise CheckpointError(f"timm:{name} does not fit {file}: {reason}") from error
-    return _check_supported(model, name, path)
-
-
-def _any_size(name: str) -> dict[str, bool]:
-    """What lets a model take images of any size; convolutions need nothing, CaiT gets it later."""
-    family = family_of(name)
-    knows_it = family is None or family.windows or family.name in ("ViT", "DeiT")
-    return {"dynamic_img_size": True} if knows_it else {}
-
-
-def _check_supported(model: nn.Module, name: str, path: Path | None) -> Supported:
     convolutions = (module for module in model.modules() if isinstance(module, nn.Conv2d))
     channels = next((convolution.in_channels for convolution in convolutions), 3)
     if channels != 3:
@@ -291,7 +243,7 @@ def _check_supported(model: nn.Module, name: str, path: Path | None) -> Supporte
             f"{path or f'timm:{name}'} is a {name} for images of {channels} channels, expected 3 "
             "(RGB); take another encoder"
         )
-    if isinstance(model, Staged):
+    if isinstance(model, (*STAGED, Cait)):
         return model
     if not isinstance(model, PlainViT):
         raise CheckpointError(f"timm:{name} is not supported; {_SUPPORTED}")
@@ -304,15 +256,6 @@ def _check_supported(model: nn.Module, name: str, path: Path | None) -> Supporte
     return model
 
 
-def _published_file(name: str) -> Path:
-    published = timm.get_pretrained_cfg(name)
-    if published is not None and published.hf_hub_id:
-        return hugging_face_file(str(published.hf_hub_id))
-    if published is not None and published.url:
-        return downloaded_file(str(published.url))
-    raise CheckpointError(f"timm publishes no weights for {name}; use timm:NAME@FILE")
-
-
 def timm_encoder(
     model: Supported,
     *,
@@ -323,34 +266,160 @@ def timm_encoder(
     contents: Contents | None = None,
 ) -> Encoder:
     """Freeze a model of timm; a Vision Transformer's attention gets one layer for q, k and v."""
-    if isinstance(model, Staged):
-        found = staged_encoder(model, uri=uri, name=name, sha256=sha256)
-        return with_file(found, keys, contents)
-    assert isinstance(model, PlainViT)
     # Any: what timm declares for these is wider than what they are.
     published: Any = model.pretrained_cfg
-    patch_embed: Any = model.patch_embed
     published.pop("state_dict", None)
     architecture = published.get("architecture", type(model).__name__)
-    num_heads = give_queries_keys_values(model.blocks)
-    registers = model.reg_token
+    module = TimmBackbone(model)
+    if isinstance(model, PlainViT):
+        patch_embed: Any = model.patch_embed
+        num_heads = _give_queries_keys_values(model.blocks)
+        described = of_library(model, "timm", architecture)
+        facts: dict[str, Any] = {
+            "patch_size": patch_embed.feat_ratio(),
+            "depth": len(model.blocks),
+            "dim": model.embed_dim,
+            "num_heads": num_heads,
+            "num_prefix_tokens": model.num_prefix_tokens,
+            "native_size": patch_embed.img_size,
+            "num_registers": 0 if model.reg_token is None else model.reg_token.shape[1],
+        }
+    else:
+        # Blocks differ in grid and width, or, in CaiT, [CLS] comes last.
+        shape = shape_of_model(model)
+        described = of_library(model, "timm", architecture) | {"strides": list(shape.strides)}
+        facts = {
+            "patch_size": shape.strides[0],
+            "depth": len(shape.strides),
+            "dim": shape.widths[-1],
+            "num_heads": shape.num_heads,
+            "num_prefix_tokens": shape.num_prefix_tokens,
+            "native_size": tuple(published["input_size"][1:]),
+            "strides": shape.strides,
+            "widths": shape.widths,
+            "channels_last": shape.channels_last,
+        }
     return Encoder(
-        module=TimmViT(model).eval().requires_grad_(False),
+        module=module.eval().requires_grad_(False),
         name=name,
         uri=uri,
         sha256=sha256,
-        architecture=of_library(model, "timm", architecture),
-        patch_size=patch_embed.feat_ratio(),
-        depth=len(model.blocks),
-        dim=model.embed_dim,
-        num_heads=num_heads,
-        num_prefix_tokens=model.num_prefix_tokens,
-        native_size=patch_embed.img_size,
+        architecture=described,
         mean=tuple(published["mean"]),
         std=tuple(published["std"]),
         colours_from=f"timm's {architecture}",
         loaded_keys=keys[0],
         total_keys=keys[1],
-        num_registers=0 if registers is None else registers.shape[1],
         contents=contents or Contents("timm", f"timm {timm.__version__}"),
+        **facts,
     )
+
+
+@torch.no_grad()
+def _give_queries_keys_values(blocks: Iterable[nn.Module]) -> int:
+    """Let `attn.qkv` compute all of q, k and v wherever that is the same arithmetic.
+
+    Some of timm's blocks add biases outside of `qkv`, others have three layers in its place; their
+    outputs stay the same to rounding. Blocks without one attention layer, and those with fewer
+    keys than queries, are left as they are.
+
+    Returns:
+        Heads of the first block.
+    """
+    heads = 0
+    for block in blocks:
+        # Any: the layers differ from model to model, and so do their types.
+        attention: Any = getattr(block, "attn", None)
+        heads = heads or getattr(attention or block, "num_heads", 0)
+        if attention is None:
+            continue
+        if getattr(attention, "qkv", None) is not None:
+            if getattr(attention, "q_bias", None) is not None:
+                biases = torch.cat([attention.q_bias, attention.k_bias, attention.v_bias])
+                attention.qkv.bias = nn.Parameter(biases)
+                attention.q_bias = attention.k_bias = attention.v_bias = None
+            continue
+        parts: list[nn.Linear] = [attention.q_proj, attention.k_proj, attention.v_proj]
+        width = parts[0].out_features
+        if any(part.out_features != width for part in parts):
+            continue
+        weights = torch.cat([part.weight for part in parts])
+        has_bias = any(part.bias is not None for part in parts)
+        like = {"device": weights.device, "dtype": weights.dtype}
+        qkv = nn.Linear(parts[0].in_features, 3 * width, bias=has_bias, **like)
+        qkv.weight.copy_(weights)
+        if has_bias:
+            zeros = weights.new_zeros(width)
+            qkv.bias.copy_(torch.cat([zeros if p.bias is None else p.bias for p in parts]))
+        attention.qkv = qkv
+        attention.q_proj = attention.k_proj = attention.v_proj = None
+    return heads
+
+
+def _without_register_positions(weights: Weights) -> dict[str, Tensor]:
+    """Those of a DINOv2 with registers as timm has them: the position of [CLS] is added to it."""
+    found = dict(weights)
+    positions, cls_token = weights.get(_POSITIONS), weights.get("cls_token")
+    if "register_tokens" not in weights or positions is None or cls_token is None:
+        return found
+    if positions.ndim == cls_token.ndim == 3 and positions.shape[2] == cls_token.shape[2]:
+        found["reg_token"] = found.pop("register_tokens")
+        found["cls_token"] = cls_token + positions[:, 0]
+        found[_POSITIONS] = positions[:, 1:]
+    return found
+
+
+def _require_weights(model: nn.Module, weights: Weights, path: Path, name: str) -> None:
+    """Every number of the model is one of the file, under timm's name or another."""
+    own = model.state_dict()
+    changed = {
+        ours: _bits(value)
+        for ours, value in own.items()
+        if ours not in weights
+        or weights[ours].shape != value.shape
+        or not torch.equal(_bits(weights[ours]), _bits(value))
+    }
+    renamed: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for theirs, value in weights.items() if changed else ():
+        renamed[_key(_bits(value))].append(theirs)
+    left = {
+        ours: bits
+        for ours, bits in changed.items()
+        if not any(
+            theirs != ours and torch.equal(_bits(weights[theirs]), bits)
+            for theirs in renamed[_key(bits)]
+        )
+    }
+    made = {ours: own[ours] for ours in left if ours in weights}
+    if len(made) < len(left):
+        # Layers that are joined or cut under other names, and biases that are 0 here.
+        numbers = torch.cat([torch.zeros(1, dtype=torch.int32), *map(_bits, weights.values())])
+        made |= {o: own[o] for o, bits in left.items() if not torch.isin(bits, numbers).all()}
+    if made:
+        raise CheckpointError(_mismatch(path, name, weights, made))
+
+
+def _mismatch(path: Path, name: str, weights: Weights, wrong: Weights) -> str:
+    shown = "; ".join(
+        f"{ours} is {shape_text(weights[ours]) if ours in weights else 'of no such name'}, "
+        f"expected {shape_text(value)}"
+        for ours, value in list(wrong.items())[:3]
+    )
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    rows = (
+        ", or say img_size=[HEIGHT, WIDTH] among model_args of a config.json beside it and type "
+        "local-dir:FOLDER"
+    )
+    return (
+        f"timm:{name} does not fit {path}: {shown}{more}, and nothing is resized; take timm's "
+        f"name of the file's architecture{rows if _POSITIONS in wrong else ''}"
+    )
+
+
+def _bits(value: Tensor) -> Int[Tensor, " numbers"]:
+    """Of all numbers in single precision; any NaN equals itself."""
+    return value.detach().float().contiguous().flatten().view(torch.int32)
+
+
+def _key(bits: Int[Tensor, " numbers"]) -> tuple[int, ...]:
+    return (len(bits), *bits[:1].tolist(), *bits[-1:].tolist())

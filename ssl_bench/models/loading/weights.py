@@ -22,7 +22,6 @@ from ssl_bench.models.loading.layouts import refuse_strangers
 from ssl_bench.system.memory import pass_on_memory
 
 _SMALL_FILE = 2**20
-_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 # The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
 # stands between names of dictionaries, a number or whatever else is no text in brackets.
 _KERNEL = re.compile(
@@ -69,11 +68,7 @@ _HARMLESS: list[Any] = [
 
 
 def read_weights(path: Path) -> dict[str, Any]:
-    """What a weights file holds: names to tensors, or containers of them.
-
-    Raises:
-        CheckpointError: Missing, cut, not a weights file, or holding objects that could run code.
-    """
+    """What a weights file holds: names to tensors, or containers of them."""
     check_readable(path)
     try:
         if path.suffix == ".safetensors":
@@ -83,7 +78,13 @@ def read_weights(path: Path) -> dict[str, Any]:
         with ignoring, torch.serialization.safe_globals(_HARMLESS):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(_pickle_message(path, str(error))) from error
+        culprit = re.search(r"GLOBAL (\S+)", str(error))
+        if culprit is None:
+            raise CheckpointError(_no_weights(path, "no pickle of torch")) from error
+        raise CheckpointError(
+            f"{path} holds {culprit[1]}, which could run code, so nothing of it was read; where "
+            "you trust it, load it and save only its tensors with safetensors.torch.save_file"
+        ) from error
     except Exception as error:  # A damaged file makes its reader fail in any way.
         # What asks for more than there is of a small file is damage.
         if path.stat().st_size > _SMALL_FILE:
@@ -99,11 +100,7 @@ def read_weights(path: Path) -> dict[str, Any]:
 
 
 def usable(weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The gate for weights of all sources: dense floating numbers, on the CPU.
-
-    Raises:
-        CheckpointError: Names the first tensor that is anything else.
-    """
+    """The gate for weights of all sources: dense floating numbers, on the CPU."""
     for name, value in weights.items():
         is_index = value.dtype == torch.int64 and _INTEGERS.fullmatch(name)
         is_number = value.dtype in _FLOATS or is_index
@@ -139,10 +136,6 @@ def backbone_weights(content: Mapping[str, Any], path: Path) -> Backbone:
     """The encoder's weights under plain names, whatever was written around them.
 
     Of several encoders the one is taken whose name says that it is an average.
-
-    Raises:
-        CheckpointError: A tensor is neither the encoder's nor one that is known to be left out,
-            or is not usable; or no name says which of several encoders is the average.
     """
     leaves = list(_leaves(content, path))
     tensors = _once(((name, one) for name, one in leaves if isinstance(one, Tensor)), path)
@@ -316,12 +309,7 @@ def _reason_beside(
 ) -> str | None:
     """Why a tensor that is not the encoder's is left out; None if nobody knows.
 
-    Args:
-        name: Of the tensor.
-        value: The tensor.
-        above: What its name and `root` begin with.
-        root: What the names of the encoder begin with.
-        others: The same of other encoders.
+    Its name and `root`, with which those of the encoder begin, both begin with `above`.
     """
     beside = name.removeprefix(above)
     part = _PART.split(beside)[0]
@@ -362,11 +350,7 @@ def reasons(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Copy `weights` into `model`; every name and shape must fit.
-
-    Raises:
-        CheckpointError: Names the first keys that are missing, unknown or of another shape.
-    """
+    """Copy `weights` into `model`; every name and shape must fit."""
     wanted = model.state_dict()
     wrong = {
         "missing": [name for name in wanted if name not in weights],
@@ -388,24 +372,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
 
 
 def _no_weights(path: Path, reason: str) -> str:
-    """What is said of a file that cannot be read; one of another kind is called that."""
     with path.open("rb") as file:
         begins = file.read(64)
-    if begins.startswith(_PICTURES):
-        reason = "it begins as a picture does"
-    elif begins and begins.isascii() and b"\0" not in begins:
+    if begins and begins.isascii() and b"\0" not in begins:
         reason = "it begins as a text does"
     return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
-
-
-def _pickle_message(path: Path, reason: str) -> str:
-    culprit = re.search(r"GLOBAL (\S+)", reason)
-    if culprit is None:
-        return _no_weights(path, "no pickle of torch")
-    return (
-        f"{path} holds {culprit[1]}, which could run code, so nothing of it was read; where you "
-        "trust it, load it and save only its tensors with safetensors.torch.save_file"
-    )
 
 
 def shape_text(tensor: Tensor) -> str:

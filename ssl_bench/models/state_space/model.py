@@ -1,10 +1,166 @@
-"""A Mamba that names the next token: embedding, blocks with skips, norm, and the embedding."""
+"""Mamba 1 and 2 that name the next token, and how they start.
 
+A block mixes tokens by a short convolution, then a state space. They start as their authors let
+them, and, if asked, with the four pieces of mimetic initialisation, which make a layer similar to
+linear attention whose queries are its keys:
+
+1. decay: A = -a^-8 instead of -a, so that next to nothing is forgotten. Where a is 1, which is one
+   state of N in Mamba 1 and heads near it in Mamba 2, A stays at -1; `state_decay=constant` has
+   A = -exp(-8) everywhere.
+2. step: Delta = softplus(b) = 1 with b = log(e - 1), and weights of a hundredth.
+3. correlation: W_C becomes the mean of W_C and W_B.
+4. convolution: the last tap is 1, all others and the bias 0. The first tap would delay by three.
+
+Source: section 3.3.2 of Trockman's thesis (2025), c = 8. Guesses: the thesis writes
+A = -exp(-c A_log), which could stay so while A_log is trained; here A_log is changed once. "W_Delta
+near 0" is a hundredth of what was drawn, in Mamba 1 of the factor next to Delta alone, since two
+factors of zero would never be trained.
+"""
+
+import math
+from typing import get_args
+
+import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from ssl_bench.models.state_space.config import StateSpaceConfig
-from ssl_bench.models.state_space.mixers import NORM_EPS, Mamba1Mixer, Mamba2Mixer, Mixer, Tokens
+from ssl_bench.models.precision import without_autocast
+from ssl_bench.models.state_space.config import Piece, StateSpaceConfig
+from ssl_bench.models.state_space.scan import scan_channels, scan_heads
+from ssl_bench.models.vit import EncoderModule
+
+NORM_EPS = 1e-5
+_TAPS = 4
+_CHUNK = 64
+_DECAY, _STEP, _CORRELATION, _CONVOLUTION = get_args(Piece)
+_EXPONENT = 8.0
+_EMBEDDING_STD = 0.02
+# Of what is drawn for the weights of the steps.
+_STEP_SHARE = 0.01
+# softplus of it is 1.
+_UNIT_STEP_BIAS = math.log(math.e - 1)
+_LEAST_STEP, _LARGEST_STEP = 0.001, 0.1
+# Heads of Mamba 2 have decays from 1 to this.
+_LARGEST_DECAY = 16.0
+
+Tokens = Float[Tensor, "batch tokens dim"]
+
+
+def convolved(values: Tokens, taps: nn.Conv1d) -> Tokens:
+    """Each channel of a token from its own last values; the last tap is for the token itself."""
+    return taps(F.pad(values.transpose(1, 2), (_TAPS - 1, 0))).transpose(1, 2)
+
+
+class Mamba1Mixer(nn.Module):
+    """W3 (S(x) silu(z)) with (x, z) = W1 u; S has a convolution, silu, and a scan over channels.
+
+    Source: https://arxiv.org/abs/2312.00752. Equation 3.35 of the thesis leaves out the skip `D x`
+    of the scan, which is here, and writes the norm of the block nowhere.
+    """
+
+    def __init__(self, config: StateSpaceConfig) -> None:
+        super().__init__()
+        channels, states = config.inner_dim, config.num_states
+        self.states, self.rank = states, -(-config.dim // 16)
+        self.in_proj = nn.Linear(config.dim, 2 * channels, bias=False)
+        self.conv = nn.Conv1d(channels, channels, _TAPS, groups=channels)
+        self.selection = nn.Linear(channels, self.rank + 2 * states, bias=False)
+        self.step = nn.Linear(self.rank, channels)
+        # One vector, so that no optimizer decays it: zeros would stand for a decay of -1.
+        self.log_decay = nn.Parameter(torch.empty(channels * states))
+        self.scan_skip = nn.Parameter(torch.empty(channels))
+        self.out_proj = nn.Linear(channels, config.dim, bias=False)
+
+    @property
+    def step_weight(self) -> Tensor:
+        """From the `rank` numbers of a token to the steps of its channels."""
+        return self.step.weight
+
+    @property
+    def step_bias(self) -> Tensor:
+        return self.step.bias
+
+    @property
+    def keys_weight(self) -> Float[Tensor, "states channels"]:
+        """W_B; a view."""
+        return self.selection.weight[self.rank : self.rank + self.states]
+
+    @property
+    def queries_weight(self) -> Float[Tensor, "states channels"]:
+        """W_C; a view."""
+        return self.selection.weight[self.rank + self.states :]
+
+    def forward(self, tokens: Tokens) -> Tokens:
+        values, gate = self.in_proj(tokens).chunk(2, -1)
+        values = F.silu(convolved(values, self.conv))
+        selected = self.selection(values).split((self.rank, self.states, self.states), -1)
+        return self.out_proj(self._scan(values, *selected) * F.silu(gate))
+
+    def _scan(self, values: Tokens, low: Tensor, keys: Tensor, queries: Tensor) -> Tokens:
+        steps = F.softplus(self.step(low).float())
+        # Sums over hundreds of tokens want more than bfloat16.
+        with without_autocast(values.device):
+            values = values.float()
+            decay = -self.log_decay.view(-1, self.states).exp()
+            mixed = scan_channels(values, steps, decay, keys.float(), queries.float(), chunk=_CHUNK)
+            return mixed + self.scan_skip * values
+
+
+class Mamba2Mixer(nn.Module):
+    """W3 RMSNorm(S(x) silu(z)) with (z, x, B, C, delta) = W u; x, B and C pass the convolution.
+
+    Source: https://arxiv.org/abs/2405.21060, with one group of keys and queries.
+    """
+
+    def __init__(self, config: StateSpaceConfig) -> None:
+        super().__init__()
+        channels, states = config.inner_dim, config.num_states
+        heads = channels // config.head_width
+        self.heads, self.states = heads, states
+        self.in_sizes = (channels, channels + 2 * states, heads)
+        self.in_proj = nn.Linear(config.dim, sum(self.in_sizes), bias=False)
+        passing = channels + 2 * states
+        self.conv = nn.Conv1d(passing, passing, _TAPS, groups=passing)
+        self.step_bias = nn.Parameter(torch.empty(heads))
+        self.log_decay = nn.Parameter(torch.empty(heads))
+        self.scan_skip = nn.Parameter(torch.empty(heads))
+        self.norm = nn.RMSNorm(channels, eps=NORM_EPS)
+        self.out_proj = nn.Linear(channels, config.dim, bias=False)
+
+    @property
+    def step_weight(self) -> Float[Tensor, "heads dim"]:
+        """A view."""
+        return self.in_proj.weight[-self.heads :]
+
+    @property
+    def keys_weight(self) -> Float[Tensor, "states dim"]:
+        """W_B; a view."""
+        return self.in_proj.weight[-self.heads - 2 * self.states : -self.heads - self.states]
+
+    @property
+    def queries_weight(self) -> Float[Tensor, "states dim"]:
+        """W_C; a view."""
+        return self.in_proj.weight[-self.heads - self.states : -self.heads]
+
+    def forward(self, tokens: Tokens) -> Tokens:
+        gate, inside, steps = self.in_proj(tokens).split(self.in_sizes, -1)
+        inside = F.silu(convolved(inside, self.conv))
+        channels = inside.shape[-1] - 2 * self.states
+        values, keys, queries = inside.split((channels, self.states, self.states), -1)
+        mixed = self._scan(values, steps, keys, queries)
+        return self.out_proj(self.norm(mixed * F.silu(gate)))
+
+    def _scan(self, values: Tokens, steps: Tensor, keys: Tensor, queries: Tensor) -> Tokens:
+        with without_autocast(values.device):
+            steps = F.softplus(steps.float() + self.step_bias)
+            heads = values.float().unflatten(-1, (self.heads, -1))
+            decay = -self.log_decay.exp()
+            mixed = scan_heads(heads, steps, decay, keys.float(), queries.float(), chunk=_CHUNK)
+            return (mixed + self.scan_skip[:, None] * heads).flatten(-2)
+
+
+Mixer = Mamba1Mixer | Mamba2Mixer
 
 
 class StateSpaceBlock(nn.Module):
@@ -20,8 +176,10 @@ class StateSpaceBlock(nn.Module):
         return tokens + self.mixer(self.norm(tokens))
 
 
-class StateSpaceModel(nn.Module):
+class StateSpaceModel(EncoderModule):
     """Mamba 1 or 2; `build_encoder` makes one with initialised weights."""
+
+    config: StateSpaceConfig
 
     def __init__(self, config: StateSpaceConfig) -> None:
         super().__init__()
@@ -38,3 +196,64 @@ class StateSpaceModel(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return self.norm(hidden) @ self.embedding.weight.T
+
+
+@torch.no_grad()
+def build_state_space_model(config: StateSpaceConfig, *, seed: int) -> StateSpaceModel:
+    """A Mamba whose weights depend on `config` and `seed` alone; the global RNG is left alone.
+
+    The pieces change what was drawn, so that everything else is the same with them and without.
+    """
+    with torch.random.fork_rng(devices=[]):
+        model = StateSpaceModel(config)
+    generator = torch.Generator().manual_seed(seed)
+    nn.init.normal_(model.embedding.weight, std=_EMBEDDING_STD, generator=generator)
+    chosen = config.mimetic_layers
+    for layer, block in enumerate(model.blocks):
+        assert isinstance(block, StateSpaceBlock)
+        _draw(block.mixer, config.depth, generator)
+        if chosen is None or layer in chosen:
+            _mimic(block.mixer, config)
+    return model
+
+
+def _draw(mixer: Mixer, depth: int, generator: Generator) -> None:
+    """The start of the architectures' authors; what writes into the skip shrinks with depth."""
+    for matrix in (mixer.in_proj.weight, mixer.out_proj.weight):
+        _draw_uniform(matrix, matrix.shape[1], generator)
+    mixer.out_proj.weight.div_(math.sqrt(depth))
+    for parameter in mixer.conv.parameters():
+        _draw_uniform(parameter, mixer.conv.weight[0].numel(), generator)
+    if isinstance(mixer, Mamba1Mixer):
+        _draw_uniform(mixer.selection.weight, mixer.selection.in_features, generator)
+        _draw_uniform(mixer.step.weight, mixer.rank, generator)
+        decays = torch.arange(1.0, mixer.states + 1).repeat(len(mixer.scan_skip))
+    else:
+        decays = torch.empty(mixer.heads).uniform_(1, _LARGEST_DECAY, generator=generator)
+    mixer.log_decay.copy_(decays.log())
+    low, high = math.log(_LEAST_STEP), math.log(_LARGEST_STEP)
+    steps = torch.empty_like(mixer.step_bias).uniform_(low, high, generator=generator).exp()
+    mixer.step_bias.copy_(steps.expm1().log())
+    mixer.scan_skip.fill_(1)
+
+
+def _draw_uniform(parameter: Tensor, inputs: int, generator: Generator) -> None:
+    """As PyTorch draws weights of so many inputs by default."""
+    bound = inputs**-0.5
+    nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+
+def _mimic(mixer: Mixer, config: StateSpaceConfig) -> None:
+    if _DECAY in config.mimetic:
+        mixer.log_decay.mul_(-_EXPONENT)
+        if config.state_decay == "constant":
+            mixer.log_decay.fill_(-_EXPONENT)
+    if _STEP in config.mimetic:
+        mixer.step_weight.mul_(_STEP_SHARE)
+        mixer.step_bias.fill_(_UNIT_STEP_BIAS)
+    if _CORRELATION in config.mimetic:
+        mixer.queries_weight.add_(mixer.keys_weight).div_(2)
+    if _CONVOLUTION in config.mimetic:
+        for parameter in mixer.conv.parameters():
+            parameter.zero_()
+        mixer.conv.weight[..., -1].fill_(1)

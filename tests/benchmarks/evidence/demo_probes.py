@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ssl_bench.models.loading.demo import DEMO, NAMES, demo_folder, file_name
+from ssl_bench.models.loading.addresses import DEMO, NAMES, demo_folder, file_name
 from tests.benchmarks.evidence.page import ROOT
 
 STORE = "results/demo_probes"

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ssl_bench.models.loading.demo import NAMES
+from ssl_bench.models.loading.addresses import NAMES
 
 
 @dataclass(frozen=True)

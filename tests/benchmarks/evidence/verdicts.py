@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ssl_bench.intervals import Interval, bootstrap_estimate, mean_estimate
-from ssl_bench.models.loading.demo import DEMO, NAMES
+from ssl_bench.models.loading.addresses import DEMO, NAMES
 from tests.benchmarks.evidence.claims import (
     Above,
     AboveRandom,

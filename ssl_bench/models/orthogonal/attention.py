@@ -8,13 +8,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models.matrix_functions.exponential import phi
-from ssl_bench.models.matrix_functions.orthonormal import orthonormal_basis
-from ssl_bench.models.matrix_functions.precision import without_autocast
+from ssl_bench.models.orthogonal.exponential import phi
+from ssl_bench.models.precision import without_autocast
 
 Basis = Literal["qr", "newton_schulz"]
 Tokens = Float[Tensor, "batch tokens dim"]
 HeadTokens = Float[Tensor, "batch heads tokens width"]
+Columns = Float[Tensor, "*batch rows cols"]
 
 NEWTON_SCHULZ_ITERATIONS = 6
 _NORM_FLOOR = 1e-7
@@ -77,20 +77,12 @@ class OrthogonalAttention(nn.Module):
             scale = (self.alpha / math.sqrt(m.shape[-1] // 2))[:, None, None]
             if self.basis == "qr":
                 return _rotated_in_span(m, v, scale)
-            return _rotated_in_basis(newton_schulz_basis(m), m, v, scale)
-
-
-def _rotated_in_basis(
-    basis: Float[Tensor, "batch heads tokens rank"],
-    m: Float[Tensor, "batch heads tokens twice_width"],
-    v: HeadTokens,
-    scale: Float[Tensor, "heads 1 1"],
-) -> HeadTokens:
-    """V + B (exp(s) - I) B^T V, where exp(s) - I = phi(s) s."""
-    inside = basis.mT @ m
-    turned = scale * _turned(inside)
-    exponential = phi(turned @ inside.mT)
-    return v + basis @ (exponential @ (turned @ (inside.mT @ (basis.mT @ v))))
+            # V + B (exp(s) - I) B^T V, where exp(s) - I = phi(s) s.
+            basis = newton_schulz_basis(m)
+            inside = basis.mT @ m
+            turned = scale * _turned(inside)
+            exponential = phi(turned @ inside.mT)
+            return v + basis @ (exponential @ (turned @ (inside.mT @ (basis.mT @ v))))
 
 
 def _rotated_in_span(
@@ -98,7 +90,7 @@ def _rotated_in_span(
     v: HeadTokens,
     scale: Float[Tensor, "heads 1 1"],
 ) -> HeadTokens:
-    """The same with an orthonormal basis of M's columns that is held fixed.
+    """A V with an orthonormal basis of M's columns that is held fixed.
 
     `outside` is zero but for rounding. Its derivative is not: with it the derivative is that of
     V + M phi(J M^T M) J M^T V = exp(S) V, where S = M J M^T.
@@ -139,3 +131,39 @@ def newton_schulz_basis(
         step = 1.5 * identity - 0.5 * gram
         product = product @ step
     return start @ product
+
+
+def orthonormal_basis(m: Columns) -> Float[Tensor, "*batch rows rank"]:
+    """A basis of a space that holds the columns; no gradients.
+
+    By Householder's QR. In float32 on CUDA it is `cholesky_basis`, because the library takes the
+    matrices one by one there.
+    """
+    if m.is_cuda and m.dtype == torch.float32:
+        return cholesky_basis(m)
+    return torch.linalg.qr(m.detach()).Q
+
+
+@torch.no_grad()
+def cholesky_basis(m: Columns) -> Columns:
+    """Cholesky-QR twice: M R^-1, where R^T R = M^T M + shift I; float64 inside.
+
+    Products, Cholesky factors and triangular solutions, all of them batched, and nothing that the
+    host waits for. The shift lets singular matrices pass: what lies within 1e-7 of the largest
+    singular value of them, float32's rounding, leaves less than 1e-6 of itself outside of the
+    basis; the columns are orthonormal otherwise.
+
+    Source: Yamamoto et al., "Roundoff error analysis of the CholeskyQR2 algorithm", 2015; the shift
+    is that of Fukaya et al., "Shifted Cholesky QR", 2020, with a smaller factor. It is added in
+    both rounds here.
+    """
+    basis = m.double()
+    limits = torch.finfo(basis.dtype)
+    for _ in range(2):
+        gram = basis.mT @ basis
+        trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+        shift = (m.shape[-1] * limits.eps * trace).clamp_min(limits.tiny)
+        gram = gram + torch.diag_embed(shift[..., None].expand(*shift.shape, m.shape[-1]))
+        upper = torch.linalg.cholesky_ex(gram, upper=True).L
+        basis = torch.linalg.solve_triangular(upper, basis, upper=True, left=False)
+    return basis.to(m.dtype)

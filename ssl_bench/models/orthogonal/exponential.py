@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from ssl_bench.models.matrix_functions.precision import without_autocast
+from ssl_bench.models.precision import without_autocast
 from ssl_bench.system.device import float64_device
 
 Square = Float[Tensor, "*batch rank rank"]

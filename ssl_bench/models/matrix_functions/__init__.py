@@ -1,1 +1,0 @@
-"""Functions of many small matrices, of which those for a GPU never make the host wait."""

@@ -1,0 +1,1 @@
+"""Attention that rotates the tokens, and the matrix functions that it needs."""
