@@ -10,7 +10,8 @@ from probes.correspondence.pairs import View, ViewPair
 from probes.correspondence.warps import Points
 from probes.pictures import heading, sheet
 
-RIGHT, WRONG = (40, 220, 60), (235, 40, 40)
+RIGHT, WRONG = (40, 220, 60), (255, 70, 60)
+EDGE = (0, 0, 0)
 SIDE, GAP = 320, 12
 MOST_LINES = 32
 # Drawn larger and reduced, so that lines have no steps.
@@ -37,14 +38,17 @@ def draw(
     pen = ImageDraw.Draw(canvas)
     starts = pair.source[:MOST_LINES] * SIDE
     ends, true = (some[:MOST_LINES] * SIDE + [SIDE + GAP, 0] for some in (places, pair.truth))
-    # Right ones above wrong ones, of which there may be many.
+    # Right ones above wrong ones, of which there may be many; all edged, to be seen on any view.
     for number in sorted(range(len(starts)), key=lambda n: bool(right[n])):
         colour = RIGHT if right[number] else WRONG
-        pen.line(_flat(starts[number], ends[number]), fill=colour, width=_TIMES)
-        pen.ellipse(_around(starts[number], 2.5), fill=colour)
-        pen.ellipse(_around(ends[number], 2.5), fill=colour)
+        line = _flat(starts[number], ends[number])
+        pen.line(line, fill=EDGE, width=3 * _TIMES)
+        pen.line(line, fill=colour, width=3 * _TIMES // 2)
+        for place in (starts[number], ends[number]):
+            pen.ellipse(_around(place, 4.5), fill=colour, outline=EDGE, width=_TIMES)
         if not right[number]:
-            pen.ellipse(_around(true[number], 4.0), outline=RIGHT, width=_TIMES)
+            pen.ellipse(_around(true[number], 7.5), outline=EDGE, width=4 * _TIMES)
+            pen.ellipse(_around(true[number], 6.5), outline=RIGHT, width=2 * _TIMES)
     small = canvas.resize((width, SIDE), Image.Resampling.LANCZOS)
     sheet([[heading(title)], [heading(f"{pair.pair_id}; {LEGEND}")], [small]], path)
 

@@ -14,7 +14,7 @@ from ssl_bench.cli.records import (
     shown,
 )
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.report.overview.headlines import chosen_metric
+from ssl_bench.report.model import chosen_metric
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.progress import say
 from ssl_bench.tables.epochs import by_run

@@ -11,9 +11,9 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.drawing.ranks import Known, Question, draw_ranks, places
+from ssl_bench.report.drawing import Known, Question, draw_ranks, places
 from ssl_bench.report.model import panels_of
-from ssl_bench.report.overview.profiles import profiles_of
+from ssl_bench.report.overview import profiles_of
 from ssl_bench.results import Baseline, ResultStore
 from tests.report.test_report_overview import written
 from tests.support.report_cells import Elements, cell, plain, save, skipless
