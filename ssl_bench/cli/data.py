@@ -12,7 +12,7 @@ from typing import Any
 
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
-from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions
+from ssl_bench.data.files.read_options import ReadOptions, dataset_read_as
 from ssl_bench.data.files.readable import Looked, ReadableDataset
 from ssl_bench.data.files.unpacking import UNPACKED, require_space, unpack
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
@@ -245,7 +245,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     source = _source(options.target)
     root = _root_to_check(options, source)
     plain, reading = _built_to_read(source.name, root, overrides)
-    dataset = DatasetReadAs(plain, reading)
+    dataset = dataset_read_as(plain, reading)
     if getattr(plain, "leaves_out_unreadable", False):
         return _look_through(ReadableDataset(dataset, Looked()), source.name, as_json=options.json)
     counts = {} if options.subset else source.counts

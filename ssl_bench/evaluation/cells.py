@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
-from ssl_bench.data.corrupted import as_settings
+from ssl_bench.data.corruptions import as_settings
 from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import ReadableDataset, summary
-from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.views import OpenedOnce
 from ssl_bench.evaluation.probe import Probe
 from ssl_bench.results.record import CORRUPTED, TRAINED_ON, CellKey, TrainingImages
 

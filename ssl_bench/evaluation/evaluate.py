@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ssl_bench.composition.presets import changed_settings
-from ssl_bench.data.corrupted import corruption_of
+from ssl_bench.data.corruptions import corruption_of
 from ssl_bench.data.files.readable import ReadableDataset, counts_and_first, with_a_way_out
-from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.views import OpenedOnce
 from ssl_bench.errors import UnreadableImage
 from ssl_bench.evaluation.cells import cell_keys, cell_settings, left_out
 from ssl_bench.evaluation.passed import PassedImages

@@ -19,7 +19,7 @@ from ssl_bench.data.files.images import read_image
 from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.locations import find_root
 from ssl_bench.data.published import name_of_images
-from ssl_bench.data.roles import lacking
+from ssl_bench.data.roles import Layout
 from ssl_bench.data.samples import Pair, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines
 from ssl_bench.errors import DataError
@@ -159,7 +159,7 @@ class SpairPairs:
 
 
 @dataclass(frozen=True)
-class Spair71k:
+class Spair71k(Layout):
     """SPair-71k, http://cvlab.postech.ac.kr/research/SPair-71k, in its large layout.
 
     Attributes:
@@ -178,9 +178,6 @@ class Spair71k:
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
         Split.parse(self.val_split)
-
-    def train(self) -> FileImageSet:
-        raise lacking(self.name, "segmentation")
 
     def val(self) -> SpairPairs:
         """The pairs.
@@ -201,9 +198,6 @@ class Spair71k:
             images=Files(root / "JPEGImages", ".jpg"),
             annotations=Files(root / "PairAnnotation" / split.name, ".json"),
         ).checked()
-
-    def discovery(self) -> FileImageSet:
-        raise lacking(self.name, "discovery")
 
     def images(self) -> FileImageSet:
         """All pictures, whatever pairs they are in."""

@@ -16,6 +16,7 @@ from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.locations import find_root
 from ssl_bench.data.published import name_of_images
+from ssl_bench.data.roles import Layout
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
@@ -154,7 +155,7 @@ class VocFolder:
 
 
 @dataclass(frozen=True)
-class Voc:
+class Voc(Layout):
     """PASCAL VOC 2007 or 2012, http://host.robots.ox.ac.uk/pascal/VOC.
 
     Attributes:
