@@ -3,7 +3,7 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -18,6 +18,7 @@ from ssl_bench.results import PerImage, Record, ResultStore
 from ssl_bench.scores import mean_iou
 from ssl_bench.system.files import read_within
 from ssl_bench.system.naming import file_name, pictures_folder
+from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.pairs.comparison import Difference, best_blocks, block_by_block
 from ssl_bench.tables.pairs.image_scores import ImageCurve, Scored, stored_curve
 
@@ -170,12 +171,11 @@ def scored_by_panel(
     records: Sequence[Record],
     panels: Sequence[Panel],
     pairs: Sequence[Pair],
-    progress: Callable[[Sequence[Panel]], Iterable[Panel]],
 ) -> dict[Pair, list[PanelPair]]:
     """Everything that the pairs can be compared in; each checkpoint is scored once a panel."""
     members = {checkpoint for pair in pairs for checkpoint in (pair.first, pair.second)}
     found: dict[Pair, list[PanelPair]] = defaultdict(list)
-    for panel in progress(panels):
+    for panel in show_progress(panels, "comparisons", len(panels)):
         sides = {checkpoint: side_of(store, records, panel, checkpoint) for checkpoint in members}
         for pair in pairs:
             first, second = sides[pair.first], sides[pair.second]
@@ -229,18 +229,6 @@ class Extremes:
     num_scored: int
 
 
-@dataclass(frozen=True)
-class Outcomes:
-    """What became of the images of a panel, block by block.
-
-    Attributes:
-        by_point: Ids by kind of `KINDS`; degenerate ones are neither hits nor misses.
-    """
-
-    panel: Panel
-    by_point: Mapping[Point, Mapping[str, tuple[str, ...]]]
-
-
 def image_names(store: ResultStore, record: Record, number: int) -> list[str]:
     """Ids of the images that were scored, or their numbers where ids do not tell which were."""
     ids = store.image_ids(record.dataset_fingerprint)
@@ -274,11 +262,14 @@ def extremes_of(
 
 def outcomes_of(
     root: Path, records: Sequence[Record], panel: Panel, checkpoint: Checkpoint
-) -> Outcomes | None:
-    """What became of each image of an object discovery; None where no log of it is kept."""
+) -> dict[Point, Mapping[str, tuple[str, ...]]]:
+    """Ids of the images of an object discovery by point and kind of `KINDS`, as far as logged.
+
+    Degenerate ones are neither hits nor misses.
+    """
     line = panel.line(checkpoint)
     if panel.metric != "corloc" or line is None:
-        return None
+        return {}
     record = records[line.last.records[0]]
     images = _logged(root, record, checkpoint)
     by_point = {}
@@ -294,7 +285,7 @@ def outcomes_of(
             kinds["degenerate" if cell.get("degenerate") else hit].append(image)
         if cells:
             by_point[point] = {kind: tuple(found) for kind, found in kinds.items()}
-    return Outcomes(panel, by_point) if by_point else None
+    return by_point
 
 
 def _logged(root: Path, record: Record, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:

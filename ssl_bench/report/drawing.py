@@ -3,7 +3,7 @@
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 400, 240
@@ -71,13 +71,14 @@ class Tick:
 
 @dataclass(frozen=True)
 class Mark:
-    """A spot in the drawing."""
+    """A spot in the drawing; of ranks `is_best` says that no block stands higher."""
 
     x: float
     y: float
     hint: str
-    doubtful: bool
-    is_infinite: bool
+    doubtful: bool = False
+    is_infinite: bool = False
+    is_best: bool = False
 
 
 @dataclass(frozen=True)
@@ -304,17 +305,6 @@ def spread(heights: Sequence[float], gap: float, low: float, high: float) -> tup
 
 
 @dataclass(frozen=True)
-class Known:
-    """The score of one block; `low` and `high` are its value where no interval is known."""
-
-    layer: int
-    value: int | float
-    low: int | float
-    high: int | float
-    hint: str
-
-
-@dataclass(frozen=True)
 class Place:
     """Where a block stands among those of its encoder, from 0, the lowest, to 1, the highest.
 
@@ -329,7 +319,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Question:
-    """One question and what its answers over the blocks are; two of them at least.
+    """One question and the scores of the blocks, two of them at least.
 
     Attributes:
         about: What is measured, and on what, a line each or more.
@@ -339,17 +329,7 @@ class Question:
     name: str
     about: tuple[str, ...]
     style: str
-    known: tuple[Known, ...]
-
-
-@dataclass(frozen=True)
-class RankMark:
-    """A block in the drawing."""
-
-    x: float
-    y: float
-    hint: str
-    is_best: bool
+    known: tuple[Spot, ...]
 
 
 @dataclass(frozen=True)
@@ -367,7 +347,7 @@ class RankRow:
     bottom: int
     line: str
     band: str
-    marks: tuple[RankMark, ...]
+    marks: tuple[Mark, ...]
 
 
 @dataclass(frozen=True)
@@ -375,7 +355,7 @@ class RankChart:
     """A drawing, one row a question; `ticks` are places and names of blocks."""
 
     rows: tuple[RankRow, ...]
-    ticks: tuple[tuple[float, int], ...]
+    ticks: tuple[tuple[float, int | float], ...]
     height: int
     width: int = RANKS_WIDTH
     left: int = _RANKS_LEFT
@@ -390,32 +370,35 @@ class RankChart:
         return "; ".join(f"{name} highest at {hint}" for name, hint in bests)
 
 
-def places(known: Sequence[Known]) -> tuple[Place, ...]:
+def places(known: Sequence[Spot]) -> tuple[Place, ...]:
     """Where each block stands, equal ones in the middle of their places.
 
     A block may stand above another where the intervals of the two overlap. They are taken for each
     block alone: of the same images, pairs of blocks may be known apart all the same.
     """
     others = len(known) - 1
+    # Where no interval is known its ends are the value.
+    lows = [one.value if one.low is None else one.low for one in known]
+    highs = [one.value if one.high is None else one.high for one in known]
 
     def share(count: int | float) -> float:
         return count / others if others else 0.5
 
-    def place(one: Known) -> Place:
+    def place(one: Spot, low: float, high: float) -> Place:
         below = sum(other.value < one.value for other in known)
         equal = sum(other.value == one.value for other in known)
         return Place(
             share(below + (equal - 1) / 2),
-            share(sum(other.high < one.low for other in known)),
-            share(others - sum(other.low > one.high for other in known)),
+            share(sum(other < low for other in highs)),
+            share(others - sum(other > high for other in lows)),
         )
 
-    return tuple(map(place, known))
+    return tuple(map(place, known, lows, highs))
 
 
 def draw_ranks(questions: Sequence[Question]) -> RankChart:
     """Lay the questions out below each other, over the same blocks."""
-    layers = sorted({one.layer for question in questions for one in question.known})
+    layers = sorted({one.x for question in questions for one in question.known})
     step = (RANKS_WIDTH - _RANKS_RIGHT - _RANKS_LEFT - 20) / ((layers[-1] - layers[0]) or 1)
     x = {layer: round(_RANKS_LEFT + 10 + step * (layer - layers[0]), 1) for layer in layers}
     rows, top = [], _RANKS_TOP
@@ -430,14 +413,16 @@ def draw_ranks(questions: Sequence[Question]) -> RankChart:
     return RankChart(tuple(rows), tuple(ticks), top + _RANKS_BOTTOM - _ROW_GAP)
 
 
-def _rank_row(question: Question, texts: Sequence[str], top: int, x: dict[int, float]) -> RankRow:
+def _rank_row(
+    question: Question, texts: Sequence[str], top: int, x: Mapping[int | float, float]
+) -> RankRow:
     known = [one for one in question.known if not math.isnan(one.value)]
     found = places(known)
 
     def y(share: float) -> float:
         return round(top + _ROW * (1 - share), 1)
 
-    xs = [x[one.layer] for one in known]
+    xs = [x[one.x] for one in known]
     best = max((place.share for place in found), default=0.0)
     upper = [(at, y(place.high)) for at, place in zip(xs, found, strict=True)]
     lower = [(at, y(place.low)) for at, place in zip(xs, found, strict=True)]
@@ -450,7 +435,7 @@ def _rank_row(question: Question, texts: Sequence[str], top: int, x: dict[int, f
         line=_path([(at, y(place.share)) for at, place in zip(xs, found, strict=True)]),
         band=_path([*upper, *reversed(lower)]) + "Z",
         marks=tuple(
-            RankMark(at, y(place.share), one.hint, place.share == best)
+            Mark(at, y(place.share), one.hint, is_best=place.share == best)
             for at, place, one in zip(xs, found, known, strict=True)
         ),
     )

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ssl_bench.report.checkpoints import Checkpoint
 from ssl_bench.report.comparing import MOST_PAIRED, side_of
-from ssl_bench.report.drawing import Known, Question, RankChart, draw_ranks
+from ssl_bench.report.drawing import Question, RankChart, draw_ranks
 from ssl_bench.report.model import (
     Line,
     Panel,
@@ -19,6 +19,7 @@ from ssl_bench.report.model import (
     by_task,
     headline_metric,
     headline_panels,
+    spot_of,
 )
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.pairs.comparison import difference
@@ -274,17 +275,13 @@ def profiles_of(
                 continue
             style = checkpoint.style if panel.is_ranked else _UNRANKED
             about = (panel.metric, panel.dataset)
-            questions.append(Question(task, about, style, tuple(map(_known, line.points))))
+            spots = (spot_of(one, one.layer, f"block {one.layer}") for one in line.points)
+            questions.append(Question(task, about, style, tuple(spots)))
             has_unranked |= not panel.is_ranked
         chart = draw_ranks(questions) if questions else None
         if answers:
             profiles.append(Profile(checkpoint, tuple(answers), chart, has_unranked))
     return tuple(profiles)
-
-
-def _known(point: Point) -> Known:
-    low, high = (point.value if end is None else end for end in (point.entry.low, point.entry.high))
-    return Known(point.layer, point.value, low, high, f"block {point.layer}: {point.text}")
 
 
 def told_apart(

@@ -262,8 +262,8 @@ def checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
     lines = [(p, line) for p in report.panels if (line := p.line(checkpoint)) is not None]
     points = [point for _, line in lines for point in line.points]
     galleries = report.galleries[checkpoint.encoder_id]
-    outcomes = [outcomes_of(store.root, records, panel, checkpoint) for panel, _ in lines]
-    outcomes = [found for found in outcomes if found]
+    outcomes = [(panel, outcomes_of(store.root, records, panel, checkpoint)) for panel, _ in lines]
+    outcomes = [(panel, found) for panel, found in outcomes if found]
     extremes = [extremes_of(store, records, panel, line) for panel, line in lines]
     extremes = [_shown(found, galleries) for found in extremes if found]
     classes = _class_tables(lines, records)

@@ -88,13 +88,7 @@ def write_report(report: Report, folder: Path) -> None:
         write("records.js", as_script(report.records))
         for checkpoint in show_progress(report.checkpoints, "checkpoints"):
             render(checkpoint.page, "checkpoint.html", checkpoint_page(report, checkpoint))
-        compared = scored_by_panel(
-            report.store,
-            report.records,
-            report.panels,
-            report.pairs,
-            lambda panels: show_progress(panels, "comparisons", len(panels)),
-        )
+        compared = scored_by_panel(report.store, report.records, report.panels, report.pairs)
         for pair in report.pairs:
             render(pair.page, "pair.html", pair_page(report, pair, compared.get(pair, [])))
         if report.followed:

@@ -67,8 +67,7 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
 
     found = outcomes_of(tmp_path, records, panel, checkpoint)
 
-    assert found is not None
-    (kinds,) = found.by_point.values()
+    (kinds,) = found.values()
     assert kinds == {"hits": ("a",), "misses": ("b",), "degenerate": ("c",)}
 
 
