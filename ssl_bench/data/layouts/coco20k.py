@@ -15,7 +15,7 @@ from jaxtyping import Float64, Int64
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.boxes import checked_boxes, numbers, whole
 from ssl_bench.data.files.digests import digest_of
-from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files
 from ssl_bench.data.locations import cache_folder, find_root, first_folder
 from ssl_bench.data.published import name_of_images
 from ssl_bench.data.roles import Layout
@@ -37,7 +37,7 @@ LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 
 
 @dataclass(frozen=True, eq=False)
-class CocoBoxes:
+class CocoBoxes(Boxes):
     """Boxes of COCO's instances, one row a box, with the image of each row beside it.
 
     Those without height or width stay, as in LOST: COCO has some, and rounding makes more.
