@@ -21,7 +21,10 @@ from tests.support.report_cells import Elements, cell, plain, save, skipless
 
 def known(*values: float | tuple[float, float, float]) -> list[Spot]:
     triples = [(v, v, v) if isinstance(v, (int, float)) else v for v in values]
-    return [Spot(layer, v, low, high, f"{v}") for layer, (low, v, high) in enumerate(triples)]
+    return [
+        Spot(layer, float(v), float(low), float(high), f"{v}")
+        for layer, (low, v, high) in enumerate(triples)
+    ]
 
 
 def test_places_go_from_the_lowest_to_the_highest_and_equal_ones_share_theirs():
