@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import Panel, panels_of
-from ssl_bench.report.overview.headlines import by_task, headline_panels
+from ssl_bench.report.model import Panel, by_task, headline_panels, panels_of
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.drawing import draw_curves

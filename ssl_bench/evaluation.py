@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import torch
 
 from ssl_bench.composition.presets import changed_settings, usual_values
-from ssl_bench.data.corrupted import as_settings, corruption_of
+from ssl_bench.data.corruptions import as_settings, corruption_of
 from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import (
     ReadableDataset,
@@ -32,8 +32,8 @@ from ssl_bench.data.files.readable import (
     summary,
     with_a_way_out,
 )
-from ssl_bench.data.opened import OpenedOnce
 from ssl_bench.data.samples import Dataset, ImageSet
+from ssl_bench.data.views import OpenedOnce
 from ssl_bench.errors import ConfigurationError, UnfitEncoder, UnreadableImage
 from ssl_bench.layers import AskedFacets
 from ssl_bench.models import Encoder, EncoderIdentity

@@ -29,10 +29,9 @@ from ssl_bench.data.corruptions import asked_corruptions
 from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import Looked, OnBadImage, as_readable
-from ssl_bench.data.opened import ListedOnce, OpenedOnce
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
-from ssl_bench.data.views import as_asked
+from ssl_bench.data.views import ListedOnce, OpenedOnce, as_asked
 from ssl_bench.errors import BrokenFile, ConfigurationError, DataError
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe, fit_size
 from ssl_bench.layers import layers_of

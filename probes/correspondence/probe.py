@@ -61,7 +61,7 @@ _FACETS: tuple[Facet, ...] = ("token", "token_normed", "key", "query", "value", 
 _SHOWN_ALPHA = 0.1
 # Unit vectors closer than this to each other tell nothing apart.
 _CONSTANT = 1e-6
-RIGHT, WRONG = (40, 220, 60), (235, 40, 40)
+RIGHT, WRONG, EDGE = (40, 220, 60), (255, 70, 60), (0, 0, 0)
 SIDE, GAP = 320, 12
 MOST_LINES = 32
 # Pictures are drawn larger and reduced, so that lines have no steps.
@@ -477,13 +477,16 @@ def draw(
     pen = ImageDraw.Draw(canvas)
     starts = pair.source[:MOST_LINES] * SIDE
     ends, true = (some[:MOST_LINES] * SIDE + [SIDE + GAP, 0] for some in (places, pair.truth))
-    # Right ones above wrong ones, of which there may be many.
+    # Right ones above wrong ones, of which there may be many; all edged, to be seen on any view.
     for number in sorted(range(len(starts)), key=lambda n: bool(right[n])):
         colour = RIGHT if right[number] else WRONG
-        pen.line(flat(starts[number], ends[number]), fill=colour, width=_TIMES)
-        pen.ellipse(around(starts[number], 2.5), fill=colour)
-        pen.ellipse(around(ends[number], 2.5), fill=colour)
+        line = flat(starts[number], ends[number])
+        pen.line(line, fill=EDGE, width=3 * _TIMES)
+        pen.line(line, fill=colour, width=3 * _TIMES // 2)
+        for place in (starts[number], ends[number]):
+            pen.ellipse(around(place, 4.5), fill=colour, outline=EDGE, width=_TIMES)
         if not right[number]:
-            pen.ellipse(around(true[number], 4.0), outline=RIGHT, width=_TIMES)
+            pen.ellipse(around(true[number], 7.5), outline=EDGE, width=4 * _TIMES)
+            pen.ellipse(around(true[number], 6.5), outline=RIGHT, width=2 * _TIMES)
     small = canvas.resize((width, SIDE), Image.Resampling.LANCZOS)
     sheet([[heading(title)], [heading(f"{pair.pair_id}; {LEGEND}")], [small]], path)

@@ -12,7 +12,7 @@ from typing import Any
 
 from ssl_bench.composition.choices import require_choice
 from ssl_bench.data.files.manifests import MANIFEST, check_manifest, write_manifest
-from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions
+from ssl_bench.data.files.read_options import ReadOptions, dataset_read_as
 from ssl_bench.data.files.readable import Looked, ReadableDataset
 from ssl_bench.data.files.unpacking import UNPACKED, require_space, unpack
 from ssl_bench.data.layouts.ade20k import class_names as ade20k_class_names
@@ -209,7 +209,7 @@ def _check(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     root = None if source.is_generated else str(_root(options))
     plain, reading = _built(source.name, root, overrides)
-    dataset = DatasetReadAs(plain, reading)
+    dataset = dataset_read_as(plain, reading)
     if getattr(plain, "leaves_out_unreadable", False):
         # Pictures of one's own: what a probe leaves out of them is said, and no fault of anybody.
         readable = ReadableDataset(dataset, Looked())

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ssl_bench.cli.dispatch import run
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import Line, Panel, panels_of
-from ssl_bench.report.overview.headlines import headline_panels
+from ssl_bench.report.model import Line, Panel, headline_panels, panels_of
 from ssl_bench.results import ResultStore
 from ssl_bench.system.escaping import printable, shell_words
 from ssl_bench.system.progress import in_words, say

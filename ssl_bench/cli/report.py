@@ -10,8 +10,8 @@ from ssl_bench.cli.records import (
     shown,
 )
 from ssl_bench.report.comparing import MOST_PAIRED
-from ssl_bench.report.folder import require_replaceable
-from ssl_bench.report.writing import build_report, write_report
+from ssl_bench.report.pages import build_report
+from ssl_bench.report.writing import require_replaceable, write_report
 from ssl_bench.results.store import first_few
 from ssl_bench.system.memory import without_collections
 from ssl_bench.system.paths import expanded

@@ -1,11 +1,16 @@
-"""The common corruptions of ImageNet-C, by name and severity, always with the same draws."""
+"""The common corruptions of ImageNet-C, by name and severity, always with the same draws.
 
-from collections.abc import Iterator, Sequence
+Of a corrupted dataset the scored images are corrupted; what is fitted sees them as they are.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from importlib.util import find_spec
 from threading import Lock
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -13,6 +18,9 @@ from PIL import Image
 
 from ssl_bench.composition.choices import nearest
 from ssl_bench.composition.fields import shown
+from ssl_bench.data.files.fingerprints import extended
+from ssl_bench.data.files.readable import RemainingImages
+from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import ConfigurationError, MachineError
 
 Pixels = UInt8[np.ndarray, "height width 3"]
@@ -26,6 +34,8 @@ NAMES = (
     *("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 )
 """Those of ImageNet-C in its order, without frost."""
+# Count up when the same corruption gives other pixels.
+_VERSION = 2
 _CLEAN = ("clean", "null")
 _ALL = "all"
 # Those with a generator of their own; the others draw from NumPy's global one.
@@ -157,3 +167,75 @@ def _number(name: str, text: str) -> int:
             f"corrupt={shown(name)} expects a severity in 1 to 5, got {shown(text)}"
         )
     return int(text)
+
+
+@dataclass(frozen=True)
+class CorruptedImages(ImageView):
+    """An `ImageSet` after a corruption; masks, boxes, points and labels stay.
+
+    It has a name and a fingerprint of its own, so that no table and no file of features holds it
+    for the images as they are.
+    """
+
+    corruption: Corruption
+
+    @property
+    def name(self) -> str:
+        return _corrupted_name(self.images.name, self.corruption)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = self.images[index]
+        image_id, pair = sample.image_id, sample.pair
+        if pair is not None:
+            image_id, other_id = pair.image_ids
+            pair = replace(pair, image=corrupted(pair.image, self.corruption, other_id))
+        image = corrupted(sample.image, self.corruption, image_id)
+        return replace(sample, image=image, pair=pair)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return extended(self.images.fingerprint(), ("corrupted", _VERSION, str(self.corruption)))
+
+
+def corrupted_dataset(dataset: Dataset, corruption: Corruption) -> DatasetView:
+    """A dataset of which all that is scored is corrupted, and training images are not."""
+    return DatasetView(
+        dataset,
+        lambda role, images: images if role == "train" else CorruptedImages(images, corruption),
+        _corrupted_name(dataset.name, corruption),
+    )
+
+
+def corruption_of(images: ImageSet) -> Corruption | None:
+    """What a set of images went through, if anything."""
+    if isinstance(images, RemainingImages):
+        return corruption_of(images.images)
+    return images.corruption if isinstance(images, CorruptedImages) else None
+
+
+def as_settings(images: ImageSet) -> Mapping[str, Any] | None:
+    """What a record says of the corruption of its images, and of what images they are.
+
+    Cost: that of a fingerprint.
+    """
+    corruption = corruption_of(images)
+    if corruption is None:
+        return None
+    clean = _clean(images)
+    return {
+        "name": corruption.name,
+        "severity": corruption.severity,
+        "dataset": clean.name,
+        "fingerprint": clean.fingerprint(),
+    }
+
+
+def _clean(images: ImageSet) -> ImageSet:
+    if isinstance(images, RemainingImages):
+        return replace(images, images=_clean(images.images))
+    return images.images if isinstance(images, CorruptedImages) else images
+
+
+def _corrupted_name(name: str, corruption: Corruption) -> str:
+    # No dash before it: what follows a dash are parts of a dataset.
+    return f"{name}+{corruption.name}-{corruption.severity}"

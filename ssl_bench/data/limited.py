@@ -8,20 +8,10 @@ from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.samples import Dataset, DatasetView, ImageSet
 
 
-class LimitedDataset(DatasetView):
+def limited_dataset(dataset: Dataset, limit: int) -> DatasetView:
     """A dataset with at most `limit` images in each split, under a name of its own."""
-
-    def __init__(self, dataset: Dataset, limit: int) -> None:
-        super().__init__(dataset)
-        self._limit = limit
-
-    @property
-    def name(self) -> str:
-        return _limited_name(self._dataset.name, self._limit)
-
-    def _given(self, role: str, images: ImageSet) -> ImageSet:
-        del role
-        return limited(images, self._limit)
+    name = _limited_name(dataset.name, limit)
+    return DatasetView(dataset, lambda _, images: limited(images, limit), name)
 
 
 def limited(images: ImageSet, limit: int) -> ImageSet:

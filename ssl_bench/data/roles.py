@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import DataError
 
 OFFERED = {
@@ -19,6 +20,22 @@ OFFERED = {
     "images": "images",
 }
 """What a dataset holds that has a role."""
+
+
+class Layout:
+    """A dataset on disk: asked for a role that it does not have it says who has it."""
+
+    # A text, of some a property.
+    name: Any
+
+    def train(self) -> ImageSet:
+        raise lacking(self.name, "segmentation")
+
+    def val(self) -> ImageSet:
+        raise lacking(self.name, "segmentation")
+
+    def discovery(self) -> ImageSet:
+        raise lacking(self.name, "discovery")
 
 
 def lacking(dataset: str, role: str) -> DataError:

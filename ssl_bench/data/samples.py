@@ -1,7 +1,8 @@
 """What every dataset gives, whatever its layout on disk."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -112,15 +113,20 @@ class Dataset(Protocol):
         ...
 
 
-class DatasetView(ABC):
-    """A dataset whose sets are given in another form; `_given` says in which."""
+class DatasetView:
+    """A dataset whose sets are given in another form.
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
+    Args:
+        dataset: Any.
+        given: Makes of a role, the name of a method of `Dataset`, and its set the one to give.
+        name: Where it is not that of the dataset.
+    """
 
-    @property
-    def name(self) -> str:
-        return self._dataset.name
+    def __init__(
+        self, dataset: Dataset, given: Callable[[str, ImageSet], ImageSet], name: str | None = None
+    ) -> None:
+        self._dataset, self._given = dataset, given
+        self.name = name or dataset.name
 
     @property
     def supports(self) -> frozenset[str]:
@@ -138,5 +144,36 @@ class DatasetView(ABC):
     def images(self) -> ImageSet:
         return self._given("images", self._dataset.images())
 
-    @abstractmethod
-    def _given(self, role: str, images: ImageSet) -> ImageSet: ...
+
+@dataclass(frozen=True)
+class ImageView:
+    """An `ImageSet` that is made from another one, and is all that it was but for what it says."""
+
+    images: ImageSet
+
+    @property
+    def name(self) -> str:
+        return self.images.name
+
+    @property
+    def split(self) -> str:
+        return self.images.split
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.images.class_names
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return self.images.ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def fingerprint(self) -> str:
+        """Another one than that of the images that it is made from."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        raise NotImplementedError

@@ -1,11 +1,13 @@
-"""The forms in which a dataset can be asked for, one on top of the other."""
+"""The forms in which a dataset can be asked for, one on top of the other, opened once."""
 
-from ssl_bench.data.corrupted import CorruptedDataset
-from ssl_bench.data.corruptions import Corruption
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+
+from ssl_bench.data.corruptions import Corruption, corrupted_dataset
 from ssl_bench.data.files.fingerprints import FingerprintKind
-from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions
-from ssl_bench.data.limited import LimitedDataset
-from ssl_bench.data.samples import Dataset
+from ssl_bench.data.files.read_options import ReadOptions, dataset_read_as
+from ssl_bench.data.limited import limited_dataset
+from ssl_bench.data.samples import Dataset, ImageSet
 
 
 def as_asked(
@@ -28,6 +30,60 @@ def as_asked(
     Raises:
         ConfigurationError: there is no such corruption.
     """
-    found = DatasetReadAs(dataset, ReadOptions(fingerprint, bits))
-    found = LimitedDataset(found, limit) if limit else found
-    return CorruptedDataset(found, Corruption.of(corrupt)) if corrupt else found
+    found = dataset_read_as(dataset, ReadOptions(fingerprint, bits))
+    found = limited_dataset(found, limit) if limit else found
+    return corrupted_dataset(found, Corruption.of(corrupt)) if corrupt else found
+
+
+class OpenedOnce:
+    """A dataset as it was when each of its sets was asked for first; of that time are all answers.
+
+    Opening a set looks at all of its files.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self._opened: dict[str, ImageSet] = {}
+
+    @property
+    def name(self) -> str:
+        return self.dataset.name
+
+    @property
+    def supports(self) -> frozenset[str]:
+        return self.dataset.supports
+
+    def train(self) -> ImageSet:
+        return self._once("train", self.dataset.train)
+
+    def val(self) -> ImageSet:
+        return self._once("val", self.dataset.val)
+
+    def discovery(self) -> ImageSet:
+        return self._once("discovery", self.dataset.discovery)
+
+    def images(self) -> ImageSet:
+        return self._once("images", self.dataset.images)
+
+    def _once(self, role: str, opened: Callable[[], ImageSet]) -> ImageSet:
+        if role not in self._opened:
+            self._opened[role] = opened()
+        return self._opened[role]
+
+
+class ListedOnce(OpenedOnce):
+    """A dataset that is listed once: tasks and passes of a command get the same images.
+
+    What its files hold is asked anew by each of them.
+    """
+
+    def _once(self, role: str, opened: Callable[[], ImageSet]) -> ImageSet:
+        return _unread(super()._once(role, opened))
+
+
+def _unread(images: ImageSet) -> ImageSet:
+    """The same images, nothing of their files remembered; those of other packages as they are."""
+    if not is_dataclass(images) or isinstance(images, type):
+        return images
+    parts = {one.name: getattr(images, one.name) for one in fields(images)}
+    return replace(images, **{k: _unread(v) for k, v in parts.items() if isinstance(v, ImageSet)})

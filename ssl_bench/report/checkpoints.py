@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ssl_bench.report.drawing.labels import short_names
+from ssl_bench.report.drawing import short_names
 from ssl_bench.results import Record
 from ssl_bench.system.escaping import in_file_names
 from ssl_bench.system.naming import encoder_folder, in_order
@@ -27,12 +27,12 @@ class Checkpoint:
         encoder_id: As in records.
         sha256: Of its weights.
         name: Unique in the report.
+        apart: What sets it apart from others of its model, such as "image size 224"; else empty.
         label: What its name has that others lack, for the end of its curves.
         model: As recorded; several checkpoints may share it.
         depth: Number of blocks.
         facts: What is recorded of the encoder, by name.
         skipless: Its architecture lacks a skip connection, or its name says so; drawn dashed.
-        colour: Its own.
         page: File name.
         folders: How the names of the folders of its pictures begin: each `encoder_folder`.
     """
@@ -41,20 +41,20 @@ class Checkpoint:
     encoder_id: str
     sha256: str
     name: str
+    apart: str
     label: str
     model: str
     depth: int
     facts: tuple[tuple[str, str], ...]
     skipless: bool
-    colour: int
     page: str
     folders: tuple[str, ...]
 
     @property
     def style(self) -> str:
         """Classes of its lines in the style sheet: colour, and dashes for skipless."""
-        again = self.colour // NUM_COLOURS
-        return f"c{self.colour % NUM_COLOURS} d{min(again, 2)}{'s' if self.skipless else ''}"
+        again = self.number // NUM_COLOURS
+        return f"c{self.number % NUM_COLOURS} d{min(again, 2)}{'s' if self.skipless else ''}"
 
 
 def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
@@ -71,19 +71,32 @@ def checkpoints_of(records: Sequence[Record]) -> tuple[Checkpoint, ...]:
             encoder_id=encoder,
             sha256=record.checkpoint_sha256,
             name=name,
+            apart=_apart(record, [one for one in latest.values() if one.model == record.model]),
             label=labels[number],
             model=record.model,
             depth=record.depth,
             facts=_facts(record),
             skipless=any(record.architecture.get(skip) is False for skip in _SKIPS)
             or bool(_NO_SKIP.search(name)),
-            colour=number,
             page=f"checkpoint-{in_file_names(name)}-{encoder[:8]}.html",
             folders=tuple(sorted(folders[encoder])),
         )
         for number, (encoder, name) in enumerate(known)
         if (record := latest[encoder])
     )
+
+
+def _apart(record: Record, namesakes: Sequence[Record]) -> str:
+    """What is recorded of an encoder and differs among those of its name."""
+
+    def known(one: Record) -> dict[str, str]:
+        used = {"mean": list(one.mean), "std": list(one.std), "weights": one.checkpoint_sha256[:12]}
+        return dict(_facts(one)) | {name: str(value) for name, value in used.items()}
+
+    own, others = known(record), [known(one) for one in namesakes]
+    names = dict.fromkeys(name for one in (own, *others) for name in one)
+    differing = [n for n in names if any(other.get(n) != own.get(n) for other in others)]
+    return ", ".join(f"{name} {own.get(name, 'not set')}" for name in differing)
 
 
 def _facts(record: Record) -> tuple[tuple[str, str], ...]:
@@ -95,12 +108,11 @@ def _facts(record: Record) -> tuple[tuple[str, str], ...]:
     epoch = record.details.get("epoch")
     if isinstance(epoch, (int, float)):
         facts["epoch"] = f"{epoch:g}"
-    return tuple((name.replace("_", " "), _brief(str(value))) for name, value in facts.items())
-
-
-def _brief(value: str) -> str:
-    """A digest by its first digits, as elsewhere."""
-    return value[:12] if _DIGEST.fullmatch(value) else value
+    # A digest by its first digits, as elsewhere.
+    return tuple(
+        (name.replace("_", " "), text[:12] if _DIGEST.fullmatch(text) else text)
+        for name, text in ((n, "not set" if v is None else str(v)) for n, v in facts.items())
+    )
 
 
 def _skips(architecture: Mapping[str, Any]) -> str:

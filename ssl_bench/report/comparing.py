@@ -1,25 +1,34 @@
-"""Pairs of checkpoints: differences with intervals, and the images behind them."""
+"""What single images say: of one checkpoint, and in pairs, with the intervals of differences."""
 
+import json
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.report.checkpoints import Checkpoint
-from ssl_bench.report.model import Panel
-from ssl_bench.report.outcomes import image_names, image_scores
-from ssl_bench.report.pictures.panels import Gallery
+from ssl_bench.report.model import Line, Panel, Point
 from ssl_bench.results import PerImage, Record, ResultStore
+from ssl_bench.scores import mean_iou
+from ssl_bench.system.files import read_within
+from ssl_bench.system.naming import file_name, pictures_folder
+from ssl_bench.system.progress import show_progress
 from ssl_bench.tables.pairs.comparison import Difference, best_blocks, block_by_block
 from ssl_bench.tables.pairs.image_scores import ImageCurve, Scored, stored_curve
 
 MOST_PAIRED = 6
 """With more checkpoints than that, pairs must be asked for."""
 
+KINDS = ("hits", "misses", "degenerate")
 _NUM_SHOWN = 6
+_NUM_EXTREMES = 8
+_MOST_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -89,14 +98,6 @@ class PanelPair:
     tally: tuple[int, int, int, int] | None
 
 
-@dataclass(frozen=True)
-class GalleryPair:
-    """The same pictures of two checkpoints."""
-
-    first: Gallery
-    second: Gallery
-
-
 def pairs_of(checkpoints: Sequence[Checkpoint], asked: Iterable[tuple[str, str]]) -> list[Pair]:
     """All pairs, or those asked for by their ids.
 
@@ -150,27 +151,19 @@ def panel_pair(panel: Panel, first: Side, second: Side) -> PanelPair | None:
 
     best = (first.scored.best, second.scored.best)
     sides = (first.curve.per_image[best[0]], second.curve.per_image[best[1]])
+    tally = None
+    if sides[0].ndim == 1:
+        one, other = (side.astype(bool) for side in sides)
+        right = (one & other, one & ~other, ~one & other, ~one & ~other)
+        tally = (int(right[0].sum()), int(right[1].sum()), int(right[2].sum()), int(right[3].sum()))
     return PanelPair(
         panel=panel,
         rows=tuple(map(row, rows)),
         summary=tuple(map(row, best_blocks(first.scored, second.scored))),
         layers=best,
         images=_images(panel.metric, first.names, sides),
-        tally=_tally(*sides) if sides[0].ndim == 1 else None,
+        tally=tally,
     )
-
-
-def gallery_pairs(first: Sequence[Gallery], second: Sequence[Gallery]) -> list[GalleryPair]:
-    """The galleries that both have, cut down to the blocks and images that both have."""
-    others = {gallery.key: gallery for gallery in second}
-    pairs = []
-    for one in first:
-        other = others.get(one.key)
-        layers = [n for n in one.prefixes if other and n in other.prefixes]
-        images = [image for image in one.files if other and image in other.files]
-        if other and layers and images:
-            pairs.append(GalleryPair(one.only(layers, images), other.only(layers, images)))
-    return pairs
 
 
 def scored_by_panel(
@@ -178,12 +171,11 @@ def scored_by_panel(
     records: Sequence[Record],
     panels: Sequence[Panel],
     pairs: Sequence[Pair],
-    progress: Callable[[Sequence[Panel]], Iterable[Panel]],
 ) -> dict[Pair, list[PanelPair]]:
     """Everything that the pairs can be compared in; each checkpoint is scored once a panel."""
     members = {checkpoint for pair in pairs for checkpoint in (pair.first, pair.second)}
     found: dict[Pair, list[PanelPair]] = defaultdict(list)
-    for panel in progress(panels):
+    for panel in show_progress(panels, "comparisons", len(panels)):
         sides = {checkpoint: side_of(store, records, panel, checkpoint) for checkpoint in members}
         for pair in pairs:
             first, second = sides[pair.first], sides[pair.second]
@@ -191,12 +183,6 @@ def scored_by_panel(
             if compared:
                 found[pair].append(compared)
     return found
-
-
-def _tally(first: PerImage, second: PerImage) -> tuple[int, int, int, int]:
-    one, other = first.astype(bool), second.astype(bool)
-    both, neither = int((one & other).sum()), int((~one & ~other).sum())
-    return both, int((one & ~other).sum()), int((~one & other).sum()), neither
 
 
 def _images(
@@ -207,10 +193,142 @@ def _images(
         return ()
     found = [
         ImageDifference(name, f"{one:.1f}", f"{other:.1f}", one - other)
-        for name, one, other in zip(names, *map(image_scores, sides), strict=True)
+        for name, one, other in zip(
+            names, *(mean_iou(side).tolist() for side in sides), strict=True
+        )
         if np.isfinite(one - other) and other != one
     ]
     found.sort(key=lambda image: -image.difference)
     if len(found) <= 2 * _NUM_SHOWN:
         return tuple(found)
     return (*found[:_NUM_SHOWN], *found[-_NUM_SHOWN:])
+
+
+@dataclass(frozen=True)
+class ImageScore:
+    """Mean IoU of one image over the classes that occur in it, in percent."""
+
+    image: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """The images of a panel at the best block of a checkpoint.
+
+    Attributes:
+        worst: From the worst one on.
+        best: From the best one on.
+        num_scored: Images with at least one class.
+    """
+
+    panel: Panel
+    point: Point
+    worst: tuple[ImageScore, ...]
+    best: tuple[ImageScore, ...]
+    num_scored: int
+
+
+def image_names(store: ResultStore, record: Record, number: int) -> list[str]:
+    """Ids of the images that were scored, or their numbers where ids do not tell which were."""
+    ids = store.image_ids(record.dataset_fingerprint)
+    if ids is not None and len(ids) == number:
+        return list(ids)
+    return [f"image {i + 1} of {number}" for i in range(number)]
+
+
+def extremes_of(
+    store: ResultStore, records: Sequence[Record], panel: Panel, line: Line
+) -> Extremes | None:
+    """The worst and best images at the best block; None for what is not a mean IoU."""
+    best = line.best
+    if not panel.metric.startswith("miou") or best is None:
+        return None
+    record = records[best.records[0]]
+    counts = stored_curve(store, [record]).per_image.get(best.layer)
+    if counts is None or counts.ndim != 3:
+        return None
+    names = image_names(store, record, len(counts))
+    scored = [
+        ImageScore(name, value)
+        for name, value in zip(names, mean_iou(counts).tolist(), strict=True)
+        if not math.isnan(value)
+    ]
+    ordered = sorted(scored, key=lambda score: score.value)
+    shown = min(_NUM_EXTREMES, max(1, len(ordered) // 2))
+    top = tuple(reversed(ordered[len(ordered) - shown :]))
+    return Extremes(panel, best, tuple(ordered[:shown]), top, len(ordered))
+
+
+def outcomes_of(
+    root: Path, records: Sequence[Record], panel: Panel, checkpoint: Checkpoint
+) -> dict[Point, Mapping[str, tuple[str, ...]]]:
+    """Ids of the images of an object discovery by point and kind of `KINDS`, as far as logged.
+
+    Degenerate ones are neither hits nor misses.
+    """
+    line = panel.line(checkpoint)
+    if panel.metric != "corloc" or line is None:
+        return {}
+    record = records[line.last.records[0]]
+    images = _logged(root, record, checkpoint)
+    by_point = {}
+    for point in line.points:
+        cells = {
+            image: cell
+            for image, found in images.items()
+            if isinstance(cell := found.get(f"{point.layer}/{panel.facet}"), dict)
+        }
+        kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
+        for image, cell in cells.items():
+            hit = "hits" if cell.get("hit") else "misses"
+            kinds["degenerate" if cell.get("degenerate") else hit].append(image)
+        if cells:
+            by_point[point] = {kind: tuple(found) for kind, found in kinds.items()}
+    return by_point
+
+
+def _logged(root: Path, record: Record, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Cells by image id from the log with the settings of a record; of scored images alone."""
+    place = root / "pictures" / record.task / file_name(record.dataset)
+    fingerprint = record.dataset_fingerprint
+    folders = [place / pictures_folder(folder, fingerprint) for folder in checkpoint.folders]
+    for path in sorted(path for folder in folders for path in folder.rglob("images_*.jsonl")):
+        lines = _json_lines(root, path)
+        if not lines or not _is_of(lines[0].get("key"), record):
+            continue
+        images: dict[str, dict[str, Any]] = {}
+        for line in lines[1:]:
+            if line.get("num_boxes") and isinstance(line.get("cells"), dict):
+                images.setdefault(str(line.get("image")), {}).update(line["cells"])
+        return images
+    return {}
+
+
+def _is_of(key: Any, record: Record) -> bool:
+    settings = {n: v for n, v in record.settings.items() if n not in ("dtype", "left_out")}
+    return (
+        isinstance(key, dict)
+        and key.get("encoder") == record.encoder_id
+        and key.get("dataset_fingerprint") == record.dataset_fingerprint
+        and key.get("settings") == settings
+        and key.get("dtype") == f"torch.{record.settings.get('dtype')}"
+        and key.get("version") == record.version
+    )
+
+
+def _json_lines(root: Path, path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log; a kill may have cut the last one short."""
+    found = []
+    try:
+        text = read_within(root, path, _MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return []
+    for line in text.splitlines():
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(content, dict):
+            found.append(content)
+    return found

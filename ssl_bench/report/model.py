@@ -1,4 +1,7 @@
-"""What the overview shows: records grouped into panels, one line a checkpoint."""
+"""Records grouped into panels of numbers that may be compared, one line a checkpoint.
+
+And the panel that stands for a task where there is room for one.
+"""
 
 import math
 from collections import defaultdict
@@ -6,18 +9,42 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ssl_bench.layers import INNER_FACETS
 from ssl_bench.report.checkpoints import Checkpoint
+from ssl_bench.report.drawing import Spot
 from ssl_bench.results import Record
 from ssl_bench.tables.entry import Entry, K, mean_entry, with_seeds_said
 from ssl_bench.tables.notes import baselines, footnote
+from ssl_bench.tables.printing.sheets import NO_VALUE
 from ssl_bench.tables.series import comparable_groups, differing_settings, said_training
 
 PANEL_FIELDS = ("task", "dataset", "metric", "facet", "protocol")
 """What readers choose panels by."""
 
+FIRST_TASKS = ("segmentation", "tokencut")
+"""The tasks that readers come for stand first."""
+
+_HEADLINES = (
+    "miou_holdout",
+    "ap50",
+    "corloc",
+    "max_f_beta",
+    "miou",
+    "top1_holdout",
+    "top1_k20",
+    "top1",
+    "pck_0.1",
+    "ami",
+    "nmi",
+    "explained_variance",
+    "condition_number",
+    "rankme",
+)
 
 _UNLABELLED = frozenset({"pca", "conditioning", "geometry", "warps", "degenerate"})
 """Tasks, protocols and metrics that take photographs as they are."""
+
+_DOUBTFUL_PERCENT = 50.0
 
 MOST_DRAWN = 24
 """Curves of checkpoints, or drawings of runs, in a panel; with more nobody tells them apart."""
@@ -54,6 +81,12 @@ class Point:
         """The value and what is behind it, which may stand below it."""
         number, _, interval = self.text.partition(" ")
         return (number, interval) if interval else (number,)
+
+    @property
+    def reason(self) -> str:
+        """Why there is no value, as the record says it; else empty."""
+        reasons = (record.details.get("reason") for record in self.entry.records)
+        return next((str(one) for one in reasons if one), "") if math.isnan(self.value) else ""
 
     @property
     def sort_key(self) -> str:
@@ -142,17 +175,6 @@ class Panel:
         return self.lines[0].points[0].entry.records[0]
 
     @property
-    def num_changed(self) -> int:
-        """How many options differ from those of the protocol."""
-        return len(self.record.changed)
-
-    @property
-    def newest(self) -> str:
-        """When the last of its records was made."""
-        points = (point for line in self.lines for point in line.points)
-        return max(record.created for point in points for record in point.entry.records)
-
-    @property
     def is_ranked(self) -> bool:
         return any(line.best for line in self.lines)
 
@@ -174,19 +196,28 @@ class Panel:
         return tuple(line for line in self.lines if line.checkpoint.encoder_id in chosen)
 
     @cached_property
+    def points(self) -> tuple[Point, ...]:
+        """Those of all lines."""
+        return tuple(point for line in self.lines for point in line.points)
+
+    @cached_property
     def layers(self) -> tuple[int, ...]:
-        return tuple(sorted({point.layer for line in self.lines for point in line.points}))
+        return tuple(sorted({point.layer for point in self.points}))
 
     @cached_property
     def has_arbitrary(self) -> bool:
-        return any(point.arbitrary for line in self.lines for point in line.points)
+        return any(point.arbitrary for point in self.points)
 
     @cached_property
     def baselines(self) -> tuple[tuple[str, float], ...]:
         """Answers that look at no image, in words with their score, and that score."""
-        points = (point for line in self.lines for point in line.points)
-        found = baselines([record for point in points for record in point.entry.records])
+        found = baselines([record for point in self.points for record in point.entry.records])
         return tuple((f"{answer} {v[0]:.1f}", v[0]) for answer, v in found.items())
+
+    def unbeaten(self, point: Point | None) -> str:
+        """The answers without a look at the images that a score does not beat, in words."""
+        found = [name for name, score in self.baselines if point and point.value <= score]
+        return f"not above {' and '.join(found)}" if found else ""
 
     def line(self, checkpoint: Checkpoint) -> Line | None:
         return self._by_encoder.get(checkpoint.encoder_id)
@@ -201,70 +232,47 @@ def panels_of(records: Sequence[Record], checkpoints: Sequence[Checkpoint]) -> t
     groups = comparable_groups(records)
     firsts = [group[0] for group in groups]
     numbers = {id(record): number for number, record in enumerate(records)}
-    return tuple(
-        _panel(number, {numbers[id(r)]: r for r in group}, _rivals(group[0], firsts), checkpoints)
-        for number, group in enumerate(groups)
-    )
-
-
-def _panel(
-    number: int,
-    members: Mapping[int, Record],
-    rivals: Sequence[Record],
-    checkpoints: Sequence[Checkpoint],
-) -> Panel:
-    first = next(iter(members.values()))
-    cells: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
-    for i, record in members.items():
-        cells[record.encoder_id, record.layer][i] = record
-    points: dict[str, list[Point]] = defaultdict(list)
-    for (encoder, _), point in sorted(points_of(cells).items(), key=lambda one: one[0]):
-        points[encoder].append(point)
-    lines = (Line(c, tuple(points[c.encoder_id])) for c in checkpoints if c.encoder_id in points)
-    return Panel(
-        number=number,
-        task=first.task,
-        dataset=first.dataset,
-        split=first.split,
-        metric=first.metric,
-        unit=first.unit,
-        facet=first.facet,
-        protocol=first.protocol,
-        difference=_difference(first, rivals),
-        facts=tuple(_facts(first, rivals).items()),
-        lines=tuple(lines),
-        footnote=footnote(list(members.values())),
-    )
-
-
-def _rivals(record: Record, firsts: Sequence[Record]) -> list[Record]:
-    """Records of the panels of the same names."""
     same = (*PANEL_FIELDS, "split")
-    return [r for r in firsts if all(getattr(r, n) == getattr(record, n) for n in same)]
+    panels = []
+    for number, group in enumerate(groups):
+        first = group[0]
+        # Panels of the same names.
+        rivals = [r for r in firsts if all(getattr(r, n) == getattr(first, n) for n in same)]
+        differing = differing_settings(first, rivals)
+        cells: dict[tuple[str, int], dict[int, Record]] = defaultdict(dict)
+        for record in group:
+            cells[record.encoder_id, record.layer][numbers[id(record)]] = record
+        points: dict[str, list[Point]] = defaultdict(list)
+        for (encoder, _), point in sorted(points_of(cells).items(), key=lambda one: one[0]):
+            points[encoder].append(point)
+        # What the protocol's name leaves out, and what sets it apart from the rivals.
+        changed = first.named_protocol.removeprefix(first.protocol) + said_training(first)
+        panels.append(
+            Panel(
+                number=number,
+                **{name: getattr(first, name) for name in (*PANEL_FIELDS, "split", "unit")},
+                difference=changed + (f" [{', '.join(differing)}]" if differing else ""),
+                facts=tuple(_facts(first, differing).items()),
+                lines=tuple(
+                    Line(one, tuple(points[one.encoder_id]))
+                    for one in checkpoints
+                    if one.encoder_id in points
+                ),
+                footnote=footnote(group),
+            )
+        )
+    return tuple(panels)
 
 
-def _difference(record: Record, rivals: Sequence[Record]) -> str:
-    """What the protocol's name leaves out, and what sets a panel apart from others of its names."""
-    differing = differing_settings(record, rivals)
-    changed = record.named_protocol.removeprefix(record.protocol)
-    training = said_training(record)
-    return changed + training + (f" [{', '.join(differing)}]" if differing else "")
-
-
-def _facts(record: Record, rivals: Sequence[Record]) -> dict[str, str]:
-    """What `Panel.title` and `_difference` say, one by one."""
+def _facts(record: Record, differing: Sequence[str]) -> dict[str, str]:
+    """What `Panel.title` and `Panel.difference` say, one by one."""
     facts = {name: str(getattr(record, name)) for name in ("metric", "facet", "protocol")}
     facts["on"] = f"{record.dataset} {record.split}"
     facts |= {name: str(value) for name, value in sorted(record.changed.items())}
     if record.trained_on is not None:
         facts["trained on"] = str(record.trained_on)
-    differing = (text.partition(separator) for text, separator in _said(record, rivals))
-    return facts | {name: value for name, _, value in differing}
-
-
-def _said(record: Record, rivals: Sequence[Record]) -> list[tuple[str, str]]:
-    """Differing settings, and what parts their names from their values."""
-    return [(text, "=" if "=" in text else " ") for text in differing_settings(record, rivals)]
+    parts = (text.partition("=" if "=" in text else " ") for text in differing)
+    return facts | {name: value for name, _, value in parts}
 
 
 def best_of(points: Iterable[Point]) -> Point | None:
@@ -285,6 +293,19 @@ def points_of(cells: Mapping[K, Mapping[int, Record]]) -> dict[K, Point]:
     }
 
 
+def spot_of(point: Point, x: int | float, where: str) -> Spot:
+    """A score in a drawing, a cross where most images have an arbitrary box."""
+    doubtful = (point.arbitrary or 0.0) >= _DOUBTFUL_PERCENT
+    hint = f"{where}: {point.text}"
+    return Spot(x, point.value, point.entry.low, point.entry.high, hint, doubtful)
+
+
+def said_reasons(points: Iterable[Point]) -> str:
+    """Why some of them have no value, such as "–: no class has two images"; empty if all have."""
+    found = dict.fromkeys(point.reason for point in points if point.reason)
+    return f"{NO_VALUE}: {'; '.join(found)}" if found else ""
+
+
 def said_units(panels: Sequence[Panel]) -> str:
     """Such as "percent, except plain numbers: condition_number"."""
     plain = sorted({panel.metric for panel in panels if not panel.unit})
@@ -293,3 +314,71 @@ def said_units(panels: Sequence[Panel]) -> str:
     if all(not panel.unit for panel in panels):
         return "plain numbers"
     return f"percent, except plain numbers: {', '.join(plain)}"
+
+
+def headline_metric(panels: Sequence[Panel]) -> str:
+    """The metric that stands for a task: of the known ones, or the first in which more is better.
+
+    Args:
+        panels: Of one task.
+    """
+    return chosen_metric([(panel.metric, panel.is_ranked) for panel in panels])
+
+
+def chosen_metric(known: Sequence[tuple[str, bool]]) -> str:
+    """As `headline_metric`, of names of metrics and whether more of them is better."""
+    metrics = [metric for metric, _ in sorted(known, key=lambda one: not one[1])]
+    return next((metric for metric in _HEADLINES if metric in metrics), metrics[0])
+
+
+def headline_panels(panels: Sequence[Panel]) -> tuple[Panel, ...]:
+    """Of each task and split of a dataset the panel of its metric with the most checkpoints.
+
+    Then, of checkpoints that it lacks, as those that were seen in another protocol, the next one,
+    so that none is without its number. Of equals it is that with the most blocks, so a look at one
+    does not take the place of a run over all; then that of the protocol as it is; then by its
+    facet's name, one from inside of a block last, so that a run again changes nothing; then, as
+    before and after an image was replaced, the newer one.
+    """
+
+    def weight(panel: Panel) -> tuple[int, int, int, bool, str, str]:
+        size = -len(panel.lines), -len(panel.layers), len(panel.record.changed)
+        return *size, panel.facet in INNER_FACETS, panel.facet, panel.protocol
+
+    def newest(panel: Panel) -> str:
+        return max(record.created for point in panel.points for record in point.entry.records)
+
+    chosen = []
+    for those in by_task(panels).values():
+        # Boxes and masks of one task have metrics of their own.
+        for rivals in by_place(those).values():
+            metric, shown = headline_metric(rivals), set[int]()
+            newest_first = sorted(rivals, key=newest, reverse=True)
+            for panel in sorted(newest_first, key=weight):
+                there = {line.checkpoint.number for line in panel.lines}
+                if panel.metric == metric and not there <= shown:
+                    chosen.append(panel)
+                    shown |= there
+    return tuple(chosen)
+
+
+def by_place(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
+    """Panels of a task by split of a dataset."""
+    places: dict[str, list[Panel]] = defaultdict(list)
+    for panel in panels:
+        places[panel.where].append(panel)
+    return places
+
+
+def by_task(panels: Sequence[Panel]) -> dict[str, list[Panel]]:
+    """Panels by task: the first ones, those in which more is better, others with few panels."""
+    tasks: dict[str, list[Panel]] = defaultdict(list)
+    for panel in panels:
+        tasks[panel.task].append(panel)
+
+    def place(task: str) -> tuple[int, int]:
+        first = FIRST_TASKS.index(task) if task in FIRST_TASKS else len(FIRST_TASKS)
+        is_ranked = any(panel.is_ranked for panel in tasks[task])
+        return first, 0 if is_ranked else len(tasks[task])
+
+    return {task: tasks[task] for task in sorted(tasks, key=place)}

@@ -1,202 +1,201 @@
-"""What stands on each page, ready for the templates."""
+"""What is known of some records, and what of it stands on each page, ready for the templates."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import PurePosixPath
 from typing import Any
 
-from ssl_bench.report.checkpoints import Checkpoint
-from ssl_bench.report.comparing import Pair, PanelPair
-from ssl_bench.report.drawing.curves import Chart, Curve, Reference, Spot, draw
+from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
+from ssl_bench.report.comparing import (
+    Extremes,
+    Pair,
+    PanelPair,
+    extremes_of,
+    outcomes_of,
+    pairs_of,
+)
+from ssl_bench.report.courses import (
+    CorruptedScores,
+    PanelCourses,
+    corrupted_scores,
+    followed_panels,
+)
+from ssl_bench.report.drawing import Curve, Spot, draw
 from ssl_bench.report.model import (
     PANEL_FIELDS,
     Line,
     Panel,
-    Point,
+    by_place,
+    by_task,
+    headline_metric,
+    panels_of,
+    said_reasons,
+    said_units,
+    spot_of,
 )
-from ssl_bench.report.overview.board import Board
-from ssl_bench.report.overview.headlines import by_place, by_task, headline_metric
-from ssl_bench.report.overview.meanings import MEANINGS
-from ssl_bench.report.overview.measured import TaskTable, task_tables
-from ssl_bench.report.overview.profiles import Profile
-from ssl_bench.report.pictures.strips import Strip
-from ssl_bench.report.pictures.viewers import GallerySection
-from ssl_bench.results import Record
+from ssl_bench.report.overview import (
+    MEANINGS,
+    Profile,
+    block_groups,
+    board_of,
+    differing,
+    profiles_of,
+)
+from ssl_bench.report.pictures import (
+    Gallery,
+    PictureFiles,
+    galleries_of,
+    gallery_pairs,
+    of_layers,
+    sections_of,
+    strips_of,
+    told_apart,
+)
+from ssl_bench.results import Record, ResultStore
 from ssl_bench.system.escaping import in_file_names
+from ssl_bench.system.naming import image_digits, image_name
+from ssl_bench.tables.notes import footnote
 from ssl_bench.tables.published import PublishedValue, published_beside
 
 MOST_UNFOLDED = 2
 """Of more panels on one split of a dataset only those of the headline metric stand open."""
 
-_DOUBTFUL_PERCENT = 50.0
+Page = dict[str, Any]
+"""The names that a template knows under `page`."""
 
 
 @dataclass(frozen=True)
-class Site:
-    """What all pages say of the report."""
-
-    source: str
-    version: str
-    written: str
-
-
-@dataclass(frozen=True)
-class Published:
-    """Published values of the same task, dataset and metric, of one paper's table."""
-
-    source: str
-    differs: str
-    values: tuple[PublishedValue, ...]
-
-
-@dataclass(frozen=True)
-class PanelView:
-    """A panel as it is drawn.
+class Report:
+    """Everything that goes into the pages.
 
     Attributes:
-        lines: Those that are drawn.
+        records: Others refer to them by their place here.
+        followed: Panels with runs of several epochs.
+        corrupted: Scores of corrupted images.
+        by_encoder: Its records by id of an encoder.
+        galleries: By id of the encoder.
+        pictures: Those of the folder of results.
+        num_unreadable: Files that are no complete records.
     """
 
-    panel: Panel
-    lines: tuple[Line, ...]
-    chart: Chart
-    published: tuple[Published, ...]
-
-
-@dataclass(frozen=True)
-class PanelGroup:
-    """The panels on one split of a dataset.
-
-    Attributes:
-        views: Those of the metric that stands for the task.
-        folded: All others.
-    """
-
-    where: str
-    views: tuple[PanelView, ...]
-    folded: tuple[PanelView, ...]
-
-
-@dataclass(frozen=True)
-class TaskSection:
-    """The panels of one task."""
-
-    task: str
-    anchor: str
-    groups: tuple[PanelGroup, ...]
-
-    @property
-    def meaning(self) -> str:
-        return MEANINGS.get(self.task, "")
-
-
-@dataclass(frozen=True)
-class Filter:
-    """A field of panels and the values that readers can choose."""
-
-    name: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class IndexPage:
-    """The overview.
-
-    Attributes:
-        profiles: The places of the blocks of each checkpoint, question by question.
-        board: One number a task.
-        strips: A few pictures of each checkpoint.
-        followed: Numbers of the panels that the page on epochs follows runs in.
-        has_corrupted: Whether there is a page on severities.
-    """
-
-    num_records: int
-    num_unreadable: int
+    store: ResultStore
+    records: tuple[Record, ...]
     checkpoints: tuple[Checkpoint, ...]
+    panels: tuple[Panel, ...]
     pairs: tuple[Pair, ...]
-    profiles: tuple[Profile, ...]
-    board: Board
-    strips: tuple[Strip, ...]
-    views: tuple[PanelView, ...]
-    followed: frozenset[int]
-    has_corrupted: bool
+    followed: tuple[PanelCourses, ...]
+    corrupted: tuple[CorruptedScores, ...]
+    by_encoder: Mapping[str, Sequence[Record]]
+    galleries: Mapping[str, Sequence[Gallery]]
+    pictures: PictureFiles
+    num_unreadable: int
 
     @property
-    def num_panels(self) -> int:
-        return len(self.views)
+    def plain(self) -> Sequence[Panel]:
+        """One number a task: of images as they are, where there are any."""
+        return [panel for panel in self.panels if not panel.is_corrupted] or self.panels
 
-    @property
-    def measured(self) -> tuple[TaskTable, ...]:
-        """Where more is better."""
-        return task_tables([view.panel for view in self.views])
+    @cached_property
+    def profiles(self) -> Mapping[Checkpoint, Profile]:
+        found = profiles_of(self.store, self.records, self.plain, self.checkpoints)
+        return {profile.checkpoint: profile for profile in found}
 
-    @property
-    def has_labels(self) -> bool:
-        """Whether there is more to read than to look at."""
-        return any(view.panel.has_labels for view in self.views)
-
-    @property
-    def has_skipless(self) -> bool:
-        return any(checkpoint.skipless for checkpoint in self.checkpoints)
-
-    @property
-    def has_arbitrary(self) -> bool:
-        return any(view.panel.has_arbitrary for view in self.views)
-
-    @property
-    def filters(self) -> tuple[Filter, ...]:
-        return filters_of([view.panel for view in self.views])
-
-    @property
-    def sections(self) -> tuple[TaskSection, ...]:
-        views = {view.panel.number: view for view in self.views}
-        tasks = by_task([view.panel for view in self.views])
-        return tuple(
-            TaskSection(
-                task,
-                f"task-{in_file_names(task)}",
-                _groups(panels, views),
-            )
-            for task, panels in tasks.items()
-        )
+    def picture_paths(self) -> list[str]:
+        """Paths relative to the store, each once."""
+        found = (p for galleries in self.galleries.values() for g in galleries for p in g.paths())
+        return list(dict.fromkeys(found))
 
 
-def _groups(panels: Sequence[Panel], views: Mapping[int, PanelView]) -> tuple[PanelGroup, ...]:
-    """By split of a dataset; folded is what is not of the metric, and what more is not better of.
+def build_report(
+    store: ResultStore,
+    records: Sequence[Record],
+    asked_pairs: Iterable[tuple[str, str]],
+    *,
+    layers: Set[int] | None = None,
+) -> Report:
+    """Gather what is known of some records.
 
-    But for the panels of a task that has a few of them.
+    Of pictures of single blocks those of `layers` alone, below 0 from the last block on.
+
+    Raises:
+        ConfigurationError: a pair names a checkpoint that is not there.
     """
-    groups = []
-    for where, some in by_place(panels).items():
-        those, metric = [views[panel.number] for panel in some], headline_metric(some)
-        shown = [v for v in those if v.panel.metric == metric and v.panel.is_ranked]
-        if len(those) <= MOST_UNFOLDED:
-            shown = those
-        folded = [view for view in those if view not in shown]
-        groups.append(PanelGroup(where, tuple(shown), tuple(folded)))
-    return tuple(groups)
+    checkpoints, pictures = checkpoints_of(records), PictureFiles(store.root)
+    by_encoder: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_encoder[record.encoder_id].append(record)
+    panels = panels_of(records, checkpoints)
+    galleries = {
+        c.encoder_id: of_layers(
+            galleries_of(pictures, by_encoder[c.encoder_id], c), layers, c.depth
+        )
+        for c in checkpoints
+    }
+    return Report(
+        store=store,
+        records=tuple(records),
+        checkpoints=checkpoints,
+        panels=panels,
+        pairs=tuple(pairs_of(checkpoints, asked_pairs)),
+        followed=followed_panels(panels, records),
+        corrupted=corrupted_scores(records),
+        by_encoder=by_encoder,
+        galleries=told_apart(galleries),
+        pictures=pictures,
+        num_unreadable=len(store.unreadable),
+    )
 
 
-@dataclass(frozen=True)
-class PairView:
-    """A comparison as it is drawn."""
+def index_page(report: Report) -> Page:
+    """The overview: one number a task, a few pictures, all curves and all numbers."""
+    panels, board = report.panels, board_of(report.plain, report.checkpoints)
+    shown = [
+        point for column in board.columns for c in report.checkpoints if (point := column.at(c))
+    ]
+    views = {panel.number: _panel_view(panel, report.records) for panel in panels}
+    ranked = by_task([panel for panel in panels if panel.is_ranked])
+    return {
+        "num_records": len(report.records),
+        "num_unreadable": report.num_unreadable,
+        "checkpoints": report.checkpoints,
+        "pairs": report.pairs,
+        "profiles": list(report.profiles.values()),
+        "board": board,
+        "has_baselines": any(column.panel.baselines for column in board.columns),
+        "reasons": said_reasons(shown),
+        "has_degenerate": any(column.panel.metric == "degenerate" for column in board.columns),
+        "strips": strips_of(
+            report.checkpoints, report.galleries, [one.panel.record for one in board.columns]
+        ),
+        # Numbers of the panels that the page on epochs follows runs in.
+        "followed": {one.panel.number for one in report.followed},
+        "has_corrupted": bool(report.corrupted),
+        # Whether there is more to read than to look at.
+        "has_labels": any(panel.has_labels for panel in panels),
+        "has_skipless": any(checkpoint.skipless for checkpoint in report.checkpoints),
+        "has_arbitrary": any(panel.has_arbitrary for panel in panels),
+        "filters": _filters(panels),
+        "sections": [
+            {
+                "task": task,
+                "anchor": f"task-{in_file_names(task)}",
+                "meaning": MEANINGS.get(task, ""),
+                "groups": _groups([views[panel.number] for panel in those]),
+            }
+            for task, those in by_task(panels).items()
+        ],
+        # All measurements in which more is better, a table a task.
+        "measured": [
+            {"task": task, "panels": those, "facts": differing([p.facts for p in those])}
+            for task, those in ranked.items()
+        ],
+    }
 
-    compared: PanelPair
-    chart: Chart
 
-
-@dataclass(frozen=True)
-class PairPage:
-    """Two checkpoints side by side."""
-
-    pair: Pair
-    views: tuple[PairView, ...]
-    galleries: tuple[GallerySection, ...]
-
-
-def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
+def _panel_view(panel: Panel, records: Sequence[Record]) -> dict[str, Any]:
     """Draw a panel with the published values of its dataset that its axes hold."""
-    lines = panel.drawn
     curves = [
         Curve(
             line.checkpoint.name,
@@ -206,63 +205,196 @@ def panel_view(panel: Panel, records: Sequence[Record]) -> PanelView:
                 spot_of(point, point.layer, f"{line.checkpoint.name}, block {point.layer}")
                 for point in line.points
             ),
-            line.checkpoint.label if len(lines) > 1 else "",
+            line.checkpoint.label if len(panel.drawn) > 1 else "",
         )
-        for line in lines
+        for line in panel.drawn
     ]
-    published = _published(panel, records)
+    # By the table of a paper that they are of, and what differs there.
+    published: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
+    for beside in published_beside(records[panel.points[0].records[0]]):
+        published[beside.value.source, beside.differs].append(beside.value)
     levels = [
-        Reference(f"published: {value.row}, {value.column}, {value.value:.1f}", value.value)
-        for beside in published
-        for value in beside.values
+        (f"published: {value.row}, {value.column}, {value.value:.1f}", value.value)
+        for those in published.values()
+        for value in those
         # Not beside a part of the dataset.
         if value.dataset == panel.dataset
     ]
-    floors = [Reference(*one) for one in panel.baselines]
+    floors = panel.baselines
     chart = draw(curves, levels, panel.unit, measured=panel.measured, floors=floors)
-    return PanelView(panel, lines, chart, published)
+    return {
+        "panel": panel,
+        "lines": panel.drawn,
+        "chart": chart,
+        "reasons": said_reasons(panel.points),
+        "published": [
+            {"source": source, "differs": differs, "rows": rows}
+            for (source, differs), rows in published.items()
+        ],
+    }
 
 
-def pair_view(compared: PanelPair, first: Checkpoint) -> PairView:
-    """Draw the differences block by block."""
-    differences = [row.difference for row in compared.rows]
-    spots = tuple(
-        Spot(
-            int(one.name),
-            one.value,
-            one.low,
-            one.high,
-            f"block {one.name}: {one.text}",
-        )
-        for one in differences
-    )
-    curve = Curve(first.name, first.style, first.number, spots)
-    measured = f"difference in {compared.panel.metric} (points)"
-    return PairView(compared, draw([curve], measured=measured))
+def _groups(views: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By split of a dataset; folded is what is not of the metric, and what more is not better of.
+
+    But for the panels of a task that has a few of them.
+    """
+    groups = []
+    for where, panels in by_place([view["panel"] for view in views]).items():
+        those = [view for view in views if view["panel"].where == where]
+        metric = headline_metric(panels)
+        shown = [v for v in those if v["panel"].metric == metric and v["panel"].is_ranked]
+        if len(those) <= MOST_UNFOLDED:
+            shown = those
+        folded = [view for view in those if not any(view is other for other in shown)]
+        groups.append({"where": where, "views": shown, "folded": folded})
+    return groups
 
 
-def filters_of(panels: Sequence[Panel]) -> tuple[Filter, ...]:
-    """What readers choose some panels by."""
-    return tuple(
-        Filter(name, tuple(sorted({getattr(panel, name) for panel in panels})))
-        for name in PANEL_FIELDS
-    )
+def _filters(panels: Sequence[Panel]) -> list[tuple[str, list[str]]]:
+    """The fields that readers choose panels by, and their values."""
+    return [(name, sorted({getattr(panel, name) for panel in panels})) for name in PANEL_FIELDS]
 
 
-def spot_of(point: Point, x: int | float, where: str) -> Spot:
-    """A score in a drawing, a cross where most images have an arbitrary box."""
-    doubtful = (point.arbitrary or 0.0) >= _DOUBTFUL_PERCENT
-    hint = f"{where}: {point.text}"
-    return Spot(x, point.value, point.entry.low, point.entry.high, hint, doubtful)
+def checkpoint_page(report: Report, checkpoint: Checkpoint) -> Page:
+    """Everything about one checkpoint: its scores, pictures, single images and settings."""
+    store, records = report.store, report.records
+    lines = [(p, line) for p in report.panels if (line := p.line(checkpoint)) is not None]
+    points = [point for _, line in lines for point in line.points]
+    galleries = report.galleries[checkpoint.encoder_id]
+    outcomes = [(panel, outcomes_of(store.root, records, panel, checkpoint)) for panel, _ in lines]
+    outcomes = [(panel, found) for panel, found in outcomes if found]
+    extremes = [extremes_of(store, records, panel, line) for panel, line in lines]
+    extremes = [_shown(found, galleries) for found in extremes if found]
+    classes = _class_tables(lines, records)
+    ranked = {panel.task for panel, _ in lines if panel.is_ranked}
+    several = any(len(point.records) > 1 for point in points)
+    return {
+        "checkpoint": checkpoint,
+        "profile": report.profiles.get(checkpoint),
+        "pairs": [p for p in report.pairs if checkpoint in (p.first, p.second)],
+        "galleries": sections_of([[(checkpoint.name, gallery)] for gallery in galleries]),
+        "has_labels": any(panel.has_labels for panel, _ in lines),
+        # Of tasks in which more is better, and of all others.
+        "scores": block_groups([one for one in lines if one[0].task in ranked]),
+        "properties": block_groups([one for one in lines if one[0].task not in ranked]),
+        "units": said_units([panel for panel, _ in lines]),
+        "reasons": said_reasons(points),
+        "has_arbitrary": any(point.arbitrary for point in points),
+        "has_one_seed_of_several": several and bool(outcomes or extremes or classes),
+        "outcomes": outcomes,
+        "extremes": extremes,
+        "classes": classes,
+        "runs": _runs(report.by_encoder[checkpoint.encoder_id]),
+    }
 
 
-def _published(panel: Panel, records: Sequence[Record]) -> tuple[Published, ...]:
-    record = records[panel.lines[0].points[0].records[0]]
-    groups: dict[tuple[str, str], list[PublishedValue]] = defaultdict(list)
-    for beside in published_beside(record):
-        groups[beside.value.source, beside.differs].append(beside.value)
-    return tuple(Published(*where, tuple(values)) for where, values in groups.items())
+def _shown(extremes: Extremes, galleries: Sequence[Gallery]) -> dict[str, Any]:
+    """Extremes with the addresses of those images that are drawn."""
+    panel, digits = extremes.panel, image_digits(extremes.panel.record.dataset_fingerprint)
+    shown = (panel.task, panel.dataset, digits, f"{panel.protocol} {panel.facet}")
+    found = {
+        PurePosixPath(gallery.files[image]).name: gallery.address_of(image)
+        for gallery in galleries
+        if (gallery.task, gallery.dataset, gallery.images, gallery.variant) == shown
+        for image in gallery.files
+    }
+    starts = ("", f"{panel.protocol}-{panel.facet}-")
+
+    def address(image: str) -> str:
+        names = (image_name(image, before=start) for start in starts)
+        return next((found[name] for name in names if name in found), "")
+
+    sides = (("worst", extremes.worst), ("best", extremes.best))
+    return {
+        "extremes": extremes,
+        "sides": [(kind, [(s, address(s.image)) for s in scores]) for kind, scores in sides],
+    }
 
 
-def number(value: Any) -> float | None:
+def _class_tables(
+    lines: Sequence[tuple[Panel, Line]], records: Sequence[Record]
+) -> list[dict[str, Any]]:
+    """One table a dataset, protocol and facet: the first mean IoU of them, which is held out.
+
+    Classes that are absent at every block are counted only.
+    """
+    tables: dict[tuple[str, ...], dict[str, Any]] = {}
+    for panel, line in lines:
+        where = (panel.task, panel.where, panel.facet, panel.protocol, panel.difference)
+        found = {
+            point: iou
+            for point in line.points
+            if isinstance(iou := records[point.records[0]].details.get("iou_by_class"), dict)
+        }
+        if where in tables or not panel.metric.startswith("miou") or not found:
+            continue
+        names = dict.fromkeys(name for iou in found.values() for name in iou)
+        rows = [(name, [_percent(iou.get(name)) for iou in found.values()]) for name in names]
+        present = [row for row in rows if any(value is not None for value in row[1])]
+        tables[where] = {
+            "panel": panel,
+            "points": list(found),
+            "rows": present,
+            "num_absent": len(rows) - len(present),
+        }
+    return list(tables.values())
+
+
+def _percent(value: Any) -> float | None:
+    """None where a class is absent."""
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def _runs(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Settings of some records, each once."""
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        title = (
+            f"{record.task} on {record.dataset} {record.split}, protocol {record.named_protocol}"
+        )
+        same = (record.dataset_fingerprint, sorted(record.settings.items()))
+        groups[title, repr(same)].append(record)
+    return [
+        {
+            "title": title,
+            "footnote": footnote(members),
+            "fingerprint": members[0].dataset_fingerprint,
+            "settings": [(n, str(value)) for n, value in sorted(members[0].settings.items())],
+        }
+        for (title, _), members in sorted(groups.items())
+    ]
+
+
+def pair_page(report: Report, pair: Pair, compared: Sequence[PanelPair]) -> Page:
+    """Two checkpoints side by side, their differences drawn block by block."""
+    first, second = pair.first, pair.second
+    shared = gallery_pairs(report.galleries[first.encoder_id], report.galleries[second.encoder_id])
+    order = [panel.number for those in by_task(report.panels).values() for panel in those]
+    views = []
+    for one in sorted(compared, key=lambda one: order.index(one.panel.number)):
+        differences = [row.difference for row in one.rows]
+        spots = tuple(
+            Spot(int(d.name), d.value, d.low, d.high, f"block {d.name}: {d.text}")
+            for d in differences
+        )
+        curve = Curve(first.name, first.style, first.number, spots)
+        measured = f"difference in {one.panel.metric} (points)"
+        views.append({"compared": one, "chart": draw([curve], measured=measured)})
+    sides = [[(first.name, one), (second.name, other)] for one, other in shared]
+    return {"pair": pair, "views": views, "galleries": sections_of(sides)}
+
+
+def epochs_page(followed: Sequence[PanelCourses]) -> Page:
+    """Scores over epochs, panel by panel."""
+    panels = [one.panel for one in followed]
+    courses = sorted((course for one in followed for course in one.shown), key=lambda c: c.depth)
+    # A curve of each block, of the deepest encoder that has it.
+    blocks = {curve.number: curve for course in courses for curve in course.curves()}
+    return {
+        "followed": followed,
+        "blocks": [curve for _, curve in sorted(blocks.items())],
+        "filters": _filters(panels),
+        "units": said_units(panels),
+        "has_arbitrary": any(panel.has_arbitrary for panel in panels),
+    }

@@ -1,180 +1,57 @@
-"""From records to a folder of pages."""
+"""From a report to a folder of pages, which takes its place when it is whole."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+import json
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cached_property
 from importlib.resources import files
-from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ssl_bench.report.checkpoint_page import CheckpointPage, ShownExtremes, class_tables, runs_of
-from ssl_bench.report.checkpoints import Checkpoint, checkpoints_of
-from ssl_bench.report.comparing import (
-    Pair,
-    PanelPair,
-    gallery_pairs,
-    pairs_of,
-    scored_by_panel,
-)
-from ssl_bench.report.epochs import EpochsPage, PanelCourses, followed_panels
-from ssl_bench.report.folder import replacing
-from ssl_bench.report.model import Panel, panels_of
-from ssl_bench.report.outcomes import Extremes, extremes_of, outcomes_of
-from ssl_bench.report.overview.board import board_of
-from ssl_bench.report.overview.headlines import by_task
-from ssl_bench.report.overview.profiles import Profile, profiles_of
-from ssl_bench.report.pages import IndexPage, PairPage, Site, pair_view, panel_view
-from ssl_bench.report.pictures.files import PictureFiles
-from ssl_bench.report.pictures.panels import Gallery, galleries_of, of_layers, told_apart
-from ssl_bench.report.pictures.strips import strips_of
-from ssl_bench.report.pictures.viewers import address_of, sections_of
-from ssl_bench.report.provenance import as_script
-from ssl_bench.report.severities import CorruptedScores, SeveritiesPage, corrupted_scores
-from ssl_bench.results import Record, ResultStore
-from ssl_bench.system.escaping import in_page
-from ssl_bench.system.naming import image_digits, image_name
+from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.report.comparing import scored_by_panel
+from ssl_bench.report.pages import Page, Report, checkpoint_page, epochs_page, index_page, pair_page
+from ssl_bench.results import Record
+from ssl_bench.results.reading import place_of
+from ssl_bench.results.record import INFINITE
+from ssl_bench.system.escaping import in_page, json_text, plain_json, printable
 from ssl_bench.system.paths import real
 from ssl_bench.system.progress import show_progress
+from ssl_bench.system.written import REPORT
 from ssl_bench.version import __version__
 
-T = TypeVar("T")
 STATIC = ("style.css", "report.js")
-
-
-@dataclass(frozen=True)
-class Report:
-    """Everything that goes into the pages.
-
-    Attributes:
-        records: Others refer to them by their place here.
-        followed: Panels with runs of several epochs.
-        corrupted: Scores of corrupted images.
-        by_encoder: Its records by id of an encoder.
-        galleries: By id of the encoder.
-        pictures: Those of the folder of results.
-        num_unreadable: Files that are no complete records.
-    """
-
-    store: ResultStore
-    records: tuple[Record, ...]
-    checkpoints: tuple[Checkpoint, ...]
-    panels: tuple[Panel, ...]
-    pairs: tuple[Pair, ...]
-    followed: tuple[PanelCourses, ...]
-    corrupted: tuple[CorruptedScores, ...]
-    by_encoder: Mapping[str, Sequence[Record]]
-    galleries: Mapping[str, Sequence[Gallery]]
-    pictures: PictureFiles
-    num_unreadable: int
-
-    @property
-    def plain(self) -> Sequence[Panel]:
-        """One number a task: of images as they are, where there are any."""
-        return [panel for panel in self.panels if not panel.is_corrupted] or self.panels
-
-    @cached_property
-    def profiles(self) -> Mapping[Checkpoint, Profile]:
-        found = profiles_of(self.store, self.records, self.plain, self.checkpoints)
-        return {profile.checkpoint: profile for profile in found}
-
-    def index_page(self) -> IndexPage:
-        board = board_of(self.plain, self.checkpoints)
-        return IndexPage(
-            num_records=len(self.records),
-            num_unreadable=self.num_unreadable,
-            checkpoints=self.checkpoints,
-            pairs=self.pairs,
-            profiles=tuple(self.profiles.values()),
-            board=board,
-            strips=strips_of(
-                self.checkpoints, self.galleries, [one.panel.record for one in board.columns]
-            ),
-            views=tuple(panel_view(panel, self.records) for panel in self.panels),
-            followed=frozenset(one.panel.number for one in self.followed),
-            has_corrupted=bool(self.corrupted),
-        )
-
-    def checkpoint_page(self, checkpoint: Checkpoint) -> CheckpointPage:
-        lines = [(p, line) for p in self.panels if (line := p.line(checkpoint)) is not None]
-        galleries = self.galleries[checkpoint.encoder_id]
-        outcomes = [
-            outcomes_of(self.store.root, self.records, panel, checkpoint) for panel, _ in lines
-        ]
-        extremes = [extremes_of(self.store, self.records, panel, line) for panel, line in lines]
-        return CheckpointPage(
-            checkpoint=checkpoint,
-            profile=self.profiles.get(checkpoint),
-            lines=tuple(lines),
-            pairs=tuple(p for p in self.pairs if checkpoint in (p.first, p.second)),
-            galleries=sections_of([[(checkpoint.name, gallery)] for gallery in galleries]),
-            outcomes=tuple(found for found in outcomes if found),
-            extremes=tuple(_shown(found, galleries) for found in extremes if found),
-            classes=class_tables(lines, self.records),
-            runs=runs_of(self.by_encoder[checkpoint.encoder_id]),
-        )
-
-    def pair_page(self, pair: Pair, compared: Sequence[PanelPair]) -> PairPage:
-        shared = gallery_pairs(
-            self.galleries[pair.first.encoder_id], self.galleries[pair.second.encoder_id]
-        )
-        order = [panel.number for those in by_task(self.panels).values() for panel in those]
-        compared = sorted(compared, key=lambda one: order.index(one.panel.number))
-        sides = [[(pair.first.name, g.first), (pair.second.name, g.second)] for g in shared]
-        return PairPage(
-            pair=pair,
-            views=tuple(pair_view(one, pair.first) for one in compared),
-            galleries=sections_of(sides),
-        )
-
-    def picture_paths(self) -> list[str]:
-        """Paths relative to the store, each once."""
-        found = (p for galleries in self.galleries.values() for g in galleries for p in g.paths())
-        return list(dict.fromkeys(found))
-
-
-def build_report(
-    store: ResultStore,
-    records: Sequence[Record],
-    asked_pairs: Iterable[tuple[str, str]],
-    *,
-    layers: Set[int] | None = None,
-) -> Report:
-    """Gather what is known of some records.
-
-    Of pictures of single blocks those of `layers` alone, below 0 from the last block on.
-
-    Raises:
-        ConfigurationError: a pair names a checkpoint that is not there.
-    """
-    checkpoints, pictures = checkpoints_of(records), PictureFiles(store.root)
-    by_encoder: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        by_encoder[record.encoder_id].append(record)
-    panels = panels_of(records, checkpoints)
-    return Report(
-        store=store,
-        records=tuple(records),
-        checkpoints=checkpoints,
-        panels=panels,
-        pairs=tuple(pairs_of(checkpoints, asked_pairs)),
-        followed=followed_panels(panels, records),
-        corrupted=corrupted_scores(records),
-        by_encoder=by_encoder,
-        galleries=told_apart(
-            {
-                c.encoder_id: of_layers(
-                    galleries_of(pictures, by_encoder[c.encoder_id], c), layers, c.depth
-                )
-                for c in checkpoints
-            }
-        ),
-        pictures=pictures,
-        num_unreadable=len(store.unreadable),
-    )
+_SHOWN = {
+    "model": "checkpoint",
+    "checkpoint_sha256": "sha256 of the weights",
+    "architecture": "architecture",
+    "mean": "mean of the images",
+    "std": "deviation of the images",
+    "task": "task",
+    "dataset": "dataset",
+    "split": "split",
+    "num_images": "images",
+    "dataset_fingerprint": "dataset fingerprint",
+    "layer": "block",
+    "facet": "facet",
+    "protocol": "protocol",
+    "metric": "metric",
+    "value": "value",
+    "unit": "unit",
+    "ci95": "95 % interval",
+    "seed": "seed",
+    "version": "ssl-bench",
+    "git_commit": "commit",
+    "torch": "torch",
+    "device": "device",
+    "seconds": "seconds of the pass",
+    "created": "date",
+}
+"""Fields of a record and what the pages call them."""
 
 
 def write_report(report: Report, folder: Path) -> None:
@@ -184,41 +61,6 @@ def write_report(report: Report, folder: Path) -> None:
         ConfigurationError: the folder holds something else.
         MachineError: it cannot be written.
     """
-    site = Site(
-        source=real(report.store.root).name,
-        version=__version__,
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    )
-    render = _renderer(site)
-    with replacing(folder) as new:
-        for path in show_progress(report.picture_paths(), "pictures"):
-            report.pictures.copy(path, new)
-        static = files("ssl_bench.report").joinpath("static")
-        for name in STATIC:
-            _write(new / name, static.joinpath(name).read_text(encoding="utf-8"))
-        _write(new / "records.js", as_script(report.records))
-        for checkpoint in show_progress(report.checkpoints, "checkpoints"):
-            page = report.checkpoint_page(checkpoint)
-            _write(new / checkpoint.page, render("checkpoint.html", page))
-        compared = scored_by_panel(
-            report.store,
-            report.records,
-            report.panels,
-            report.pairs,
-            lambda panels: show_progress(panels, "comparisons", len(panels)),
-        )
-        for pair in report.pairs:
-            page = report.pair_page(pair, compared.get(pair, []))
-            _write(new / pair.page, render("pair.html", page))
-        if report.followed:
-            _write(new / "epochs.html", render("epochs.html", EpochsPage(report.followed)))
-        if report.corrupted:
-            page = SeveritiesPage(report.corrupted)
-            _write(new / "severities.html", render("severities.html", page))
-        _write(new / "index.html", render("index.html", report.index_page()))
-
-
-def _renderer(site: Site) -> Callable[[str, object], str]:
     environment = Environment(
         loader=PackageLoader("ssl_bench.report"),
         autoescape=True,
@@ -227,33 +69,155 @@ def _renderer(site: Site) -> Callable[[str, object], str]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return lambda name, page: environment.get_template(name).render(page=page, site=site)
+    written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    site = {"source": real(report.store.root).name, "version": __version__, "written": written}
+    with replacing(folder) as new:
+
+        def write(name: str, text: str) -> None:
+            # Names of files may hold bytes that are no UTF-8; a page shows them as question marks.
+            (new / name).write_bytes(text.encode(errors="replace"))
+
+        def render(name: str, template: str, page: Page) -> None:
+            write(name, environment.get_template(template).render(page=page, site=site))
+
+        for path in show_progress(report.picture_paths(), "pictures"):
+            report.pictures.copy(path, new)
+        for name in STATIC:
+            static = files("ssl_bench.report").joinpath("static", name)
+            write(name, static.read_text(encoding="utf-8"))
+        write("records.js", as_script(report.records))
+        for checkpoint in show_progress(report.checkpoints, "checkpoints"):
+            render(checkpoint.page, "checkpoint.html", checkpoint_page(report, checkpoint))
+        compared = scored_by_panel(report.store, report.records, report.panels, report.pairs)
+        for pair in report.pairs:
+            render(pair.page, "pair.html", pair_page(report, pair, compared.get(pair, [])))
+        if report.followed:
+            render("epochs.html", "epochs.html", epochs_page(report.followed))
+        if report.corrupted:
+            render("severities.html", "severities.html", {"followed": report.corrupted})
+        render("index.html", "index.html", index_page(report))
 
 
-def _write(path: Path, text: str) -> None:
-    # Names of files may hold bytes that are no UTF-8; a page shows them as question marks.
-    path.write_bytes(text.encode(errors="replace"))
+def require_replaceable(folder: Path) -> None:
+    """Nothing but a report may be replaced.
+
+    Raises:
+        ConfigurationError: something else lies there.
+    """
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise ConfigurationError(f"--into {folder} is no folder; name another one")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / REPORT).is_file():
+        raise ConfigurationError(
+            f"--into {folder} holds files and is no report of ssl-bench; name a new or empty folder"
+        )
 
 
-def _shown(extremes: Extremes, galleries: Sequence[Gallery]) -> ShownExtremes:
-    panel, digits = extremes.panel, image_digits(extremes.panel.record.dataset_fingerprint)
-    shown = (panel.task, panel.dataset, digits, f"{panel.protocol} {panel.facet}")
-    found = {
-        PurePosixPath(gallery.files[image]).name: address_of(gallery, image)
-        for gallery in galleries
-        if (gallery.task, gallery.dataset, gallery.images, gallery.variant) == shown
-        for image in gallery.files
-    }
-    starts = ("", f"{panel.protocol}-{panel.facet}-")
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` when the block ends without an error.
 
-    def address(image: str) -> str:
-        names = (image_name(image, before=start) for start in starts)
-        return next((found[name] for name in names if name in found), "")
+    Raises:
+        ConfigurationError: `folder` is something else than a report.
+        MachineError: the disk is full or the folder cannot be written; an older report stays.
+    """
+    require_replaceable(folder)
+    # So that "." has a name.
+    folder = real(folder)
+    mark = uuid.uuid4().hex
+    new, old = (folder.with_name(f".{mark}.{word}") for word in ("new", "old"))
+    try:
+        new.mkdir(parents=True)
+        yield new
+        (new / REPORT).write_text(json.dumps({"report": 1}) + "\n")
+        # Again, because somebody may have put files there in the meantime.
+        require_replaceable(folder)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+    except OSError as error:
+        raise MachineError(
+            f"cannot write {folder}: {error.strerror or error}; free space or choose another folder"
+        ) from error
+    finally:
+        # Whatever came between the two names, an interrupt too: the older report goes back.
+        if old.exists() and not folder.exists():
+            with suppress(OSError):
+                old.rename(folder)
+        shutil.rmtree(new, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
-    return ShownExtremes(
-        extremes,
-        tuple(
-            (kind, tuple((s, address(s.image)) for s in scores))
-            for kind, scores in (("worst", extremes.worst), ("best", extremes.best))
-        ),
-    )
+
+def as_script(records: Sequence[Record]) -> str:
+    """JavaScript that defines the constant `RECORDS`: names, values by record, and settings.
+
+    What many records share is written once.
+    """
+    words = _Words()
+    rows = [words.places(record) for record in records]
+    names = [*_SHOWN.values(), "record", "settings", "details"]
+    content = {"names": names, "words": [json.loads(word) for word in words.shared]}
+    start = json_text(content, indent=None, text=printable).removesuffix("}")
+    text = f'{start},"rows":{json.dumps(rows, separators=(",", ":"))}}}'
+    # Parsed, because in a literal of the language the name __proto__ means something.
+    return f"const RECORDS = JSON.parse({json.dumps(text)});\n"
+
+
+class _Words:
+    """What is said of records, each word once.
+
+    Attributes:
+        shared: Place of every word by its JSON.
+    """
+
+    def __init__(self) -> None:
+        self.shared: dict[str, int] = {}
+        # Written before: mappings, which many records share, by identity; texts and integers.
+        self._known: dict[Any, int] = {}
+
+    def places(self, record: Record) -> list[int]:
+        """Where the fields of a record are, its file, its settings and its details."""
+        shown = _rounded if record.unit else _short
+        changed = {
+            "value": shown(_plain(record.value)),
+            "ci95": shown(_plain(record.ci95)),
+            "unit": record.unit or "plain number",
+        }
+        fields = [changed[n] if n in changed else getattr(record, n) for n in _SHOWN]
+        file = "/".join(("records", *place_of(record, record.digest)))
+        # The details that fit on a line; the record has all.
+        plain = {n: _plain(v) for n, v in record.details.items() if not isinstance(v, Mapping)}
+        small = {name: _rounded(value) for name, value in plain.items() if len(str(value)) <= 200}
+        return [*map(self._place, [*fields, file, record.settings]), self._new(small)]
+
+    def _place(self, value: Any) -> int:
+        if isinstance(value, Mapping):
+            key = id(value)
+        elif type(value) in (str, int):
+            key = (type(value), value)
+        else:
+            return self._new(_plain(value))
+        if key not in self._known:
+            self._known[key] = self._new(_plain(value))
+        return self._known[key]
+
+    def _new(self, value: Any) -> int:
+        word = json.dumps(value, sort_keys=True, default=str)
+        return self.shared.setdefault(word, len(self.shared))
+
+
+def _plain(value: Any) -> Any:
+    return plain_json(value, infinity=INFINITE)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _short(value: Any) -> Any:
+    """Six digits, because plain numbers may be of any magnitude."""
+    if isinstance(value, (list, tuple)):
+        return [_short(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

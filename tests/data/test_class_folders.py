@@ -7,7 +7,7 @@ from PIL import Image
 
 from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.folder import ImageFolder
-from ssl_bench.data.limited import LimitedDataset
+from ssl_bench.data.limited import limited_dataset
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
 
@@ -111,7 +111,7 @@ def test_images_are_called_as_their_owner_calls_them(tmp_path):
 
     assert named.name == named.train().name == named.val().name == "pets"
     assert named.val().fingerprint() == ClassFolders(tmp_path).val().fingerprint()
-    assert LimitedDataset(named, 1).val().name == "pets-limit1"
+    assert limited_dataset(named, 1).val().name == "pets-limit1"
     assert ImageFolder(tmp_path, name="pets").images().name == "pets"
 
 

@@ -13,8 +13,7 @@ from ssl_bench.data.layouts.coco_stuff import CocoStuff
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.image_mask_folders import ImageMaskFolders
 from ssl_bench.data.layouts.spair71k import Spair71k
-from ssl_bench.data.layouts.toy import Toy
-from ssl_bench.data.layouts.toy_objects import ToyObjects
+from ssl_bench.data.layouts.toy import Toy, ToyObjects
 from ssl_bench.data.layouts.voc import Voc
 from ssl_bench.data.roles import datasets_with
 from ssl_bench.data.samples import Dataset

@@ -7,8 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ssl_bench.data.corrupted import CorruptedDataset, CorruptedImages, as_settings
-from ssl_bench.data.corruptions import NAMES, Corruption, asked_corruptions, corrupted
+from ssl_bench.data.corruptions import (
+    NAMES,
+    CorruptedImages,
+    Corruption,
+    as_settings,
+    asked_corruptions,
+    corrupted,
+    corrupted_dataset,
+)
 from ssl_bench.data.files.readable import RemainingImages
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.spair71k import Spair71k
@@ -76,7 +83,7 @@ def test_order_and_threads_change_no_pixel(folders):
 
 
 def test_what_is_scored_is_corrupted_and_what_is_fitted_to_is_not(folders):
-    found = CorruptedDataset(folders, Corruption("snow", 3))
+    found = corrupted_dataset(folders, Corruption("snow", 3))
 
     assert found.train() == folders.train()
     assert found.name == found.val().name == found.images().name == "class_folders+snow-3"
@@ -88,7 +95,7 @@ def test_what_is_scored_is_corrupted_and_what_is_fitted_to_is_not(folders):
 def test_both_images_of_a_pair_are_corrupted_as_they_are_wherever_they_come(tmp_path):
     dataset = Spair71k(spair(tmp_path))
     noise = Corruption("gaussian_noise", 2)
-    clean, found = dataset.val()[0], CorruptedDataset(dataset, noise).val()[0]
+    clean, found = dataset.val()[0], corrupted_dataset(dataset, noise).val()[0]
     assert clean.pair is not None
     assert found.pair is not None
 

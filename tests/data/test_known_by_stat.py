@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ssl_bench.cli.__main__ import main
-from ssl_bench.data.files.read_options import DatasetReadAs, ReadOptions, read_as
+from ssl_bench.data.files.read_options import ReadOptions, dataset_read_as, read_as
 from ssl_bench.data.files.readable import RemainingImages
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -42,8 +42,8 @@ def test_sizes_and_times_are_trusted_where_that_is_asked_for(tmp_path, files_rea
 def test_every_kind_of_image_set_says_that_it_trusts_times(tmp_path):
     sets: list[Any] = [
         read_as(ImageFolder(photo_folder(tmp_path / "photos")).images(), BY_STAT),
-        DatasetReadAs(Voc(voc(tmp_path).parents[1]), BY_STAT).discovery(),
-        DatasetReadAs(ClassFolders(class_folders(tmp_path / "classes")), BY_STAT).val(),
+        dataset_read_as(Voc(voc(tmp_path).parents[1]), BY_STAT).discovery(),
+        dataset_read_as(ClassFolders(class_folders(tmp_path / "classes")), BY_STAT).val(),
     ]
     sets += [RemainingImages(images, (1, 2)) for images in sets]
 

@@ -7,7 +7,7 @@ from pretrain.options import DataOptions
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.files.readable import RemainingImages
-from ssl_bench.data.limited import LimitedDataset, limited
+from ssl_bench.data.limited import limited, limited_dataset
 from ssl_bench.results import ResultStore
 from tests.support.faults import class_folders, photo_folder
 
@@ -19,7 +19,7 @@ def dataset(name: str, root):
 def test_images_are_spread_over_a_split_that_is_sorted_by_class(tmp_path):
     whole = dataset("class_folders", class_folders(tmp_path / "data"))
 
-    few = LimitedDataset(whole, 3)
+    few = limited_dataset(whole, 3)
 
     # Three images of each of two classes: every second one.
     assert few.train().ids == whole.train().ids[::2]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ssl_bench.data.layouts.spair71k import CATEGORIES, Spair71k
-from ssl_bench.data.limited import LimitedDataset
+from ssl_bench.data.limited import limited_dataset
 from ssl_bench.data.samples import Pair
 from ssl_bench.errors import ConfigurationError, DataError
 from tests.support.spair import PAIRS, SOURCE_SIZE, TARGET_SIZE, spair, write_annotation
@@ -50,7 +50,7 @@ def test_a_share_of_the_pairs_is_named_after_all_of_them(base):
     pairs = Spair71k(base, val_split="test:0-67%").val()
 
     assert (len(pairs), pairs.name, pairs.split) == (2, "spair71k-3", "test:0-67%")
-    assert len(LimitedDataset(Spair71k(base), 1).val()) == 1
+    assert len(limited_dataset(Spair71k(base), 1).val()) == 1
 
 
 def test_the_pictures_serve_probes_without_pairs(base):

@@ -10,10 +10,17 @@ import pytest
 from PIL import Image
 
 from ssl_bench.data.labels import voc_colours
-from ssl_bench.data.layouts import toy_scenes
-from ssl_bench.data.layouts.toy import Toy, write_scene
-from ssl_bench.data.layouts.toy_objects import ToyObjects
-from ssl_bench.data.layouts.toy_scenes import CLASS_NAMES, SIZES, Painter, Scene, _place
+from ssl_bench.data.layouts import toy as toy_scenes
+from ssl_bench.data.layouts.toy import (
+    CLASS_NAMES,
+    SIZES,
+    Painter,
+    Scene,
+    Toy,
+    ToyObjects,
+    _place,
+    write_scene,
+)
 from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import DataError, MachineError

@@ -11,7 +11,7 @@ from probes.tokencut.scores import centre_box, corloc_score
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import DataError
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.drawing.curves import Reference, draw
+from ssl_bench.report.drawing import draw
 from ssl_bench.report.model import panels_of
 from ssl_bench.results import Baseline, ResultStore
 from ssl_bench.scores import mean_iou, of_constant_class, pixel_accuracy
@@ -135,7 +135,7 @@ def test_the_report_draws_it_from_side_to_side_within_the_axes():
     rows = [baselined(layer=0, value=5.0, ci95=None), baselined(layer=1, value=6.0, ci95=None)]
 
     (panel,) = panels_of(rows, checkpoints_of(rows))
-    chart = draw([curve(5.0, 6.0)], floors=[Reference(*one) for one in panel.baselines])
+    chart = draw([curve(5.0, 6.0)], floors=panel.baselines)
 
     assert panel.baselines == (("centre box 31.2", 31.25),)
     (floor,) = chart.floors

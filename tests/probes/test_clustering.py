@@ -37,7 +37,7 @@ from ssl_bench.models import (
     build_vit,
     encoder_from_model,
 )
-from ssl_bench.report.overview.headlines import chosen_metric
+from ssl_bench.report.model import chosen_metric
 from ssl_bench.results import ResultStore
 from ssl_bench.system.progress import show_progress
 from tests.support.coloured_classes import coloured_classes

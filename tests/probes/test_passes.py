@@ -10,8 +10,7 @@ from PIL import Image
 from torchvision import transforms
 
 from probes.knn import KNN
-from ssl_bench.data.corrupted import CorruptedDataset
-from ssl_bench.data.corruptions import Corruption
+from ssl_bench.data.corruptions import Corruption, corrupted_dataset
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import Dataset
 from ssl_bench.evaluation import Evaluation, PassedImages, Probe
@@ -137,7 +136,7 @@ def test_nothing_is_held_when_probes_of_other_images_follow(encoder):
 
 
 def corrupted(root: Path, *corruptions: str) -> list[Dataset]:
-    return [CorruptedDataset(ClassFolders(root), Corruption.of(one)) for one in corruptions]
+    return [corrupted_dataset(ClassFolders(root), Corruption.of(one)) for one in corruptions]
 
 
 def test_images_that_are_fitted_to_pass_once_for_all_corruptions(root, encoder, tmp_path):

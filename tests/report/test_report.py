@@ -12,8 +12,7 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
 from ssl_bench.report.model import MOST_DRAWN
-from ssl_bench.report.pictures.files import PictureFiles
-from ssl_bench.report.pictures.panels import galleries_of
+from ssl_bench.report.pictures import PictureFiles, galleries_of
 from ssl_bench.results import ResultStore
 from ssl_bench.system.written import REPORT
 from tests.core.test_results import RECORD

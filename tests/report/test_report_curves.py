@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.drawing.curves import MOST_LABELLED, Reference, draw, nice_ticks
-from ssl_bench.report.drawing.labels import short_names, spread
+from ssl_bench.report.drawing import MOST_LABELLED, draw, nice_ticks, short_names, spread
 from ssl_bench.report.model import panels_of
 from ssl_bench.tables.printing.sheets import NO_VALUE
 from tests.support.report_cells import (
@@ -231,7 +230,7 @@ def test_powers_of_ten_are_few_however_many_there_are():
 
 
 def test_a_published_value_far_away_does_not_flatten_the_curves():
-    near, far = Reference("near", 7.0), Reference("far", 70.0)
+    near, far = ("near", 7.0), ("far", 70.0)
 
     chart = draw([curve(0.0, 10.0)], [near, far])
 

@@ -6,7 +6,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError, MachineError
-from ssl_bench.report.folder import replacing
+from ssl_bench.report.writing import replacing
 from ssl_bench.results import ResultStore
 from tests.support.report_cells import cell
 

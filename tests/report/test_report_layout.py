@@ -130,6 +130,26 @@ def test_all_of_the_page_of_a_checkpoint_fits_its_width(browser, report, width):
     assert hidden == []
 
 
+def test_a_table_wider_than_the_page_says_that_it_scrolls(browser, tmp_path):
+    names = [f"benchmark_{letter}" for letter in "abcdefghijklmn"]
+    store = ResultStore(tmp_path)
+    for name in names:
+        store.save(cell(dataset=name))
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    found = []
+    for width in (1300, 4000):
+        open_page(browser, tmp_path / "report", "index.html", width=width)
+        browser.execute_script("document.querySelector('main').style.maxWidth = 'none'")
+        browser.execute_script("window.dispatchEvent(new Event('resize'))")
+        board = browser.find_element("css selector", "#checkpoints .scroll")
+        found.append(board.get_attribute("class").split())
+        browser.execute_script("arguments[0].scrollLeft = 1e6", board)
+        browser.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 50))")
+        found.append(board.get_attribute("class").split())
+
+    assert found == [["scroll", "cut", "more"], ["scroll", "cut"], ["scroll"], ["scroll"]]
+
+
 @pytest.mark.parametrize("selector", [".groups", ".two"])
 def test_a_phone_has_one_column(browser, report, selector):
     open_page(browser, report, "checkpoint-*.html", width=PHONE)

@@ -1,5 +1,6 @@
 """What stands on the first page and in the tables, by the elements of the pages alone."""
 
+import math
 import re
 from dataclasses import replace
 from html import unescape
@@ -10,15 +11,9 @@ import pytest
 from ssl_bench.cli.__main__ import main
 from ssl_bench.composition.choices import choices
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.model import panels_of
-from ssl_bench.report.overview.board import board_of
-from ssl_bench.report.overview.differing import differing
-from ssl_bench.report.overview.headlines import by_task, chosen_metric, headline_panels
-from ssl_bench.report.overview.meanings import MEANINGS
-from ssl_bench.report.overview.measured import block_groups
-from ssl_bench.report.overview.profiles import profiles_of
-from ssl_bench.report.pictures.panels import Gallery, of_layers
-from ssl_bench.report.pictures.strips import MOST_SHOWN, strips_of
+from ssl_bench.report.model import by_task, chosen_metric, headline_panels, panels_of
+from ssl_bench.report.overview import MEANINGS, block_groups, board_of, differing, profiles_of
+from ssl_bench.report.pictures import MOST_SHOWN, Gallery, of_layers, strips_of
 from ssl_bench.results import Baseline, Record, ResultStore
 from tests.support.report_cells import Elements, cell, folder_of, plain, save_pictures, skipless
 
@@ -172,6 +167,52 @@ def test_checkpoints_differ_in_columns_and_what_they_share_is_said_once(tmp_path
         "dim",
     ]
     assert "All checkpoints: skips yes, kind vit, patch size 8." in Elements(page).text
+
+
+def test_checkpoints_of_one_model_say_what_sets_them_apart(tmp_path):
+    named = {"kind": "timm", "name": "vit_tiny_patch16_224"}
+    own = {"kind": "module", "name": "Net"}
+    records = [
+        cell(model="tiny", architecture={**named, "image_size": None}),
+        cell(model="tiny", architecture={**named, "image_size": 224}),
+        cell(model="net", architecture={**own, "modules_sha256": "ab" * 32}),
+        cell(model="net", architecture={**own, "modules_sha256": "cd" * 32}),
+        skipless(),
+    ]
+
+    page = written(tmp_path, *records)
+
+    apart = {one.apart for one in checkpoints_of(records)}
+    assert apart == {
+        "image size not set",
+        "image size 224",
+        f"modules sha256 {'ab' * 6}",
+        f"modules sha256 {'cd' * 6}",
+        "",
+    }
+    assert all(f'"block">{words}<' in page for words in apart - {""})
+
+
+def test_a_value_that_is_missing_says_why_where_it_stands(tmp_path):
+    record = cell(task="classification", metric="top1", value=math.nan, ci95=None)
+    told = replace(record, details={"reason": "no class has two images"})
+
+    index = written(tmp_path, told)
+    own = next((tmp_path / "report").glob("checkpoint-*.html")).read_text()
+
+    for page in (index, own):
+        assert 'title="no class has two images"' in page
+        assert "\N{EN DASH}: no class has two images" in page
+    assert "no block has a value of top-1 accuracy: no class has two images." in index
+
+
+def test_a_headline_of_degenerate_graphs_says_what_they_are(tmp_path):
+    records = [cell(metric="degenerate", layer=n, value=v) for n, v in enumerate((20.0, 10.0))]
+
+    page = Elements(written(tmp_path, *records)).text
+
+    assert "degenerate graphs (percent of the images whose cut rounding chooses) of key" in page
+    assert "degenerate: percent of the images whose graph says nothing" in page
 
 
 def test_digests_of_architectures_are_no_columns(tmp_path):

@@ -9,11 +9,9 @@ from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.comparing import gallery_pairs, pairs_of
+from ssl_bench.report.comparing import extremes_of, outcomes_of, pairs_of
 from ssl_bench.report.model import panels_of
-from ssl_bench.report.outcomes import extremes_of, outcomes_of
-from ssl_bench.report.pictures.files import PictureFiles
-from ssl_bench.report.pictures.panels import galleries_of
+from ssl_bench.report.pictures import PictureFiles, galleries_of, gallery_pairs
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.pairs.comparison import comparisons
 from tests.support.faults import encoder_file, photo_folder
@@ -45,9 +43,9 @@ def test_a_pair_shows_every_kind_of_picture_that_both_have(tmp_path):
 
     pairs = gallery_pairs(first, second)
 
-    shown = [(list(p.first.prefixes), list(p.first.files)) for p in pairs]
+    shown = [(list(one.prefixes), list(one.files)) for one, _ in pairs]
     assert shown == [([0, 1], ["one"]), ([1], [""]), ([None], ["blocks-0-1"])]
-    assert all(folder_of(records[1]) in path for pair in pairs for path in pair.second.paths())
+    assert all(folder_of(records[1]) in path for _, other in pairs for path in other.paths())
 
 
 def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_settings(tmp_path):
@@ -69,8 +67,7 @@ def test_hits_misses_and_degenerate_images_come_from_the_log_of_the_same_setting
 
     found = outcomes_of(tmp_path, records, panel, checkpoint)
 
-    assert found is not None
-    (kinds,) = found.by_point.values()
+    (kinds,) = found.values()
     assert kinds == {"hits": ("a",), "misses": ("b",), "degenerate": ("c",)}
 
 

@@ -11,17 +11,20 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
-from ssl_bench.report.drawing.ranks import Known, Question, draw_ranks, places
+from ssl_bench.report.drawing import Question, Spot, draw_ranks, places
 from ssl_bench.report.model import panels_of
-from ssl_bench.report.overview.profiles import profiles_of
+from ssl_bench.report.overview import profiles_of
 from ssl_bench.results import Baseline, ResultStore
 from tests.report.test_report_overview import written
 from tests.support.report_cells import Elements, cell, plain, save, skipless
 
 
-def known(*values: float | tuple[float, float, float]) -> list[Known]:
+def known(*values: float | tuple[float, float, float]) -> list[Spot]:
     triples = [(v, v, v) if isinstance(v, (int, float)) else v for v in values]
-    return [Known(layer, v, low, high, f"{v}") for layer, (low, v, high) in enumerate(triples)]
+    return [
+        Spot(layer, float(v), float(low), float(high), f"{v}")
+        for layer, (low, v, high) in enumerate(triples)
+    ]
 
 
 def test_places_go_from_the_lowest_to_the_highest_and_equal_ones_share_theirs():

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.report.checkpoints import checkpoints_of
+from ssl_bench.report.courses import corrupted_scores
 from ssl_bench.report.model import panels_of
-from ssl_bench.report.severities import corrupted_scores
-from ssl_bench.report.writing import build_report
+from ssl_bench.report.pages import build_report, index_page
 from ssl_bench.results import Record, ResultStore
 from tests.support.report_cells import EVIL, Elements
 from tests.tables.test_severities import of_blocks
@@ -69,8 +69,8 @@ def test_the_first_table_is_of_images_as_they_are(tmp_path):
     panels = panels_of(RECORDS, checkpoints_of(RECORDS))
     assert [panel.is_corrupted for panel in panels] == [False, True, True]
 
-    board = build_report(store, RECORDS, []).index_page().board
-    alone = build_report(store, [r for r in RECORDS if r.corrupted], []).index_page().board
+    board = index_page(build_report(store, RECORDS, []))["board"]
+    alone = index_page(build_report(store, [r for r in RECORDS if r.corrupted], []))["board"]
 
     assert [column.panel.dataset for column in board.columns] == ["photos"]
     assert len(alone.columns) == 2

@@ -7,7 +7,6 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float64, UInt8, UInt64
@@ -97,28 +96,28 @@ class Masks:
         return repr(sorted(self.labels.classes.items()))
 
 
-@runtime_checkable
-class Boxes(Protocol):
-    """Ground-truth boxes by image id."""
+class Boxes:
+    """Ground-truth boxes by image id.
+
+    Attributes:
+        files: One for each image, where there are such.
+    """
+
+    files: Files | None
 
     def read(
         self, image_id: str, size: tuple[int, int] | None = None
     ) -> Float64[np.ndarray, "boxes 4"]:
         """Those of an image of this height and width, as `checked_boxes` lets them pass."""
-        ...
+        raise NotImplementedError
 
     def missing(self, ids: Sequence[str]) -> list[str]:
         """What is not there, by name."""
-        ...
-
-    @property
-    def files(self) -> Files | None:
-        """One for each image, where there are such."""
-        ...
+        return self.files.missing(ids) if self.files else []
 
     def meaning(self, image_id: str) -> str:
         """Changes when the boxes of an image do, though its file is the same."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -239,24 +238,43 @@ class FileImageSet:
         Raises:
             DataError: the set is empty, names an image twice, or files are missing.
         """
-        if not self.ids:
-            raise DataError(f"{self.source} gives no image for the split {self.split}")
-        if len(set(self.ids)) < len(self.ids):
-            raise DataError(f"{self.source} names an image twice; make its lines unique")
-        self._require(self.images.missing(self.ids), "images", self.images.folder)
+        require_ids(self.ids, "image", self.split, self.source)
+        require_files(self.images, self.ids, "images", self.split, self.source)
         if self.masks:
-            self._require(self.masks.files.missing(self.ids), "masks", self.masks.files.folder)
+            require_files(self.masks.files, self.ids, "masks", self.split, self.source)
         if self.boxes:
-            self._require(self.boxes.missing(self.ids), "annotations", self.source)
+            require_files(self.boxes, self.ids, "annotations", self.split, self.source)
         return self
 
-    def _require(self, missing: Sequence[str], what: str, folder: Path) -> None:
-        if missing:
-            first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-            raise DataError(
-                f"{len(missing)} of {len(self.ids)} {what} of the split {self.split} are missing "
-                f"in {folder}: {first}; the ids come from {self.source}"
-            )
+
+def require_ids(ids: Sequence[str], what: str, split: str, source: Path) -> None:
+    """Ids that come from `source` for a split: there are some, each of them once.
+
+    Raises:
+        DataError: it is not so.
+    """
+    if not ids:
+        raise DataError(f"{source} gives no {what} for the split {split}")
+    if len(set(ids)) < len(ids):
+        one = "an image" if what == "image" else f"a {what}"
+        raise DataError(f"{source} names {one} twice; make its lines unique")
+
+
+def require_files(
+    files: "Files | Boxes", ids: Sequence[str], what: str, split: str, source: Path
+) -> None:
+    """The file of every id is there; nothing is opened.
+
+    Raises:
+        DataError: some are missing.
+    """
+    if missing := files.missing(ids):
+        first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        folder = files.folder if isinstance(files, Files) else source
+        raise DataError(
+            f"{len(missing)} of {len(ids)} {what} of the split {split} are missing in {folder}: "
+            f"{first}; the ids come from {source}"
+        )
 
 
 def _orientation(path: Path) -> bytes:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import UInt64
@@ -39,15 +39,6 @@ class Known(NamedTuple):
     entries: UInt64[np.ndarray, " images"]
 
 
-@runtime_checkable
-class Marked(Protocol):
-    """An `ImageSet` that tells which of its images are others than before."""
-
-    def marks(self) -> UInt64[np.ndarray, " images"]:
-        """Of each image a number that its file, whatever its name, and its label give."""
-        ...
-
-
 def known_by(
     first: Sequence[object], rows: Iterable[tuple[str, ...]], kind: FingerprintKind, seen: object
 ) -> Known:
@@ -69,29 +60,20 @@ def known_by(
     return Known(found, np.array(marks, np.uint64), np.array(entries, np.uint64))
 
 
-@runtime_checkable
-class Entered(Protocol):
-    """An `ImageSet` that tells its images from any others, whatever set these are in."""
-
-    def entries(self) -> list[str]:
-        """What each image and its labels are known by."""
-        ...
-
-
 def entries_of(images: ImageSet) -> list[str]:
     """What each image is known by; where a set cannot say, its fingerprint and the id."""
     fingerprint = images.fingerprint()
     # Of times and sizes nothing is sure but for a set as a whole.
-    if isinstance(images, Entered) and kind_of(fingerprint) == "content":
-        return images.entries()
+    entries = getattr(images, "entries", None)
+    if entries and kind_of(fingerprint) == "content":
+        return entries()
     return [f"{fingerprint} {image_id}" for image_id in images.ids]
 
 
 def marks_of(images: ImageSet) -> UInt64[np.ndarray, " images"]:
     """Of each image its mark; where a set has none, that of the whole set."""
-    if isinstance(images, Marked):
-        return images.marks()
-    return np.full(len(images), _mark(images.fingerprint()), np.uint64)
+    marks = getattr(images, "marks", None)
+    return marks() if marks else np.full(len(images), _mark(images.fingerprint()), np.uint64)
 
 
 def _mark(identity: str) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 from ssl_bench.data.files.fingerprints import (
     FingerprintKind,
@@ -43,25 +42,12 @@ class ReadOptions:
         )
 
 
-@runtime_checkable
-class OnDisk(Protocol):
-    """An `ImageSet` whose files can be read in several ways."""
-
-    def read_as(self, options: ReadOptions) -> ImageSet: ...
-
-
 def read_as(images: ImageSet, options: ReadOptions) -> ImageSet:
     """The same images, their files read so; what lies in no file stays as it is."""
-    return images.read_as(options) if isinstance(images, OnDisk) else images
+    own = getattr(images, "read_as", None)
+    return own(options) if own else images
 
 
-class DatasetReadAs(DatasetView):
+def dataset_read_as(dataset: Dataset, options: ReadOptions) -> DatasetView:
     """A dataset whose files are read as it is asked for."""
-
-    def __init__(self, dataset: Dataset, options: ReadOptions) -> None:
-        super().__init__(dataset)
-        self._options = options
-
-    def _given(self, role: str, images: ImageSet) -> ImageSet:
-        del role
-        return read_as(images, self._options)
+    return DatasetView(dataset, lambda _, images: read_as(images, options))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64, UInt64
@@ -16,7 +16,7 @@ from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.files.fingerprints import entries_of, extended, marks_of
 from ssl_bench.data.files.images import KINDS
 from ssl_bench.data.files.threads import in_threads
-from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, Sample
+from ssl_bench.data.samples import Dataset, DatasetView, ImageSet, ImageView, Sample
 from ssl_bench.errors import DataError, UnreadableImage
 from ssl_bench.system.progress import say, show_progress
 
@@ -27,7 +27,7 @@ _Key = tuple[str, str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class RemainingImages:
+class RemainingImages(ImageView):
     """An `ImageSet` without some of its images.
 
     Attributes:
@@ -35,7 +35,6 @@ class RemainingImages:
         called: Their name, where it is not that of the whole.
     """
 
-    images: ImageSet
     kept: tuple[int, ...]
     called: str | None = None
 
@@ -44,26 +43,15 @@ class RemainingImages:
         return self.called or self.images.name
 
     @property
-    def split(self) -> str:
-        return self.images.split
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return self.images.class_names
-
-    @property
     def ids(self) -> tuple[str, ...]:
         return self._ids
 
-    def __len__(self) -> int:
-        return len(self.kept)
+    @cached_property
+    def _ids(self) -> tuple[str, ...]:
+        return tuple(self.images.ids[index] for index in self.kept)
 
     def __getitem__(self, index: int) -> Sample:
         return self.images[self.kept[index]]
-
-    def fingerprint(self) -> str:
-        """Another one than that of all images."""
-        return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -78,25 +66,11 @@ class RemainingImages:
         entries = entries_of(self.images)
         return [entries[index] for index in self.kept]
 
-    @cached_property
-    def _ids(self) -> tuple[str, ...]:
-        return tuple(self.images.ids[index] for index in self.kept)
-
-
-@runtime_checkable
-class Divisible(Protocol):
-    """An `ImageSet` that knows how to be smaller, so that only the files of what stays are read."""
-
-    def some(self, name: str, kept: Sequence[int]) -> ImageSet:
-        """The images of these indices, under another name."""
-        ...
-
 
 def some_of(images: ImageSet, name: str, kept: Sequence[int]) -> ImageSet:
     """Some images of a set, under another name."""
-    if isinstance(images, Divisible):
-        return images.some(name, kept)
-    return RemainingImages(images, tuple(kept), name)
+    own = getattr(images, "some", None)
+    return own(name, kept) if own else RemainingImages(images, tuple(kept), name)
 
 
 @dataclass
@@ -120,7 +94,7 @@ class ReadableDataset(DatasetView):
     """
 
     def __init__(self, dataset: Dataset, looked: Looked) -> None:
-        super().__init__(dataset)
+        super().__init__(dataset, self._readable)
         self._looked = looked
         self._left_out: dict[_Key, list[str]] = {}
 
@@ -132,7 +106,7 @@ class ReadableDataset(DatasetView):
                 gone.setdefault(split, []).extend(missing)
         return gone
 
-    def _given(self, role: str, images: ImageSet) -> ImageSet:
+    def _readable(self, role: str, images: ImageSet) -> ImageSet:
         """The images that can be read.
 
         Raises:

@@ -16,8 +16,8 @@ from ssl_bench.data.files.readable import some_of
 from ssl_bench.data.layouts.folder import ImageFolder, pictures_below
 from ssl_bench.data.locations import given_folder
 from ssl_bench.data.published import require_own_name
-from ssl_bench.data.roles import lacking
-from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.data.roles import Layout
+from ssl_bench.data.samples import ImageView, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines, require_disjoint
 from ssl_bench.errors import DataError
 from ssl_bench.system.progress import say_once
@@ -33,38 +33,18 @@ _ALL, _ALL_TRAIN, _ALL_VAL = "all", "all:0-80%", "all:80-100%"
 
 
 @dataclass(frozen=True)
-class LabelledImages:
+class LabelledImages(ImageView):
     """Any image set, with the class of each of its images.
 
     Attributes:
         labels: Index into `class_names`, image by image.
     """
 
-    images: ImageSet
-    class_names: tuple[str, ...]
-    labels: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.images.name
-
-    @property
-    def split(self) -> str:
-        return self.images.split
-
-    @property
-    def ids(self) -> tuple[str, ...]:
-        return self.images.ids
-
-    def __len__(self) -> int:
-        return len(self.images)
+    class_names: tuple[str, ...] = ()  # pyright: ignore[reportIncompatibleMethodOverride]
+    labels: tuple[int, ...] = ()
 
     def __getitem__(self, index: int) -> Sample:
         return replace(self.images[index], label=self.labels[index])
-
-    def fingerprint(self) -> str:
-        """Sha256 over the images' own fingerprint and the class of each."""
-        return self._fingerprint
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -85,7 +65,7 @@ class LabelledImages:
 
 
 @dataclass(frozen=True)
-class ClassFolders:
+class ClassFolders(Layout):
     """ROOT/SPLIT/CLASS/.../PICTURE; a class is the first folder below that of the split.
 
     Or ROOT/CLASS/PICTURE, as torchvision's ImageFolder has it: the split of all is called `all`
@@ -144,9 +124,6 @@ class ClassFolders:
             known = set(self._class_names)
             classes = {i: name for i, name in classes.items() if name in known}
         return self._labelled(split, classes)
-
-    def discovery(self) -> FileImageSet:
-        raise lacking(self.name, "discovery")
 
     def images(self) -> LabelledImages:
         """The training images."""

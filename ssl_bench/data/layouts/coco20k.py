@@ -15,10 +15,10 @@ from jaxtyping import Float64, Int64
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.boxes import checked_boxes, numbers, whole
 from ssl_bench.data.files.digests import digest_of
-from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files
 from ssl_bench.data.locations import cache_folder, find_root, first_folder
 from ssl_bench.data.published import name_of_images
-from ssl_bench.data.roles import lacking
+from ssl_bench.data.roles import Layout
 from ssl_bench.data.splits import Split, read_list
 from ssl_bench.errors import DataError, MachineError
 from ssl_bench.network import Published, download
@@ -37,7 +37,7 @@ LIST_NAMES = ("coco_20k_filenames.txt", "coco_20k_filenames_subset.txt")
 
 
 @dataclass(frozen=True, eq=False)
-class CocoBoxes:
+class CocoBoxes(Boxes):
     """Boxes of COCO's instances, one row a box, with the image of each row beside it.
 
     Those without height or width stay, as in LOST: COCO has some, and rounding makes more.
@@ -90,7 +90,7 @@ class CocoBoxes:
 
 
 @dataclass(frozen=True)
-class Coco20k:
+class Coco20k(Layout):
     """COCO20k, https://github.com/valeoai/LOST: boxes of 2014, crowds left out.
 
     Attributes:
@@ -111,12 +111,6 @@ class Coco20k:
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
         Split.parse(self.discovery_split)
-
-    def train(self) -> FileImageSet:
-        raise lacking(self.name, "segmentation")
-
-    def val(self) -> FileImageSet:
-        raise lacking(self.name, "segmentation")
 
     def discovery(self) -> FileImageSet:
         annotations = self._root() / "annotations/instances_train2014.json"

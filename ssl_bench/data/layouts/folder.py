@@ -8,7 +8,7 @@ from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet, Files
 from ssl_bench.data.locations import given_folder
 from ssl_bench.data.published import require_own_name
-from ssl_bench.data.roles import lacking
+from ssl_bench.data.roles import Layout
 from ssl_bench.errors import DataError
 from ssl_bench.system.written import files_below
 
@@ -19,7 +19,7 @@ SUFFIXES = (
 
 
 @dataclass(frozen=True)
-class ImageFolder:
+class ImageFolder(Layout):
     """Every picture below a folder, in the order of its path, as `files_below` finds them.
 
     They are turned as EXIF says; those that cannot be read are left out of probes, and named.
@@ -38,12 +38,6 @@ class ImageFolder:
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
         require_own_name(self.name)
-
-    def train(self) -> FileImageSet:
-        raise lacking(self.name, "segmentation")
-
-    def val(self) -> FileImageSet:
-        raise lacking(self.name, "segmentation")
 
     def discovery(self) -> FileImageSet:
         """All pictures, without boxes: objects can be looked for, not scored."""

@@ -1,18 +1,16 @@
 """Datasets with a folder of images and a folder of masks for each split."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 
 from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
-from ssl_bench.data.roles import lacking
+from ssl_bench.data.roles import Layout
 from ssl_bench.data.splits import Split, absent_split
 
 
-class PairedFolders(ABC):
+class PairedFolders(Layout):
     """What all such datasets have in common; each says what the masks of a split mean."""
 
-    name: str
     train_split: str
     val_split: str
 
@@ -22,11 +20,8 @@ class PairedFolders(ABC):
     def val(self) -> FileImageSet:
         return self._segmentation(self.val_split)
 
-    def discovery(self) -> FileImageSet:
-        raise lacking(self.name, "discovery")
-
-    @abstractmethod
-    def _segmentation(self, split: str) -> FileImageSet: ...
+    def _segmentation(self, split: str) -> FileImageSet:
+        raise NotImplementedError
 
 
 def paired_set(

@@ -14,12 +14,12 @@ from jaxtyping import Float64
 from ssl_bench.composition.fields import Place, check_fields
 from ssl_bench.data.files.boxes import checked_boxes, numbers
 from ssl_bench.data.files.digests import Part, Reading, identities
-from ssl_bench.data.files.file_sets import FileImageSet, Files
+from ssl_bench.data.files.file_sets import FileImageSet, Files, require_files, require_ids
 from ssl_bench.data.files.images import read_image
 from ssl_bench.data.files.read_options import ReadOptions
 from ssl_bench.data.locations import find_root
 from ssl_bench.data.published import name_of_images
-from ssl_bench.data.roles import lacking
+from ssl_bench.data.roles import Layout
 from ssl_bench.data.samples import Pair, Sample
 from ssl_bench.data.splits import Split, absent_split, read_lines
 from ssl_bench.errors import DataError
@@ -29,36 +29,6 @@ CATEGORIES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("dog", "horse", "motorbike", "person", "pottedplant", "sheep", "train", "tvmonitor"),
 )
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a layout, NUMBER-SOURCE-TARGET:CATEGORY, which also names the annotation.
-
-    Attributes:
-        source: Path of an image below JPEGImages, without its suffix.
-        target: As `source`.
-    """
-
-    source: str
-    target: str
-    category: str
-
-    @classmethod
-    def parse(cls, text: str, file: Path) -> "Line":
-        """Take a line apart.
-
-        Raises:
-            DataError: it is none.
-        """
-        names, _, category = text.partition(":")
-        parts = names.split("-")
-        if len(parts) != 3 or category not in CATEGORIES:
-            raise DataError(
-                f"{file} has the line {text!r}, expected NUMBER-SOURCE-TARGET:CATEGORY; "
-                "take the lists as they were published"
-            )
-        return cls(f"{category}/{parts[1]}", f"{category}/{parts[2]}", category)
 
 
 @dataclass(frozen=True)
@@ -88,22 +58,21 @@ class SpairPairs:
             DataError: a file is unreadable or no annotation of SPair-71k.
         """
         pair_id = self.ids[index]
-        line = Line.parse(pair_id, self.source)
-        both = [self.images.path(one) for one in (line.source, line.target)]
-        images = [read_image(path, self.options.bits) for path in both]
+        *image_ids, category = _parts(pair_id, self.source)
+        images = [read_image(self.images.path(one), self.options.bits) for one in image_ids]
         file = self.annotations.path(pair_id)
-        told = _annotation(file, line.category)
+        told = _annotation(file, category)
         source = _points(told, "src_kps", images[0].shape[1::-1], file)
         target = _points(told, "trg_kps", images[1].shape[1::-1], file)
         if len(source) != len(target):
             raise _damaged(file, f"{len(source)} src_kps and {len(target)} trg_kps")
         pair = Pair(
-            image_ids=(line.source, line.target),
+            image_ids=(image_ids[0], image_ids[1]),
             image=images[1],
             source=source,
             target=target,
             extent=_extent(told, images[1].shape[:2], file),
-            category=line.category,
+            category=category,
         )
         return Sample(pair_id, images[0], pair=pair)
 
@@ -126,8 +95,8 @@ class SpairPairs:
 
     @property
     def _image_ids(self) -> tuple[str, ...]:
-        lines = [Line.parse(pair_id, self.source) for pair_id in self.ids]
-        return tuple(sorted({image_id for one in lines for image_id in (one.source, one.target)}))
+        lines = (_parts(pair_id, self.source) for pair_id in self.ids)
+        return tuple(sorted({image_id for one in lines for image_id in one[:2]}))
 
     def read_as(self, options: ReadOptions) -> "SpairPairs":
         """The same pairs, their files read in another way."""
@@ -143,23 +112,14 @@ class SpairPairs:
         Raises:
             DataError: it is empty, names a pair twice, or files are missing.
         """
-        if not self.ids:
-            raise DataError(f"{self.source} gives no pair for the split {self.split}")
-        if len(set(self.ids)) < len(self.ids):
-            raise DataError(f"{self.source} names a pair twice; make its lines unique")
-        wanted = ((self.images, self._image_ids, "images"), (self.annotations, self.ids, "pairs"))
-        for files, ids, what in wanted:
-            if missing := files.missing(ids):
-                first = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-                raise DataError(
-                    f"{len(missing)} of {len(ids)} {what} of the split {self.split} are missing "
-                    f"in {files.folder}: {first}; the pairs come from {self.source}"
-                )
+        require_ids(self.ids, "pair", self.split, self.source)
+        require_files(self.images, self._image_ids, "images", self.split, self.source)
+        require_files(self.annotations, self.ids, "pairs", self.split, self.source)
         return self
 
 
 @dataclass(frozen=True)
-class Spair71k:
+class Spair71k(Layout):
     """SPair-71k, http://cvlab.postech.ac.kr/research/SPair-71k, in its large layout.
 
     Attributes:
@@ -178,9 +138,6 @@ class Spair71k:
     def __post_init__(self) -> None:
         check_fields(self, "dataset")
         Split.parse(self.val_split)
-
-    def train(self) -> FileImageSet:
-        raise lacking(self.name, "segmentation")
 
     def val(self) -> SpairPairs:
         """The pairs.
@@ -201,9 +158,6 @@ class Spair71k:
             images=Files(root / "JPEGImages", ".jpg"),
             annotations=Files(root / "PairAnnotation" / split.name, ".json"),
         ).checked()
-
-    def discovery(self) -> FileImageSet:
-        raise lacking(self.name, "discovery")
 
     def images(self) -> FileImageSet:
         """All pictures, whatever pairs they are in."""
@@ -229,6 +183,21 @@ class Spair71k:
             landmarks=("PairAnnotation", "JPEGImages"),
             tree="JPEGImages/CLASS/*.jpg, PairAnnotation/SPLIT/*.json and Layout/large/SPLIT.txt",
         )
+
+
+def _parts(line: str, file: Path) -> tuple[str, str, str]:
+    """Both images and the category of a line NUMBER-SOURCE-TARGET:CATEGORY of a layout.
+
+    Images are paths below JPEGImages without their suffix; the line also names the annotation.
+    """
+    names, _, category = line.partition(":")
+    parts = names.split("-")
+    if len(parts) != 3 or category not in CATEGORIES:
+        raise DataError(
+            f"{file} has the line {line!r}, expected NUMBER-SOURCE-TARGET:CATEGORY; "
+            "take the lists as they were published"
+        )
+    return f"{category}/{parts[1]}", f"{category}/{parts[2]}", category
 
 
 def _annotation(file: Path, category: str) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Generated scenes with exact masks and boxes: every probe runs on them without a download."""
+"""Generated scenes with exact masks and boxes: every probe runs on them without a download.
+
+Textured objects before photographs that other packages ship, and the same objects cut out.
+"""
 
 import hashlib
 import shutil
@@ -6,21 +9,238 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
+from jaxtyping import Bool, Float32, Float64, Int64, UInt8
 from PIL import Image
 
 from ssl_bench.composition.fields import Place, Seed, Within, check_fields
 from ssl_bench.data.files.file_sets import FileImageSet
+from ssl_bench.data.files.images import read_image
 from ssl_bench.data.labels import voc_colours
-from ssl_bench.data.layouts.toy_scenes import CLASS_NAMES, VERSION, Painter, Scene
+from ssl_bench.data.layouts.class_folders import ClassFolders, LabelledImages
 from ssl_bench.data.layouts.voc import VocFolder
 from ssl_bench.data.locations import cache_folder
+from ssl_bench.data.roles import Layout
 from ssl_bench.errors import MachineError
 from ssl_bench.system.written import mark_as_written
 
 _NumScenes = Annotated[int, Within(1, 100_000)]
+
+VERSION = 1
+"""Count up when a scene of the same seed comes out differently."""
+
+
+@dataclass(frozen=True)
+class Photograph:
+    """A picture inside an installed package.
+
+    Attributes:
+        scale: Size at which it is used; textures are shrunk until a few patches show them.
+        cut: Columns and rows (left, top, right, bottom) that show the texture, if not all do.
+    """
+
+    package: str
+    file: str
+    scale: float = 1.0
+    cut: tuple[int, int, int, int] | None = None
+
+
+TEXTURES = {
+    "brick": Photograph("skimage", "data/brick.png", 0.5),
+    "grass": Photograph("skimage", "data/grass.png", 0.5),
+    "gravel": Photograph("skimage", "data/gravel.png", 0.6),
+    "coins": Photograph("skimage", "data/coins.png", 0.5),
+    "fur": Photograph("skimage", "data/chelsea.png", 0.5, cut=(60, 0, 330, 250)),
+    "tissue": Photograph("skimage", "data/ihc.png", 0.5),
+    "stars": Photograph("skimage", "data/hubble_deep_field.jpg", 0.5),
+    "print": Photograph("skimage", "data/page.png", 0.7, cut=(5, 58, 375, 140)),
+}
+"""The classes from 1 on; 0 is the background."""
+
+BACKGROUNDS = (
+    Photograph("skimage", "data/astronaut.png"),
+    Photograph("skimage", "data/coffee.png"),
+    Photograph("skimage", "data/motorcycle_left.png"),
+    Photograph("skimage", "data/rocket.jpg"),
+    Photograph("sklearn", "datasets/images/china.jpg"),
+    Photograph("sklearn", "datasets/images/flower.jpg"),
+)
+
+CLASS_NAMES = ("background", *TEXTURES)
+
+# Height and width. Never square, and not always a multiple of the patch.
+SIZES = ((128, 160), (160, 128), (120, 150), (150, 110))
+
+# Left and right part of every photograph, so that no pixel of a texture is in both splits.
+_SHARES = {"train": (0.0, 0.6), "val": (0.6, 1.0)}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One drawn scene.
+
+    Attributes:
+        mask: Class of the object that is seen at each pixel, 0 for none.
+        classes: Of each object, furthest first.
+        boxes: Around the part of each object that is seen, far edges exclusive.
+        truncated: Whether an object touches the edge of the scene.
+    """
+
+    image: UInt8[np.ndarray, "height width 3"]
+    mask: UInt8[np.ndarray, "height width"]
+    classes: tuple[int, ...]
+    boxes: tuple[tuple[int, int, int, int], ...]
+    truncated: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Painter:
+    """Draws the scenes of one split; scene `index` of a seed is always the same.
+
+    Attributes:
+        split: "train" or "val".
+    """
+
+    split: str
+    seed: int
+
+    def scene(self, index: int) -> Scene:
+        rng = np.random.default_rng([self.seed, sorted(_SHARES).index(self.split), index])
+        height, width = SIZES[rng.integers(len(SIZES))]
+        depths = _place(rng, height, width)
+        classes = 1 + rng.permutation(len(TEXTURES))[: len(depths)]
+        pixels = _background(rng, self._backgrounds[rng.integers(len(BACKGROUNDS))], height, width)
+        for depth, number in zip(depths, classes, strict=True):
+            texture = _texture(rng, self._textures[number - 1], height, width)
+            pixels = _paste(pixels, texture, depth)
+        seen = _seen(depths)
+        return Scene(
+            image=pixels.round().clip(0, 255).astype(np.uint8),
+            mask=np.array([0, *classes], np.uint8)[seen + 1],
+            classes=tuple(classes.tolist()),
+            boxes=tuple(_box(seen == number) for number in range(len(depths))),
+            truncated=tuple(_touches_edge(seen == number) for number in range(len(depths))),
+        )
+
+    @cached_property
+    def _textures(self) -> list[Float32[np.ndarray, "_ _ 3"]]:
+        return [_load(photograph, self.split) for photograph in TEXTURES.values()]
+
+    @cached_property
+    def _backgrounds(self) -> list[Float32[np.ndarray, "_ _ 3"]]:
+        return [_load(photograph, self.split) for photograph in BACKGROUNDS]
+
+
+def _load(photograph: Photograph, split: str) -> Float32[np.ndarray, "height width 3"]:
+    package = find_spec(photograph.package)
+    if package is None or not package.submodule_search_locations:
+        raise MachineError(f"the toy scenes need {photograph.package}; install it again")
+    path = Path(package.submodule_search_locations[0]) / photograph.file
+    if not path.is_file():
+        raise MachineError(f"{path} is not in the installed package; install another version")
+    image = Image.fromarray(read_image(path)).crop(photograph.cut)
+    height, width = round(image.height * photograph.scale), round(image.width * photograph.scale)
+    pixels = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS), np.float32)
+    start, stop = (round(width * share) for share in _SHARES[split])
+    return pixels[:, start:stop]
+
+
+def _place(
+    rng: np.random.Generator, height: int, width: int
+) -> list[Float64[np.ndarray, "height width"]]:
+    """Outlines of one to three objects, furthest first, each of them half in sight at least."""
+    number = int(rng.integers(1, 4))
+    while True:
+        depths = [_outline(rng, height, width) for _ in range(number)]
+        seen = _seen(depths)
+        if all((seen == k).sum() >= 0.5 * (depth < 1).sum() for k, depth in enumerate(depths)):
+            return depths
+
+
+def _outline(
+    rng: np.random.Generator, height: int, width: int
+) -> Float64[np.ndarray, "height width"]:
+    """A smooth random shape: 0 at its center, 1 on its outline, more outside."""
+    y, x = np.mgrid[:height, :width] - np.array(
+        [height * rng.uniform(0.2, 0.8), width * rng.uniform(0.2, 0.8)]
+    ).reshape(2, 1, 1)
+    angle = np.arctan2(y, x * rng.uniform(0.7, 1.4))
+    radius = np.full((height, width), rng.uniform(0.22, 0.38) * min(height, width))
+    for waves in range(2, 6):
+        swing = rng.uniform(0, 0.3 / waves)
+        radius *= 1 + swing * np.cos(waves * angle + rng.uniform(0, 2 * np.pi))
+    return np.hypot(y, x) / radius
+
+
+def _seen(
+    depths: list[Float64[np.ndarray, "height width"]],
+) -> Int64[np.ndarray, "height width"]:
+    """Number of the object that is seen at each pixel, -1 for the background."""
+    seen = np.full(depths[0].shape, -1, np.int64)
+    for number, depth in enumerate(depths):
+        seen[depth < 1] = number
+    return seen
+
+
+def _background(
+    rng: np.random.Generator, photograph: Float32[np.ndarray, "_ _ 3"], height: int, width: int
+) -> Float64[np.ndarray, "height width 3"]:
+    """A random cut of the asked proportions."""
+    rows, cols = photograph.shape[:2]
+    zoom = rng.uniform(0.6, 1.0) * min(rows / height, cols / width)
+    top = rng.uniform(0, rows - zoom * height)
+    left = rng.uniform(0, cols - zoom * width)
+    cut = (left, top, left + zoom * width, top + zoom * height)
+    image = Image.fromarray(photograph.round().clip(0, 255).astype(np.uint8))
+    resized = image.resize((width, height), Image.Resampling.BICUBIC, box=cut)
+    pixels = np.asarray(resized, np.float64)
+    return pixels[:, ::-1] if rng.random() < 0.5 else pixels
+
+
+def _texture(
+    rng: np.random.Generator, source: Float32[np.ndarray, "_ _ 3"], height: int, width: int
+) -> Float64[np.ndarray, "height width 3"]:
+    """The source, slightly turned, scaled and tinted, mirrored where it ends."""
+    # A second, and whoever names the scenes alone draws none.
+    from scipy.ndimage import map_coordinates
+
+    turn, zoom = rng.uniform(-0.4, 0.4), rng.uniform(0.8, 1.1)
+    y, x = np.mgrid[:height, :width] * zoom
+    rows = y * np.cos(turn) - x * np.sin(turn) + rng.uniform(0, source.shape[0])
+    cols = y * np.sin(turn) + x * np.cos(turn) + rng.uniform(0, source.shape[1])
+    channels = [
+        map_coordinates(source[..., channel], [rows, cols], order=1, mode="mirror")
+        for channel in range(3)
+    ]
+    return np.stack(channels, axis=-1) * rng.uniform(0.9, 1.1, size=3)
+
+
+def _paste(
+    pixels: Float64[np.ndarray, "height width 3"],
+    texture: Float64[np.ndarray, "height width 3"],
+    depth: Float64[np.ndarray, "height width"],
+) -> Float64[np.ndarray, "height width 3"]:
+    """An object before what is drawn so far: darker towards its rim, with a soft shadow below."""
+    from scipy.ndimage import gaussian_filter
+
+    inside = depth < 1
+    shadow = gaussian_filter(np.roll(inside, (4, 3), (0, 1)).astype(np.float64), 4)
+    lit = texture * (1.1 - 0.35 * np.minimum(depth, 1) ** 2)[..., None]
+    return np.where(inside[..., None], lit, pixels * (1 - 0.5 * shadow)[..., None])
+
+
+def _box(seen: Bool[np.ndarray, "height width"]) -> tuple[int, int, int, int]:
+    rows, cols = np.flatnonzero(seen.any(axis=1)), np.flatnonzero(seen.any(axis=0))
+    return int(cols[0]), int(rows[0]), int(cols[-1]) + 1, int(rows[-1]) + 1
+
+
+def _touches_edge(seen: Bool[np.ndarray, "height width"]) -> bool:
+    return bool(seen[[0, -1]].any() or seen[:, [0, -1]].any())
 
 
 @dataclass(frozen=True)
@@ -141,3 +361,36 @@ def write_scene(folder: Path, image_id: str, scene: Scene) -> None:
 def _append(parent: ElementTree.Element, **texts: object) -> None:
     for tag, text in texts.items():
         ElementTree.SubElement(parent, tag).text = str(text)
+
+
+@dataclass(frozen=True)
+class ToyObjects(Drawn, Layout):
+    """Each object of the toy scenes in its box, in a folder for its class."""
+
+    name = "toy_objects"
+    supports = frozenset({"classification", "images"})
+
+    def train(self) -> LabelledImages:
+        return self._folders().train()
+
+    def val(self) -> LabelledImages:
+        return self._folders().val()
+
+    def images(self) -> LabelledImages:
+        """The training pictures."""
+        return self.train()
+
+    def _folders(self) -> ClassFolders:
+        root = str(self.kept("toy_objects", self._write))
+        return ClassFolders(root=root, name=self.name, known_only=True)
+
+    def _write(self, folder: Path) -> None:
+        for split, count in (("train", self.num_train), ("val", self.num_val)):
+            painter = Painter(split, self.seed)
+            for index in range(count):
+                scene = painter.scene(index)
+                image = Image.fromarray(scene.image)
+                for number, box in zip(scene.classes, scene.boxes, strict=True):
+                    class_folder = folder / split / CLASS_NAMES[number]
+                    class_folder.mkdir(parents=True, exist_ok=True)
+                    image.crop(box).save(class_folder / f"{index:05d}.jpg", quality=92)

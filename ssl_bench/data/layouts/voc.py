@@ -2,7 +2,6 @@
 
 import re
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +11,11 @@ from jaxtyping import Float64
 
 from ssl_bench.composition.fields import Place, Within, check_fields
 from ssl_bench.data.files.boxes import checked_boxes, number
-from ssl_bench.data.files.file_sets import FileImageSet, Files, Masks
+from ssl_bench.data.files.file_sets import Boxes, FileImageSet, Files, Masks
 from ssl_bench.data.labels import LabelMap
 from ssl_bench.data.locations import find_root
 from ssl_bench.data.published import name_of_images
+from ssl_bench.data.roles import Layout
 from ssl_bench.data.samples import IGNORED
 from ssl_bench.data.splits import Split, read_list, require_disjoint
 from ssl_bench.errors import DataError
@@ -36,14 +36,14 @@ _LISTS = {
 
 
 @dataclass(frozen=True)
-class VocBoxes:
+class VocBoxes(Boxes):
     """Boxes from VOC's XML files.
 
     Attributes:
         exclude_difficult: Leave out objects marked difficult or truncated.
     """
 
-    files: Files
+    files: Files  # pyright: ignore[reportIncompatibleVariableOverride]
     exclude_difficult: bool = False
 
     def read(
@@ -68,9 +68,6 @@ class VocBoxes:
         except (ElementTree.ParseError, LookupError, OSError, ValueError) as error:
             raise DataError(f"{path} is not an annotation of VOC ({error})") from error
         return checked_boxes(corners, path, numbers, size, stated=stated)
-
-    def missing(self, ids: Sequence[str]) -> list[str]:
-        return self.files.missing(ids)
 
     def meaning(self, image_id: str) -> str:
         del image_id
@@ -154,7 +151,7 @@ class VocFolder:
 
 
 @dataclass(frozen=True)
-class Voc:
+class Voc(Layout):
     """PASCAL VOC 2007 or 2012, http://host.robots.ox.ac.uk/pascal/VOC.
 
     Attributes:

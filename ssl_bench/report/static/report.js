@@ -134,6 +134,18 @@ function showPicture(link) {
   place.scrollTo(0, 0);
 }
 
+// What is wider than its place says so, and to which side there is more.
+function markCut() {
+  for (const place of document.querySelectorAll("main .scroll")) {
+    place.classList.toggle("cut", place.scrollWidth > place.clientWidth + 1);
+    const seen = place.scrollLeft + place.clientWidth;
+    place.classList.toggle("more", place.scrollWidth > seen + 1);
+  }
+}
+document.addEventListener("scroll", markCut, { capture: true, passive: true });
+document.addEventListener("toggle", markCut, { capture: true });
+window.addEventListener("resize", markCut);
+
 // A place on the page that is folded away opens when it is gone to.
 function unfold() {
   const place = document.getElementById(location.hash.slice(1));
@@ -168,3 +180,4 @@ if (filters) {
   applyFilters(filters);
 }
 unfold();
+markCut();

@@ -1,1 +1,0 @@
-"""Curves as lengths in a drawing, and what they are called there."""

@@ -1,1 +1,0 @@
-"""Tables of a report: checkpoints against tasks, against measurements, and blocks."""

@@ -1,1 +1,0 @@
-"""Pictures of a report: which there are, and how pages show them."""
