@@ -11,8 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from pretrain.crops.plain import PlainCrop
-from pretrain.objectives.objective import Independent, Views, require_vit
-from pretrain.runtime.streams import part_seed
+from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Depth, InnerShare, Width, check_fields
 from ssl_bench.errors import ConfigurationError
@@ -28,7 +27,7 @@ Orders = Int64[Tensor, "batch patches"]
 
 
 @dataclass(frozen=True)
-class Mae:
+class Mae(Objective):
     """Hyperparameters of MAE.
 
     The published decoder (512 wide, 8 blocks, 16 heads, for ViT-B and larger) costs as much beside
@@ -172,20 +171,14 @@ class MaeNetwork(nn.Module):
         return self.backbone.norm(x)
 
 
-class MaeLearner(Independent):
+class MaeLearner(Learner):
     """A network and its loss."""
+
+    student: MaeNetwork
 
     def __init__(self, options: Mae, student: MaeNetwork) -> None:
         super().__init__()
         self.options, self.student = options, student
-
-    @property
-    def encoder(self) -> VisionTransformer:
-        return self.student.backbone
-
-    @property
-    def encoders(self) -> Sequence[VisionTransformer]:
-        return (self.student.backbone,)
 
     def compilable(self) -> Iterable[nn.Module]:
         return (self.student,)
@@ -216,7 +209,7 @@ class MaeLearner(Independent):
 
     def targets(self, images: Images) -> Float[Tensor, "batch patches values"]:
         """What the decoder should say of every patch."""
-        patches = patchify(images, self.encoder.config.patch_size)
+        patches = patchify(images, self.student.backbone.config.patch_size)
         if not self.options.normalised_pixels:
             return patches
         variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
@@ -234,7 +227,7 @@ class MaeLearner(Independent):
 
     def _draw_order(self, images: Images) -> Orders:
         """A permutation of the patches for every image, drawn where the images are."""
-        num_patches = self.encoder.config.grid_size**2
+        num_patches = self.student.backbone.config.grid_size**2
         noise = torch.rand(len(images), num_patches, device=images.device)
         return noise.argsort(dim=1, stable=True)
 

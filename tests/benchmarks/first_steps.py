@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from pretrain.runtime.folder import LOG
+from pretrain.checkpoints import LOG
 from ssl_bench.models.loading.addresses import LAST
 from ssl_bench.results import ResultStore
 from tests.benchmarks.first_steps_arms import ARMS, STEPS, Arm

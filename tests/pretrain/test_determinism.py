@@ -3,8 +3,7 @@ import os
 import pytest
 import torch
 
-from pretrain.runtime.determinism import deterministic
-from pretrain.step import Trainer
+from pretrain.step import Trainer, deterministic
 from ssl_bench.errors import ConfigurationError
 from tests.support.faults import fails, photo_folder, pretraining
 

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import norm
 from timm.data.random_erasing import RandomErasing
 
-from pretrain.crops.erasing import draw_rectangle, draw_square, erase, grey_out
+from pretrain.crops.single import draw_rectangle, draw_square, erase, grey_out
 from tests.support.draws import alike, as_frequent, follows
 
 DRAWS = 4000

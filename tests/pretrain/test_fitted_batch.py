@@ -9,11 +9,10 @@ import pytest
 import torch
 import yaml
 
-from pretrain.logging import jsonl
+from pretrain import logging, resources
+from pretrain.checkpoints import load_state
 from pretrain.objectives.dino import Dino
-from pretrain.runtime import fitting
-from pretrain.runtime.fitting import Needs, fitted_batch
-from pretrain.runtime.state import load_state
+from pretrain.resources import Needs, fitted_batch
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig
@@ -71,7 +70,7 @@ def test_a_resumed_run_keeps_its_batch_on_another_machine(place, monkeypatch, ca
     assert run(root, "part", "train.max_steps=4", "train.max_minutes=0.0") == 0
     assert load_state(Path("part"), CPU)[0]["step"] < 4
     # There nothing but single images would fit.
-    monkeypatch.setattr(fitting, "free_host_memory", lambda: 1)
+    monkeypatch.setattr(resources, "free_host_memory", lambda: 1)
     assert run(root, "elsewhere", "train.max_steps=1") == 0
     assert "1 steps of 1, about" in capsys.readouterr().err
 
@@ -82,7 +81,7 @@ def test_a_resumed_run_keeps_its_batch_on_another_machine(place, monkeypatch, ca
 
 
 def test_a_batch_fits_images_memory_and_patience(monkeypatch):
-    monkeypatch.setattr(fitting, "free_host_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(resources, "free_host_memory", lambda: 8 * GIB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
     assert fitted_batch(10**6, SMALL, CPU) == (1024, "1,024 is the most that is taken unasked")
@@ -100,7 +99,7 @@ def test_a_batch_fits_images_memory_and_patience(monkeypatch):
 PEAK = """
 import re, sys, torch
 from pathlib import Path
-from pretrain.logging import jsonl
+from pretrain import logging
 from pretrain.objectives.dino import Dino
 from pretrain.schedules import Timeline
 from ssl_bench.models import ViTConfig
@@ -143,8 +142,8 @@ def test_a_supervised_run_takes_labels_unasked(place, capsys):
 
 
 def test_a_long_run_says_early_what_takes_less(place, monkeypatch, capsys):
-    monkeypatch.setattr(jsonl, "_LONG", 0.0)
-    monkeypatch.setattr(jsonl, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(logging, "_LONG", 0.0)
+    monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
 
     assert run(photographs(place / "few", 20), "run", "train.max_steps=5") == 0
 

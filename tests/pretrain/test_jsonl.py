@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.logging.jsonl import Journal
+from pretrain.logging import Journal
 from ssl_bench.cli.__main__ import main
 from tests.support.faults import pretraining
 from tests.support.runs import log_rows

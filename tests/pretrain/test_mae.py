@@ -11,13 +11,13 @@ import torch
 from PIL import Image
 from torch import nn
 
+from pretrain.checkpoints import load_state
 from pretrain.crops.plain import PlainCrop
 from pretrain.crops.single import SingleCrop
 from pretrain.objectives.mae import Mae, MaeDecoder, patchify, take
-from pretrain.objectives.objective import Classifier, Learner, Objective, ViewMaker
+from pretrain.objectives.objective import Classifier
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.state import load_state
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
@@ -267,9 +267,7 @@ def test_building_draws_nothing_from_outside_and_no_weight_twice():
     one, again, other = (same.build(model, Timeline(10, 5), seed=seed) for seed in (1, 1, 2))
 
     assert torch.equal(state, torch.get_rng_state())
-    assert isinstance(one, Learner)
     assert not isinstance(one, Classifier)
-    assert isinstance(same, Objective)
     for name, value in one.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     decoder, weights = one.student.decoder, "blocks.0.attn.qkv.weight"
@@ -301,7 +299,6 @@ def test_a_crop_needs_no_class_and_is_that_of_supervised_training_without_colour
     assert torch.equal(pixels, cut(single, 0).pixels)
     (normalised,) = plain.finish(pixels, CPU)
     assert torch.equal(normalised, single.finish(cut(single, 0), CPU)[0])
-    assert isinstance(plain, ViewMaker)
 
 
 @pytest.mark.parametrize(("loss", "is_ill"), [(0.97, True), (1.3, True), (0.9, False)])

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain.logging.mfu import product_rate, training_flops
+from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import TrainingRanks
+from pretrain.resources import product_rate, training_flops
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig

@@ -7,7 +7,7 @@ import torch
 from timm.data.mixup import Mixup, cutmix_bbox_and_lam
 from timm.loss.cross_entropy import SoftTargetCrossEntropy
 
-from pretrain.crops.mixing import Mixing, Mixture, mix
+from pretrain.crops.single import Mixing, Mixture, mix
 from pretrain.objectives.supervised import Supervised
 from pretrain.schedules import Timeline
 from ssl_bench.models import ViTConfig

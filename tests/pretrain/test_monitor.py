@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from pretrain.checkpoints import ENCODER, LOG, load_state
 from pretrain.crops.multi import MultiCrop
 from pretrain.crops.single import SingleCrop
 from pretrain.monitor import Monitor, class_ranks, evaluating
@@ -16,8 +17,6 @@ from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.folder import ENCODER, LOG
-from pretrain.runtime.state import load_state
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from probes.knn.probe import KNN

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from pretrain.checkpoints import load_state
 from pretrain.objectives.dino import Dino
-from pretrain.openings import FREEZE, KEYS, TEMPERATURE, WARMUP
 from pretrain.options import TrainOptions
-from pretrain.runtime.state import load_state
-from pretrain.schedules import Timeline
+from pretrain.schedules import FREEZE, TEMPERATURE, WARMUP, WARMUPS, Timeline
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig
 from tests.pretrain.test_resume_older import CPU, change, pictures, stopped_after_a_step
@@ -56,7 +55,7 @@ def test_the_learner_of_dino_has_the_openings_that_were_asked_for():
 
 
 def test_the_keys_are_options_that_may_be_left_open():
-    assert set(KEYS) == {
+    assert {warmup.key for warmup in WARMUPS} == {
         "train.warmup_epochs",
         "objective.freeze_last_layer_epochs",
         "objective.teacher_temperature_epochs",

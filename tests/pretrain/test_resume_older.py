@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
+from pretrain.checkpoints import load_state, save_state
 from pretrain.description import describe, differences, in_full
-from pretrain.runtime.state import load_state, save_state
 from ssl_bench.errors import ConfigurationError
 from tests.pretrain.test_train import tiny
 from tests.support.runs import assert_same_run

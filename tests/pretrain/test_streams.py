@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from pretrain.copying.objective import Copying
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.mae import Mae
+from pretrain.objectives.objective import part_seed
 from pretrain.objectives.supervised import Supervised
-from pretrain.runtime.streams import part_seed
 from pretrain.schedules import Timeline
 from ssl_bench.models import ConvMixerConfig, StateSpaceConfig, ViTConfig
 

@@ -4,8 +4,7 @@ import sys
 
 import pytest
 
-from pretrain.logging.jsonl import Journal
-from pretrain.logging.tensorboard import Board, require_tensorboard
+from pretrain.logging import Board, Journal, require_tensorboard
 from ssl_bench.errors import MachineError
 
 

@@ -16,13 +16,12 @@ import torch
 import yaml
 from PIL import Image
 
+from pretrain import logging
+from pretrain.checkpoints import BOARD, LOG, load_state
 from pretrain.crops.multi import MultiCrop
-from pretrain.logging import jsonl
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.folder import BOARD, LOG
-from pretrain.runtime.state import load_state
 from pretrain.schedules import Cosine
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
@@ -193,7 +192,7 @@ def test_time_that_is_up_saves_and_says_so(album, tmp_path, capsys):
 def test_without_a_terminal_a_line_now_and_then_tells_how_far_the_run_is(
     album, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(jsonl, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
 
     tiny(album).run(tmp_path, device="cpu")
 

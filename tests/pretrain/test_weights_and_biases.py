@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from pretrain.logging.jsonl import Journal
-from pretrain.logging.weights_and_biases import WandbRun
-from pretrain.runtime.folder import WANDB
+from pretrain.checkpoints import WANDB
+from pretrain.logging import Journal, WandbRun
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from tests.support.faults import fails, pretraining

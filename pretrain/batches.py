@@ -1,0 +1,290 @@
+"""Which images a step sees, in crops, and how they come from data workers.
+
+What a step sees is a pure function of the step: no worker holds any state. Workers hand over what
+they have cut in shared memory. Every worker has a few pieces of a batch in work or ready, and one
+more is being read. A piece is as large as that lets it be: a whole part of a batch, or less.
+"""
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import lru_cache
+from multiprocessing import active_children
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from pretrain.signals import deaths_of_workers_wait, leave_signals_to_the_parent
+from ssl_bench.data.files.readable import with_a_way_out
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import DataError, MachineError, UnreadableImage
+from ssl_bench.system.launch import processes_here
+from ssl_bench.system.memory import free_shared_memory
+
+# Keeps the streams of one seed apart.
+_ORDER, _SAMPLE, _STEP = range(3)
+# Pieces that a worker has in work or ready.
+_PREFETCH = 2
+# Each tensor begins a page of its own.
+_PAGE = 4096
+_GIB = 2**30
+
+Samples = ImageSet | Sequence[Sample]
+"""Images with their labels, decoded when they are asked for."""
+
+
+@dataclass(frozen=True)
+class Substituted:
+    """Images of which each that cannot be read has in its place the next one that can."""
+
+    images: ImageSet
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        for further in range(len(self)):
+            with suppress(UnreadableImage):
+                return self.images[(index + further) % len(self)]
+        raise DataError(f"none of the {len(self)} images can be read; fetch them again")
+
+
+class Remaining(NamedTuple):
+    """A piece in which others stand for images that were left out, given by their indices."""
+
+    crops: Any
+    left_out: tuple[int, ...]
+
+
+def in_memory(samples: "Samples | Substituted") -> list[Sample]:
+    """Decode everything once. Worker processes share the memory."""
+    decoded = (samples[index] for index in range(len(samples)))
+    try:
+        return [replace(sample, mask=None, boxes=None) for sample in decoded]
+    except UnreadableImage as error:
+        raise with_a_way_out(error) from error
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every batch that one process takes in one go.
+
+    Attributes:
+        batch_size: Images in an optimizer step, over all processes and accumulations.
+        num_parts: Accumulated parts a step.
+    """
+
+    batch_size: int
+    num_parts: int = 1
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.batch_size // (self.num_parts * self.num_ranks)
+
+
+@dataclass(frozen=True)
+class Batches(Dataset[Any]):
+    """Piece number -> the crops of that piece of a part of a batch.
+
+    Step s has the parts s * num_parts onwards, part p the pieces p * pieces onwards. The views of
+    an image are the same in pieces of any size.
+
+    An image that cannot be read comes back as the `DataError` itself, since an exception would
+    lose its one line on the way out of a worker process. Where `images` are `Substituted`, a piece
+    that lacks one comes as `Remaining`.
+
+    Attributes:
+        ids: Of the images, where some may be substituted.
+        pieces: That each part is cut in, equally many images each, give or take one.
+        repeats: Times that each image of an epoch comes, one after the other, each time with
+            randomness of its own. An epoch is as long as without, and so has as many times fewer
+            images, drawn anew.
+
+    Source: repeated augmentation, https://arxiv.org/abs/1901.09335, as `RASampler` of
+    https://github.com/facebookresearch/deit/blob/7e160fe43f0252d17191b71cbb5826254114ea5b/samplers.py
+    has it; there the repeats of an image go to different processes, here to the same one.
+    """
+
+    images: "Samples | Substituted"
+    cut: Callable[[list[Sample], list[np.random.Generator]], Any]
+    share: Share
+    seed: int
+    repeats: int = 1
+    pieces: int = 1
+    ids: Sequence[str] = ()
+
+    def __getitem__(self, piece: int) -> Any:
+        part, place = divmod(piece, self.pieces)
+        first, end = (self.share.size * edge // self.pieces for edge in (place, place + 1))
+        keys = self.keys(part)[first:end]
+        try:
+            opened = {index: self.images[index] for index in sorted({key[1] for key in keys})}
+        except UnreadableImage as error:
+            return with_a_way_out(error)
+        except DataError as error:
+            return error
+        samples = [opened[index] for _, index, _ in keys]
+        crops = self.cut(samples, [sample_generator(self.seed, *key) for key in keys])
+        left_out = tuple(i for i in opened if self.ids and opened[i].image_id != self.ids[i])
+        return Remaining(crops, left_out) if left_out else crops
+
+    def seen(self, steps: int) -> Bool[np.ndarray, " images"]:
+        """Which images so many steps have, over all processes."""
+        seen, in_epoch = np.zeros(len(self.images), bool), len(self.images) // self.share.batch_size
+        for epoch in range(-(-steps // in_epoch)):
+            taken = min(steps - epoch * in_epoch, in_epoch) * self.share.batch_size
+            order = epoch_order(len(self.images), self.seed, epoch)
+            seen[order[: -(-taken // self.repeats)]] = True
+            if seen.all():
+                break
+        return seen
+
+    def keys(self, part: int) -> list[tuple[int, int, int]]:
+        """(epoch, index, repeat) of every image of a part."""
+        share = self.share
+        step, place = divmod(part, share.num_parts)
+        epoch, batch = divmod(step, len(self.images) // share.batch_size)
+        start = batch * share.batch_size + (place * share.num_ranks + share.rank) * share.size
+        order = epoch_order(len(self.images), self.seed, epoch)
+        numbers = (divmod(number, self.repeats) for number in range(start, start + share.size))
+        return [(epoch, int(order[image]), repeat) for image, repeat in numbers]
+
+
+@lru_cache(maxsize=2)
+def epoch_order(num_images: int, seed: int, epoch: int) -> Int64[np.ndarray, " images"]:
+    """Every image once, shuffled anew each epoch; what fills no whole batch waits for the next."""
+    return np.random.default_rng((_ORDER, seed, epoch)).permutation(num_images)
+
+
+def sample_generator(seed: int, epoch: int, index: int, repeat: int = 0) -> np.random.Generator:
+    """Randomness of one image in one epoch, whatever batch or process it lands in."""
+    key = (_SAMPLE, seed, epoch, index)
+    # The first one's is what it would be without repeats.
+    return np.random.default_rng((*key, repeat) if repeat else key)
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """Seed of PyTorch's own generators for one step of one process."""
+    (state,) = np.random.SeedSequence((_STEP, seed, step, rank)).generate_state(1, np.uint64)
+    return int(state)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How the batches of one process come from its data workers.
+
+    Attributes:
+        asked: Workers that this process would have.
+        count: Those that it has; with 0 it reads itself.
+        pieces: That each part of a batch comes in.
+        shared_bytes: What all processes of this machine hold in shared memory at most.
+        free_bytes: Of shared memory, where they are what limits.
+    """
+
+    asked: int = 0
+    count: int = 0
+    pieces: int = 1
+    shared_bytes: int = 0
+    free_bytes: int | None = None
+
+    def __str__(self) -> str:
+        each = f" for each of {processes_here()} processes" if processes_here() > 1 else ""
+        line = f"data workers: {self.count}{each}, up to {self.shared_bytes / _GIB:.2g} GiB"
+        line += " of shared memory"
+        if self.pieces > 1:
+            line += f", batches in {self.pieces} pieces"
+        if self.free_bytes is not None:
+            line += f"; /dev/shm has {self.free_bytes / _GIB:.2g} GiB free"
+        return line
+
+
+def plan_workers(batches: Batches, asked: int, most_gib: float) -> Workers:
+    """As many workers as asked for, with pieces so small that they fit.
+
+    What is free is halved, since other programs want some. Where not even pieces of one image fit,
+    there are fewer workers.
+
+    Args:
+        batches: Not cut into pieces yet.
+        asked: Workers of this process.
+        most_gib: Shared memory for all processes of this machine.
+    """
+    if not asked:
+        return Workers()
+    most, free = int(most_gib * _GIB), free_shared_memory()
+    if free is not None and free // 2 >= most:
+        # Not what limits.
+        free = None
+    budget = (most if free is None else free // 2) // processes_here()
+    image, edges = image_bytes(batches)
+    count = min(asked, (budget // (image + edges) - 1) // _PREFETCH)
+    if count < 1:
+        return Workers(asked, free_bytes=free)
+    held, size = count * _PREFETCH + 1, batches.share.size
+    most_images = min(size, (budget // held - edges) // image)
+    pieces = -(-size // most_images)
+    largest = -(-size // pieces)
+    shared = processes_here() * held * (largest * image + edges)
+    return Workers(asked, count, pieces, shared, free)
+
+
+def image_bytes(batches: Batches) -> tuple[int, int]:
+    """Bytes of what is cut from one image, and what a piece of any size has beside them."""
+    blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
+    tensors = list(_tensors(batches.cut([blank], [np.random.default_rng(0)])))
+    return sum(tensor.nbytes for tensor in tensors), _PAGE * len(tensors)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value):
+        for item in fields(value):
+            yield from _tensors(getattr(value, item.name))
+
+
+def arriving(
+    batches: Batches, workers: Workers, parts: range, device: torch.device
+) -> Generator[Any, None, None]:
+    """The pieces of all those parts, in order; the last is an error if a data worker dies."""
+    loader = DataLoader(
+        replace(batches, pieces=workers.pieces),
+        batch_size=None,
+        sampler=range(parts.start * workers.pieces, parts.stop * workers.pieces),
+        num_workers=workers.count,
+        prefetch_factor=_PREFETCH if workers.count else None,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=leave_signals_to_the_parent,
+        # It draws a number when iterated, which must not come out of the global generator.
+        generator=torch.Generator(),
+    )
+    pieces, before = None, active_children()
+    try:
+        pieces = iter(loader)
+        with deaths_of_workers_wait():
+            yield from pieces
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        yield MachineError(
+            f"a data worker died ({str(error).splitlines()[0]}); memory or /dev/shm may be too "
+            "small: lower train.shared_memory_gib or try train.num_workers=0"
+        )
+    finally:
+        # A traceback may keep this frame alive, and with it the workers.
+        del pieces
+        # torch forgets those of a loader that could not begin. They pass over the one SIGTERM that
+        # comes when this process ends, which would wait for them for ever.
+        for worker in active_children():
+            if worker not in before:
+                worker.kill()
+                worker.join()
