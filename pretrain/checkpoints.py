@@ -7,7 +7,7 @@ beside it. What is written are copies in host memory, in a thread of its own.
 
 import copy
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pretrain.lock import Hold
 from ssl_bench.errors import CheckpointError, ConfigurationError, MachineError
@@ -183,8 +184,8 @@ def copied(state: Any) -> Any:
     Args:
         state: Tensors and plain values in dictionaries, lists and tuples.
     """
-    originals = {_region(tensor): tensor for tensor in _tensors(state)}
-    return _with(state, dict(zip(originals, _copies(list(originals.values())), strict=True)))
+    tensors = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
+    return copy.deepcopy(state, dict(zip(tensors, _copies(tensors.values()), strict=True)))
 
 
 def copied_module(module: Module) -> Module:
@@ -197,38 +198,11 @@ def copied_module(module: Module) -> Module:
     return copy.deepcopy(module, memo)
 
 
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
+def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     detached = [tensor.detach() for tensor in tensors]
     # From a device to pinned memory; what is on the host already must not change with the run.
     found = zip(detached, fetched(detached), strict=True)
     return [there.clone() if there is tensor else there for tensor, there in found]
-
-
-def _region(tensor: Tensor) -> tuple[Any, ...]:
-    """What tells apart where tensors lie: one that occurs twice is copied once."""
-    place = (tensor.device, tensor.data_ptr(), tensor.dtype)
-    return (*place, tensor.shape, tensor.stride())
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
-
-
-def _with(value: Any, copies: Mapping[tuple[Any, ...], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return copies[_region(value)]
-    if isinstance(value, dict):
-        # Of the same class: that of a module's state knows the versions of its parts.
-        same = copy.copy(value)
-        same.update({key: _with(item, copies) for key, item in value.items()})
-        return same
-    if isinstance(value, list | tuple):
-        return type(value)(_with(item, copies) for item in value)
-    return value
 
 
 class Writer:

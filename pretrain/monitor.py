@@ -184,57 +184,48 @@ class Observer(Measuring):
         Raises:
             DataError: an image cannot be read.
         """
+        options, timeline = self.options, self.timeline
+
+        def is_due(epochs: int | None) -> bool:
+            is_last = step == timeline.total_steps
+            return epochs is not None and (
+                is_last or step % (epochs * timeline.steps_per_epoch) == 0
+            )
+
         found = {}
-        if self._is_due(self.options.accuracy_epochs, step):
-            found |= self._accuracies()
-        if self._is_due(self.options.knn_epochs, step):
-            found[KNN] = self._knn()
+        if is_due(options.accuracy_epochs):
+            for most, right in self.hits().items():
+                found[f"val_top{most}"] = math.nan if right is None else percent(right)
+        if is_due(options.knn_epochs):
+            # Not called as a module: a compiled one would be compiled anew for these shapes.
+            features = self.learner.encoder.forward
+            bank, queries = (self._outputs(images, features) for images in (self.train, self.val))
+            found[KNN] = math.nan
+            if bank.features.isfinite().all() and queries.features.isfinite().all():
+                (ranks,) = knn_ranks(
+                    queries,
+                    bank,
+                    num_classes=len(self.val.images.class_names),
+                    neighbours=[options.neighbours],
+                    temperature=options.temperature,
+                )
+                found[KNN] = percent(ranks == 0)
         return found
 
-    def _is_due(self, epochs: int | None, step: int) -> bool:
-        if epochs is None:
-            return False
-        is_last = step == self.timeline.total_steps
-        return is_last or step % (epochs * self.timeline.steps_per_epoch) == 0
-
-    def hits(self) -> dict[int, Bool[Tensor, " images"]] | None:
+    def hits(self) -> dict[int, Bool[Tensor, " images"] | None]:
         """Which images of `val` have their class first, and among the first five of six or more.
 
         By how many classes count; None for a head that diverged.
         """
         assert isinstance(self.learner, Classifier)
         found = self._outputs(self.val, self.learner.classify)
-        if not found.features.isfinite().all():
-            return None
-        ranks = class_ranks(found.features, found.labels)
-        return {most: ranks < most for most in self._tops}
-
-    @property
-    def _tops(self) -> tuple[int, ...]:
-        # The class is among the five likeliest of five whatever the head says.
-        return (1, 5) if len(self.val.images.class_names) > 5 else (1,)
-
-    def _accuracies(self) -> dict[str, float]:
-        hits = self.hits()
-        return {
-            f"val_top{most}": math.nan if hits is None else percent(hits[most])
-            for most in self._tops
-        }
-
-    def _knn(self) -> float:
-        # Not called as a module: a compiled one would be compiled anew for these shapes.
-        features = self.learner.encoder.forward
-        bank, queries = (self._outputs(images, features) for images in (self.train, self.val))
-        if not (bank.features.isfinite().all() and queries.features.isfinite().all()):
-            return math.nan
-        (ranks,) = knn_ranks(
-            queries,
-            bank,
-            num_classes=len(self.val.images.class_names),
-            neighbours=[self.options.neighbours],
-            temperature=self.options.temperature,
+        is_finite, ranks = (
+            found.features.isfinite().all(),
+            class_ranks(found.features, found.labels),
         )
-        return percent(ranks == 0)
+        # The class is among the five likeliest of five whatever the head says.
+        tops = (1, 5) if len(self.val.images.class_names) > 5 else (1,)
+        return {most: ranks < most if is_finite.all() else None for most in tops}
 
     @torch.no_grad()
     def _outputs(self, drawn: "Drawn", compute: Callable[[Images], Tensor]) -> LabelledFeatures:
@@ -347,12 +338,13 @@ def record_accuracy(
         MachineError: the folder cannot be written.
     """
     start = time.monotonic()
-    right = observer.hits() or {}
     store, files = ResultStore(results), []
     encoder, count = identify_encoder(str(weights)), observer.fitted_and_scored
     gone = {trained_on.split: left_out}
-    for most, found in right.items():
-        hits = found.cpu().numpy()
+    for most, right in observer.hits().items():
+        if right is None:
+            return []
+        hits = right.cpu().numpy()
         key = CellKey(
             task=SUPERVISED,
             dataset=re.sub(r"\W+", "_", real(observer.root).name).lower() or "images",

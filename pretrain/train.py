@@ -21,6 +21,7 @@ import yaml
 from torch import Tensor
 from torch.utils.data import default_convert
 
+from pretrain import checkpoints, logging
 from pretrain.batches import (
     Batches,
     Remaining,
@@ -30,37 +31,10 @@ from pretrain.batches import (
     in_memory,
     plan_workers,
 )
-from pretrain.checkpoints import (
-    BOARD,
-    CONFIG,
-    ENCODER,
-    LOG,
-    STATE,
-    WANDB,
-    SavedEncoder,
-    Saver,
-    claim,
-    copied_module,
-    has_state,
-    load_state,
-    remove_previous,
-    require_free,
-)
 from pretrain.description import LENGTH, describe, differences, in_full
 from pretrain.distributed import TrainingRanks, training_together
 from pretrain.fine_tuning import SHA256, init_from, require_apart, sha256_at_resume
 from pretrain.lock import Hold, held
-from pretrain.logging import (
-    Board,
-    Clock,
-    Curves,
-    Journal,
-    StepLog,
-    WandbRun,
-    Watch,
-    require_tensorboard,
-    require_wandb,
-)
 from pretrain.monitor import Monitor, Observer, described, record_accuracy
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.objective import Generating, Learner, Measuring, Objective
@@ -68,7 +42,7 @@ from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.resources import Needs, fitted_batch, kept_bytes, training_flops
-from pretrain.schedules import Timeline, warmup_steps
+from pretrain.schedules import warmup_steps
 from pretrain.signals import StopRequest, stop_requests
 from pretrain.step import Trainer, deterministic
 from ssl_bench.composition.fields import check_fields
@@ -162,7 +136,7 @@ class Pretraining:
             DataError: there are no images.
         """
         if not goes_on:
-            require_free(out)
+            checkpoints.require_free(out)
         images = self.images()
         ranks = TrainingRanks(device=choose_device(device and str(device)))
         plan, why, _ = self.with_batch(images, ranks)
@@ -226,9 +200,9 @@ class Pretraining:
                 Weights & Biases is asked for and missing.
         """
         if self.train.tensorboard:
-            require_tensorboard()
+            logging.require_tensorboard()
         if self.train.wandb is not None:
-            require_wandb()
+            logging.require_wandb()
         if self.init_from is not None:
             require_apart(self.init_from, out)
         with ExitStack() as stack:
@@ -245,11 +219,13 @@ class Pretraining:
             with ranks.together():
                 if ranks.is_first:
                     hold = stack.enter_context(held(out))
-                    if (must_resume or extend) and not has_state(out):
+                    if (must_resume or extend) and not checkpoints.has_state(out):
                         raise ConfigurationError(f"nothing to resume in {out}; give --out of a run")
-                    claim(out, resume=goes_on, overwrite=overwrite)
+                    checkpoints.claim(out, resume=goes_on, overwrite=overwrite)
             with ranks.together():
-                found = load_state(out, ranks.device) if goes_on and has_state(out) else None
+                found = None
+                if goes_on and checkpoints.has_state(out):
+                    found = checkpoints.load_state(out, ranks.device)
                 plan = self
                 if found and self.train.batch_size is None:
                     # It is that of the run which goes on, whatever would fit here.
@@ -265,13 +241,14 @@ class Pretraining:
                 if ranks.is_first:
                     run.write_config(config or describe(self))
             run.go()
-        return out / ENCODER
+        return out / checkpoints.ENCODER
 
     def what_next(self, out: Path) -> str:
         """What to do with a finished run, in a line."""
         if isinstance(self.objective, Generating):
-            return f"tested: see the last line of {out / LOG}"
-        line, state = f"next: ssl-bench probe --task all --checkpoint {out}", out / STATE
+            return f"tested: see the last line of {out / checkpoints.LOG}"
+        line = f"next: ssl-bench probe --task all --checkpoint {out}"
+        state = out / checkpoints.STATE
         if not state.is_file():
             return line
         size = size_in_words(state.stat().st_size)
@@ -322,41 +299,6 @@ class Pretraining:
         saved = whole + holds * weights
         return Needs(training_flops(learner, two, 0) / 2, image_bytes, 2 * saved + weights)
 
-    def observer(self, learner: Learner, timeline: Timeline, images: ImageSet) -> Measuring | None:
-        """What looks at the learner of `images` now and then; errors as `Monitor.open`."""
-        if isinstance(self.objective, Generating):
-            return self.objective.observer(learner, timeline)
-        return self.monitor.open(
-            learner,
-            timeline,
-            data_root=self.data.root,
-            class_names=images.class_names,
-            colours=self.data.colours,
-            fitted=images if self.data.labels else None,
-            allow_overlap=self.data.allow_overlap,
-        )
-
-    def batches(self, images: ImageSet, ranks: TrainingRanks) -> Batches:
-        """Which images each step sees in this process, in crops."""
-        options, crops = self.train, self.objective.crops
-        pieces = options.accumulation * ranks.count
-        if options.batch % pieces:
-            raise ConfigurationError(
-                f"train.batch_size must be a multiple of {pieces} (train.accumulation x processes),"
-                f" got {options.batch}"
-            )
-        sizes = crops.sizes(self.encoder.image_size, self.encoder.patch_size)
-        skips = self.data.on_bad_image == "skip"
-        samples = Substituted(images) if skips else images
-        return Batches(
-            images=in_memory(samples) if self.data.in_memory else samples,
-            cut=partial(crops.cut, sizes=sizes),
-            share=Share(options.batch, options.accumulation, ranks.rank, ranks.count),
-            seed=options.seed,
-            repeats=options.repeats,
-            ids=images.ids if skips else (),
-        )
-
 
 class Run:
     """A pretraining on its way: the loop, and what it reads and writes."""
@@ -370,8 +312,8 @@ class Run:
         hold: Hold | None,
     ) -> None:
         self.out, self.ranks, self.request = out, ranks, request
-        self.saver = Saver(out, hold) if hold is not None else None
-        self.clock = Clock()
+        self.saver = checkpoints.Saver(out, hold) if hold is not None else None
+        self.clock = logging.Clock()
         self.images = images = plan.images()
         plan, self._why, needs = plan.with_batch(images, ranks)
         self.plan = plan
@@ -383,22 +325,57 @@ class Run:
         self.description = describe(plan)
         self.description |= {"images": which, _FILES: self.trained_on.fingerprint}
         self.description[_WARMUPS] = warmup_steps(self.description, self.timeline)
-        self.batches = plan.batches(images, ranks)
-        asked = plan.train.workers(ranks.device)
-        self.workers = plan_workers(self.batches, asked, plan.train.shared_memory_gib)
+        self.batches = self._batches()
+        options = plan.train
+        asked = options.workers(ranks.device)
+        self.workers = plan_workers(self.batches, asked, options.shared_memory_gib)
         learner = plan.objective.build(
-            plan.encoder, self.timeline, seed=plan.train.seed, class_names=images.class_names
+            plan.encoder, self.timeline, seed=options.seed, class_names=images.class_names
         )
         self.needs = needs or plan.needs(learner)
-        self.observer = plan.observer(learner, self.timeline, images)
-        self.trainer = Trainer(learner, plan.optimizer, plan.train, self.timeline, ranks)
-        self.trainer.flops = self.needs.flops * plan.train.batch / ranks.count
+        self.observer: Measuring | None
+        if isinstance(plan.objective, Generating):
+            self.observer = plan.objective.observer(learner, self.timeline)
+        else:
+            self.observer = plan.monitor.open(
+                learner,
+                self.timeline,
+                data_root=plan.data.root,
+                class_names=images.class_names,
+                colours=plan.data.colours,
+                fitted=images if plan.data.labels else None,
+                allow_overlap=plan.data.allow_overlap,
+            )
+        self.trainer = Trainer(learner, plan.optimizer, options, self.timeline, ranks)
+        self.trainer.flops = self.needs.flops * options.batch / ranks.count
         self.step = 0
         self.extensions: list[dict[str, int]] = []
         self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
         self._config: Mapping[str, Any] = {}
         self._news: list[str] = []
         self._fault: Exception | None = None
+
+    def _batches(self) -> Batches:
+        """Which images each step sees in this process, in crops."""
+        plan, options, ranks = self.plan, self.plan.train, self.ranks
+        parts = options.accumulation * ranks.count
+        if options.batch % parts:
+            raise ConfigurationError(
+                f"train.batch_size must be a multiple of {parts} (train.accumulation x processes), "
+                f"got {options.batch}"
+            )
+        crops, encoder = plan.objective.crops, plan.encoder
+        sizes = crops.sizes(encoder.image_size, encoder.patch_size)
+        skips = plan.data.on_bad_image == "skip"
+        samples = Substituted(self.images) if skips else self.images
+        return Batches(
+            images=in_memory(samples) if plan.data.in_memory else samples,
+            cut=partial(crops.cut, sizes=sizes),
+            share=Share(options.batch, options.accumulation, ranks.rank, ranks.count),
+            seed=options.seed,
+            repeats=options.repeats,
+            ids=self.images.ids if skips else (),
+        )
 
     # How a run starts.
 
@@ -489,21 +466,21 @@ class Run:
         more = {"extensions": self.extensions, _LEFT_OUT: self._names(self.left_out)}
         more = {name: values for name, values in more.items() if values}
         plain = yaml.safe_dump({**config, **more}, sort_keys=False)
-        write_text_atomically(self.out / CONFIG, plain)
+        write_text_atomically(self.out / checkpoints.CONFIG, plain)
 
     # How it goes on, and ends.
 
     def go(self) -> None:
         """Train from the current step to the last, or until something asks to stop."""
         total, options = self.timeline.total_steps, self.plan.train
-        watch = Watch(
+        watch = logging.Watch(
             self.trainer.learner.diagnose,
             non_finite_patience=options.non_finite_patience,
             in_bfloat16=options.autocasts(self.ranks.device),
             diagnosis_patience=options.collapse_patience,
             first_step=options.warmup_steps(self.timeline),
         )
-        report = StepLog(
+        report = logging.StepLog(
             self._journal(),
             done=self.step,
             total=total,
@@ -533,8 +510,18 @@ class Run:
                 self._save_and_wait(report)
             if self.step == total:
                 if self.saver is not None:
-                    remove_previous(self.out)
-                self._record_accuracy(report)
+                    checkpoints.remove_previous(self.out)
+                results, is_first = self.plan.monitor.results, self.ranks.is_first
+                if results is not None and is_first and isinstance(self.observer, Observer):
+                    for path in record_accuracy(
+                        Path(results),
+                        self.observer,
+                        self.out / checkpoints.ENCODER,
+                        self.description,
+                        self.trained_on,
+                        self._names(self.left_out),
+                    ):
+                        report.say(f"accuracy recorded in {path}")
                 return
             where = f"after step {self.step} {where}"
             if self.request.is_interrupt:
@@ -560,18 +547,18 @@ class Run:
         if self.workers.asked:
             yield str(self.workers)
 
-    def _journal(self) -> Journal | None:
+    def _journal(self) -> logging.Journal | None:
         if not self.ranks.is_first:
             return None
-        curves: list[Curves] = []
+        curves: list[logging.Curves] = []
         if self.plan.train.tensorboard:
-            curves.append(Board(self.out / BOARD, last_step=self.step))
+            curves.append(logging.Board(self.out / checkpoints.BOARD, last_step=self.step))
         if project := self.plan.train.wandb:
-            folder = self.out / WANDB
-            curves.append(WandbRun(project, folder, self.description, last_step=self.step))
-        return Journal(self.out / LOG, last_step=self.step, curves=curves)
+            folder = self.out / checkpoints.WANDB
+            curves.append(logging.WandbRun(project, folder, self.description, last_step=self.step))
+        return logging.Journal(self.out / checkpoints.LOG, last_step=self.step, curves=curves)
 
-    def _take_step(self, parts: Iterator[Any], report: StepLog) -> None:
+    def _take_step(self, parts: Iterator[Any], report: logging.StepLog) -> None:
         """Learn from one batch; measure, log, keep and save what is due after it."""
         crops, device = self.plan.objective.crops, self.ranks.device
         cut = islice(parts, self.plan.train.accumulation)
@@ -607,7 +594,7 @@ class Run:
         """End all processes with what one of them could not do since the last time."""
         self.ranks.agree(error or self._fault)
 
-    def _measures(self, report: StepLog) -> Mapping[str, float]:
+    def _measures(self, report: logging.StepLog) -> Mapping[str, float]:
         """What the monitor finds after this step, if it is its turn; one process measures."""
         if self.observer is None or not self.ranks.is_first:
             return {}
@@ -674,7 +661,7 @@ class Run:
 
     # What it leaves.
 
-    def save(self, report: StepLog) -> None:
+    def save(self, report: logging.StepLog) -> None:
         """Leave training state and encoder, once all steps so far are known to be sound.
 
         Waits for their copy alone; what goes wrong with the files, a later step is told.
@@ -699,12 +686,12 @@ class Run:
         self.clock.mark_saved()
         report.save = False
 
-    def _save_and_wait(self, report: StepLog) -> None:
+    def _save_and_wait(self, report: logging.StepLog) -> None:
         self.save(report)
         if self.saver is not None:
             self.saver.wait()
 
-    def _keep(self, report: StepLog) -> None:
+    def _keep(self, report: logging.StepLog) -> None:
         """Leave the encoder of an epoch that is to be kept, when the epoch is over."""
         epoch, steps_more = divmod(self.step, self.timeline.steps_per_epoch)
         if steps_more or not self.plan.train.keeps(epoch) or self.saver is None:
@@ -712,14 +699,15 @@ class Run:
         report.settle(everything=True)
         self.saver.keep(epoch, self._encoder(), report.say)
 
-    def _encoder(self) -> SavedEncoder:
+    def _encoder(self) -> checkpoints.SavedEncoder:
         """The encoder worth keeping, as it is now."""
         epoch = self.step / self.timeline.steps_per_epoch
         metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
         metadata |= colours_metadata(self.plan.data.colours)
-        return SavedEncoder(copied_module(self.trainer.learner.encoder), metadata)
+        encoder = checkpoints.copied_module(self.trainer.learner.encoder)
+        return checkpoints.SavedEncoder(encoder, metadata)
 
-    def _tell_left_out(self, report: StepLog) -> None:
+    def _tell_left_out(self, report: logging.StepLog) -> None:
         """Say and write down which images were left out since the last time."""
         if new := self._names(self.left_out - self._told):
             more = ", ..." if len(new) > _NAMED_AT_MOST else ""
@@ -731,19 +719,3 @@ class Run:
 
     def _names(self, indices: Collection[int]) -> list[str]:
         return [self.images.ids[index] for index in sorted(indices)]
-
-    def _record_accuracy(self, report: StepLog) -> None:
-        results = self.plan.monitor.results
-        if results is None or not self.ranks.is_first:
-            return
-        assert isinstance(self.observer, Observer)
-        left_out = self._names(self.left_out)
-        for path in record_accuracy(
-            Path(results),
-            self.observer,
-            self.out / ENCODER,
-            self.description,
-            self.trained_on,
-            left_out,
-        ):
-            report.say(f"accuracy recorded in {path}")

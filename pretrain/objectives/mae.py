@@ -80,14 +80,7 @@ class Mae(Objective):
                 "objective.gray_decoder=true grays as the encoder does, expected model.graying=svd "
                 "or dct, got none"
             )
-        num_visible = self._num_visible(model.grid_size**2)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(part_seed(seed, "decoder"))
-            decoder = MaeDecoder(model, self, seed=seed)
-        network = MaeNetwork(build_vit(model, seed=seed), decoder, num_visible)
-        return MaeLearner(self, network)
-
-    def _num_visible(self, num_patches: int) -> int:
+        num_patches = model.grid_size**2
         # 1 - .9 is a little less than .1, which must not cost a patch.
         num_visible = math.floor(num_patches * (1 - self.mask_ratio) + 1e-9)
         if not 0 < num_visible < num_patches:
@@ -95,7 +88,11 @@ class Mae(Objective):
                 f"objective.mask_ratio={self.mask_ratio} shows {num_visible} of {num_patches} "
                 "patches, expected some but not all; change it, or take larger images"
             )
-        return num_visible
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(part_seed(seed, "decoder"))
+            decoder = MaeDecoder(model, self, seed=seed)
+        network = MaeNetwork(build_vit(model, seed=seed), decoder, num_visible)
+        return MaeLearner(self, network)
 
 
 class MaeDecoder(nn.Module):
@@ -193,7 +190,10 @@ class MaeLearner(Learner):
         """
         del step
         (images,) = views
-        order = self._draw_order(images)
+        # A permutation of the patches for every image, drawn where the images are.
+        num_patches = self.student.backbone.config.grid_size**2
+        noise = torch.rand(len(images), num_patches, device=images.device)
+        order = noise.argsort(dim=1, stable=True)
         hidden = order[:, self.student.num_visible :]
         predictions = take(network(images, order), hidden).float()
         targets = take(self.targets(images), hidden)
@@ -224,12 +224,6 @@ class MaeLearner(Learner):
             f"mean, {row['mean_loss']:.3f}; try a lower optimizer.lr, such as 1.5e-4 with "
             "optimizer.betas=[0.9,0.95], or a smaller objective.mask_ratio"
         )
-
-    def _draw_order(self, images: Images) -> Orders:
-        """A permutation of the patches for every image, drawn where the images are."""
-        num_patches = self.student.backbone.config.grid_size**2
-        noise = torch.rand(len(images), num_patches, device=images.device)
-        return noise.argsort(dim=1, stable=True)
 
 
 def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches values"]:

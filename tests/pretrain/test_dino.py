@@ -229,18 +229,6 @@ def test_a_loss_and_an_entropy_at_the_ceiling_or_at_zero_are_a_collapse(loss, en
     assert re.search(hint, symptom) if hint and symptom else symptom is hint
 
 
-def test_the_seed_decides_the_weights_and_the_global_generator_is_left_alone():
-    state = torch.get_rng_state()
-
-    one, same, other = (learner_of(seed=seed) for seed in (1, 1, 2))
-
-    assert torch.equal(state, torch.get_rng_state())
-    for name in ("head.mlp.0.weight", "head.last_layer.weight_v", "backbone.pos_embed"):
-        weights = [learner.student.get_parameter(name) for learner in (one, same, other)]
-        assert torch.equal(weights[0], weights[1])
-        assert not torch.equal(weights[0], weights[2])
-
-
 def test_dino_refuses_values_without_meaning():
     with pytest.raises(
         ConfigurationError, match=r"objective\.momentum expects a number in \[0, 1\]"

@@ -16,7 +16,6 @@ from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
-from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ViTConfig, load_encoder
@@ -162,12 +161,3 @@ def test_other_classes_of_the_same_images_are_another_run(root, tmp_path, monkey
 
     with pytest.raises(ConfigurationError, match="images:"):
         plan.run(tmp_path, resume=True, device="cpu")
-
-
-def test_the_yaml_file_says_what_the_dataclasses_default_to():
-    built = build(compose_config("pretraining", ["objective=supervised"])).objective
-
-    assert built == replace(Supervised(), crops=built.crops)
-    for name, value in vars(SingleCrop()).items():
-        ours = getattr(built.crops, name)
-        assert ours == (list(value) if isinstance(value, tuple) else value), name

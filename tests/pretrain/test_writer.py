@@ -88,16 +88,6 @@ def test_an_error_is_raised_once_where_somebody_looks_and_the_next_is_written():
     assert done == [1, 2]
 
 
-def test_closing_waits_for_what_is_under_way():
-    writer, gate = Writer(), Gate()
-    writer.write("state", gate)
-    threading.Timer(0.2, gate.open.set).start()
-
-    writer.close()
-
-    assert gate.open.is_set()
-
-
 def test_a_copy_stays_as_it_was_and_keeps_classes_and_what_occurs_twice():
     weight, stack = torch.ones(3), torch.arange(6.0).view(2, 3)
     state: OrderedDict[str, Any] = OrderedDict(own=weight, again=weight, n={"step": 4}, t=(1,))
