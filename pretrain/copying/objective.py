@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from pretrain.crops.plain import ViewMaker
+from pretrain.crops.plain import Generators, Samples, ViewMaker
 from pretrain.objectives.objective import Generating, Learner, Measuring, Views
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, check_fields
@@ -68,12 +68,7 @@ class StringMaker(ViewMaker):
         del image_size, patch_size
         return ()
 
-    def cut(
-        self,
-        samples: Iterable[Sample],
-        generators: Iterable[np.random.Generator],
-        sizes: Sequence[int],
-    ) -> Letters:
+    def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
         del samples, sizes
         drawn = [generator.integers(self.letters, size=self.length) for generator in generators]
         return torch.from_numpy(np.stack(drawn))

@@ -11,7 +11,16 @@ from jaxtyping import Float64, Int64, Shaped, UInt8
 from torch import Tensor
 
 from pretrain.crops.augmentation import AugmentationParams, Images, apply_looks
-from pretrain.crops.plain import BOX_NUMBERS, ViewMaker, as_tensor, check_spans, crop, place_boxes
+from pretrain.crops.plain import (
+    BOX_NUMBERS,
+    Generators,
+    Samples,
+    ViewMaker,
+    as_tensor,
+    check_spans,
+    crop,
+    place_boxes,
+)
 from ssl_bench.composition.fields import (
     Items,
     Pixels,
@@ -22,7 +31,6 @@ from ssl_bench.composition.fields import (
     Within,
     check_fields,
 )
-from ssl_bench.data.samples import Sample
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 
 # Random numbers of a view, beside those of its box.
@@ -103,10 +111,7 @@ class MultiCrop(ViewMaker):
         return (image_size, patches * patch_size) if self.num_locals else (image_size,)
 
     def cut(
-        self,
-        samples: Iterable[Sample],
-        generators: Iterable[np.random.Generator],
-        sizes: Sequence[int],
+        self, samples: Samples, generators: Generators, sizes: Sequence[int]
     ) -> tuple[CropGroup, ...]:
         """Crop every image into all its views, and draw how each of them will look."""
         images = [as_tensor(sample.image) for sample in samples]
@@ -142,7 +147,7 @@ class MultiCrop(ViewMaker):
 
     def draw(
         self,
-        generators: Iterable[np.random.Generator],
+        generators: Generators,
         image_sizes: Int64[np.ndarray, "images 2"],
     ) -> tuple[Int64[np.ndarray, "views images 4"], AugmentationParams]:
         """Boxes as in `place_boxes`, and looks: those of all first views, of all second, ..."""

@@ -20,6 +20,10 @@ from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 _ATTEMPTS = 10
 BOX_NUMBERS = 2 * _ATTEMPTS + 2
 
+Samples = Iterable[Sample]
+Generators = Iterable[np.random.Generator]
+"""As many as samples."""
+
 
 class ViewMaker(ABC):
     """From samples to the views a learner takes: the part for the CPU, then that for the device.
@@ -34,12 +38,7 @@ class ViewMaker(ABC):
         return (image_size,)
 
     @abstractmethod
-    def cut(
-        self,
-        samples: Iterable[Sample],
-        generators: Iterable[np.random.Generator],
-        sizes: Sequence[int],
-    ) -> Any:
+    def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Any:
         """The views of the samples, in which each draws from its own generator."""
 
     def join(self, pieces: Iterable[Any], device: torch.device) -> Any:
@@ -76,10 +75,7 @@ class PlainCrop(ViewMaker):
         check_spans(scale=self.scale, aspect_ratio=self.aspect_ratio)
 
     def cut(
-        self,
-        samples: Iterable[Sample],
-        generators: Iterable[np.random.Generator],
-        sizes: Sequence[int],
+        self, samples: Samples, generators: Generators, sizes: Sequence[int]
     ) -> UInt8[Tensor, "batch 3 size size"]:
         """Crop every image once."""
         pairs = zip(samples, generators, strict=True)

@@ -45,8 +45,8 @@ OPERATIONS: dict[str, tuple[Amount | None, bool]] = {
 }
 _NAMES = list(OPERATIONS)
 
-Drawn = tuple[str, int | float | None]
-"""Name of an operation, and its amount where it has one."""
+Drawn = tuple[str, int | float]
+"""Name of an operation, and its amount; 0 where it has none."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ class RandAugment:
         ]
 
 
-def amount(name: str, level: float, *, negate: bool) -> int | float | None:
+def amount(name: str, level: float, *, negate: bool) -> int | float:
     """What an operation is called with at a level in [0, 1]."""
     of_level, either_way = OPERATIONS[name]
-    return None if of_level is None else of_level(-level if negate and either_way else level)
+    return 0 if of_level is None else of_level(-level if negate and either_way else level)
 
 
 def apply_operations(
@@ -107,5 +107,6 @@ def apply_operations(
             # Pillow refuses to keep no bit.
             picture = Image.new("RGB", picture.size)
         else:
-            picture = NAME_TO_OP[name](picture, *([] if value is None else [value]), **options)
+            amounts = [] if OPERATIONS[name][0] is None else [value]
+            picture = NAME_TO_OP[name](picture, *amounts, **options)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)

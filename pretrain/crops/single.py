@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float32, Float64, Int64, UInt8
 from torch import Tensor
 
 from pretrain.crops.augmentation import Images, Rows, change, jitter, normalise
-from pretrain.crops.plain import PlainCrop, ViewMaker
+from pretrain.crops.plain import Generators, PlainCrop, Samples, ViewMaker
 from pretrain.crops.rand_augment import LARGEST_MAGNITUDE, RandAugment, apply_operations
 from ssl_bench.composition.fields import (
     CountOrZero,
@@ -180,12 +180,7 @@ class SingleCrop(ViewMaker):
         check_fields(self, "objective.crops")
         PlainCrop(self.scale, self.aspect_ratio)  # refuses ranges without meaning
 
-    def cut(
-        self,
-        samples: Iterable[Sample],
-        generators: Iterable[np.random.Generator],
-        sizes: Sequence[int],
-    ) -> LabelledCrops:
+    def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> LabelledCrops:
         """Crop every image once, and draw what else happens to it."""
         samples, generators, size = list(samples), list(generators), sizes[0]
         pairs = zip(samples, generators, strict=True)

@@ -76,7 +76,7 @@ def test_a_picture_of_which_no_bit_is_left_is_black():
 
 
 def test_operations_follow_one_another():
-    both = apply_operations(picture(), [("TranslateXRel", 0.3), ("Invert", None)])
+    both = apply_operations(picture(), [("TranslateXRel", 0.3), ("Invert", 0)])
 
     moved = apply_operations(picture(), [("TranslateXRel", 0.3)])
     assert torch.equal(both, 255 - moved)
@@ -84,19 +84,19 @@ def test_operations_follow_one_another():
 
 
 @cache
-def draws_of_ours() -> list[list[tuple[str, int | float | None]]]:
+def draws_of_ours() -> list[list[tuple[str, int | float]]]:
     generator = np.random.default_rng(0)
     return [RandAugment(2, 9, 0.5).draw(generator) for _ in range(DRAWS)]
 
 
 @cache
-def draws_of_timm() -> list[list[tuple[str, int | float | None]]]:
+def draws_of_timm() -> list[list[tuple[str, int | float]]]:
     """What timm's operations are called with; none of them is carried out."""
     augment = rand_augment_transform(RECIPE, {**OPTIONS})
-    called: list[tuple[str, int | float | None]] = []
+    called: list[tuple[str, int | float]] = []
     for operation in augment.ops:
 
-        def note(image, value=None, name=operation.name, **_):
+        def note(image, value=0, name=operation.name, **_):
             called.append((name, value))
             return image
 
