@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import lru_cache
 from multiprocessing import active_children
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pretrain.signals import deaths_of_workers_wait, leave_signals_to_the_parent
 from ssl_bench.data.files.readable import with_a_way_out
-from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError, MachineError, UnreadableImage
 from ssl_bench.system.launch import processes_here
 from ssl_bench.system.memory import free_shared_memory
@@ -33,15 +33,21 @@ _PREFETCH = 2
 _PAGE = 4096
 _GIB = 2**30
 
-Samples = ImageSet | Sequence[Sample]
-"""Images with their labels, decoded when they are asked for."""
+
+@runtime_checkable
+class Samples(Protocol):
+    """Images with their labels, decoded when they are asked for, such as an `ImageSet`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
 
 
 @dataclass(frozen=True)
 class Substituted:
     """Images of which each that cannot be read has in its place the next one that can."""
 
-    images: ImageSet
+    images: Samples
 
     def __len__(self) -> int:
         return len(self.images)
@@ -60,7 +66,7 @@ class Remaining(NamedTuple):
     left_out: tuple[int, ...]
 
 
-def in_memory(samples: "Samples | Substituted") -> list[Sample]:
+def in_memory(samples: Samples) -> list[Sample]:
     """Decode everything once. Worker processes share the memory."""
     decoded = (samples[index] for index in range(len(samples)))
     try:
@@ -111,7 +117,7 @@ class Batches(Dataset[Any]):
     has it; there the repeats of an image go to different processes, here to the same one.
     """
 
-    images: "Samples | Substituted"
+    images: Samples
     cut: Callable[[list[Sample], list[np.random.Generator]], Any]
     share: Share
     seed: int
