@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any
 
-from pretrain.openings import KEYS
+from pretrain.schedules import WARMUPS
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig
 
@@ -30,12 +30,10 @@ _FREE = (
     "train.timeout_minutes",
     "train.non_finite_patience",
     "train.collapse_patience",
-    *KEYS,  # what they come to, the state says in steps
+    *(warmup.key for warmup in WARMUPS),  # what they come to, the state says in steps
 )
 # What a run may be given more of.
 LENGTH = ("train.epochs", "train.max_steps")
-# It looks at the run and changes nothing.
-_OBSERVING = "monitor."
 
 
 def describe(component: Any) -> Any:
@@ -68,13 +66,11 @@ def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
         if is_dataclass(value) and isinstance(inner, Mapping):
             kind = {"_target_": _target(default)} if is_dataclass(default) else {}
             whole[item.name] = in_full({**kind, **inner}, value)
-    return _in_todays_names(whole, component) if isinstance(component, EncoderConfig) else whole
-
-
-def _in_todays_names(whole: dict[str, Any], config: EncoderConfig) -> dict[str, Any]:
+    if not isinstance(component, EncoderConfig):
+        return whole
     values = {key: value for key, value in whole.items() if key != "_target_"}
     try:
-        return describe(type(config).from_dict(values))
+        return describe(type(component).from_dict(values))
     except ConfigurationError:
         # A key that is gone stays, and is named as a difference.
         return whole
@@ -94,7 +90,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
         f"{key}: {old.get(key)} -> {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
-        if key not in _FREE and not key.startswith(_OBSERVING) and old.get(key) != new.get(key)
+        if key not in _FREE and not key.startswith("monitor.") and old.get(key) != new.get(key)
     ]
 
 

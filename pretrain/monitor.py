@@ -1,11 +1,17 @@
-"""How good the encoder is by now: measured on labelled images every few epochs of a run."""
+"""How good the encoder is by now: measured on labelled images every few epochs of a run.
+
+And the accuracy of a finished supervised run as a record, beside those of the probes.
+"""
 
 import math
+import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,26 +19,31 @@ from jaxtyping import Bool, Float, Int64, UInt8
 from torch import Tensor, nn
 
 from pretrain.crops.augmentation import Images, normalise
-from pretrain.objectives.objective import Classifier, Learner
+from pretrain.fine_tuning import SHA256
+from pretrain.objectives.objective import Classifier, Learner, Measuring
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, FilePath, PositiveShare, Temperature, check_fields
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.files.fingerprints import extended
 from ssl_bench.data.files.overlap import shared_files
-from ssl_bench.data.files.readable import some_of
+from ssl_bench.data.files.readable import counts_and_first, some_of
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError, DataError
+from ssl_bench.intervals import Share
 from ssl_bench.metrics import LabelledFeatures, knn_ranks
+from ssl_bench.models import identify_encoder
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.results import SUPERVISED, TRAINED_ON, CellKey, ResultStore, TrainingImages
+from ssl_bench.results.provenance import provenance
 from ssl_bench.system.device import in_float64
-from ssl_bench.system.paths import expanded
+from ssl_bench.system.paths import expanded, real
 from ssl_bench.system.processors import usable_cores
 
 KNN = "knn_top1"
 _MOST_THREADS = 16
-
-View = tuple[UInt8[Tensor, "3 size size"], int]
+# Parts of a description that only say where files lie.
+_PLACES = frozenset({"data", "monitor", "init_from"})
 
 
 @dataclass(frozen=True)
@@ -117,13 +128,28 @@ class Monitor:
         except DataError as error:
             # Its keys are the dataset's, under another name.
             raise DataError(str(error).replace("dataset.", "monitor.")) from error
-        observer.require_apart(fitted, allowed=allow_overlap)
-        if self.accuracy_epochs is not None:
-            observer.require_head(class_names)
+        # No image that is scored may be a file that something is fitted to.
+        voting = observer.train.chosen() if self.knn_epochs is not None else None
+        for images in (fitted, voting):
+            if images is not None:
+                count = shared_files(images, observer.val.chosen(), allowed=allow_overlap)
+                observer.fitted_and_scored = max(observer.fitted_and_scored, count)
+        if self.accuracy_epochs is None:
+            return observer
+        if not isinstance(learner, Classifier):
+            raise ConfigurationError(
+                "monitor.accuracy_epochs needs a head that names classes, objective=supervised; "
+                "monitor.knn_epochs works without"
+            )
+        if tuple(class_names) != observer.val.images.class_names:
+            raise ConfigurationError(
+                f"monitor.accuracy_epochs expects the {len(class_names)} classes of the run in "
+                f"monitor.root, which has {len(observer.val.images.class_names)} or others"
+            )
         return observer
 
 
-class Observer:
+class Observer(Measuring):
     """A monitor with its images and the learner it looks at.
 
     It draws no random number and leaves the learner as it was, so that a run is the same with it
@@ -152,116 +178,78 @@ class Observer:
                 f"images, got {options.neighbours}"
             )
 
-    def require_apart(self, fitted: ImageSet | None, *, allowed: bool) -> None:
-        """Make sure that no image that is scored is a file that something is fitted to.
-
-        Raises:
-            DataError: there are such images, and they are not `allowed`.
-        """
-        scored = self.val.chosen()
-        voting = self.train.chosen() if self.options.knn_epochs is not None else None
-        for images in (fitted, voting):
-            if images is not None:
-                count = shared_files(images, scored, allowed=allowed)
-                self.fitted_and_scored = max(self.fitted_and_scored, count)
-
-    def require_head(self, class_names: Sequence[str]) -> None:
-        """Make sure that the learner names the classes of the images, those of `class_names`.
-
-        Raises:
-            ConfigurationError: it does not.
-        """
-        if not isinstance(self.learner, Classifier):
-            raise ConfigurationError(
-                "monitor.accuracy_epochs needs a head that names classes, objective=supervised; "
-                "monitor.knn_epochs works without"
-            )
-        if tuple(class_names) != self.val.images.class_names:
-            raise ConfigurationError(
-                f"monitor.accuracy_epochs expects the {len(class_names)} classes of the run in "
-                f"monitor.root, which has {len(self.val.images.class_names)} or others"
-            )
-
     def measures(self, step: int) -> dict[str, float]:
         """What is due after the step of this number, counted from 1; in percent, NaN if diverged.
 
         Raises:
             DataError: an image cannot be read.
         """
+        options, timeline = self.options, self.timeline
+
+        def is_due(epochs: int | None) -> bool:
+            is_last = step == timeline.total_steps
+            return epochs is not None and (
+                is_last or step % (epochs * timeline.steps_per_epoch) == 0
+            )
+
         found = {}
-        if self._is_due(self.options.accuracy_epochs, step):
-            found |= self._accuracies()
-        if self._is_due(self.options.knn_epochs, step):
-            found[KNN] = self._knn()
+        if is_due(options.accuracy_epochs):
+            for most, right in self.hits().items():
+                found[f"val_top{most}"] = math.nan if right is None else percent(right)
+        if is_due(options.knn_epochs):
+            # Not called as a module: a compiled one would be compiled anew for these shapes.
+            features = self.learner.encoder.forward
+            bank, queries = (self._outputs(images, features) for images in (self.train, self.val))
+            found[KNN] = math.nan
+            if bank.features.isfinite().all() and queries.features.isfinite().all():
+                (ranks,) = knn_ranks(
+                    queries,
+                    bank,
+                    num_classes=len(self.val.images.class_names),
+                    neighbours=[options.neighbours],
+                    temperature=options.temperature,
+                )
+                found[KNN] = percent(ranks == 0)
         return found
 
-    def _is_due(self, epochs: int | None, step: int) -> bool:
-        if epochs is None:
-            return False
-        is_last = step == self.timeline.total_steps
-        return is_last or step % (epochs * self.timeline.steps_per_epoch) == 0
-
-    def hits(self) -> dict[int, Bool[Tensor, " images"]] | None:
+    def hits(self) -> dict[int, Bool[Tensor, " images"] | None]:
         """Which images of `val` have their class first, and among the first five of six or more.
 
         By how many classes count; None for a head that diverged.
         """
         assert isinstance(self.learner, Classifier)
         found = self._outputs(self.val, self.learner.classify)
-        if not found.features.isfinite().all():
-            return None
-        ranks = class_ranks(found.features, found.labels)
-        return {most: ranks < most for most in self._tops}
-
-    @property
-    def _tops(self) -> tuple[int, ...]:
-        # The class is among the five likeliest of five whatever the head says.
-        return (1, 5) if len(self.val.images.class_names) > 5 else (1,)
-
-    def _accuracies(self) -> dict[str, float]:
-        hits = self.hits()
-        return {
-            f"val_top{most}": math.nan if hits is None else percent(hits[most])
-            for most in self._tops
-        }
-
-    def _knn(self) -> float:
-        # Not called as a module: a compiled one would be compiled anew for these shapes.
-        features = self.learner.encoder.forward
-        bank, queries = (self._outputs(images, features) for images in (self.train, self.val))
-        if not (bank.features.isfinite().all() and queries.features.isfinite().all()):
-            return math.nan
-        (ranks,) = knn_ranks(
-            queries,
-            bank,
-            num_classes=len(self.val.images.class_names),
-            neighbours=[self.options.neighbours],
-            temperature=self.options.temperature,
+        is_finite, ranks = (
+            found.features.isfinite().all(),
+            class_ranks(found.features, found.labels),
         )
-        return percent(ranks == 0)
+        # The class is among the five likeliest of five whatever the head says.
+        tops = (1, 5) if len(self.val.images.class_names) > 5 else (1,)
+        return {most: ranks < most if is_finite.all() else None for most in tops}
 
     @torch.no_grad()
     def _outputs(self, drawn: "Drawn", compute: Callable[[Images], Tensor]) -> LabelledFeatures:
         """What a network gives for each image, and the classes."""
-        assert isinstance(self.learner, nn.Module)
         device = next(self.learner.parameters()).device
-        size = self.learner.encoder.config.image_size
+        size, share = self.learner.encoder.config.image_size, self.options.crop_share
+
+        def view(index: int) -> tuple[UInt8[Tensor, "3 _ _"], int]:
+            sample = drawn.images[index]
+            assert sample.label is not None
+            return central_square(sample.image, size, share=share), sample.label
+
         outputs, labels = [], []
         with (
             evaluating(self.learner),
             ThreadPoolExecutor(min(_MOST_THREADS, usable_cores())) as pool,
         ):
-            for batch in drawn.batches(self.options.batch_size):
-                views = list(pool.map(lambda index: self._view(drawn.images, index, size), batch))
+            for start in range(0, len(drawn.indices), self.options.batch_size):
+                batch = drawn.indices[start : start + self.options.batch_size]
+                views = list(pool.map(view, batch))
                 pixels = torch.stack([pixels for pixels, _ in views]).to(device)
                 outputs.append(compute(normalise(pixels.float() / 255, self.colours)).float())
                 labels += [label for _, label in views]
         return LabelledFeatures(torch.cat(outputs), torch.tensor(labels, device=device))
-
-    def _view(self, images: ImageSet, index: int, size: int) -> View:
-        sample = images[index]
-        assert sample.label is not None
-        return central_square(sample.image, size, share=self.options.crop_share), sample.label
 
 
 @dataclass(frozen=True)
@@ -290,10 +278,6 @@ class Drawn:
         if len(self.indices) == len(self.images):
             return whole
         return extended(whole, self.ids)
-
-    def batches(self, size: int) -> Iterator[tuple[int, ...]]:
-        for start in range(0, len(self.indices), size):
-            yield self.indices[start : start + size]
 
 
 @contextmanager
@@ -324,3 +308,86 @@ def described(measures: Mapping[str, float]) -> str:
 def percent(right: Bool[Tensor, " images"]) -> float:
     """Share of those that are true."""
     return 100 * in_float64(right).mean().item()
+
+
+def record_accuracy(
+    results: Path,
+    observer: Observer,
+    weights: Path,
+    description: Mapping[str, Any],
+    trained_on: TrainingImages,
+    left_out: list[str],
+) -> list[Path]:
+    """Measure how often the head of a run is right, and write it down with the images it was on.
+
+    The dataset has the name of its folder, so that of a paper's needs a folder of that name.
+
+    Args:
+        results: Folder of a `ResultStore`, where several runs may stand.
+        observer: Its validation images count.
+        weights: File of the encoder below the head.
+        description: Of the run, as in its state.
+        trained_on: What it has learned from.
+        left_out: Ids of the images that it could not read.
+
+    Returns:
+        Files of the records, that of top-1 first; none for a head that diverged.
+
+    Raises:
+        DataError: an image cannot be read.
+        MachineError: the folder cannot be written.
+    """
+    start = time.monotonic()
+    store, files = ResultStore(results), []
+    encoder, count = identify_encoder(str(weights)), observer.fitted_and_scored
+    gone = {trained_on.split: left_out}
+    for most, right in observer.hits().items():
+        if right is None:
+            return []
+        hits = right.cpu().numpy()
+        key = CellKey(
+            task=SUPERVISED,
+            dataset=re.sub(r"\W+", "_", real(observer.root).name).lower() or "images",
+            split=observer.val.images.split,
+            layer=encoder.depth - 1,
+            facet="head",
+            protocol="central_square",
+            metric=f"top{most}",
+            **encoder.identity(),
+            dataset_fingerprint=observer.val.fingerprint(),
+            seed=description["train"]["seed"],
+            settings={
+                "image_size": observer.learner.encoder.config.image_size,
+                "crop_share": observer.options.crop_share,
+                TRAINED_ON: asdict(trained_on),
+                **({"fitted_and_scored": count} if count else {}),
+            },
+        )
+        seconds = time.monotonic() - start
+        record = key.record(
+            depth=encoder.depth,
+            value=Share(hits).value,
+            ci95=Share(hits).ci95(),
+            num_images=len(hits),
+            model=encoder.name,
+            details={
+                "training": recipe_of(description, observer.timeline),
+                "configuration": {k: v for k, v in description.items() if k not in _PLACES},
+                **({"left_out": counts_and_first(gone)} if left_out else {}),
+            },
+            **provenance(next(observer.learner.parameters()).device, seconds),
+        )
+        store.save_image_ids(record.dataset_fingerprint, observer.val.ids)
+        files.append(store.save(record, hits))
+    return files
+
+
+def recipe_of(description: Mapping[str, Any], timeline: Timeline) -> str:
+    """How the encoder was trained, in words that compare with a paper's."""
+    train, optimizer = description["train"], description["optimizer"]
+    epochs = timeline.total_steps / timeline.steps_per_epoch
+    # Rates hold for a batch of 256, see pretrain/step.py.
+    rate = optimizer["lr"] * train["batch_size"] / 256
+    kind = optimizer["_target_"].rpartition(".")[2]
+    start = f", from weights {description[SHA256][:8]}" if SHA256 in description else ""
+    return f"{epochs:g} epochs, batch {train['batch_size']}, {kind} at {rate:g}{start}"

@@ -6,8 +6,7 @@ from typing import Annotated, Literal
 
 import torch
 
-from pretrain.openings import WARMUP
-from pretrain.schedules import Cosine, Schedule, Timeline, Triangle
+from pretrain.schedules import WARMUP, Cosine, Schedule, Timeline, Triangle
 from ssl_bench.composition.fields import (
     Bits,
     Count,
@@ -94,18 +93,17 @@ class DataOptions:
             DataError: there are none.
             ConfigurationError: they cannot be labelled as asked.
         """
-        images = read_as(self._open(), ReadOptions(self.fingerprint, self.bits))
-        return limited(images, self.limit) if self.limit else images
-
-    def _open(self) -> ImageSet:
         if self.labels and self.root is None:
             raise ConfigurationError(
                 "data.labels=true, as objective=supervised has it, needs images with classes: "
                 "data.root=DIR"
             )
         if self.labels:
-            return ClassFolders(self.root).to_learn_from()
-        return (Toy() if self.root is None else ImageFolder(self.root)).images()
+            images = ClassFolders(self.root).to_learn_from()
+        else:
+            images = (Toy() if self.root is None else ImageFolder(self.root)).images()
+        images = read_as(images, ReadOptions(self.fingerprint, self.bits))
+        return limited(images, self.limit) if self.limit else images
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ class TrainOptions:
 
     @property
     def batch(self) -> int:
-        """`batch_size`, once it is known; see `pretrain.plan.Plan.with_batch`."""
+        """`batch_size`, once it is known; see `pretrain.train.Pretraining.with_batch`."""
         assert self.batch_size is not None, "a batch that nobody typed is fitted first"
         return self.batch_size
 

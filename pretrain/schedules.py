@@ -1,8 +1,9 @@
-"""Values that change from step to step, as pure functions of the step."""
+"""Values that change from step to step, as pure functions of the step; lengths of warm-ups."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ssl_bench.errors import ConfigurationError
 
@@ -95,3 +96,74 @@ class Linear:
         if step >= self.num_steps - 1:
             return self.end
         return self.start + (self.end - self.start) * step / (self.num_steps - 1)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """The first epochs of a recipe, in which something rises or waits.
+
+    A length that was asked for is taken as it is. The default is counted in epochs of ImageNet, and
+    a short run on few images would end before it does: it takes no more than a share of the run.
+
+    Attributes:
+        key: Of the option that sets its length in epochs, such as "train.warmup_epochs".
+        epochs: Length where nothing is asked for.
+        share: Of the run, that this takes at most, in (0, 1].
+    """
+
+    key: str
+    epochs: float
+    share: float
+
+    def steps(self, asked: float | None, timeline: Timeline) -> int:
+        """How long it is; `asked` in epochs, None for the default.
+
+        Raises:
+            ConfigurationError: what was asked for is longer than the run.
+        """
+        if asked is None:
+            return self.shortened(self.epochs, timeline)
+        steps = round(asked * timeline.steps_per_epoch)
+        if steps > timeline.total_steps:
+            raise ConfigurationError(
+                f"{self.key}={asked:g} are {steps} steps and the run has {timeline.total_steps}; "
+                f"take fewer epochs, or {self.key}=null: {self.epochs:g}, at most "
+                f"{100 * self.share:g} % of the run"
+            )
+        return steps
+
+    def shortened(self, epochs: float, timeline: Timeline) -> int:
+        """So many epochs in steps, but no more than the share of the run."""
+        most = math.ceil(self.share * timeline.total_steps)
+        return min(round(epochs * timeline.steps_per_epoch), most)
+
+
+WARMUP = WarmUp("train.warmup_epochs", epochs=10.0, share=0.1)
+FREEZE = WarmUp("objective.freeze_last_layer_epochs", epochs=1.0, share=0.1)
+TEMPERATURE = WarmUp("objective.teacher_temperature_epochs", epochs=30.0, share=0.3)
+WARMUPS = (WARMUP, FREEZE, TEMPERATURE)
+
+
+def warmup_steps(
+    description: Mapping[str, Any], timeline: Timeline, *, shortened: bool = False
+) -> dict[str, int]:
+    """What the warm-ups of a run come to, by the names of their options.
+
+    Args:
+        description: What `pretrain.description.describe` makes of the run.
+        timeline: Of the run.
+        shortened: All of them, as in runs whose state does not say what they came to.
+
+    Raises:
+        ConfigurationError: one is longer than the run.
+    """
+    found = {}
+    for warmup in WARMUPS:
+        part, name = warmup.key.split(".")
+        if name in description.get(part, {}):
+            asked = description[part][name]
+            if shortened and asked is not None:
+                found[name] = warmup.shortened(asked, timeline)
+            else:
+                found[name] = warmup.steps(asked, timeline)
+    return found

@@ -1,24 +1,28 @@
-"""One optimizer step as a list of named steps; no files, no clock."""
+"""One optimizer step as a list of named steps, and the same bits every time; no files, no clock."""
 
 import math
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from jaxtyping import Bool
+from torch import Tensor
 
-from pretrain.logging.mfu import product_rate, training_flops
+from pretrain.batches import step_seed
+from pretrain.distributed import TrainingRanks
 from pretrain.objectives.objective import Learner, Views
 from pretrain.optimizers.recipes import OptimizerRecipe, clip_gradients, parameter_groups
 from pretrain.options import TrainOptions
-from pretrain.runtime.batches import step_seed
-from pretrain.runtime.distributed import TrainingRanks
+from pretrain.resources import product_rate, training_flops
 from pretrain.schedules import Cosine, Timeline
+from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.autocast import autocast, computed_in
 
 _REFERENCE_BATCH = 256
+# cuBLAS reads it when it is first used; without it its products may be summed in any order.
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Trainer:
@@ -32,7 +36,6 @@ class Trainer:
         timeline: Timeline,
         ranks: TrainingRanks,
     ) -> None:
-        assert isinstance(learner, nn.Module)
         self.learner, self.options, self.ranks = learner, options, ranks
         learner.to(ranks.device)
         if options.compiles(ranks.device):
@@ -63,7 +66,12 @@ class Trainer:
         tensors on it.
         """
         torch.manual_seed(step_seed(self.options.seed, step, self.ranks.rank))
-        self._set_rates(step)
+        groups = self.optimizer.param_groups
+        for group in groups:
+            group["lr"] = self.lr(step) * group.get("lr_scale", 1.0)
+        # Each is followed by one that is exempt.
+        for decayed in groups[::2]:
+            decayed["weight_decay"] = self.weight_decay(step)
         statistics = [buffer.clone() for buffer in self.learner.student.buffers()]
         try:
             eager = torch.compiler.set_stance("force_eager") if self._stays_eager else nullcontext()
@@ -73,7 +81,11 @@ class Trainer:
             # A part that never came, or a device that is full: this step was not taken.
             self._restore(statistics, torch.tensor(True))
             raise
-        report["gradient_norm"] = self._clip()
+        # Tensor by tensor, or all of them together; reported is the norm over all before.
+        most = self.options.max_grad_norm or math.inf
+        parameters = self.learner.student.parameters()
+        norms = clip_gradients(parameters, most, whole=self.options.global_norm)
+        report["gradient_norm"] = norms.norm()
         lost = ~report["gradient_norm"].isfinite()
         self._restore(statistics, lost)
         self.learner.freeze_gradients(step)
@@ -105,57 +117,60 @@ class Trainer:
         return rates | self.learner.values(step)
 
     def state_dict(self) -> dict[str, Any]:
-        assert isinstance(self.learner, nn.Module)
         return {"learner": self.learner.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        assert isinstance(self.learner, nn.Module)
         self.learner.load_state_dict(state["learner"])
         self.optimizer.load_state_dict(state["optimizer"])
-
-    def _set_rates(self, step: int) -> None:
-        groups = self.optimizer.param_groups
-        for group in groups:
-            group["lr"] = self.lr(step) * group.get("lr_scale", 1.0)
-        # Each is followed by one that is exempt.
-        for decayed in groups[::2]:
-            decayed["weight_decay"] = self.weight_decay(step)
 
     def _accumulate(self, step: int, parts: Iterable[Views]) -> dict[str, Tensor]:
         """Gradients of the mean loss over all parts; mean of what they report."""
         reports = []
         for number, views in enumerate(parts, start=1):
             if not self.flops:
-                assert isinstance(self.learner, nn.Module)
                 part = training_flops(self.learner, views, step)
                 self.flops = self.options.accumulation * part
-            with self._averaging(last=number == self.options.accumulation):
-                loss, report = self._loss(step, views)
+            # Gradients are averaged over processes only once, with the last part.
+            waits = self.ranks.count > 1 and number < self.options.accumulation
+            network: Any = self.network
+            with network.no_sync() if waits else nullcontext():
+                with autocast(self.ranks.device, self._dtype):
+                    loss, report = self.learner.loss(self.network, views, step)
                 (loss / self.options.accumulation).backward()
             reports.append({"loss": loss.detach(), **report})
         return {name: torch.stack([r[name] for r in reports]).mean() for name in reports[0]}
-
-    def _loss(self, step: int, views: Views) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
-        with autocast(self.ranks.device, self._dtype):
-            return self.learner.loss(self.network, views, step)
-
-    def _averaging(self, *, last: bool) -> Any:
-        """Average gradients over processes only once, with the last part."""
-        if self.ranks.count == 1 or last:
-            return nullcontext()
-        assert isinstance(self.network, nn.parallel.DistributedDataParallel)
-        return self.network.no_sync()
-
-    def _clip(self) -> Float[Tensor, ""]:
-        """Clip tensor by tensor, or all of them together.
-
-        Returns:
-            The norm over all tensors before.
-        """
-        most, whole = self.options.max_grad_norm or math.inf, self.options.global_norm
-        return clip_gradients(self.learner.student.parameters(), most, whole=whole).norm()
 
     def _restore(self, before: Iterable[Tensor], lost: Bool[Tensor, ""]) -> None:
         """Batch statistics of a step that learns nothing are not kept either."""
         for buffer, old in zip(self.learner.student.buffers(), before, strict=True):
             buffer.copy_(torch.where(lost.to(buffer.device), old, buffer))
+
+
+@contextmanager
+def deterministic(asked: bool) -> Iterator[None]:
+    """Compute only with what gives the same bits every time, and refuse what cannot.
+
+    Two runs are then equal on devices of one kind with one version of torch. On a CPU they are
+    without it.
+
+    Raises:
+        ConfigurationError: something in the run exists in no deterministic form.
+    """
+    if not asked:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        what = str(error).partition(" does not have")[0][:100]
+        raise ConfigurationError(
+            f"train.deterministic=true: {what} has no deterministic form on this device; leave "
+            "train.deterministic out"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,36 +1,125 @@
-"""A pretraining run: its configuration, its folder, and its processes."""
+"""A pretraining run: what it is made of, and its loop.
 
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+`Pretraining` says what a run is and begins one. `Run` is the loop: what a step reads, when
+something is saved, logged or stopped, and what is left. What a step computes: `pretrain/step.py`.
+"""
+
+import hashlib
+import os
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import yaml
+from torch import Tensor
+from torch.utils.data import default_convert
 
-from pretrain.description import describe
-from pretrain.logging.tensorboard import require_tensorboard
-from pretrain.logging.weights_and_biases import require_wandb
-from pretrain.objectives.objective import Generating
-from pretrain.plan import Plan
-from pretrain.run import Run
-from pretrain.runtime.determinism import deterministic
-from pretrain.runtime.distributed import TrainingRanks, training_together
-from pretrain.runtime.fine_tuning import require_apart
-from pretrain.runtime.folder import ENCODER, LOG, claim, require_free
-from pretrain.runtime.lock import held
-from pretrain.runtime.signals import stop_requests
-from pretrain.runtime.state import STATE, has_state, load_state
-from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import EncoderConfig, StateSpaceConfig
+from pretrain import checkpoints, logging
+from pretrain.batches import (
+    Batches,
+    Remaining,
+    Share,
+    Substituted,
+    arriving,
+    in_memory,
+    plan_workers,
+)
+from pretrain.description import LENGTH, describe, differences, in_full
+from pretrain.distributed import TrainingRanks, training_together
+from pretrain.fine_tuning import SHA256, init_from, require_apart, sha256_at_resume
+from pretrain.lock import Hold, held
+from pretrain.monitor import Monitor, Observer, described, record_accuracy
+from pretrain.objectives.dino import Dino
+from pretrain.objectives.objective import Generating, Learner, Measuring, Objective
+from pretrain.objectives.supervised import Supervised
+from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
+from pretrain.options import DataOptions, TrainOptions
+from pretrain.resources import Needs, fitted_batch, kept_bytes, training_flops
+from pretrain.schedules import warmup_steps
+from pretrain.signals import StopRequest, stop_requests
+from pretrain.step import Trainer, deterministic
+from ssl_bench.composition.fields import check_fields
+from ssl_bench.data.files.fingerprints import marks_of
+from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted, SslBenchError
+from ssl_bench.evaluation import trained_on
+from ssl_bench.models import EncoderConfig, StateSpaceConfig, ViTConfig
+from ssl_bench.models.loading.checkpoint import colours_metadata
 from ssl_bench.system.device import choose_device
+from ssl_bench.system.files import write_text_atomically
 from ssl_bench.system.progress import size_in_words
+
+# Weights' worth of moments, and of SOAP's statistics and bases in a ViT, that an optimizer holds.
+_ADAMW_HOLDS, _SOAP_HOLDS = 2, 10
+# In the state of a run: a sha256 over the images that it has learned from, indices of those that it
+# left out, and of those among them that it never learned from.
+_LEARNED, _LEFT_OUT, _UNLEARNED = "learned_files", "left_out", "left_out_unlearned"
+# In its description: a sha256 over the images, and what the warm-ups come to.
+_FILES, _WARMUPS = "image_files", "opening_steps"
+_NAMED_AT_MOST = 5
+# A monitor that takes longer than both, the second of the training before it, is mentioned.
+_MONITOR_SECONDS, _MONITOR_SHARE = 1.0, 0.1
 
 
 @dataclass(frozen=True)
-class Pretraining(Plan):
-    """A plan that can be carried out."""
+class Pretraining:
+    """An encoder, what it learns for, with which optimizer, from which images, for how long.
+
+    Attributes:
+        init_from: Address of a checkpoint, as `load_encoder` takes it, whose weights the encoder
+            starts with; random ones without.
+    """
+
+    model: EncoderConfig = field(default_factory=ViTConfig)
+    objective: Objective = field(default_factory=Dino)
+    optimizer: OptimizerRecipe = field(default_factory=AdamW)
+    data: DataOptions = field(default_factory=DataOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    monitor: Monitor = field(default_factory=Monitor)
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "")
+        if isinstance(self.objective, Generating):
+            for name, options in (("data", self.data), ("monitor", self.monitor)):
+                if options != type(options)():
+                    raise ConfigurationError(
+                        f"{name}.* expects images, and this objective has none: it makes what it "
+                        f"learns from; leave {name}.* out, and --data-root"
+                    )
+        elif isinstance(self.model, StateSpaceConfig):
+            raise ConfigurationError(
+                f"model.version={self.model.version} reads tokens and no images; take "
+                "objective=copying, or model=vit_small_skip"
+            )
+        elif self.data.labels is None:
+            labelled = replace(self.data, labels=isinstance(self.objective, Supervised))
+            object.__setattr__(self, "data", labelled)
+
+    @property
+    def encoder(self) -> EncoderConfig:
+        """The model at the size of the large crops."""
+        if isinstance(self.model, StateSpaceConfig):
+            return self.model
+        return replace(self.model, image_size=self.data.image_size or self.model.image_size)
+
+    def images(self) -> ImageSet:
+        """What is learned from.
+
+        Raises:
+            DataError: there are no images.
+            ConfigurationError: they cannot be kept or labelled as asked.
+        """
+        if isinstance(self.objective, Generating):
+            return self.objective.images()
+        return self.data.open()
 
     def outline(
         self, out: Path, *, goes_on: bool = False, device: torch.device | str | None = None
@@ -47,17 +136,26 @@ class Pretraining(Plan):
             DataError: there are no images.
         """
         if not goes_on:
-            require_free(out)
+            checkpoints.require_free(out)
         images = self.images()
         ranks = TrainingRanks(device=choose_device(device and str(device)))
         plan, why, _ = self.with_batch(images, ranks)
-        timeline, batch, noun = plan.train.timeline(len(images)), plan.train.batch, self.noun
+        timeline, batch = plan.train.timeline(len(images)), plan.train.batch
+        noun = self.objective.noun
         epochs = timeline.total_steps / timeline.steps_per_epoch
+        encoder = self.encoder
+        sizes = f"{encoder.depth} blocks of width {encoder.dim}"
+        if isinstance(encoder, StateSpaceConfig):
+            sizes += f", {encoder.version} with {encoder.num_states} states"
+        else:
+            side = encoder.image_size
+            sizes += f", patches of {encoder.patch_size} pixels, images of {side} x {side}"
+        objective, optimizer = (type(part).__name__ for part in (self.objective, self.optimizer))
         return [
             f"run folder {out}",
             f"{noun:10} {len(images):,} of {images.name} {images.split}",
-            f"encoder    {_sizes(self.encoder)}",
-            f"learning   {_word(self.objective)} with {_word(self.optimizer)}",
+            f"encoder    {sizes}",
+            f"learning   {objective} with {optimizer}",
             f"steps      {timeline.total_steps:,} of {batch:,} {noun}, {epochs:.4g} epochs",
             *([f"batch      {batch:,} fits: {why}"] if why else []),
         ]
@@ -102,9 +200,9 @@ class Pretraining(Plan):
                 Weights & Biases is asked for and missing.
         """
         if self.train.tensorboard:
-            require_tensorboard()
+            logging.require_tensorboard()
         if self.train.wandb is not None:
-            require_wandb()
+            logging.require_wandb()
         if self.init_from is not None:
             require_apart(self.init_from, out)
         with ExitStack() as stack:
@@ -121,12 +219,19 @@ class Pretraining(Plan):
             with ranks.together():
                 if ranks.is_first:
                     hold = stack.enter_context(held(out))
-                    if (must_resume or extend) and not has_state(out):
+                    if (must_resume or extend) and not checkpoints.has_state(out):
                         raise ConfigurationError(f"nothing to resume in {out}; give --out of a run")
-                    claim(out, resume=goes_on, overwrite=overwrite)
+                    checkpoints.claim(out, resume=goes_on, overwrite=overwrite)
             with ranks.together():
-                found = load_state(out, ranks.device) if goes_on and has_state(out) else None
-                run = Run(self._recorded(*found) if found else self, out, ranks, request, hold)
+                found = None
+                if goes_on and checkpoints.has_state(out):
+                    found = checkpoints.load_state(out, ranks.device)
+                plan = self
+                if found and self.train.batch_size is None:
+                    # It is that of the run which goes on, whatever would fit here.
+                    batch = found[0]["configuration"]["train"]["batch_size"]
+                    plan = replace(self, train=replace(self.train, batch_size=batch))
+                run = Run(plan, out, ranks, request, hold)
                 if found:
                     run.restore(*found, extend=extend)
                 else:
@@ -136,31 +241,481 @@ class Pretraining(Plan):
                 if ranks.is_first:
                     run.write_config(config or describe(self))
             run.go()
-        return out / ENCODER
-
-    def _recorded(self, state: Mapping[str, Any], _: Path) -> "Pretraining":
-        """A batch that nobody types is that of the run which goes on, whatever would fit here."""
-        batch = self.train.batch_size or state["configuration"]["train"]["batch_size"]
-        return replace(self, train=replace(self.train, batch_size=batch))
+        return out / checkpoints.ENCODER
 
     def what_next(self, out: Path) -> str:
         """What to do with a finished run, in a line."""
         if isinstance(self.objective, Generating):
-            return f"tested: see the last line of {out / LOG}"
-        line, state = f"next: ssl-bench probe --task all --checkpoint {out}", out / STATE
+            return f"tested: see the last line of {out / checkpoints.LOG}"
+        line = f"next: ssl-bench probe --task all --checkpoint {out}"
+        state = out / checkpoints.STATE
         if not state.is_file():
             return line
         size = size_in_words(state.stat().st_size)
         return f"{line}; the {size} of {state} are for --resume and --extend alone"
 
+    def with_batch(
+        self, images: ImageSet, ranks: TrainingRanks
+    ) -> tuple["Pretraining", str, Needs | None]:
+        """The plan with a batch that fits, why it is that, and its needs, where none was typed."""
+        train, count = self.train, len(images)
+        if train.batch_size is not None:
+            return self, "", None
 
-def _sizes(encoder: EncoderConfig) -> str:
-    blocks = f"{encoder.depth} blocks of width {encoder.dim}"
-    if isinstance(encoder, StateSpaceConfig):
-        return f"{blocks}, {encoder.version} with {encoder.num_states} states"
-    side = encoder.image_size
-    return f"{blocks}, patches of {encoder.patch_size} pixels, images of {side} x {side}"
+        def fitted() -> tuple[int, str, Needs]:
+            # No batch is larger, and so no schedule shorter.
+            timeline = replace(train, batch_size=max(1, count // 4)).timeline(count)
+            learner = self.objective.build(
+                self.encoder, timeline, seed=train.seed, class_names=images.class_names
+            )
+            needs, parts = self.needs(learner), train.accumulation
+            batch = fitted_batch(count, needs, ranks.device, ranks=ranks.count, parts=parts)
+            return *batch, needs
+
+        batch, why, needs = ranks.from_first(fitted)
+        return replace(self, train=replace(train, batch_size=batch)), why, needs
+
+    def needs(self, learner: Learner) -> Needs:
+        """What a step needs, counted on blank images without computing anything."""
+        crops = self.objective.crops
+        sizes = crops.sizes(self.encoder.image_size, self.encoder.patch_size)
+        blank = Sample("blank", np.zeros((8, 8, 3), np.uint8), label=0)
+        cut = default_convert(crops.cut([blank], [np.random.default_rng(0)], sizes))
+        with torch.random.fork_rng(devices=[]):
+            one = crops.finish(cut, torch.device("cpu"), self.data.colours)
+
+        def repeated(view: Tensor, images: int) -> Tensor:
+            if not view.ndim:
+                return view
+            return view.new_empty((images * len(view), *view.shape[1:]), device="meta")
+
+        two, three = ([repeated(view, number) for view in one] for number in (2, 3))
+        kept = kept_bytes(learner, two, 0)
+        image_bytes = kept_bytes(learner, three, 0) - kept
+        # Of prototypes the forward pass keeps the gradient, of other weights what is there anyway.
+        weights = sum(weight.nbytes for weight in learner.student.parameters())
+        whole = sum(tensor.nbytes for tensor in (*learner.parameters(), *learner.buffers()))
+        holds = _SOAP_HOLDS if isinstance(self.optimizer, Soap) else _ADAMW_HOLDS
+        saved = whole + holds * weights
+        return Needs(training_flops(learner, two, 0) / 2, image_bytes, 2 * saved + weights)
 
 
-def _word(component: object) -> str:
-    return type(component).__name__
+class Run:
+    """A pretraining on its way: the loop, and what it reads and writes."""
+
+    def __init__(
+        self,
+        plan: Pretraining,
+        out: Path,
+        ranks: TrainingRanks,
+        request: StopRequest,
+        hold: Hold | None,
+    ) -> None:
+        self.out, self.ranks, self.request = out, ranks, request
+        self.saver = checkpoints.Saver(out, hold) if hold is not None else None
+        self.clock = logging.Clock()
+        self.images = images = plan.images()
+        plan, self._why, needs = plan.with_batch(images, ranks)
+        self.plan = plan
+        self.timeline = plan.train.timeline(len(images))
+        self.trained_on = ranks.from_first(request.at_once()(partial(trained_on, images)))
+        # Which images these are, wherever they lie, and what is in them.
+        names = "\n".join((*images.ids, *images.class_names))
+        which = hashlib.sha256(os.fsencode(names)).hexdigest()
+        self.description = describe(plan)
+        self.description |= {"images": which, _FILES: self.trained_on.fingerprint}
+        self.description[_WARMUPS] = warmup_steps(self.description, self.timeline)
+        self.batches = self._batches()
+        options = plan.train
+        asked = options.workers(ranks.device)
+        self.workers = plan_workers(self.batches, asked, options.shared_memory_gib)
+        learner = plan.objective.build(
+            plan.encoder, self.timeline, seed=options.seed, class_names=images.class_names
+        )
+        self.needs = needs or plan.needs(learner)
+        self.observer: Measuring | None
+        if isinstance(plan.objective, Generating):
+            self.observer = plan.objective.observer(learner, self.timeline)
+        else:
+            self.observer = plan.monitor.open(
+                learner,
+                self.timeline,
+                data_root=plan.data.root,
+                class_names=images.class_names,
+                colours=plan.data.colours,
+                fitted=images if plan.data.labels else None,
+                allow_overlap=plan.data.allow_overlap,
+            )
+        self.trainer = Trainer(learner, plan.optimizer, options, self.timeline, ranks)
+        self.trainer.flops = self.needs.flops * options.batch / ranks.count
+        self.step = 0
+        self.extensions: list[dict[str, int]] = []
+        self.left_out, self._unlearned, self._told = set[int](), set[int](), set[int]()
+        self._config: Mapping[str, Any] = {}
+        self._news: list[str] = []
+        self._fault: Exception | None = None
+
+    def _batches(self) -> Batches:
+        """Which images each step sees in this process, in crops."""
+        plan, options, ranks = self.plan, self.plan.train, self.ranks
+        parts = options.accumulation * ranks.count
+        if options.batch % parts:
+            raise ConfigurationError(
+                f"train.batch_size must be a multiple of {parts} (train.accumulation x processes), "
+                f"got {options.batch}"
+            )
+        crops, encoder = plan.objective.crops, plan.encoder
+        sizes = crops.sizes(encoder.image_size, encoder.patch_size)
+        skips = plan.data.on_bad_image == "skip"
+        samples = Substituted(self.images) if skips else self.images
+        return Batches(
+            images=in_memory(samples) if plan.data.in_memory else samples,
+            cut=partial(crops.cut, sizes=sizes),
+            share=Share(options.batch, options.accumulation, ranks.rank, ranks.count),
+            seed=options.seed,
+            repeats=options.repeats,
+            ids=self.images.ids if skips else (),
+        )
+
+    # How a run starts.
+
+    def begin(self, *, instead: bool = False) -> None:
+        """Take the weights of another run, where the plan says so; `instead` of going on."""
+        if instead:
+            self._news.append(f"nothing to resume in {self.out}, starting")
+        if self.plan.init_from is not None:
+            encoders = self.trainer.learner.encoders
+            colours = self.plan.data.colours
+            self.description[SHA256] = init_from(self.plan.init_from, encoders, colours)
+
+    def restore(self, state: Mapping[str, Any], path: Path, *, extend: bool = False) -> None:
+        """Go back to a state that was saved in a file, to go on for longer if `extend` says so.
+
+        Raises:
+            ConfigurationError: it is of a run with another configuration, or has learned from
+                images that are others now.
+        """
+        # Older states say nothing of the files, nor of options that came later.
+        older = {_FILES: self.description[_FILES], **state["configuration"]}
+        if self.plan.init_from is not None:
+            self.description[SHA256] = sha256_at_resume(self.plan.init_from, older)
+        before = in_full(older, self.plan)
+        before.setdefault(_WARMUPS, warmup_steps(before, self.timeline, shortened=True))
+        # Epochs that are kept may be of the longer run alone.
+        lengths = {
+            name.partition(".")[2]: before["train"][name.partition(".")[2]] for name in LENGTH
+        }
+        former = replace(self.plan.train, keep_epochs=None, **lengths)
+        old, new = former.timeline(len(self.images)).total_steps, self.timeline.total_steps
+        changed = differences(before, self.description)
+        longer = [change for change in changed if change.startswith((*LENGTH, f"{_WARMUPS}."))]
+        if extend:
+            changed = [change for change in changed if change not in longer]
+        is_of_files = [change.startswith(f"{_FILES}:") for change in changed] == [True]
+        if is_of_files and self.ranks.from_first(partial(self._learned_the_same, state)):
+            changed = []
+            self._news.append("images that this run has not learned from are others than before")
+        if changed:
+            is_longer = not extend and new > old
+            raise ConfigurationError(
+                f"{path} is of a run with another configuration ({'; '.join(changed)}); put it "
+                f"back, {'go on for longer with --extend, ' if is_longer else ''}or start anew in "
+                "another folder"
+            )
+        unreadable = self.ranks.from_first(partial(self._unreadable, state.get(_LEFT_OUT, ())))
+        self.left_out, self._unlearned = unreadable, unreadable & {*state.get(_UNLEARNED, ())}
+        self.extensions = state.get("extensions", [])
+        news = f"going on after step {state['step']} of {new}"
+        # What was stopped after it had been extended is submitted again by the same words.
+        if extend and (longer or not self.extensions):
+            if new <= old:
+                raise ConfigurationError(
+                    f"--extend expects more than the {old} steps of the run in {self.out}, got "
+                    f"{new}; raise train.epochs or train.max_steps"
+                )
+            self.extensions.append({"step": state["step"], "from_steps": old, "to_steps": new})
+            news += f" instead of {old}"
+        self.trainer.load_state_dict(state)
+        self.step = state["step"]
+        self._news.append(news)
+
+    def _learned(self, step: int, unlearned: Collection[int]) -> str:
+        """Sha256 over what those images hold that so many steps have learned from."""
+        learned = self.batches.seen(step)
+        learned[[*unlearned]] = False
+        return hashlib.sha256(marks_of(self.images)[learned].tobytes()).hexdigest()
+
+    def _learned_the_same(self, state: Mapping[str, Any]) -> bool:
+        # States of older versions do not say it, and nothing equals that.
+        return state.get(_LEARNED) == self._learned(state["step"], state.get(_UNLEARNED, ()))
+
+    def _unreadable(self, left_out: Collection[int]) -> set[int]:
+        """Those of the images that still cannot be read."""
+        found = set[int]()
+        for index in left_out:
+            try:
+                self.images[index]
+            except DataError:
+                found.add(index)
+        return found
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Leave what was asked for, how often it was extended and which images it lacks."""
+        train = {**config.get("train", {}), "batch_size": self.plan.train.batch_size}
+        self._config = config = {**config, "train": train}
+        more = {"extensions": self.extensions, _LEFT_OUT: self._names(self.left_out)}
+        more = {name: values for name, values in more.items() if values}
+        plain = yaml.safe_dump({**config, **more}, sort_keys=False)
+        write_text_atomically(self.out / checkpoints.CONFIG, plain)
+
+    # How it goes on, and ends.
+
+    def go(self) -> None:
+        """Train from the current step to the last, or until something asks to stop."""
+        total, options = self.timeline.total_steps, self.plan.train
+        watch = logging.Watch(
+            self.trainer.learner.diagnose,
+            non_finite_patience=options.non_finite_patience,
+            in_bfloat16=options.autocasts(self.ranks.device),
+            diagnosis_patience=options.collapse_patience,
+            first_step=options.warmup_steps(self.timeline),
+        )
+        report = logging.StepLog(
+            self._journal(),
+            done=self.step,
+            total=total,
+            ranks=self.ranks,
+            watch=watch,
+            minutes=options.max_minutes,
+        )
+        where = f"of {total}, saved in {self.out}"
+        with ExitStack() as stack:
+            stack.enter_context(closing(report))
+            if self.saver is not None:
+                stack.enter_context(closing(self.saver))
+            for line in (*self._news, *self._outlook()):
+                report.say(line)
+            try:
+                with closing(self._parts()) as parts:
+                    while self.step < total and not report.stop:
+                        self._take_step(parts, report)
+                self._agree()
+            except (DataError, MachineError):
+                # Nobody leaves before it is done: torchrun ends those that are left.
+                with self.ranks.together():
+                    self._save_and_wait(report)
+                report.say(f"after step {self.step} {where}; go on with --resume")
+                raise
+            with self.ranks.together():
+                self._save_and_wait(report)
+            if self.step == total:
+                if self.saver is not None:
+                    checkpoints.remove_previous(self.out)
+                results, is_first = self.plan.monitor.results, self.ranks.is_first
+                if results is not None and is_first and isinstance(self.observer, Observer):
+                    for path in record_accuracy(
+                        Path(results),
+                        self.observer,
+                        self.out / checkpoints.ENCODER,
+                        self.description,
+                        self.trained_on,
+                        self._names(self.left_out),
+                    ):
+                        report.say(f"accuracy recorded in {path}")
+                return
+            where = f"after step {self.step} {where}"
+            if self.request.is_interrupt:
+                report.say(f"interrupted {where}; go on with --resume")
+                raise KeyboardInterrupt
+            if not self.request.is_preemption and self._time_is_up():
+                report.say(f"time is up {where}; go on with --resume")
+                return
+            error = Preempted(f"asked to stop {where}; submit again with --resume")
+            error.is_shared = self.ranks.count > 1
+            raise error
+
+    def _outlook(self) -> Iterator[str]:
+        """What is to come, in a few lines."""
+        if rise := self.trainer.rise():
+            yield rise
+        options = self.plan.train
+        at_once = options.batch // (options.accumulation * self.ranks.count)
+        line = f"{len(self.images):,} {self.plan.objective.noun}, {self.timeline.total_steps:,} "
+        line += f"steps of {options.batch:,}, "
+        line += f"about {max(self.needs.gib(at_once), 0.1):.1f} GiB of memory"
+        yield f"{line}; train.batch_size={options.batch} fits: {self._why}" if self._why else line
+        if self.workers.asked:
+            yield str(self.workers)
+
+    def _journal(self) -> logging.Journal | None:
+        if not self.ranks.is_first:
+            return None
+        curves: list[logging.Curves] = []
+        if self.plan.train.tensorboard:
+            curves.append(logging.Board(self.out / checkpoints.BOARD, last_step=self.step))
+        if project := self.plan.train.wandb:
+            folder = self.out / checkpoints.WANDB
+            curves.append(logging.WandbRun(project, folder, self.description, last_step=self.step))
+        return logging.Journal(self.out / checkpoints.LOG, last_step=self.step, curves=curves)
+
+    def _take_step(self, parts: Iterator[Any], report: logging.StepLog) -> None:
+        """Learn from one batch; measure, log, keep and save what is due after it."""
+        crops, device = self.plan.objective.crops, self.ranks.device
+        cut = islice(parts, self.plan.train.accumulation)
+        views = (crops.finish(group, device, self.plan.data.colours) for group in cut)
+        values = self.trainer.take_step(self.step, views)
+        seconds, waited = self.clock.lap()
+        row = {
+            "step": self.step + 1,
+            "epoch": self.timeline.epoch(self.step),
+            **self.trainer.values(self.step),
+            "images_per_second": self.plan.train.batch / seconds,
+            "data_wait": 100 * waited / seconds,
+            "mfu": self.trainer.utilisation(seconds),
+        }
+        self.step += 1
+        try:
+            row |= self._measures(report)
+        except Exception as error:
+            self._fault = error
+        # What could not be measured must not cost the row of a step that was taken.
+        report.note(row, values, stop=self._wants_to_stop(), save=self._wants_to_save())
+        try:
+            report.settle()
+            if self.saver is not None:
+                self.saver.check()
+            self._keep(report)
+            if report.save and not report.stop and self.step < self.timeline.total_steps:
+                self.save(report)
+        except Exception as error:
+            self._fault = self._fault or error
+
+    def _agree(self, error: Exception | None = None) -> None:
+        """End all processes with what one of them could not do since the last time."""
+        self.ranks.agree(error or self._fault)
+
+    def _measures(self, report: logging.StepLog) -> Mapping[str, float]:
+        """What the monitor finds after this step, if it is its turn; one process measures."""
+        if self.observer is None or not self.ranks.is_first:
+            return {}
+        trained = self.clock.seconds_since_begin
+        measures = self.observer.measures(self.step)
+        if measures:
+            report.say(f"step {self.step}/{self.timeline.total_steps}  {described(measures)}")
+            took = self.clock.seconds_since_begin - trained
+            if took > max(_MONITOR_SECONDS, _MONITOR_SHARE * trained):
+                report.say(
+                    f"the monitor took {took:.0f} s after {trained:.0f} s of training; "
+                    f"{self.observer.costs_by} say how long"
+                )
+            # The time it took is not that of the next step.
+            self.clock.begin()
+        return measures
+
+    def _wants_to_stop(self) -> bool:
+        return self.request.received is not None or self._time_is_up()
+
+    def _time_is_up(self) -> bool:
+        minutes = self.plan.train.max_minutes
+        return minutes is not None and self.clock.minutes_since_start >= minutes
+
+    def _wants_to_save(self) -> bool:
+        epochs = self.plan.train.checkpoint_epochs
+        if epochs and self.step % (epochs * self.timeline.steps_per_epoch) == 0:
+            return True
+        return self.clock.minutes_since_save >= self.plan.train.checkpoint_minutes
+
+    # What a step reads.
+
+    def _parts(self) -> Generator[Any, None, None]:
+        """Crops of all parts that are still to come; closing it ends the data workers."""
+        num_parts, device = self.plan.train.accumulation, self.ranks.device
+        remaining = range(self.step * num_parts, self.timeline.total_steps * num_parts)
+        self.clock.begin()
+        with closing(arriving(self.batches, self.workers, remaining, device)) as pieces:
+            for _ in remaining:
+                part, error = None, None
+                try:
+                    # Each piece is taken as soon as it is there.
+                    coming = (self._next_piece(pieces) for _ in range(self.workers.pieces))
+                    if self.workers.pieces == 1:
+                        part = next(coming)
+                    else:
+                        part = self.plan.objective.crops.join(coming, device)
+                except SslBenchError as met:
+                    error = met
+                self._agree(error)
+                yield part
+
+    def _next_piece(self, pieces: Iterator[Any]) -> Any:
+        with self.clock.waiting():
+            piece = next(pieces)
+        if isinstance(piece, SslBenchError):
+            raise piece
+        if isinstance(piece, Remaining):
+            new = set(piece.left_out) - self.left_out
+            self._unlearned |= {i for i in new if not self.batches.seen(self.step)[i]}
+            self.left_out |= new
+            return piece.crops
+        return piece
+
+    # What it leaves.
+
+    def save(self, report: logging.StepLog) -> None:
+        """Leave training state and encoder, once all steps so far are known to be sound.
+
+        Waits for their copy alone; what goes wrong with the files, a later step is told.
+        """
+        report.settle(everything=True)
+        found = self.ranks.gathered((self.left_out, self._unlearned))
+        self.left_out, self._unlearned = (
+            set[int]().union(*sets) for sets in zip(*found, strict=True)
+        )
+        if self.saver is not None:
+            self._tell_left_out(report)
+            state = {
+                "step": self.step,
+                "configuration": self.description,
+                "extensions": self.extensions,
+                _LEFT_OUT: sorted(self.left_out),
+                _UNLEARNED: sorted(self._unlearned),
+                _LEARNED: self._learned(self.step, self._unlearned),
+                **self.trainer.state_dict(),
+            }
+            self.saver.save(state, self._encoder(), report.say)
+        self.clock.mark_saved()
+        report.save = False
+
+    def _save_and_wait(self, report: logging.StepLog) -> None:
+        self.save(report)
+        if self.saver is not None:
+            self.saver.wait()
+
+    def _keep(self, report: logging.StepLog) -> None:
+        """Leave the encoder of an epoch that is to be kept, when the epoch is over."""
+        epoch, steps_more = divmod(self.step, self.timeline.steps_per_epoch)
+        if steps_more or not self.plan.train.keeps(epoch) or self.saver is None:
+            return
+        report.settle(everything=True)
+        self.saver.keep(epoch, self._encoder(), report.say)
+
+    def _encoder(self) -> checkpoints.SavedEncoder:
+        """The encoder worth keeping, as it is now."""
+        epoch = self.step / self.timeline.steps_per_epoch
+        metadata = {"step": str(self.step), "epoch": f"{epoch:.2f}"}
+        metadata |= colours_metadata(self.plan.data.colours)
+        encoder = checkpoints.copied_module(self.trainer.learner.encoder)
+        return checkpoints.SavedEncoder(encoder, metadata)
+
+    def _tell_left_out(self, report: logging.StepLog) -> None:
+        """Say and write down which images were left out since the last time."""
+        if new := self._names(self.left_out - self._told):
+            more = ", ..." if len(new) > _NAMED_AT_MOST else ""
+            names = ", ".join(new[:_NAMED_AT_MOST]) + more
+            total = f"{len(self.left_out)} of {len(self.images)} images"
+            report.say(f"left out as unreadable: {names}; {total} so far, the next one for each")
+            self.write_config(self._config)
+        self._told |= self.left_out
+
+    def _names(self, indices: Collection[int]) -> list[str]:
+        return [self.images.ids[index] for index in sorted(indices)]

@@ -1,24 +1,164 @@
-"""Copying: a state space model reads a string and a mark, and says the string again."""
+"""Copying: a state space model reads a string and a mark, and says the string again.
 
+Strings are random, drawn and never stored. A row of n letters is x_1 ... x_n | x_1 ... x_n . as
+tokens 0 to letters - 1, then `|`, then `.`: 2n + 2 of them. Of what is read, all but the stop, only
+what follows `|` has a target: n letters and the stop.
+"""
+
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from pretrain.copying.strings import NUM_MARKS, GeneratedStrings, StringMaker
-from pretrain.copying.tested import CopyingTest
-from pretrain.objectives.objective import Independent, Views
+from pretrain.crops.plain import Generators, Samples, ViewMaker
+from pretrain.objectives.objective import Generating, Learner, Measuring, Views
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, check_fields
+from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, StateSpaceConfig, StateSpaceModel, build_encoder
+from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
+from ssl_bench.system.device import in_float64
+
+# Beside the letters: `|` and `.`.
+NUM_MARKS = 2
+# The length of an epoch; each has strings of its own, so that none comes twice.
+STRINGS_AN_EPOCH = 32_000
+# Keeps the tested strings apart from the streams of pretrain/batches.py.
+_TESTED = 4
+# Rows of one pass.
+_BATCH = 32
+
+Letters = Int64[Tensor, "batch length"]
+Rows = Int64[Tensor, "batch row"]
+
+
+def rows_of(strings: Letters, letters: int) -> Rows:
+    """The rows in which these strings, of so many different letters, are copied."""
+    delimiter = strings.new_full((len(strings), 1), letters)
+    return torch.cat([strings, delimiter, strings, delimiter + 1], 1)
+
+
+def fixed_strings(length: int, letters: int, count: int) -> Letters:
+    """The same in every run, whatever its seed."""
+    generator = np.random.default_rng((_TESTED, length, letters))
+    return torch.from_numpy(generator.integers(letters, size=(count, length)))
 
 
 @dataclass(frozen=True)
-class Copying:
+class StringMaker(ViewMaker):
+    """Draws a string for every sample, in the place of a crop of its image.
+
+    Attributes:
+        length: Letters of a string.
+        letters: Different ones, equally likely.
+    """
+
+    length: int
+    letters: int
+
+    def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
+        """None: there are no images."""
+        del image_size, patch_size
+        return ()
+
+    def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> Letters:
+        del samples, sizes
+        drawn = [generator.integers(self.letters, size=self.length) for generator in generators]
+        return torch.from_numpy(np.stack(drawn))
+
+    def finish(
+        self, groups: Letters, device: torch.device, colours: Colours = IMAGENET_COLOURS
+    ) -> tuple[Rows]:
+        """The rows of tokens."""
+        del colours
+        return (rows_of(groups.to(device, non_blocking=True), self.letters),)
+
+
+@dataclass(frozen=True)
+class GeneratedStrings:
+    """An epoch of strings, as far as a run asks its data who they are: places to be filled."""
+
+    name = "copying"
+    split = "train"
+    class_names = ()
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(f"string{number:05d}" for number in range(STRINGS_AN_EPOCH))
+
+    def __len__(self) -> int:
+        return STRINGS_AN_EPOCH
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(f"string{index:05d}", np.zeros((1, 1, 3), np.uint8))
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.name} {len(self)}".encode()).hexdigest()
+
+
+class CopyingTest(Measuring):
+    """Tests a model every few epochs and after the last step; it changes nothing.
+
+    Each letter is asked for with the right ones before it, the most likely token is the answer,
+    and the stop does not count.
+    """
+
+    costs_by = "objective.test_lengths, .test_strings and .test_epochs"
+
+    def __init__(
+        self,
+        model: StateSpaceModel,
+        timeline: Timeline,
+        *,
+        lengths: Sequence[int],
+        letters: int,
+        strings: int,
+        epochs: int,
+    ) -> None:
+        self.model, self.timeline, self.letters, self.epochs = model, timeline, letters, epochs
+        self.strings = {length: fixed_strings(length, letters, strings) for length in lengths}
+
+    def measures(self, step: int) -> Mapping[str, float]:
+        """What is due after the step of this number, counted from 1; in percent."""
+        due = step % (self.epochs * self.timeline.steps_per_epoch) == 0
+        if not due and step != self.timeline.total_steps:
+            return {}
+        found = {}
+        for length, strings in self.strings.items():
+            right = copied_letters(self.model, strings, self.letters)
+            found[f"letters_{length}"], found[f"strings_{length}"] = accuracies(right)
+        return found
+
+
+@torch.no_grad()
+def copied_letters(
+    model: StateSpaceModel, strings: Letters, letters: int
+) -> Bool[Tensor, "batch length"]:
+    """Which letters of each string the model says at their places."""
+    device, length = model.embedding.weight.device, strings.shape[1]
+    right = []
+    for batch in strings.split(_BATCH):
+        rows = rows_of(batch.to(device), letters)
+        answers = model.forward(rows[:, :-1])[:, length:-1].argmax(-1)
+        right.append(answers == rows[:, length + 1 : -1])
+    return torch.cat(right)
+
+
+def accuracies(right: Bool[Tensor, "batch length"]) -> tuple[float, float]:
+    """Percent of all letters, and of the strings of which every letter is right."""
+    letters, strings = in_float64(right).mean(), in_float64(right.all(1)).mean()
+    return 100 * float(letters), 100 * float(strings)
+
+
+@dataclass(frozen=True)
+class Copying(Generating):
     """Cross-entropy with the next token of a copy.
 
     Attributes:
@@ -38,6 +178,7 @@ class Copying:
     test_lengths: Sequence[Count] = (50, 100, 300)
     test_strings: Count = 128
     test_epochs: Count = 1
+    noun = "strings"
 
     def __post_init__(self) -> None:
         check_fields(self, "objective")
@@ -83,7 +224,7 @@ class Copying:
     def observer(self, learner: "CopyingLearner", timeline: Timeline) -> CopyingTest:
         """What tests the learner now and then."""
         return CopyingTest(
-            learner.encoder,
+            learner.student.backbone,
             timeline,
             lengths=self.test_lengths,
             letters=self.letters,
@@ -105,20 +246,14 @@ class CopyingNetwork(nn.Module):
         return self.backbone(tokens)
 
 
-class CopyingLearner(Independent):
+class CopyingLearner(Learner):
     """A network and its loss."""
+
+    student: CopyingNetwork
 
     def __init__(self, options: Copying, student: CopyingNetwork) -> None:
         super().__init__()
         self.options, self.student = options, student
-
-    @property
-    def encoder(self) -> StateSpaceModel:
-        return self.student.backbone
-
-    @property
-    def encoders(self) -> Sequence[StateSpaceModel]:
-        return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
         """None: a scan is a loop over tokens."""
@@ -136,7 +271,3 @@ class CopyingLearner(Independent):
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         right = (logits.argmax(-1) == targets)[:, :-1]
         return loss, {"train_letters": 100 * right.float().mean()}
-
-    def diagnose(self, row: Mapping[str, Any]) -> str | None:
-        """Nothing that the loss itself would not show."""
-        del row

@@ -43,9 +43,6 @@ class AugmentationParams:
     blur_sigma: Float32[Tensor, " views"]
     solarize: Bool[Tensor, " views"]
 
-    def copy(self) -> "AugmentationParams":
-        return type(self)(**{f.name: getattr(self, f.name).clone() for f in fields(self)})
-
     def __getitem__(self, views: slice | Tensor) -> "AugmentationParams":
         return type(self)(**{f.name: getattr(self, f.name)[views] for f in fields(self)})
 

@@ -2,17 +2,25 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float64, Int64, Shaped, UInt8
 from torch import Tensor
 
 from pretrain.crops.augmentation import AugmentationParams, Images, apply_looks
-from pretrain.crops.groups import CropGroup, joined, stacked
+from pretrain.crops.plain import (
+    BOX_NUMBERS,
+    Generators,
+    Samples,
+    ViewMaker,
+    as_tensor,
+    check_spans,
+    crop,
+    place_boxes,
+)
 from ssl_bench.composition.fields import (
     Items,
     Pixels,
@@ -23,22 +31,35 @@ from ssl_bench.composition.fields import (
     Within,
     check_fields,
 )
-from ssl_bench.data.samples import Sample
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 
-_ATTEMPTS = 10
-# Random numbers of a view.
-_BOX_NUMBERS, _LOOK_NUMBERS = 2 * _ATTEMPTS + 2, 14
+# Random numbers of a view, beside those of its box.
+_LOOK_NUMBERS = 14
 _REFERENCE_SIZE = 224
-
 
 # For the first large crop, the second, and the small ones.
 _PerCrop = Annotated[Sequence[Share], Items(3, 3)]
 
 
 @dataclass(frozen=True)
-class MultiCrop:
+class CropGroup:
+    """Views of one size, 8-bit: first the first view of every image, then the second, ..."""
+
+    pixels: UInt8[Tensor, "views 3 size size"]
+    looks: AugmentationParams
+
+    def pin_memory(self) -> "CropGroup":
+        return CropGroup(self.pixels.pin_memory(), self.looks)
+
+    def copied_to(self, device: torch.device) -> "CropGroup":
+        """A copy with the pixels on a device, without a wait where they are pinned."""
+        pixels = self.pixels.to(device, non_blocking=True, copy=True)
+        looks = {f.name: getattr(self.looks, f.name).clone() for f in fields(self.looks)}
+        return CropGroup(pixels, AugmentationParams(**looks))
+
+
+@dataclass(frozen=True)
+class MultiCrop(ViewMaker):
     """Two large crops and several small ones of every image, each with a look of its own.
 
     Attributes:
@@ -76,12 +97,12 @@ class MultiCrop:
 
     def __post_init__(self) -> None:
         check_fields(self, "objective.crops")
-        for name in ("global_scale", "local_scale", "aspect_ratio", "blur_sigma"):
-            low, high = getattr(self, name)
-            if not 0 < low <= high:
-                raise ConfigurationError(
-                    f"crops.{name} expects 0 < least <= largest, got [{low}, {high}]"
-                )
+        check_spans(
+            global_scale=self.global_scale,
+            local_scale=self.local_scale,
+            aspect_ratio=self.aspect_ratio,
+            blur_sigma=self.blur_sigma,
+        )
 
     def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
         """Sides of the large and, if there are any, the small crops: multiples of the patch."""
@@ -90,13 +111,10 @@ class MultiCrop:
         return (image_size, patches * patch_size) if self.num_locals else (image_size,)
 
     def cut(
-        self,
-        samples: Iterable[Sample],
-        generators: Iterable[np.random.Generator],
-        sizes: Sequence[int],
+        self, samples: Samples, generators: Generators, sizes: Sequence[int]
     ) -> tuple[CropGroup, ...]:
         """Crop every image into all its views, and draw how each of them will look."""
-        images = [_writeable(sample.image) for sample in samples]
+        images = [as_tensor(sample.image) for sample in samples]
         boxes, looks = self.draw(generators, np.array([image.shape[:2] for image in images]))
         first_local = 2 * len(images)
         groups = []
@@ -111,31 +129,33 @@ class MultiCrop:
                 for view in views
                 for image, box in zip(images, view, strict=True)
             ]
-            groups.append(CropGroup(stacked(crops), rows))
+            # In one piece, with the three values of a pixel side by side.
+            stacked = torch.stack([pixels.permute(1, 2, 0) for pixels in crops])
+            groups.append(CropGroup(stacked.permute(0, 3, 1, 2), rows))
         return tuple(groups)
 
     def join(
         self, pieces: Iterable[Sequence[CropGroup]], device: torch.device
     ) -> tuple[CropGroup, ...]:
         """The groups of all images: of each view, those of one piece after those of another."""
-        copies = [[group.taken(device) for group in piece] for piece in pieces]
+        copies = [[group.copied_to(device) for group in piece] for piece in pieces]
         views = (2, self.num_locals)
         return tuple(
-            joined(groups, num_views)
+            _joined(groups, num_views)
             for groups, num_views in zip(zip(*copies, strict=True), views, strict=False)
         )
 
     def draw(
         self,
-        generators: Iterable[np.random.Generator],
+        generators: Generators,
         image_sizes: Int64[np.ndarray, "images 2"],
     ) -> tuple[Int64[np.ndarray, "views images 4"], AugmentationParams]:
         """Boxes as in `place_boxes`, and looks: those of all first views, of all second, ..."""
         # One call a generator, and arithmetic for the whole batch: a call costs more than its work.
-        shape = (2 + self.num_locals, _BOX_NUMBERS + _LOOK_NUMBERS)
+        shape = (2 + self.num_locals, BOX_NUMBERS + _LOOK_NUMBERS)
         numbers = np.stack([generator.random(shape) for generator in generators], axis=1)
         scales = np.array([self.global_scale] * 2 + [self.local_scale] * self.num_locals)
-        of_boxes, of_looks = numbers[..., :_BOX_NUMBERS], numbers[..., _BOX_NUMBERS:]
+        of_boxes, of_looks = numbers[..., :BOX_NUMBERS], numbers[..., BOX_NUMBERS:]
         boxes = place_boxes(of_boxes, image_sizes, scales, self.aspect_ratio)
         return boxes, self.choose_looks(of_looks)
 
@@ -188,73 +208,20 @@ class MultiCrop:
         return np.stack(chances, axis=-1)[:, None]
 
 
-def place_boxes(
-    numbers: Float64[np.ndarray, "views images 22"],
-    image_sizes: Int64[np.ndarray, "images 2"],
-    scales: Float64[np.ndarray, "views 2"],
-    aspect_ratio: Sequence[float],
-) -> Int64[np.ndarray, "views images 4"]:
-    """Turn numbers in [0, 1) into the (top, left, height, width) of every crop.
+def _joined(groups: Sequence[CropGroup], num_views: int) -> CropGroup:
+    """All images of several groups: of each of the views those of the first group, ..."""
 
-    Args:
-        numbers: Ten for the area, ten for the ratio, two for the place.
-        image_sizes: Height and width.
-        scales: Least and largest share of the image's area.
-        aspect_ratio: Least and largest.
+    def together(parts: Sequence[Tensor]) -> Tensor:
+        by_view = [part.unflatten(0, (num_views, -1)) for part in parts]
+        return torch.cat(by_view, dim=1).flatten(0, 1)
 
-    Source: `RandomResizedCrop.get_params` of torchvision: ten attempts, then the largest central
-    crop of an allowed ratio.
-    """
-    height, width = image_sizes.T[..., None]
-    least, largest = scales.T[..., None, None]
-    low, high = np.log(aspect_ratio)
-    areas = height * width * (least + (largest - least) * numbers[..., :_ATTEMPTS])
-    ratios = np.exp(low + (high - low) * numbers[..., _ATTEMPTS:-2])
-    sides = np.rint(np.sqrt(np.stack([areas / ratios, areas * ratios], axis=-1)))
-    fits = ((sides > 0) & (sides <= image_sizes[:, None])).all(axis=-1)  # views images attempts
-    first = fits.argmax(axis=-1)[..., None, None]
-    box_sizes = np.take_along_axis(sides, first, axis=2)[..., 0, :]
-    corners = np.floor(numbers[..., -2:] * (image_sizes + 1 - box_sizes))
-    boxes = np.concatenate([corners, box_sizes], axis=-1).astype(np.int64)
-    for view, image in np.argwhere(~fits.any(axis=-1)):
-        boxes[view, image] = _central_box(image_sizes[image].tolist(), aspect_ratio)
-    return boxes
-
-
-def draw_boxes(
-    generator: np.random.Generator,
-    image_size: tuple[int, int],
-    scales: Float64[np.ndarray, "views 2"],
-    aspect_ratio: Sequence[float],
-) -> Int64[np.ndarray, "views 4"]:
-    """The (top, left, height, width) of a crop for every view of one image; see `place_boxes`."""
-    numbers = generator.random((len(scales), 1, _BOX_NUMBERS))
-    return place_boxes(numbers, np.array([image_size]), scales, aspect_ratio)[:, 0]
-
-
-def crop(
-    image: UInt8[Tensor, "height width 3"], box: Int64[np.ndarray, " 4"], size: int
-) -> UInt8[Tensor, "3 {size} {size}"]:
-    """Cut out (top, left, height, width) and resize it to a square, bicubic with antialiasing.
-
-    PyTorch's 8-bit kernel: within two levels of PIL's, and several times as fast. In memory the
-    three values of a pixel stay side by side, which spares it two passes over the pixels.
-    """
-    top, left, height, width = box.tolist()
-    part = image[None, top : top + height, left : left + width].permute(0, 3, 1, 2)
-    return F.interpolate(part, size=(size, size), mode="bicubic", antialias=True)[0]
-
-
-def _writeable(image: UInt8[np.ndarray, "height width 3"]) -> UInt8[Tensor, "height width 3"]:
-    # PyTorch warns about memory it may not write to.
-    return torch.from_numpy(image if image.flags.writeable else image.copy())
-
-
-def _central_box(image_size: Sequence[int], aspect_ratio: Sequence[float]) -> tuple[int, ...]:
-    height, width = image_size
-    box_width = min(width, round(height * max(aspect_ratio)))
-    box_height = min(height, round(width / min(aspect_ratio)))
-    return (height - box_height) // 2, (width - box_width) // 2, box_height, box_width
+    # The three values of a pixel stay side by side.
+    pixels = together([group.pixels.permute(0, 2, 3, 1) for group in groups])
+    looks = {
+        item.name: together([getattr(group.looks, item.name) for group in groups])
+        for item in fields(AugmentationParams)
+    }
+    return CropGroup(pixels.permute(0, 3, 1, 2), AugmentationParams(**looks))
 
 
 def _per_view(values: Sequence[float], num_views: int) -> Float64[np.ndarray, " views"]:

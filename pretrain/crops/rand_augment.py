@@ -1,42 +1,52 @@
-"""RandAugment as the recipes of Vision Transformers have it: timm's, drawn from NumPy."""
+"""RandAugment as recipes of Vision Transformers have it: timm's operations, drawn from NumPy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from PIL import Image, ImageEnhance, ImageOps
-from PIL.Image import Resampling, Transform
+from PIL import Image
 from torch import Tensor
 
 from ssl_bench.models import IMAGENET_MEAN
-
-Picture = Image.Image
 
 LARGEST_MAGNITUDE = 10
 _HALF = 0.5
 # What appears from beyond the border has the mean colour.
 _FILL = tuple(round(255 * mean) for mean in IMAGENET_MEAN)
+_POSTERIZE = "PosterizeIncreasing"
+
+Amount = Callable[[float], int | float]
 
 
-@dataclass(frozen=True)
-class Operation:
-    """A change of an 8-bit RGB picture.
+def _either_way(largest: float, about: float = 0.0) -> tuple[Amount, bool]:
+    return lambda level: about + largest * level, True
 
-    Attributes:
-        change: (picture, amount) -> picture.
-        amount: Of a level in [0, 1], which grows with the magnitude.
-        either_way: The level is negated half of the time.
-    """
 
-    change: Callable[[Picture, float], Picture]
-    amount: Callable[[float], float] = float
-    either_way: bool = False
+# timm's operations in its order. The amount of each at a level in [0, 1], which grows with the
+# magnitude, where it has one; and whether the level is negated half of the time.
+OPERATIONS: dict[str, tuple[Amount | None, bool]] = {
+    "AutoContrast": (None, False),
+    "Equalize": (None, False),
+    "Invert": (None, False),
+    "Rotate": _either_way(30.0),
+    _POSTERIZE: (lambda level: 4 - int(4 * level), False),
+    "SolarizeIncreasing": (lambda level: 256 - int(256 * level), False),
+    "SolarizeAdd": (lambda level: int(110 * level), False),
+    "ColorIncreasing": _either_way(0.9, about=1.0),
+    "ContrastIncreasing": _either_way(0.9, about=1.0),
+    "BrightnessIncreasing": _either_way(0.9, about=1.0),
+    "SharpnessIncreasing": _either_way(0.9, about=1.0),
+    "ShearX": _either_way(0.3),
+    "ShearY": _either_way(0.3),
+    "TranslateXRel": _either_way(0.45),
+    "TranslateYRel": _either_way(0.45),
+}
+_NAMES = list(OPERATIONS)
 
-    def amount_at(self, level: float, *, negate: bool) -> float:
-        return self.amount(-level if negate and self.either_way else level)
+Drawn = tuple[str, int | float]
+"""Name of an operation, and its amount; 0 where it has none."""
 
 
 @dataclass(frozen=True)
@@ -58,103 +68,45 @@ class RandAugment:
     magnitude: int
     deviation: float
 
-    def draw(self, generator: np.random.Generator) -> list[tuple[str, float]]:
-        """The operations that are applied, by name, each with its amount."""
+    def draw(self, generator: np.random.Generator) -> list[Drawn]:
+        """The operations that are applied."""
         numbers = generator.integers(len(_NAMES), size=self.num_ops).tolist()
         applied, negated = generator.random((2, self.num_ops)) < _HALF
         magnitudes = generator.normal(self.magnitude, self.deviation, self.num_ops)
         levels = (magnitudes.clip(0, LARGEST_MAGNITUDE) / LARGEST_MAGNITUDE).tolist()
         names = [_NAMES[number] for number in numbers]
         return [
-            (name, OPERATIONS[name].amount_at(level, negate=bool(negate)))
+            (name, amount(name, level, negate=bool(negate)))
             for name, apply, negate, level in zip(names, applied, negated, levels, strict=True)
             if apply
         ]
 
 
+def amount(name: str, level: float, *, negate: bool) -> int | float:
+    """What an operation is called with at a level in [0, 1]."""
+    of_level, either_way = OPERATIONS[name]
+    return 0 if of_level is None else of_level(-level if negate and either_way else level)
+
+
 def apply_operations(
-    pixels: UInt8[Tensor, "3 height width"], drawn: Sequence[tuple[str, float]]
+    pixels: UInt8[Tensor, "3 height width"], drawn: Sequence[Drawn]
 ) -> UInt8[Tensor, "3 height width"]:
-    """Change a picture by named operations, one after the other.
+    """Change a picture by operations, one after the other.
 
     On PIL's pictures, whose operations are two to three times as fast as those on tensors.
     """
+    # Slow to import, and not for everybody; once, before data workers are forked.
+    from timm.data.auto_augment import NAME_TO_OP
+
     if not drawn:
         return pixels
     picture = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-    for name, amount in drawn:
-        picture = OPERATIONS[name].change(picture, amount)
+    options = {"fillcolor": _FILL, "resample": Image.Resampling.BICUBIC}
+    for name, value in drawn:
+        if (name, value) == (_POSTERIZE, 0):
+            # Pillow refuses to keep no bit.
+            picture = Image.new("RGB", picture.size)
+        else:
+            amounts = [] if OPERATIONS[name][0] is None else [value]
+            picture = NAME_TO_OP[name](picture, *amounts, **options)
     return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
-
-
-def _rotated(picture: Picture, degrees: float) -> Picture:
-    return picture.rotate(degrees, Resampling.BICUBIC, fillcolor=_FILL)
-
-
-def _sheared_across(picture: Picture, slope: float) -> Picture:
-    return _transformed(picture, (1, slope, 0, 0, 1, 0))
-
-
-def _sheared_down(picture: Picture, slope: float) -> Picture:
-    return _transformed(picture, (1, 0, 0, slope, 1, 0))
-
-
-def _moved_across(picture: Picture, share: float) -> Picture:
-    return _transformed(picture, (1, 0, share * picture.width, 0, 1, 0))
-
-
-def _moved_down(picture: Picture, share: float) -> Picture:
-    return _transformed(picture, (1, 0, 0, 0, 1, share * picture.height))
-
-
-def _transformed(picture: Picture, matrix: Sequence[int | float]) -> Picture:
-    return picture.transform(
-        picture.size, Transform.AFFINE, matrix, Resampling.BICUBIC, fillcolor=_FILL
-    )
-
-
-def _posterized(picture: Picture, bits: float) -> Picture:
-    """Keep the highest bits of each value; with none, which Pillow's own refuses, it is black."""
-    kept = 256 - 2 ** (8 - int(bits))
-    return picture.point([value & kept for value in range(256)] * 3)
-
-
-def _brightened_below_half(picture: Picture, levels: float) -> Picture:
-    table = [min(255, value + int(levels)) if value < 128 else value for value in range(256)]
-    return picture.point(table * 3)
-
-
-def _enhancing(enhancer: Callable[[Picture], Any]) -> Operation:
-    """Away from 1, the picture as it is, to either side."""
-    return Operation(
-        lambda picture, factor: enhancer(picture).enhance(factor),
-        lambda level: 1 + 0.9 * level,
-        either_way=True,
-    )
-
-
-def _shifting(change: Callable[[Picture, float], Picture], largest: float) -> Operation:
-    return Operation(change, lambda level: largest * level, either_way=True)
-
-
-OPERATIONS = {
-    "auto_contrast": Operation(lambda picture, _: ImageOps.autocontrast(picture)),
-    "equalize": Operation(lambda picture, _: ImageOps.equalize(picture)),
-    "invert": Operation(lambda picture, _: ImageOps.invert(picture)),
-    "rotate": _shifting(_rotated, 30.0),
-    "posterize": Operation(_posterized, lambda level: 4.0 - int(4 * level)),
-    "solarize": Operation(
-        lambda picture, threshold: ImageOps.solarize(picture, int(threshold)),
-        lambda level: 256.0 - int(256 * level),
-    ),
-    "solarize_add": Operation(_brightened_below_half, lambda level: float(int(110 * level))),
-    "color": _enhancing(ImageEnhance.Color),
-    "contrast": _enhancing(ImageEnhance.Contrast),
-    "brightness": _enhancing(ImageEnhance.Brightness),
-    "sharpness": _enhancing(ImageEnhance.Sharpness),
-    "shear_x": _shifting(_sheared_across, 0.3),
-    "shear_y": _shifting(_sheared_down, 0.3),
-    "translate_x": _shifting(_moved_across, 0.45),
-    "translate_y": _shifting(_moved_down, 0.45),
-}
-_NAMES = list(OPERATIONS)

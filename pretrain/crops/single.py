@@ -1,5 +1,10 @@
-"""The images of supervised training: one crop each, changed at random, and its class."""
+"""The images of supervised training: one crop each, changed at random, and its class.
 
+With what timm's recipes do to a batch: mixup and CutMix, which blend images with others and their
+classes with them; Cutout and random erasing, rectangles that become grey, or noise.
+"""
+
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -7,14 +12,11 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Float64, Int64, UInt8
+from jaxtyping import Bool, Float32, Float64, Int64, UInt8
 from torch import Tensor
 
-from pretrain.crops.augmentation import Images, jitter, normalise
-from pretrain.crops.erasing import draw_rectangle, draw_square, erase, grey_out
-from pretrain.crops.groups import taken
-from pretrain.crops.mixing import Mixing, Mixture, mix
-from pretrain.crops.plain import PlainCrop
+from pretrain.crops.augmentation import Images, Rows, change, jitter, normalise
+from pretrain.crops.plain import Generators, PlainCrop, Samples, ViewMaker
 from pretrain.crops.rand_augment import LARGEST_MAGNITUDE, RandAugment, apply_operations
 from ssl_bench.composition.fields import (
     CountOrZero,
@@ -31,6 +33,68 @@ from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 # Brightness, contrast and saturation: no hue.
 _NUM_JITTERS = 3
 _BY_IMAGE = ("pixels", "labels", "order", "factors", "hidden", "erased")
+# Of the rectangles that are erased.
+_ATTEMPTS = 10
+_AREA = (0.02, 1 / 3)
+_ASPECT_RATIO = (0.3, 1 / 0.3)
+
+Edges = Int64[np.ndarray, " 4"]
+"""Top, bottom, left and right of a rectangle; the ends are no longer in it, nor need be inside."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How the images of a part of a batch are blended with the same in reverse order.
+
+    The first with the last, the second with the last but one; of an odd number the middle one
+    stays as it is.
+
+    Attributes:
+        own_share: Of each image and of its class in the result, in [0, 1].
+        box: Top, bottom, left and right of what comes from the other image alone (CutMix); all
+            pixels are blended without it (mixup).
+    """
+
+    own_share: float = 1.0
+    box: tuple[int, int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """One draw for all images of a part.
+
+    Attributes:
+        mixup: Of Beta(mixup, mixup), which the own share is drawn from; 0 for no mixup.
+        cutmix: Of Beta(cutmix, cutmix), the same for CutMix; 0 for no CutMix.
+        probability: That images are mixed at all.
+        switch_probability: That it is CutMix where both would be possible.
+
+    Source: mixup, https://arxiv.org/abs/1710.09412; CutMix, https://arxiv.org/abs/1905.04899; both
+    as timm 1.0.31 has them, timm/data/mixup.py, `Mixup` in mode "batch". In timm 0.3 to 0.6, which
+    DeiT, MAE and Xu et al. (2024) used, boxes of an odd side are a pixel smaller.
+    """
+
+    mixup: float
+    cutmix: float
+    probability: float
+    switch_probability: float
+
+    def draw(self, generator: np.random.Generator, size: int) -> Mixture:
+        """A mixture of square images of `size` pixels."""
+        if not (self.mixup or self.cutmix) or generator.random() >= self.probability:
+            return Mixture()
+        has_box = bool(self.cutmix)
+        if self.mixup and self.cutmix:
+            has_box = generator.random() < self.switch_probability
+        if not has_box:
+            return Mixture(generator.beta(self.mixup, self.mixup))
+        # About a center anywhere; what of it lies outside is not lost from the own share.
+        side = int(size * (1 - generator.beta(self.cutmix, self.cutmix)) ** 0.5)
+        ends = []
+        for center in generator.integers(0, size, size=2).tolist():
+            ends += [max(center - side // 2, 0), min(center + (side + 1) // 2, size)]
+        top, bottom, left, right = ends
+        return Mixture(1 - (bottom - top) * (right - left) / size**2, (top, bottom, left, right))
 
 
 @dataclass(frozen=True)
@@ -57,15 +121,17 @@ class LabelledCrops:
     def pin_memory(self) -> "LabelledCrops":
         return replace(self, pixels=self.pixels.pin_memory(), labels=self.labels.pin_memory())
 
-    def taken(self, device: torch.device) -> "LabelledCrops":
-        """A copy with pixels and labels on a device."""
+    def copied_to(self, device: torch.device) -> "LabelledCrops":
+        """A copy with pixels and labels on a device, without a wait where they are pinned."""
         copies = {name: getattr(self, name).clone() for name in _BY_IMAGE[2:]}
-        there = {"pixels": taken(self.pixels, device), "labels": taken(self.labels, device)}
-        return replace(self, **there, **copies)
+        pixels, labels = (
+            values.to(device, non_blocking=True, copy=True) for values in (self.pixels, self.labels)
+        )
+        return replace(self, pixels=pixels, labels=labels, **copies)
 
 
 @dataclass(frozen=True)
-class SingleCrop:
+class SingleCrop(ViewMaker):
     """Crop, flip and RandAugment on the CPU; all that follows on the device.
 
     In this order: colour jitter, normalisation, Cutout, random erasing, mixup or CutMix.
@@ -114,16 +180,7 @@ class SingleCrop:
         check_fields(self, "objective.crops")
         PlainCrop(self.scale, self.aspect_ratio)  # refuses ranges without meaning
 
-    def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]:
-        del patch_size
-        return (image_size,)
-
-    def cut(
-        self,
-        samples: Iterable[Sample],
-        generators: Iterable[np.random.Generator],
-        sizes: Sequence[int],
-    ) -> LabelledCrops:
+    def cut(self, samples: Samples, generators: Generators, sizes: Sequence[int]) -> LabelledCrops:
         """Crop every image once, and draw what else happens to it."""
         samples, generators, size = list(samples), list(generators), sizes[0]
         pairs = zip(samples, generators, strict=True)
@@ -142,7 +199,7 @@ class SingleCrop:
 
     def join(self, pieces: Iterable[LabelledCrops], device: torch.device) -> LabelledCrops:
         """All crops; what belongs to the whole part is what the first piece says."""
-        copies = [piece.taken(device) for piece in pieces]
+        copies = [piece.copied_to(device) for piece in pieces]
         whole = {name: torch.cat([getattr(one, name) for one in copies]) for name in _BY_IMAGE}
         return replace(copies[0], **whole)
 
@@ -179,6 +236,77 @@ class SingleCrop:
     @cached_property
     def mixing(self) -> Mixing:
         return Mixing(self.mixup, self.cutmix, self.mix_probability, self.switch_probability)
+
+
+def mix(images: Images, mixture: Mixture) -> Images:
+    """Blend the images of a part, in place."""
+    if mixture.box is not None:
+        top, bottom, left, right = mixture.box
+        inside = images[:, :, top:bottom, left:right]
+        inside.copy_(inside.flip(0))
+    elif mixture.own_share < 1:
+        others = images.flip(0).mul_(1 - mixture.own_share)
+        images.mul_(mixture.own_share).add_(others)
+    return images
+
+
+def draw_square(generator: np.random.Generator, size: int, side: int) -> Edges:
+    """A square about a center anywhere in the image; what of it lies outside is lost.
+
+    Source: Cutout, https://arxiv.org/abs/1708.04552.
+    """
+    center = generator.integers(0, size, size=2)
+    return np.add.outer(center - side // 2, (0, side)).ravel()
+
+
+def draw_rectangle(generator: np.random.Generator, size: int, probability: float) -> Edges:
+    """A rectangle of 2 % to a third of the image, .3 to 1 / .3 times as high as wide; or none.
+
+    None is all zeros: it is drawn with `1 - probability`, or if ten attempts do not fit.
+
+    Source: random erasing, https://arxiv.org/abs/1708.04896, as timm 1.0.31 has it,
+    timm/data/random_erasing.py; areas and ratios are the defaults of `RandomErasing` there.
+    """
+    if generator.random() < probability:
+        for _ in range(_ATTEMPTS):
+            area = size**2 * generator.uniform(*_AREA)
+            ratio = math.exp(generator.uniform(*np.log(_ASPECT_RATIO)))
+            height, width = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if max(height, width) < size:
+                top, left = generator.integers(0, (size - height + 1, size - width + 1))
+                return np.array([top, top + height, left, left + width])
+    return np.zeros(4, np.int64)
+
+
+def grey_out(images: Images, edges: Int64[Tensor, "views 4"]) -> Images:
+    """Give a rectangle of every normalised image the mean colour, in place."""
+    return images.masked_fill_(_inside(images, edges), 0.0)
+
+
+def erase(images: Images, edges: Int64[Tensor, "views 4"], seed: int) -> Images:
+    """Fill a rectangle of normalised images with noise of N(0, 1), in place.
+
+    Source: `RandomErasing` of timm in mode "pixel". The same seed gives other noise on another
+    kind of device.
+    """
+    generator = torch.Generator(images.device).manual_seed(seed)
+
+    def noisy(chosen: Images, rows: Rows) -> Images:
+        noise = torch.empty_like(chosen).normal_(generator=generator)
+        return torch.where(_inside(chosen, edges[rows]), noise, chosen)
+
+    change(images, edges[:, 1] > edges[:, 0], noisy)
+    return images
+
+
+def _inside(
+    images: Images, edges: Int64[Tensor, "views 4"]
+) -> Bool[Tensor, "views 1 height width"]:
+    """Which pixels lie in the rectangle of each image."""
+    top, bottom, left, right = edges.to(images.device, non_blocking=True)[..., None].unbind(1)
+    rows, cols = (torch.arange(side, device=images.device) for side in images.shape[2:])
+    is_row, is_col = (rows >= top) & (rows < bottom), (cols >= left) & (cols < right)
+    return (is_row[:, :, None] & is_col[:, None, :])[:, None]
 
 
 def _rows(values: Iterable[np.ndarray]) -> Tensor:

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 
 from pretrain.crops.multi import MultiCrop
 from pretrain.objectives.cross_view import cross_view_loss, logits_of
-from pretrain.objectives.objective import Views, require_vit
-from pretrain.openings import FREEZE, TEMPERATURE
-from pretrain.runtime.streams import part_seed
-from pretrain.schedules import Cosine, Linear, Timeline
+from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
+from pretrain.schedules import FREEZE, TEMPERATURE, Cosine, Linear, Timeline
 from ssl_bench.composition.fields import PositiveOrZero, Share, Temperature, Width, check_fields
 from ssl_bench.models import EncoderConfig, VisionTransformer, build_vit
 
@@ -29,7 +27,7 @@ _COLLAPSE_MARGIN = 0.005
 
 
 @dataclass(frozen=True)
-class Dino:
+class Dino(Objective):
     """Hyperparameters of DINO; the defaults are the official ones for ImageNet.
 
     Attributes:
@@ -142,9 +140,10 @@ class DinoNetwork(nn.Module):
         return self.head(features), last_layer.weight_v, last_layer.weight_g
 
 
-class DinoLearner(nn.Module):
+class DinoLearner(Learner):
     """Student, teacher and center."""
 
+    student: DinoNetwork
     center: Tensor
 
     def __init__(self, options: Dino, student: DinoNetwork, timeline: Timeline) -> None:

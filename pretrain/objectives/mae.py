@@ -11,8 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from pretrain.crops.plain import PlainCrop
-from pretrain.objectives.objective import Independent, Views, require_vit
-from pretrain.runtime.streams import part_seed
+from pretrain.objectives.objective import Learner, Objective, Views, part_seed, require_vit
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Depth, InnerShare, Width, check_fields
 from ssl_bench.errors import ConfigurationError
@@ -28,7 +27,7 @@ Orders = Int64[Tensor, "batch patches"]
 
 
 @dataclass(frozen=True)
-class Mae:
+class Mae(Objective):
     """Hyperparameters of MAE.
 
     The published decoder (512 wide, 8 blocks, 16 heads, for ViT-B and larger) costs as much beside
@@ -81,14 +80,7 @@ class Mae:
                 "objective.gray_decoder=true grays as the encoder does, expected model.graying=svd "
                 "or dct, got none"
             )
-        num_visible = self._num_visible(model.grid_size**2)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(part_seed(seed, "decoder"))
-            decoder = MaeDecoder(model, self, seed=seed)
-        network = MaeNetwork(build_vit(model, seed=seed), decoder, num_visible)
-        return MaeLearner(self, network)
-
-    def _num_visible(self, num_patches: int) -> int:
+        num_patches = model.grid_size**2
         # 1 - .9 is a little less than .1, which must not cost a patch.
         num_visible = math.floor(num_patches * (1 - self.mask_ratio) + 1e-9)
         if not 0 < num_visible < num_patches:
@@ -96,7 +88,11 @@ class Mae:
                 f"objective.mask_ratio={self.mask_ratio} shows {num_visible} of {num_patches} "
                 "patches, expected some but not all; change it, or take larger images"
             )
-        return num_visible
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(part_seed(seed, "decoder"))
+            decoder = MaeDecoder(model, self, seed=seed)
+        network = MaeNetwork(build_vit(model, seed=seed), decoder, num_visible)
+        return MaeLearner(self, network)
 
 
 class MaeDecoder(nn.Module):
@@ -172,20 +168,14 @@ class MaeNetwork(nn.Module):
         return self.backbone.norm(x)
 
 
-class MaeLearner(Independent):
+class MaeLearner(Learner):
     """A network and its loss."""
+
+    student: MaeNetwork
 
     def __init__(self, options: Mae, student: MaeNetwork) -> None:
         super().__init__()
         self.options, self.student = options, student
-
-    @property
-    def encoder(self) -> VisionTransformer:
-        return self.student.backbone
-
-    @property
-    def encoders(self) -> Sequence[VisionTransformer]:
-        return (self.student.backbone,)
 
     def compilable(self) -> Iterable[nn.Module]:
         return (self.student,)
@@ -200,7 +190,10 @@ class MaeLearner(Independent):
         """
         del step
         (images,) = views
-        order = self._draw_order(images)
+        # A permutation of the patches for every image, drawn where the images are.
+        num_patches = self.student.backbone.config.grid_size**2
+        noise = torch.rand(len(images), num_patches, device=images.device)
+        order = noise.argsort(dim=1, stable=True)
         hidden = order[:, self.student.num_visible :]
         predictions = take(network(images, order), hidden).float()
         targets = take(self.targets(images), hidden)
@@ -216,7 +209,7 @@ class MaeLearner(Independent):
 
     def targets(self, images: Images) -> Float[Tensor, "batch patches values"]:
         """What the decoder should say of every patch."""
-        patches = patchify(images, self.encoder.config.patch_size)
+        patches = patchify(images, self.student.backbone.config.patch_size)
         if not self.options.normalised_pixels:
             return patches
         variance, mean = torch.var_mean(patches, dim=2, keepdim=True)
@@ -231,12 +224,6 @@ class MaeLearner(Independent):
             f"mean, {row['mean_loss']:.3f}; try a lower optimizer.lr, such as 1.5e-4 with "
             "optimizer.betas=[0.9,0.95], or a smaller objective.mask_ratio"
         )
-
-    def _draw_order(self, images: Images) -> Orders:
-        """A permutation of the patches for every image, drawn where the images are."""
-        num_patches = self.encoder.config.grid_size**2
-        noise = torch.rand(len(images), num_patches, device=images.device)
-        return noise.argsort(dim=1, stable=True)
 
 
 def patchify(images: Images, patch_size: int) -> Float[Tensor, "batch patches values"]:

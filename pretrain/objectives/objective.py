@@ -1,46 +1,48 @@
 """What an encoder can be trained for, as the trainer sees it: tensors in, loss out."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from pretrain.schedules import Timeline
-from ssl_bench.data.samples import ImageSet, Sample
+from ssl_bench.data.samples import ImageSet
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig, EncoderModule, ViTConfig
-from ssl_bench.models.encoder import IMAGENET_COLOURS, Colours
 
 Views = Sequence[Tensor]
 """Images of one size or several, and what else a loss needs to know of them, such as labels."""
+# Keeps the streams of parts apart from those of pretrain/batches.py.
+_PART = 3
 
 
-@runtime_checkable
-class Learner(Protocol):
-    """Everything that changes while training, apart from the optimizer; an `nn.Module`."""
+class Learner(nn.Module, ABC):
+    """Everything that changes while training, apart from the optimizer.
 
-    @property
-    def student(self) -> nn.Module:
-        """The network whose parameters are trained."""
-        ...
+    Attributes:
+        student: The module whose parameters are trained; its `backbone` is the encoder.
+    """
+
+    student: Any
 
     @property
     def encoder(self) -> EncoderModule:
         """The encoder worth keeping."""
-        ...
+        return self.student.backbone
 
     @property
     def encoders(self) -> Sequence[EncoderModule]:
         """That one and others like it, which start with the same weights."""
-        ...
+        return (self.encoder,)
 
     def compilable(self) -> Iterable[nn.Module]:
         """The parts that see static shapes only."""
-        ...
+        return (self.encoder,)
 
+    @abstractmethod
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
     ) -> tuple[Float[Tensor, ""], dict[str, Tensor]]:
@@ -48,115 +50,62 @@ class Learner(Protocol):
 
         `network` is the student, possibly wrapped for training on several devices.
         """
-        ...
 
     def freeze_gradients(self, step: int) -> None:
         """Drop the gradients of what must not change in this step."""
-        ...
 
     def update_teacher(self, step: int, lost: Bool[Tensor, ""]) -> None:
         """Change what follows the student, after the optimizer has changed the student.
 
         Where the step was `lost`, for a gradient that is not finite, nothing is learned from it.
         """
-        ...
 
     def values(self, step: int) -> dict[str, float]:
         """Scheduled values of the step, for the log."""
-        ...
-
-    def diagnose(self, row: Mapping[str, Any]) -> str | None:
-        """What is wrong if steps with such a row of the log do not end, and the remedy."""
-        ...
-
-
-class Independent(nn.Module):
-    """What a step of a learner does beside its loss where nothing is held and nothing follows."""
-
-    def freeze_gradients(self, step: int) -> None:
-        """Everything is trained from the first step on."""
-
-    def update_teacher(self, step: int, lost: Bool[Tensor, ""]) -> None:
-        """Nothing follows the student."""
-
-    def values(self, step: int) -> dict[str, float]:
-        """Nothing is scheduled."""
         del step
         return {}
 
+    def diagnose(self, row: Mapping[str, Any]) -> str | None:
+        """What is wrong if steps with such a row of the log do not end, and the remedy."""
+        del row
 
-@runtime_checkable
-class Classifier(Protocol):
+
+class Classifier(Learner):
     """A learner that names classes; it can be validated."""
 
+    @abstractmethod
     def classify(
         self, images: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch classes"]:
         """Logits of normalised images."""
-        ...
 
 
-@runtime_checkable
-class ViewMaker(Protocol):
-    """From samples to the views a learner takes: the part for the CPU, then that for the device.
+class Measuring(ABC):
+    """Looks at a learner now and then, and changes nothing.
 
-    What `cut` gives comes through a DataLoader, which makes lists of tuples and pins what has
-    `pin_memory`: give tensors, lists of them, or a class such as `LabelledCrops`.
+    Attributes:
+        costs_by: Options that say how long it takes.
     """
 
-    def sizes(self, image_size: int, patch_size: int) -> tuple[int, ...]: ...
+    costs_by: str
 
-    def cut(
-        self,
-        samples: Iterable[Sample],
-        generators: Iterable[np.random.Generator],
-        sizes: Sequence[int],
-    ) -> Any: ...
-
-    def join(self, pieces: Iterable[Any], device: torch.device) -> Any:
-        """What was cut from some images, then some more, ...: on the device, as if cut at once.
-
-        Each piece is copied as it comes, so that the memory of the worker that cut it is free.
-        """
-        ...
-
-    def finish(
-        self, groups: Any, device: torch.device, colours: Colours = IMAGENET_COLOURS
-    ) -> Views: ...
-
-
-@runtime_checkable
-class Measuring(Protocol):
-    """Looks at a learner now and then, and changes nothing."""
-
-    @property
-    def costs_by(self) -> str:
-        """Options that say how long it takes."""
-        ...
-
+    @abstractmethod
     def measures(self, step: int) -> Mapping[str, float]:
         """What is due after the step of this number, counted from 1; in percent."""
-        ...
 
 
-@runtime_checkable
-class Generating(Protocol):
-    """An objective that makes what it learns from, and tests it itself: no image is read."""
+class Objective(ABC):
+    """Hyperparameters from which a learner is built, as a frozen dataclass.
 
-    def images(self) -> ImageSet:
-        """What stands for the images."""
-        ...
+    Attributes:
+        crops: A `ViewMaker`.
+        noun: For what is learned from.
+    """
 
-    def observer(self, learner: Any, timeline: Timeline) -> Measuring: ...
+    crops: Any
+    noun = "images"
 
-
-@runtime_checkable
-class Objective(Protocol):
-    """Hyperparameters from which a learner is built."""
-
-    @property
-    def crops(self) -> ViewMaker: ...
-
+    @abstractmethod
     def build(
         self,
         model: EncoderConfig,
@@ -166,7 +115,30 @@ class Objective(Protocol):
         class_names: Sequence[str] = (),
     ) -> Learner:
         """A learner at its start; `class_names` are those of the training images, if any."""
-        ...
+
+
+class Generating(Objective):
+    """An objective that makes what it learns from, and tests it itself: no image is read."""
+
+    @abstractmethod
+    def images(self) -> ImageSet:
+        """What stands for the images."""
+
+    @abstractmethod
+    def observer(self, learner: Any, timeline: Timeline) -> Measuring:
+        """What tests the learner now and then."""
+
+
+def part_seed(seed: int, part: str) -> int:
+    """Seed of a head or decoder, so that its weights are not those of the encoder once more.
+
+    Args:
+        seed: Of the run.
+        part: Its name, such as "head".
+    """
+    name = int.from_bytes(part.encode())
+    (state,) = np.random.SeedSequence((_PART, seed, name)).generate_state(1, np.uint64)
+    return int(state)
 
 
 def require_vit(model: EncoderConfig, objective: str, reason: str) -> ViTConfig:

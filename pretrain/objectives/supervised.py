@@ -1,6 +1,6 @@
 """Supervised training of the same encoders: [CLS] or mean patch -> linear head -> loss."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from pretrain.crops.single import SingleCrop
-from pretrain.objectives.objective import Independent, Views
-from pretrain.runtime.streams import part_seed
+from pretrain.objectives.objective import Classifier, Objective, Views, part_seed
 from pretrain.schedules import Timeline
 from ssl_bench.composition.fields import Count, ShareBelowOne, check_fields
 from ssl_bench.errors import ConfigurationError
@@ -19,7 +18,7 @@ from ssl_bench.models import EncoderConfig, EncoderModule, build_encoder
 
 
 @dataclass(frozen=True)
-class Supervised:
+class Supervised(Objective):
     """Cross-entropy with the class of each image.
 
     Attributes:
@@ -50,15 +49,6 @@ class Supervised:
             ConfigurationError: the images have no classes, or another number than was said.
         """
         del timeline
-        self._check(class_names)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(part_seed(seed, "head"))
-            head = nn.Linear(model.dim, len(class_names))
-            nn.init.trunc_normal_(head.weight, std=0.02)
-            nn.init.zeros_(head.bias)
-        return SupervisedLearner(self, SupervisedNetwork(build_encoder(model, seed=seed), head))
-
-    def _check(self, class_names: Sequence[str]) -> None:
         if len(class_names) < 2:
             raise ConfigurationError(
                 "objective=supervised needs training images of two classes or more, got "
@@ -70,6 +60,12 @@ class Supervised:
                 f"objective.num_classes is {self.num_classes} but the training images have "
                 f"{len(class_names)} classes; leave it out or take the other images"
             )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(part_seed(seed, "head"))
+            head = nn.Linear(model.dim, len(class_names))
+            nn.init.trunc_normal_(head.weight, std=0.02)
+            nn.init.zeros_(head.bias)
+        return SupervisedLearner(self, SupervisedNetwork(build_encoder(model, seed=seed), head))
 
 
 class SupervisedNetwork(nn.Module):
@@ -85,23 +81,14 @@ class SupervisedNetwork(nn.Module):
         return self.head(self.backbone(images))
 
 
-class SupervisedLearner(Independent):
+class SupervisedLearner(Classifier):
     """A network and its loss."""
+
+    student: SupervisedNetwork
 
     def __init__(self, options: Supervised, student: SupervisedNetwork) -> None:
         super().__init__()
         self.options, self.student = options, student
-
-    @property
-    def encoder(self) -> EncoderModule:
-        return self.student.backbone
-
-    @property
-    def encoders(self) -> Sequence[EncoderModule]:
-        return (self.student.backbone,)
-
-    def compilable(self) -> Iterable[nn.Module]:
-        return (self.student.backbone,)
 
     def loss(
         self, network: Callable[..., Any], views: Views, step: int
@@ -129,7 +116,3 @@ class SupervisedLearner(Independent):
     ) -> Float[Tensor, "batch classes"]:
         """Logits of normalised images; not compiled, so that any batch will do."""
         return self.student.head(self.student.backbone.forward(images))
-
-    def diagnose(self, row: Mapping[str, Any]) -> str | None:
-        """Nothing that the loss itself would not show."""
-        del row

@@ -6,7 +6,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float
@@ -23,31 +23,27 @@ from ssl_bench.composition.fields import (
 )
 from ssl_bench.errors import ConfigurationError
 
-__all__ = ["SOAP", "AdamW", "OptimizerRecipe", "Soap", "clip_gradients", "parameter_groups"]
-
 _Betas = Annotated[Sequence[ShareBelowOne], Items(2, 2)]
 # [CLS], positions, Swin's too, registers and what stands for a hidden patch.
-_TOKENS = (
-    *("cls_token", "pos_embed", "relative_position_bias_table"),
-    *("reg_token", "mask_token"),
-)
+_TOKENS = ("cls_token", "pos_embed", "relative_position_bias_table", "reg_token", "mask_token")
 _BLOCK = re.compile(r"backbone\.blocks\.(\d+)\.")
 
 
-@runtime_checkable
-class OptimizerRecipe(Protocol):
-    """Hyperparameters from which the trainer builds an optimizer."""
+class OptimizerRecipe:
+    """Hyperparameters from which the trainer builds an optimizer, as a frozen dataclass.
 
-    @property
-    def lr(self) -> float:
-        """Reference learning rate at batch 256; the trainer scales it by batch / 256."""
-        ...
+    Attributes:
+        lr: Reference learning rate at batch 256; the trainer scales it by batch / 256.
+    """
 
-    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer: ...
+    lr: RateOrZero
+
+    def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(OptimizerRecipe):
     """AdamW of the DINO recipe, one fused kernel per step.
 
     Args:
@@ -67,7 +63,7 @@ class AdamW:
 
 
 @dataclass(frozen=True)
-class Soap:
+class Soap(OptimizerRecipe):
     """SOAP with its published betas and frequency; see `SOAP` for the fields.
 
     Args:
@@ -136,13 +132,13 @@ def parameter_groups(
     named = [(name, value) for name, value in named_parameters if value.requires_grad]
     if layer_decay == 1.0:
         return _decayed_and_exempt(named, decay_tokens=decay_tokens)
-    blocks = [_BLOCK.match(name) for name, _ in named]
-    if not any(blocks):
+    blocks = [int(block[1]) for name, _ in named if (block := _BLOCK.match(name))]
+    if not blocks:
         raise ConfigurationError(
             "train.layer_decay needs blocks in one row, as encoders of this suite have them, got "
             "none; set train.layer_decay=1"
         )
-    last = max((int(block[1]) for block in blocks if block), default=-1) + 2
+    last = max(blocks) + 2
     members: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(last + 1)]
     for name, value in named:
         members[_layer_of(name, last)].append((name, value))

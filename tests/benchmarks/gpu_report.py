@@ -109,7 +109,7 @@ def environment() -> None:
 
 def operations() -> None:
     """What the simulated device cannot say: cuSOLVER, cuBLAS, memory, rounding."""
-    from pretrain.optimizers import soap_stacks
+    from pretrain.optimizers import soap
     from ssl_bench.models.graying import gray_by_svd, raised
     from ssl_bench.neighbours import nearest_vectors
 
@@ -122,10 +122,10 @@ def operations() -> None:
             for _ in range(3):
                 basis = torch.linalg.qr(statistics @ basis).Q
             power = statistics @ basis
-            found, exact = soap_stacks._orthonormal(power, basis), torch.linalg.qr(power).Q
+            found, exact = soap._orthonormal(power, basis), torch.linalg.qr(power).Q
             put(
                 f"SOAP basis {members} x {size}",
-                ms=ms(lambda p=power, b=basis: soap_stacks._orthonormal(p, b), 5),
+                ms=ms(lambda p=power, b=basis: soap._orthonormal(p, b), 5),
                 qr_ms=ms(lambda p=power: torch.linalg.qr(p), 3, 1),
                 eigh_ms=ms(lambda s=statistics: torch.linalg.eigh(s), 1, 1),
                 error=float((found.mT @ found - torch.eye(size, device=DEVICE)).abs().max()),
@@ -148,10 +148,10 @@ def operations() -> None:
 
 def training(timed: int = 40) -> None:
     """DINO of ViT-S/16, 2 x 224 + 8 x 96 pixels, bfloat16, batch 256."""
+    from pretrain.distributed import TrainingRanks
     from pretrain.objectives.dino import Dino
     from pretrain.optimizers.recipes import AdamW, Soap
     from pretrain.options import TrainOptions
-    from pretrain.runtime.distributed import TrainingRanks
     from pretrain.schedules import Timeline
     from pretrain.step import Trainer
     from ssl_bench.models import ViTConfig

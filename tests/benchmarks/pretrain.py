@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pretrain.batches import sample_generator
 from pretrain.crops.multi import MultiCrop
-from pretrain.logging.mfu import product_rate, wait
+from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import TrainOptions
-from pretrain.runtime.batches import sample_generator
-from pretrain.runtime.distributed import TrainingRanks
+from pretrain.resources import product_rate, wait
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.data.samples import Sample

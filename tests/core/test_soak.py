@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.runtime.state import save_state
+from pretrain.checkpoints import save_state
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import build_vit, load_encoder, save_encoder

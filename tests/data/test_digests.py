@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pretrain.runtime.state import PREVIOUS, STATE, load_state, save_state
+from pretrain.checkpoints import PREVIOUS, STATE, load_state, save_state
 from ssl_bench.errors import CheckpointError
 from ssl_bench.models import build_vit, identify_encoder, load_encoder, save_encoder
 from ssl_bench.system.files import read_digests, sha256_of

@@ -11,12 +11,12 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from pretrain import resources
 from pretrain.crops.multi import MultiCrop
-from pretrain.logging import mfu
+from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW, OptimizerRecipe, Soap
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from probes.features.image import ImagePass
@@ -54,7 +54,7 @@ class _Steps:
         learner = objective.build(model, timeline, seed=0)
         options = TrainOptions(batch_size=2, compile=False)
         # The rate of a real device's products is measured with larger matrices.
-        with patch.dict(mfu._SIDE, cuda=64):
+        with patch.dict(resources._SIDE, cuda=64):
             self._trainer = Trainer(learner, recipe, options, timeline, TrainingRanks(device=CUDA))
         self._views, self._step = objective.crops.finish(groups, CUDA), 0
         # Counting operations, and the bases of the first gradients.
@@ -89,7 +89,7 @@ def step_of_a_run(folder: Path, objective: str) -> Counts:
 
     def work(number: int) -> None:
         more = [*SMALL, *OBJECTIVES[objective], f"train.max_steps={number}"]
-        with patch.dict(mfu._SIDE, cuda=64), redirect_stderr(io.StringIO()):
+        with patch.dict(resources._SIDE, cuda=64), redirect_stderr(io.StringIO()):
             assert main([*words, *more]) == 0
 
     return counts_of(work, 4, 8)

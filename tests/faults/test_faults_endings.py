@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain.runtime.state import load_state
+from pretrain.checkpoints import load_state
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore
 from tests.support.faults import exit_code, fails, fork, pretraining, probing, records

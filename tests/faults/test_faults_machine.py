@@ -17,8 +17,8 @@ import timm  # noqa: F401 - its seconds of import are no part of any test
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from pretrain.checkpoints import load_state
 from pretrain.objectives.dino import DinoLearner
-from pretrain.runtime.state import load_state
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from ssl_bench.network import Published, download

@@ -12,8 +12,8 @@ import jaxtyping
 import pytest
 import torch
 
+from pretrain.checkpoints import load_state, save_state
 from pretrain.objectives.dino import DinoLearner
-from pretrain.runtime.state import load_state, save_state
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import MachineError
 from ssl_bench.models import build_vit, load_encoder, save_encoder

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 
-from pretrain.runtime import state as checkpoint
-from pretrain.runtime.state import PREVIOUS, STATE, has_state, load_state, remove_states, save_state
+from pretrain import checkpoints
+from pretrain.checkpoints import PREVIOUS, STATE, has_state, load_state, remove_states, save_state
 from ssl_bench.errors import CheckpointError, MachineError
 from ssl_bench.system.files import sha256_of
 
@@ -81,7 +81,7 @@ def test_a_failure_half_way_leaves_the_old_state(tmp_path, monkeypatch, failure)
         file.write(b"half of it")
         raise failure
 
-    monkeypatch.setattr(checkpoint.torch, "save", half)
+    monkeypatch.setattr(checkpoints.torch, "save", half)
     expected = MachineError if isinstance(failure, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
         save_state(tmp_path, state_of(2))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pretrain.description import describe, differences
-from pretrain.logging.mfu import training_flops
 from pretrain.objectives.supervised import Supervised
+from pretrain.resources import training_flops
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from probes.conditioning.decomposition import decompose_block

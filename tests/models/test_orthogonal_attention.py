@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pretrain.description import describe, differences
-from pretrain.logging.mfu import training_flops
 from pretrain.objectives.supervised import Supervised
+from pretrain.resources import training_flops
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pretrain.accuracy import recipe_of
+from pretrain.checkpoints import ENCODER, LOG
 from pretrain.crops.single import SingleCrop
-from pretrain.monitor import Monitor
+from pretrain.monitor import Monitor, recipe_of
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.folder import ENCODER, LOG
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main

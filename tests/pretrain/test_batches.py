@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from pretrain.batches import Batches, Share, epoch_order, in_memory, sample_generator
 from pretrain.crops.multi import MultiCrop
-from pretrain.runtime.batches import Batches, Share, epoch_order, in_memory, sample_generator
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
 

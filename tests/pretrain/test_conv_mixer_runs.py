@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from pretrain.crops.single import SingleCrop
-from pretrain.logging.mfu import training_flops
+from pretrain.distributed import TrainingRanks
 from pretrain.monitor import Monitor
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.distributed import TrainingRanks
+from pretrain.resources import training_flops
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from pretrain.train import Pretraining

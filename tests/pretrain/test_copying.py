@@ -12,21 +12,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pretrain.copying.objective import Copying
-from pretrain.copying.strings import (
+from pretrain.batches import sample_generator
+from pretrain.copying.objective import (
     STRINGS_AN_EPOCH,
+    Copying,
+    CopyingTest,
     GeneratedStrings,
     StringMaker,
+    accuracies,
+    copied_letters,
     fixed_strings,
     rows_of,
 )
-from pretrain.copying.tested import CopyingTest, accuracies, copied_letters
 from pretrain.monitor import Monitor
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.plan import Plan
-from pretrain.runtime.batches import sample_generator
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
@@ -212,7 +213,7 @@ def test_a_dry_run_speaks_of_strings(tmp_path):
 )
 def test_images_and_strings_do_not_go_together(changes, message):
     with pytest.raises(ConfigurationError, match=message):
-        replace(Plan(model=TINY, objective=TASK), **changes)
+        replace(Pretraining(model=TINY, objective=TASK), **changes)
 
 
 @pytest.mark.parametrize(

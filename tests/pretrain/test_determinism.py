@@ -3,8 +3,7 @@ import os
 import pytest
 import torch
 
-from pretrain.runtime.determinism import deterministic
-from pretrain.step import Trainer
+from pretrain.step import Trainer, deterministic
 from ssl_bench.errors import ConfigurationError
 from tests.support.faults import fails, photo_folder, pretraining
 
@@ -19,25 +18,15 @@ def workspace(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
 
 
-def test_what_cublas_and_torch_need_is_set_as_long_as_the_run_lasts():
+def test_what_cublas_and_torch_need_is_set_as_long_as_the_run_lasts(monkeypatch):
     with deterministic(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-def test_a_workspace_that_was_chosen_is_kept(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-
     with deterministic(True):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-
-
-def test_unasked_nothing_is_set():
-    with deterministic(False):
-        assert not torch.are_deterministic_algorithms_enabled()
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_other_errors_pass_as_they_are():

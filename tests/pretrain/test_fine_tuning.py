@@ -11,15 +11,14 @@ import pytest
 import torch
 from PIL import Image
 
+from pretrain.checkpoints import CONFIG, LOG, load_state
 from pretrain.crops.multi import MultiCrop
+from pretrain.fine_tuning import init_from
 from pretrain.objectives.dino import Dino
 from pretrain.objectives.mae import Mae
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap, parameter_groups
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.fine_tuning import init_from
-from pretrain.runtime.folder import CONFIG, LOG
-from pretrain.runtime.state import load_state
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from ssl_bench.errors import CheckpointError, ConfigurationError

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.runtime import lock
-from pretrain.runtime.lock import held
+from pretrain import lock
+from pretrain.lock import held
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.system.files import sha256_of

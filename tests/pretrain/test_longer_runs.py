@@ -9,9 +9,8 @@ import torch
 import yaml
 from PIL import Image
 
+from pretrain.checkpoints import CONFIG, ENCODER, load_state
 from pretrain.crops.multi import MultiCrop
-from pretrain.runtime.folder import CONFIG, ENCODER
-from pretrain.runtime.state import load_state
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.errors import CheckpointError, ConfigurationError, Preempted

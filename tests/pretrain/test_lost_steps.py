@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig

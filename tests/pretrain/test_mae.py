@@ -11,16 +11,14 @@ import torch
 from PIL import Image
 from torch import nn
 
+from pretrain.checkpoints import load_state
 from pretrain.crops.plain import PlainCrop
 from pretrain.crops.single import SingleCrop
-from pretrain.objectives.mae import Mae, MaeDecoder, patchify, take
-from pretrain.objectives.objective import Classifier, Learner, Objective, ViewMaker
+from pretrain.objectives.mae import Mae, MaeDecoder, patchify
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.state import load_state
 from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
-from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import ConvMixerConfig, EncoderConfig, ViTConfig, load_encoder
@@ -243,51 +241,6 @@ def test_every_trained_weight_learns_from_a_step():
     assert not learner.student.decoder.positions.requires_grad
 
 
-def test_steps_on_one_batch_lower_its_loss():
-    learner = learner_of()
-    optimizer = torch.optim.AdamW(learner.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(40):
-        torch.manual_seed(0)
-        loss, _ = learner.loss(learner.student, (images_of(),), 0)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-
-    assert 0 < losses[-1] < 0.9 * losses[0]
-
-
-def test_building_draws_nothing_from_outside_and_no_weight_twice():
-    torch.manual_seed(5)
-    state = torch.get_rng_state()
-    model = replace(TINY, position_embedding="sinusoidal")
-    same = Mae(decoder_dim=24, decoder_depth=2, decoder_heads=2)
-
-    one, again, other = (same.build(model, Timeline(10, 5), seed=seed) for seed in (1, 1, 2))
-
-    assert torch.equal(state, torch.get_rng_state())
-    assert isinstance(one, Learner)
-    assert not isinstance(one, Classifier)
-    assert isinstance(same, Objective)
-    for name, value in one.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
-    decoder, weights = one.student.decoder, "blocks.0.attn.qkv.weight"
-    assert not torch.equal(decoder.get_parameter(weights), one.encoder.get_parameter(weights))
-    for name in ("mask_token", "embed.weight", weights):
-        assert not torch.equal(
-            decoder.get_parameter(name), other.student.decoder.get_parameter(name)
-        )
-
-
-def test_taken_patches_are_those_of_their_own_image():
-    values = torch.arange(12.0).reshape(2, 3, 2)
-
-    taken = take(values, torch.tensor([[2, 0], [1, 1]]))
-
-    assert taken.tolist() == [[[4, 5], [0, 1]], [[8, 9], [8, 9]]]
-
-
 def test_a_crop_needs_no_class_and_is_that_of_supervised_training_without_colours():
     generator = np.random.default_rng(0)
     images = [generator.integers(0, 256, (20, 30, 3), dtype=np.uint8) for _ in range(6)]
@@ -301,7 +254,6 @@ def test_a_crop_needs_no_class_and_is_that_of_supervised_training_without_colour
     assert torch.equal(pixels, cut(single, 0).pixels)
     (normalised,) = plain.finish(pixels, CPU)
     assert torch.equal(normalised, single.finish(cut(single, 0), CPU)[0])
-    assert isinstance(plain, ViewMaker)
 
 
 @pytest.mark.parametrize(("loss", "is_ill"), [(0.97, True), (1.3, True), (0.9, False)])
@@ -333,15 +285,6 @@ def test_an_encoder_without_tokens_is_refused_in_one_line():
         learner_of(ConvMixerConfig(image_size=16, patch_size=4, dim=8, depth=1))
 
     assert "\n" not in str(refusal.value)
-
-
-def test_the_yaml_file_says_what_the_dataclasses_default_to():
-    built = build(compose_config("pretraining", ["objective=mae"])).objective
-
-    assert built == replace(Mae(), crops=built.crops)
-    for name, value in vars(PlainCrop()).items():
-        ours = getattr(built.crops, name)
-        assert ours == (list(value) if isinstance(value, tuple) else value), name
 
 
 @pytest.fixture(scope="module")
@@ -382,17 +325,3 @@ def test_a_run_leaves_its_encoder_and_a_loss_beside_that_of_the_mean(album, tmp_
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["mean_loss"] for row in rows] == pytest.approx([47 / 48] * 8, abs=1e-3)
     assert rows[-1]["loss"] < rows[0]["loss"]
-
-
-@pytest.mark.slow
-def test_a_compiled_run_learns_what_an_eager_one_does(album, tmp_path):
-    plan = plan_of(album, max_steps=3)
-    # One block, because compiling takes a while for each.
-    plan = replace(plan, model=replace(plan.model, drop_path=0.0, depth=1))
-    plan.run(tmp_path / "eager", device="cpu")
-    compiled = replace(plan, train=replace(plan.train, compile=True))
-
-    compiled.run(tmp_path / "compiled", device="cpu")
-
-    losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("eager", "compiled")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

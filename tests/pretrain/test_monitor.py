@@ -9,19 +9,16 @@ import pytest
 import torch
 from PIL import Image
 
+from pretrain.checkpoints import ENCODER, LOG, load_state
 from pretrain.crops.multi import MultiCrop
 from pretrain.crops.single import SingleCrop
-from pretrain.monitor import Monitor, class_ranks, evaluating
+from pretrain.monitor import Monitor, class_ranks
 from pretrain.objectives.dino import Dino, DinoLearner
 from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.folder import ENCODER, LOG
-from pretrain.runtime.state import load_state
-from pretrain.schedules import Timeline
 from pretrain.train import Pretraining
 from probes.knn import KNN
-from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.class_folders import ClassFolders
 from ssl_bench.errors import ConfigurationError, DataError
@@ -136,29 +133,6 @@ def test_validation_accuracy_is_that_of_the_saved_head_on_central_squares(root, 
     assert [row["step"] for row in log_rows(tmp_path) if "val_top1" in row] == [8]
 
 
-def test_measuring_draws_no_random_number_and_gives_the_same_twice(root):
-    plan = plan_of(root, SUPERVISED, BOTH)
-    timeline, names = Timeline(8, 8), ClassFolders(root).train().class_names
-    model = replace(plan.model, drop_path=0.9)
-    learner = SUPERVISED.build(model, timeline, seed=0, class_names=names)
-    some = replace(BOTH, train_images=5)
-    observer, other = (
-        some.open(learner, timeline, data_root=str(root), class_names=names) for _ in range(2)
-    )
-    assert observer is not None
-    assert other is not None
-    assert observer.train.indices == other.train.indices
-    state = torch.get_rng_state()
-
-    outputs = [observer._outputs(observer.val, learner.classify).features for _ in range(2)]
-
-    assert torch.equal(*outputs)
-    assert torch.equal(state, torch.get_rng_state())
-    assert learner.training
-    assert observer.measures(7) == {}
-    assert observer.measures(8).keys() == {"val_top1", "knn_top1"}
-
-
 def test_only_as_many_images_are_looked_at_as_one_says(root, tmp_path, monkeypatch):
     monitor = replace(KNN_ONLY, knn_epochs=9, train_images=5, val_images=3)
     looked_at = []
@@ -203,15 +177,6 @@ def test_a_broken_validation_image_is_named_and_the_steps_before_it_are_kept(roo
         plan.run(tmp_path / "out", device="cpu")
 
     assert load_state(tmp_path / "out", CPU)[0]["step"] == len(log_rows(tmp_path / "out")) == 6
-
-
-def test_a_module_is_as_it_was_after_evaluating():
-    module = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout().eval())
-
-    with evaluating(module):
-        assert not any(part.training for part in module.modules())
-
-    assert [part.training for part in module.modules()] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -261,10 +226,6 @@ def test_what_is_monitored_may_change_when_a_run_goes_on(root, tmp_path):
     replace(plan, monitor=KNN_ONLY).run(tmp_path, resume=True, device="cpu")
 
     assert [row["step"] for row in log_rows(tmp_path) if "knn_top1" in row] == [6, 8]
-
-
-def test_the_yaml_file_says_what_the_dataclass_defaults_to():
-    assert build(compose_config("pretraining", [])).monitor == Monitor()
 
 
 def test_a_class_has_the_rank_of_those_that_are_likelier_and_the_first_of_equals_wins():

@@ -22,7 +22,8 @@ from pretrain.crops.augmentation import (
     shift_hue,
     solarize,
 )
-from pretrain.crops.multi import MultiCrop, crop, draw_boxes
+from pretrain.crops.multi import MultiCrop
+from pretrain.crops.plain import crop, draw_boxes
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from pretrain.crops.multi import MultiCrop
+from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import TrainOptions
-from pretrain.runtime.distributed import TrainingRanks
 from pretrain.schedules import Timeline
 from pretrain.step import Trainer
 from ssl_bench.models import ViTConfig

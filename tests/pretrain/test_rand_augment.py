@@ -15,27 +15,10 @@ from timm.data.transforms_factory import create_transform
 from torch import Tensor
 from torchvision.transforms import ColorJitter
 
-from pretrain.crops.rand_augment import OPERATIONS, RandAugment, apply_operations
+from pretrain.crops.rand_augment import OPERATIONS, RandAugment, amount, apply_operations
 from pretrain.crops.single import SingleCrop
 from tests.support.draws import alike, as_frequent, follows
 
-OF_TIMM = {
-    "auto_contrast": "AutoContrast",
-    "equalize": "Equalize",
-    "invert": "Invert",
-    "rotate": "Rotate",
-    "posterize": "PosterizeIncreasing",
-    "solarize": "SolarizeIncreasing",
-    "solarize_add": "SolarizeAdd",
-    "color": "ColorIncreasing",
-    "contrast": "ContrastIncreasing",
-    "brightness": "BrightnessIncreasing",
-    "sharpness": "SharpnessIncreasing",
-    "shear_x": "ShearX",
-    "shear_y": "ShearY",
-    "translate_x": "TranslateXRel",
-    "translate_y": "TranslateYRel",
-}
 OPTIONS = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
 RECIPE = "rand-m9-mstd0.5-inc1"
 DRAWS = 20_000
@@ -69,53 +52,52 @@ def test_every_operation_leaves_the_pixels_that_timm_leaves(name, negated, monke
     image = Image.fromarray(picture().permute(1, 2, 0).numpy())
 
     # Without a bit left Pillow refuses to posterize for timm.
-    largest = 9.99 if name == "posterize" else 10.0
+    largest = 9.99 if name == "PosterizeIncreasing" else 10.0
     for magnitude in (0.0, 0.3, 2.5, 5.0, 7.49, 9.0, 9.77, largest):
-        amount = OPERATIONS[name].amount_at(magnitude / 10, negate=negated)
-        ours = apply_operations(picture(), [(name, amount)])
+        value = amount(name, magnitude / 10, negate=negated)
+        ours = apply_operations(picture(), [(name, value)])
 
-        timms: Any = AugmentOp(OF_TIMM[name], prob=1.0, hparams=OPTIONS)
+        timms: Any = AugmentOp(name, prob=1.0, hparams=OPTIONS)
         timms.magnitude = magnitude
         assert np.array_equal(ours.permute(1, 2, 0).numpy(), np.array(timms(image))), magnitude
 
 
 def test_each_operation_changes_the_picture_at_the_usual_magnitude():
-    for name, operation in OPERATIONS.items():
-        changed = apply_operations(picture(), [(name, operation.amount_at(0.9, negate=False))])
+    for name in OPERATIONS:
+        changed = apply_operations(picture(), [(name, amount(name, 0.9, negate=False))])
         assert not torch.equal(changed, picture()), name
 
 
 def test_a_picture_of_which_no_bit_is_left_is_black():
-    nothing_left = OPERATIONS["posterize"].amount_at(1.0, negate=False)
+    nothing_left = amount("PosterizeIncreasing", 1.0, negate=False)
 
     assert nothing_left == 0
-    assert not apply_operations(picture(), [("posterize", nothing_left)]).any()
+    assert not apply_operations(picture(), [("PosterizeIncreasing", nothing_left)]).any()
 
 
 def test_operations_follow_one_another():
-    both = apply_operations(picture(), [("translate_x", 0.3), ("invert", 0.0)])
+    both = apply_operations(picture(), [("TranslateXRel", 0.3), ("Invert", 0)])
 
-    moved = apply_operations(picture(), [("translate_x", 0.3)])
+    moved = apply_operations(picture(), [("TranslateXRel", 0.3)])
     assert torch.equal(both, 255 - moved)
     assert apply_operations(picture(), []).equal(picture())
 
 
 @cache
-def draws_of_ours() -> list[list[tuple[str, float]]]:
+def draws_of_ours() -> list[list[tuple[str, int | float]]]:
     generator = np.random.default_rng(0)
     return [RandAugment(2, 9, 0.5).draw(generator) for _ in range(DRAWS)]
 
 
 @cache
-def draws_of_timm() -> list[list[tuple[str, float]]]:
+def draws_of_timm() -> list[list[tuple[str, int | float]]]:
     """What timm's operations are called with; none of them is carried out."""
     augment = rand_augment_transform(RECIPE, {**OPTIONS})
-    names = {theirs: ours for ours, theirs in OF_TIMM.items()}
-    called: list[tuple[str, float]] = []
+    called: list[tuple[str, int | float]] = []
     for operation in augment.ops:
 
-        def note(image, amount=0.0, name=names[operation.name], **_):
-            called.append((name, amount))
+        def note(image, value=0, name=operation.name, **_):
+            called.append((name, value))
             return image
 
         operation.aug_fn = note
@@ -148,11 +130,11 @@ def test_operations_are_drawn_and_applied_as_often_as_by_timm():
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_amounts_are_distributed_as_those_of_timm(name):
     ours, theirs = (
-        [amount for draw in draws for one, amount in draw if one == name]
+        [value for draw in draws for one, value in draw if one == name]
         for draws in (draws_of_ours(), draws_of_timm())
     )
 
-    if name in ("auto_contrast", "equalize", "invert"):
+    if name in ("AutoContrast", "Equalize", "Invert"):
         assert len(ours) > 1000
     else:
         assert alike(ours, theirs)
@@ -160,7 +142,7 @@ def test_amounts_are_distributed_as_those_of_timm(name):
 
 
 def test_magnitudes_are_normal_and_end_at_ten():
-    shares = [a / 30 for d in draws_of_ours() for name, a in d if name == "rotate"]
+    shares = [a / 30 for d in draws_of_ours() for name, a in d if name == "Rotate"]
     magnitudes = 10 * np.abs(shares)
 
     inside = magnitudes[magnitudes < 10]
@@ -176,7 +158,7 @@ def test_without_deviation_the_magnitude_is_what_was_said(magnitude, expected):
 
     drawn = [d for _ in range(400) for d in RandAugment(3, magnitude, 0.0).draw(generator)]
 
-    assert {abs(amount) for name, amount in drawn if name == "rotate"} == {expected}
+    assert {abs(amount) for name, amount in drawn if name == "Rotate"} == {expected}
 
 
 def test_a_crop_has_the_strength_and_number_of_operations_that_were_said():
@@ -186,5 +168,5 @@ def test_a_crop_has_the_strength_and_number_of_operations_that_were_said():
     drawn = [crops.rand_augment.draw(generator) for _ in range(200)]
 
     assert max(len(one) for one in drawn) == 5
-    assert {abs(a) for one in drawn for name, a in one if name == "rotate"} == {30 * 0.3}
+    assert {abs(a) for one in drawn for name, a in one if name == "Rotate"} == {30 * 0.3}
     assert crops.rand_augment == RandAugment(5, 3, 0.0)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
+from pretrain.checkpoints import load_state, save_state
 from pretrain.description import describe, differences, in_full
-from pretrain.runtime.state import load_state, save_state
 from ssl_bench.errors import ConfigurationError
 from tests.pretrain.test_train import tiny
 from tests.support.runs import assert_same_run
@@ -101,6 +101,36 @@ def test_a_key_that_is_gone_is_named(pictures, tmp_path):
 
     with pytest.raises(ConfigurationError, match=r"\(lottery.prize: 7 -> None\)"):
         plan.run(tmp_path, resume=True, device="cpu")
+
+
+def test_a_state_whose_default_was_a_number_goes_on(pictures, tmp_path):
+    plan = tiny(pictures, max_steps=3)
+    plan.run(tmp_path / "whole", device="cpu")
+    stopped_after_a_step(plan, tmp_path / "older")
+    older = {"warmup_epochs": 10.0}
+    change(tmp_path / "older", "opening_steps", train=part_of(tmp_path / "older", "train", older))
+    older = {"freeze_last_layer_epochs": 1.0, "teacher_temperature_epochs": 30.0}
+    change(tmp_path / "older", objective=part_of(tmp_path / "older", "objective", older))
+
+    plan.run(tmp_path / "older", resume=True, device="cpu")
+
+    assert_same_run(tmp_path / "whole", tmp_path / "older")
+
+
+def test_a_state_whose_warmup_was_shortened_is_not_gone_on_with_a_longer_one(pictures, tmp_path):
+    plan = tiny(pictures, max_steps=3, warmup_epochs=1.0)  # 3 steps; once a tenth of the run, 1
+    stopped_after_a_step(plan, tmp_path)
+    change(tmp_path, "opening_steps")
+
+    with pytest.raises(ConfigurationError, match=r"\(opening_steps.warmup_epochs: 1 -> 3\)"):
+        plan.run(tmp_path, resume=True, device="cpu")
+
+    same = replace(plan, train=replace(plan.train, warmup_epochs=1 / 3))
+    same.run(tmp_path, resume=True, device="cpu")
+
+
+def part_of(out, name, values):
+    return load_state(out, CPU)[0]["configuration"][name] | values
 
 
 @dataclass(frozen=True)

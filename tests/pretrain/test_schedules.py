@@ -1,13 +1,24 @@
-"""Schedules against their closed forms, at every boundary."""
-
-import math
+"""Schedules against their closed forms, at every boundary; warm-ups as long as asked."""
 
 import numpy as np
 import pytest
 
+from pretrain.objectives.dino import Dino
 from pretrain.options import TrainOptions
-from pretrain.schedules import Cosine, Linear, Timeline, Triangle
+from pretrain.schedules import (
+    FREEZE,
+    TEMPERATURE,
+    WARMUP,
+    WARMUPS,
+    Cosine,
+    Linear,
+    Timeline,
+    Triangle,
+)
 from ssl_bench.errors import ConfigurationError
+from ssl_bench.models import ViTConfig
+
+LONG, SHORT = Timeline(3000, 10), Timeline(300, 10)
 
 
 def official_cosine(start, end, num_steps, warmup_steps):
@@ -24,25 +35,6 @@ def test_the_cosine_is_the_official_table_at_every_step(warmup_steps):
     values = [schedule(step) for step in range(20)]
 
     assert values == pytest.approx(official_cosine(5e-4, 1e-6, 20, warmup_steps), abs=1e-15)
-
-
-def test_the_cosine_starts_at_zero_peaks_twice_and_is_half_way_in_the_middle():
-    schedule = Cosine(start=2.0, end=1.0, num_steps=14, warmup_steps=4)
-
-    assert [schedule(step) for step in (0, 1, 3, 4)] == [0, pytest.approx(2 / 3), 2, 2]
-    assert schedule(9) == pytest.approx(1.5)
-    assert schedule(13) == pytest.approx(1 + 0.5 * (1 + math.cos(math.pi * 0.9)))
-    assert schedule(14) == 1
-
-
-def test_a_cosine_that_rises_never_passes_its_end():
-    momentum = Cosine(start=0.996, end=1.0, num_steps=50)
-
-    values = [momentum(step) for step in range(50)]
-
-    assert values == sorted(values)
-    assert values[0] == pytest.approx(0.996)
-    assert 0.9999 < values[-1] < 1
 
 
 def test_a_straight_line_reaches_its_end_with_its_last_step_and_stays():
@@ -89,3 +81,49 @@ def test_epochs_change_on_the_first_step_after_the_last_whole_batch():
 def test_a_run_without_steps_is_refused():
     with pytest.raises(ConfigurationError, match="at least one step"):
         Timeline(total_steps=0, steps_per_epoch=5)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "timeline", "steps"),
+    [
+        (WARMUP, LONG, 100), (WARMUP, SHORT, 30), (WARMUP, Timeline(301, 10), 31),
+        (FREEZE, SHORT, 10), (FREEZE, Timeline(20, 10), 2),
+        (TEMPERATURE, LONG, 300), (TEMPERATURE, SHORT, 90),
+    ],
+)  # fmt: skip
+def test_a_default_takes_no_more_than_its_share_of_the_run(warmup, timeline, steps):
+    assert warmup.steps(None, timeline) == steps
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(0.0, 0), (2.5, 25), (29.0, 290), (30.0, 300)])
+def test_what_was_asked_for_is_taken_as_it_is(epochs, steps):
+    assert WARMUP.steps(epochs, SHORT) == steps
+    assert TrainOptions(warmup_epochs=epochs).warmup_steps(SHORT) == steps
+
+
+@pytest.mark.parametrize("warmup", [WARMUP, FREEZE, TEMPERATURE])
+def test_what_outlasts_the_run_is_refused(warmup):
+    with pytest.raises(ConfigurationError, match=f"{warmup.key}=31 are 310 steps .* has 300; "):
+        warmup.steps(31.0, SHORT)
+
+
+def test_the_learner_of_dino_has_the_warm_ups_that_were_asked_for():
+    options = Dino(
+        out_dim=8, hidden_dim=8, bottleneck_dim=4,
+        freeze_last_layer_epochs=4.0, teacher_temperature_epochs=20.0,
+    )  # fmt: skip
+    model = ViTConfig(image_size=16, patch_size=8, dim=12, depth=1, num_heads=2)
+
+    learner = options.build(model, SHORT, seed=0)
+
+    assert (learner.frozen_steps, learner.teacher_temperature.num_steps) == (40, 200)
+
+
+def test_the_keys_are_options_that_may_be_left_open():
+    assert {warmup.key for warmup in WARMUPS} == {
+        "train.warmup_epochs",
+        "objective.freeze_last_layer_epochs",
+        "objective.teacher_temperature_epochs",
+    }
+    assert TrainOptions().warmup_epochs is None
+    assert (Dino().freeze_last_layer_epochs, Dino().teacher_temperature_epochs) == (None, None)

@@ -1,5 +1,9 @@
-"""The crops of supervised training: what happens to images, in which order, drawn from what."""
+"""The crops of supervised training: what happens to images, in which order, drawn from what.
 
+What cropping, erasing and mixing leave, and how often, is what timm does.
+"""
+
+import math
 import random
 from dataclasses import replace
 from itertools import permutations
@@ -7,25 +11,41 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm.data.mixup
+import timm.data.random_erasing
 import torch
 from PIL import Image, ImageOps
-from scipy.stats import uniform
+from scipy.stats import norm, uniform
+from timm.data.mixup import Mixup, cutmix_bbox_and_lam
+from timm.data.random_erasing import RandomErasing
 from timm.data.transforms_factory import create_transform
+from timm.loss.cross_entropy import SoftTargetCrossEntropy
 from torch.utils.data import DataLoader
 from torchvision.transforms import functional
 
+from pretrain.batches import Batches, Share
 from pretrain.crops.augmentation import BRIGHTNESS, CONTRAST, SATURATION
-from pretrain.crops.erasing import erase
-from pretrain.crops.mixing import Mixture, mix
-from pretrain.crops.single import LabelledCrops, SingleCrop
-from pretrain.objectives.objective import ViewMaker
-from pretrain.runtime.batches import Batches, Share
+from pretrain.crops.single import (
+    LabelledCrops,
+    Mixing,
+    Mixture,
+    SingleCrop,
+    draw_rectangle,
+    draw_square,
+    erase,
+    grey_out,
+    mix,
+)
+from pretrain.objectives.supervised import Supervised
+from pretrain.schedules import Timeline
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD
-from tests.support.draws import alike, follows
+from ssl_bench.models import IMAGENET_MEAN, IMAGENET_STD, ViTConfig
+from tests.support.draws import alike, as_frequent, follows
 
 CPU = torch.device("cpu")
+TINY = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2)
+DRAWS = 4000
 PLAIN = SingleCrop(scale=(1.0, 1.0), aspect_ratio=(1.0, 1.0), flip_probability=0.0, num_ops=0)
 EVERYTHING = SingleCrop(
     color_jitter=0.4, cutout=4, erasing_probability=0.5, mixup=0.8, cutmix=1.0, mix_probability=0.9
@@ -202,7 +222,6 @@ def test_batches_do_not_depend_on_the_number_of_workers():
         finished = zip(EVERYTHING.finish(one, CPU), EVERYTHING.finish(other, CPU), strict=True)
         assert all(torch.equal(ours, theirs) for ours, theirs in finished)
     assert as_plain(alone[0]) != as_plain(alone[1])
-    assert isinstance(EVERYTHING, ViewMaker)
 
 
 def as_plain(part: LabelledCrops):
@@ -228,3 +247,230 @@ def as_plain(part: LabelledCrops):
 def test_a_recipe_without_meaning_is_refused(field, value):
     with pytest.raises(ConfigurationError, match=rf"crops\.{field}"):
         SingleCrop(**{field: value})
+
+
+def edges_of(*edges):
+    return torch.tensor(edges)
+
+
+def test_a_grey_square_is_cut_off_at_the_border():
+    images = torch.randn(2, 3, 5, 6, generator=torch.Generator().manual_seed(0))
+
+    grey = grey_out(images.clone(), edges_of((1, 4, 2, 5), (-1, 2, 3, 9)))
+
+    changed = (grey != images).all(1)
+    assert changed[0].nonzero().tolist() == [[r, c] for r in (1, 2, 3) for c in (2, 3, 4)]
+    assert changed[1].nonzero().tolist() == [[r, c] for r in (0, 1) for c in (3, 4, 5)]
+    assert torch.equal(grey != 0, ~changed[:, None].expand_as(grey))
+
+
+def test_the_center_of_a_square_lies_anywhere_in_the_image():
+    generator = np.random.default_rng(0)
+
+    drawn = np.array([draw_square(generator, 4, 3) for _ in range(2000)])
+
+    assert (drawn[:, 1] - drawn[:, 0] == 3).all()
+    assert (drawn[:, 3] - drawn[:, 2] == 3).all()
+    centers, counts = np.unique(drawn[:, ::2] + 1, axis=0, return_counts=True)
+    assert centers.tolist() == [[row, col] for row in range(4) for col in range(4)]
+    assert counts / 2000 == pytest.approx(np.full(16, 1 / 16), abs=0.03)
+
+
+@pytest.mark.parametrize("size", [24, 32])
+def test_rectangles_are_distributed_as_those_edges_of_timm(size, monkeypatch):
+    generator = np.random.default_rng(0)
+    ours = np.array([draw_rectangle(generator, size, 0.5) for _ in range(DRAWS)])
+    monkeypatch.setattr(
+        timm.data.random_erasing, "_get_pixels", lambda *args, **_: torch.ones(args[2])
+    )
+    random.seed(0)
+    theirs = np.array([edges_of_timm(RandomErasing(0.5, mode="pixel"), size) for _ in range(DRAWS)])
+
+    some = [drawn[drawn[:, 1] > 0] for drawn in (ours, theirs)]
+    assert as_frequent(*([len(s), DRAWS - len(s)] for s in some))
+    measures = [
+        lambda s: s[:, 0],
+        lambda s: s[:, 2],
+        lambda s: s[:, 1] - s[:, 0],
+        lambda s: s[:, 3] - s[:, 2],
+        lambda s: (s[:, 1] - s[:, 0]) * (s[:, 3] - s[:, 2]),
+        lambda s: (s[:, 1] - s[:, 0]) / (s[:, 3] - s[:, 2]),
+        lambda s: size - s[:, 1],
+        lambda s: size - s[:, 3],
+    ]
+    for measure in measures:
+        assert alike(*(measure(s) for s in some))
+
+
+def edges_of_timm(erasing, size):
+    """Edges of what it takes; zeros if it takes nothing."""
+    taken = erasing(torch.zeros(1, size, size))[0].nonzero()
+    if not len(taken):
+        return [0, 0, 0, 0]
+    (top, left), (bottom, right) = taken.amin(0).tolist(), (taken.amax(0) + 1).tolist()
+    return [top, bottom, left, right]
+
+
+class Scripted(np.random.Generator):
+    """Says beforehand which shares of the area and logarithms of the ratio it will draw."""
+
+    def __init__(self, *numbers):
+        super().__init__(np.random.PCG64(0))
+        self.numbers = list(numbers)
+
+    def uniform(self, *_: Any, **__: Any) -> Any:
+        return self.numbers.pop(0)
+
+
+def test_a_rectangle_as_high_as_the_image_is_drawn_again_nine_times():
+    as_high, fitting = (0.3, math.log(1 / 0.3)), (0.25, 0.0)
+
+    tenth = draw_rectangle(Scripted(*as_high * 9, *fitting), 20, 1.0)
+    given_up = draw_rectangle(Scripted(*as_high * 10), 20, 1.0)
+
+    assert (tenth[1] - tenth[0], tenth[3] - tenth[2]) == (10, 10)
+    assert not given_up.any()
+
+
+def test_noise_is_standard_normal_and_stays_in_its_rectangle():
+    images = torch.full((3, 3, 40, 50), 7.0)
+
+    erased = erase(images.clone(), edges_of((0, 40, 5, 45), (0, 0, 0, 0), (10, 30, 0, 50)), 3)
+
+    assert torch.equal(erased[1], images[1])
+    taken = erased != 7
+    assert taken[0, :, :, 5:45].all()
+    assert not taken[0, :, :, :5].any()
+    assert not taken[0, :, :, 45:].any()
+    assert taken[2, :, 10:30].all()
+    assert not taken[2, :, :10].any()
+    assert not taken[2, :, 30:].any()
+    noise = erased[taken]
+    assert len(noise.unique()) > 0.99 * len(noise)  # of each pixel and channel its own
+    assert follows(noise.numpy(), norm.cdf)
+
+
+def test_noise_is_a_function_of_its_seed():
+    images, edges = torch.zeros(2, 3, 8, 8), edges_of((0, 8, 0, 8), (0, 4, 0, 4))
+    state = torch.get_rng_state()
+
+    one, again, other = (erase(images.clone(), edges, seed) for seed in (1, 1, 2))
+
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def images_of(count: int, size: int = 8) -> torch.Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
+
+
+def test_an_image_is_blended_with_the_one_at_its_place_from_the_end():
+    images = images_of(3)
+
+    mixed = mix(images.clone(), Mixture(0.75))
+
+    for own, other in ((0, 2), (1, 1), (2, 0)):
+        expected = 0.75 * images[own] + 0.25 * images[other]
+        torch.testing.assert_close(mixed[own], expected)
+
+
+def test_a_box_comes_from_the_other_image_alone():
+    images = images_of(2)
+
+    mixed = mix(images.clone(), Mixture(1 - 6 / 64, (2, 5, 6, 8)))
+
+    inside = torch.zeros(8, 8, dtype=torch.bool)
+    inside[2:5, 6:8] = True
+    assert torch.equal(mixed[:, :, inside], images.flip(0)[:, :, inside])
+    assert torch.equal(mixed[:, :, ~inside], images[:, :, ~inside])
+
+
+@pytest.mark.parametrize("mixture", [Mixture(), Mixture(0.3), Mixture(1 - 12 / 64, (1, 5, 0, 3))])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_images_and_loss_are_those_mixture_of_timm(mixture, smoothing, monkeypatch):
+    drawn = (mixture.own_share if mixture.box is None else 0.5, mixture.box is not None)
+    monkeypatch.setattr(Mixup, "_params_per_batch", lambda _: drawn)
+    monkeypatch.setattr(timm.data.mixup, "rand_bbox", lambda *_, **__: mixture.box)
+    labels = torch.tensor([0, 2, 1, 1])
+    timms = Mixup(0.8, 1.0, label_smoothing=smoothing, num_classes=3)
+    images, targets = timms(images_of(4), labels)
+    logits = images.flatten(1)[:, :3]
+
+    mixed = mix(images_of(4), mixture)
+    learner = Supervised(label_smoothing=smoothing).build(
+        TINY, Timeline(10, 5), seed=1, class_names=("a", "b", "c")
+    )
+    views = (mixed, labels, torch.tensor(mixture.own_share))
+    loss, _ = learner.loss(lambda shown: shown.flatten(1)[:, :3], views, 0)
+
+    torch.testing.assert_close(mixed, images)
+    torch.testing.assert_close(loss, SoftTargetCrossEntropy()(logits, targets))
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        Mixing(0.8, 1.0, 1.0, 0.5),
+        Mixing(0.2, 1.0, 0.5, 0.7),
+        Mixing(0.8, 0.0, 1.0, 0.5),
+        Mixing(0.0, 0.4, 0.9, 0.5),
+    ],
+)
+def test_mixtures_are_distributed_as_those_mixture_of_timm(mixing):
+    size = 24
+    generator = np.random.default_rng(0)
+    ours = [mixing.draw(generator, size) for _ in range(DRAWS)]
+    timms = Mixup(mixing.mixup, mixing.cutmix, None, mixing.probability, mixing.switch_probability)
+    np.random.seed(0)
+    theirs = [mixture_of_timm(timms, size) for _ in range(DRAWS)]
+
+    kinds = (is_whole, is_blend, is_box)
+    counts = ([sum(map(kind, drawn)) for kind in kinds] for drawn in (ours, theirs))
+    assert as_frequent(*counts)
+    for kind in (is_blend, is_box):
+        one, other = ([m.own_share for m in drawn if kind(m)] for drawn in (ours, theirs))
+        assert not one or alike(one, other)
+    edges = (zip(*(m.box for m in drawn if m.box), strict=True) for drawn in (ours, theirs))
+    assert all(alike(one, other) for one, other in zip(*edges, strict=True))
+
+
+def is_whole(mixture):
+    return mixture.own_share == 1 and mixture.box is None
+
+
+def is_blend(mixture):
+    return mixture.own_share < 1 and mixture.box is None
+
+
+def is_box(mixture):
+    return mixture.box is not None
+
+
+def mixture_of_timm(mixup, size):
+    own_share, in_box = mixup._params_per_batch()
+    if not in_box:
+        return Mixture(own_share)
+    edges, own_share = cutmix_bbox_and_lam((3, size, size), own_share)
+    top, bottom, left, right = map(int, edges)
+    return Mixture(float(own_share), (top, bottom, left, right))
+
+
+def test_the_own_share_is_what_the_box_leaves_of_the_image():
+    generator = np.random.default_rng(1)
+
+    drawn = [Mixing(0.0, 1.0, 1.0, 0.5).draw(generator, 10) for _ in range(300)]
+
+    for mixture in drawn:
+        assert mixture.box is not None
+        top, bottom, left, right = mixture.box
+        assert 0 <= top <= bottom <= 10 >= right >= left >= 0
+        assert mixture.own_share == pytest.approx(1 - (bottom - top) * (right - left) / 100)
+    assert min(mixture.own_share for mixture in drawn) < 0.2
+
+
+@pytest.mark.parametrize("mixing", [Mixing(0.0, 0.0, 1.0, 0.5), Mixing(0.8, 1.0, 0.0, 0.5)])
+def test_nothing_is_mixed_without_a_reason(mixing):
+    generator = np.random.default_rng(0)
+
+    assert {mixing.draw(generator, 16) for _ in range(50)} == {Mixture()}

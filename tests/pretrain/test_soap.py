@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.optimizers import soap_stacks
+from pretrain.optimizers import soap
 from pretrain.optimizers.recipes import Soap, parameter_groups
 from pretrain.optimizers.soap import SOAP
 from ssl_bench.models import ViTConfig, build_vit
@@ -318,7 +318,7 @@ def test_statistics_on_which_float32_fails_are_decomposed_in_float64(monkeypatch
 
     matrices = torch.diag(torch.tensor([1.0, 3.0, 2.0]))[None]
     monkeypatch.setattr(torch.linalg, "eigh", picky)
-    vectors = soap_stacks.eigenvectors(matrices)
+    vectors = soap.eigenvectors(matrices)
     assert vectors.dtype == torch.float32
     assert torch.equal(vectors.abs()[0], torch.eye(3)[:, [1, 2, 0]])
 
@@ -332,7 +332,7 @@ def test_ranks_share_the_decompositions_without_a_gap_or_an_overlap(monkeypatch,
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: parts.append(tensor))
     for rank in range(3):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        soap_stacks.orthonormal(matrices, matrices, turn=turn, shared=True)
+        soap.orthonormal(matrices, matrices, turn=turn, shared=True)
     assert torch.equal(torch.stack(parts).sum(0), torch.linalg.qr(matrices).Q)
     shares = [int((part.abs().sum((1, 2)) > 0).sum()) for part in parts]
     assert sorted(shares) == [1, 2, 2]

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,18 +17,21 @@ import torch
 import yaml
 from PIL import Image
 
+from pretrain import logging
+from pretrain.checkpoints import BOARD, LOG, load_state
 from pretrain.crops.multi import MultiCrop
-from pretrain.logging import jsonl
+from pretrain.monitor import Monitor
 from pretrain.objectives.dino import Dino, DinoLearner
+from pretrain.objectives.mae import Mae
+from pretrain.objectives.supervised import Supervised
 from pretrain.optimizers.recipes import AdamW, Soap
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime.folder import BOARD, LOG
-from pretrain.runtime.state import load_state
 from pretrain.schedules import Cosine
 from pretrain.train import Pretraining
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.errors import ConfigurationError, DataError, MachineError, Preempted
 from ssl_bench.models import ViTConfig, load_encoder
+from tests.support.faults import fails, pretraining
 from tests.support.runs import CPU, assert_goes_on_to_the_bit, assert_same_run, log_rows
 
 
@@ -172,7 +176,7 @@ def test_a_missing_tensorboard_is_noticed_before_anything_is_written(album, tmp_
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
 
-    with pytest.raises(MachineError, match="tensorboard"):
+    with pytest.raises(MachineError, match=r"needs the package tensorboard.*ssl-bench\[track\]"):
         tiny(album, tensorboard=True).run(tmp_path / "run", device="cpu")
 
     assert not (tmp_path / "run").exists()
@@ -193,7 +197,7 @@ def test_time_that_is_up_saves_and_says_so(album, tmp_path, capsys):
 def test_without_a_terminal_a_line_now_and_then_tells_how_far_the_run_is(
     album, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(jsonl, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
 
     tiny(album).run(tmp_path, device="cpu")
 
@@ -352,14 +356,18 @@ def test_a_skipless_encoder_trains_in_bfloat16_too(album, tmp_path):
     assert low != high
 
 
-def test_the_yaml_files_say_what_the_dataclasses_default_to():
-    built = build(compose_config("pretraining", []))
+@pytest.mark.parametrize("objective", [Dino(), Mae(), Supervised()])
+def test_the_yaml_files_say_what_the_dataclasses_default_to(objective):
+    name = type(objective).__name__.lower()
+    built = build(compose_config("pretraining", [f"objective={name}"]))
 
-    assert built.objective == replace(Dino(), crops=built.objective.crops)
-    for name, value in vars(MultiCrop()).items():
+    assert built.objective == replace(objective, crops=built.objective.crops)
+    for name, value in vars(objective.crops).items():
         ours = getattr(built.objective.crops, name)
         assert ours == (list(value) if isinstance(value, tuple) else value), name
-    assert (built.train, built.data) == (TrainOptions(), DataOptions(labels=False))
+    labels = isinstance(objective, Supervised)
+    assert (built.train, built.data) == (TrainOptions(), DataOptions(labels=labels))
+    assert built.monitor == Monitor()
 
 
 @pytest.mark.slow
@@ -396,3 +404,21 @@ def test_a_compiled_run_learns_what_an_eager_one_does(album, tmp_path):
 
     losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("eager", "compiled")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_labels_need_a_folder_of_classes():
+    with pytest.raises(ConfigurationError, match=r"data\.labels=true.* needs .* data\.root=DIR"):
+        DataOptions(labels=True).open()
+
+
+@pytest.mark.parametrize("labels", ["true", "false"])
+@pytest.mark.parametrize(("kind", "command"), [("tar", "tar -xf"), ("zip", "unzip")])
+def test_an_archive_in_place_of_a_folder_is_refused_with_what_unpacks_it(
+    place, capsys, kind, command, labels
+):
+    shutil.make_archive("train", kind, place / "photos")
+
+    said = fails(capsys, pretraining(Path(f"train.{kind}"), "run", f"data.labels={labels}"), 3)
+
+    assert f"expected a folder, got the archive train.{kind}" in said
+    assert f"unpack it: {command} train.{kind}" in said

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pretrain.runtime.state import has_state, load_state
+from pretrain.checkpoints import has_state, load_state
 from tests.support.faults import class_folders, photo_folder
 from tests.support.two_ranks import AT
 

@@ -10,17 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+import pretrain.batches
+from pretrain.batches import Batches, Share, Workers, arriving, image_bytes, plan_workers
+from pretrain.checkpoints import ENCODER, load_state
 from pretrain.crops.multi import MultiCrop
 from pretrain.crops.plain import PlainCrop
 from pretrain.crops.single import SingleCrop
 from pretrain.objectives.dino import Dino
 from pretrain.optimizers.recipes import AdamW
 from pretrain.options import DataOptions, TrainOptions
-from pretrain.runtime import workers as runtime_workers
-from pretrain.runtime.batches import Batches, Share
-from pretrain.runtime.folder import ENCODER
-from pretrain.runtime.state import load_state
-from pretrain.runtime.workers import Workers, arriving, image_bytes, plan_workers
 from pretrain.train import Pretraining
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import DataError
@@ -110,7 +108,7 @@ def test_the_default_run_stays_below_two_gib():
     [(None, 16, None), (4 * GIB, 16, None), (GIB, 16, GIB), (10 * 2**20, 3, 10 * 2**20)],
 )
 def test_no_more_than_half_of_what_is_free_is_taken(monkeypatch, free, count, free_bytes):
-    monkeypatch.setattr(runtime_workers, "free_shared_memory", lambda: free)
+    monkeypatch.setattr(pretrain.batches, "free_shared_memory", lambda: free)
 
     plan = plan_workers(of_dino(), 16, 2.0)
 
@@ -120,7 +118,7 @@ def test_no_more_than_half_of_what_is_free_is_taken(monkeypatch, free, count, fr
 
 
 def test_where_nothing_can_be_shared_the_process_reads_itself(monkeypatch):
-    monkeypatch.setattr(runtime_workers, "free_shared_memory", lambda: 2**20)
+    monkeypatch.setattr(pretrain.batches, "free_shared_memory", lambda: 2**20)
 
     assert plan_workers(of_dino(), 16, 2.0) == Workers(asked=16, free_bytes=2**20)
     assert plan_workers(of_dino(), 0, 2.0) == Workers()
@@ -166,9 +164,13 @@ def test_workers_hold_no_more_than_is_said_and_nearly_that():
     with closing(arriving(source, plan, range(3), CPU)) as coming:
         for number, piece in enumerate(coming):
             pieces = [piece]
-            if number in (0, plan.pieces):
-                time.sleep(0.4)
+            end = time.monotonic() + 20 * (number in (0, plan.pieces))
+            time.sleep(0.4 * (number in (0, plan.pieces)))
             most = max(most, shared_bytes_here())
+            # A worker of a busy machine takes its time.
+            while most <= 0.8 * plan.shared_bytes and time.monotonic() < end:
+                time.sleep(0.1)
+                most = max(most, shared_bytes_here())
 
     assert pieces
     assert 0.8 * plan.shared_bytes < most <= plan.shared_bytes
@@ -206,7 +208,7 @@ def test_a_run_in_pieces_is_the_run_without_workers_and_says_what_it_takes(tmp_p
 def test_a_picture_that_breaks_a_later_piece_is_named_and_all_is_saved(tmp_path):
     root = photo_folder(tmp_path / "photos", 5)
     # The last of its epoch's first batch, which two workers cut in two pieces.
-    (_, index, _) = Batches(range(5), lambda *_: None, Share(4), seed=3).keys(0)[-1]  # pyright: ignore
+    (_, index, _) = Batches(ALBUM[:5], lambda *_: None, Share(4), seed=3).keys(0)[-1]
     path = root / f"{index}.jpg"
     path.write_bytes(path.read_bytes()[:200])
 

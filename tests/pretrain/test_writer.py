@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch import nn
 
+from pretrain import checkpoints
+from pretrain.checkpoints import Writer, copied, copied_module, load_state
 from pretrain.crops.multi import MultiCrop
-from pretrain.logging.clock import Clock
+from pretrain.logging import Clock
 from pretrain.monitor import Observer
-from pretrain.runtime import folder, state
-from pretrain.runtime.state import load_state
-from pretrain.runtime.writer import Writer, copied, copied_module
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import build_vit, load_encoder
 from ssl_bench.system.files import sha256_of
@@ -89,16 +88,6 @@ def test_an_error_is_raised_once_where_somebody_looks_and_the_next_is_written():
     assert done == [1, 2]
 
 
-def test_closing_waits_for_what_is_under_way():
-    writer, gate = Writer(), Gate()
-    writer.write("state", gate)
-    threading.Timer(0.2, gate.open.set).start()
-
-    writer.close()
-
-    assert gate.open.is_set()
-
-
 def test_a_copy_stays_as_it_was_and_keeps_classes_and_what_occurs_twice():
     weight, stack = torch.ones(3), torch.arange(6.0).view(2, 3)
     state: OrderedDict[str, Any] = OrderedDict(own=weight, again=weight, n={"step": 4}, t=(1,))
@@ -150,7 +139,7 @@ def same(one: dict, other: dict) -> bool:
 
 def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monkeypatch):
     words = ["optimizer=soap", "optimizer.precondition_frequency=2", EVERY_EPOCH]
-    usual, finish, taken, written = folder.save_state, MultiCrop.finish, [], {}
+    usual, finish, taken, written = checkpoints.save_state, MultiCrop.finish, [], {}
 
     def counted(self, *arguments):
         taken.append(1)
@@ -168,9 +157,9 @@ def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monk
             usual(place / "second", state)
 
     monkeypatch.setattr(MultiCrop, "finish", counted)
-    monkeypatch.setattr(folder, "save_state", slow)
+    monkeypatch.setattr(checkpoints, "save_state", slow)
     assert main(pretraining(place / "photos", "run", *words)) == 0
-    monkeypatch.setattr(folder, "save_state", usual)
+    monkeypatch.setattr(checkpoints, "save_state", usual)
 
     assert written[2] >= 5
     assert written[6] == 7
@@ -185,7 +174,7 @@ def test_steps_go_on_while_a_state_is_written_and_leave_it_as_it_was(place, monk
 @pytest.mark.slow
 def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(place):
     run = pretraining(place / "photos", "run", EVERY_EPOCH)
-    usual = state._write
+    usual = checkpoints._write
 
     def half_of_the_second(values, file) -> None:
         usual(values, file)
@@ -194,7 +183,7 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(plac
             os.kill(os.getpid(), signal.SIGKILL)
 
     def killed() -> int:
-        state._write = half_of_the_second
+        checkpoints._write = half_of_the_second
         return main(run)
 
     assert exit_code(fork(killed, stderr=place / "said")) == -signal.SIGKILL
@@ -212,7 +201,7 @@ def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_state_before(plac
 def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(
     place, capsys, monkeypatch
 ):
-    usual, finish, full, taken = state._write, MultiCrop.finish, [], []
+    usual, finish, full, taken = checkpoints._write, MultiCrop.finish, [], []
 
     def waiting(self, *arguments):
         taken.append(1)
@@ -229,7 +218,7 @@ def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(
             raise OSError(28, "No space left on device")
         usual(values, file)
 
-    monkeypatch.setattr(state, "_write", filling)
+    monkeypatch.setattr(checkpoints, "_write", filling)
     monkeypatch.setattr(MultiCrop, "finish", waiting)
     said = fails(capsys, pretraining(place / "photos", "run", EVERY_EPOCH), 5)
 
@@ -242,7 +231,7 @@ def test_a_disk_that_is_full_in_the_middle_ends_the_run_with_the_message_it_had(
 @pytest.mark.slow
 def test_a_process_that_ends_waits_for_what_it_writes(place):
     code = (
-        "import time; from pathlib import Path; from pretrain.runtime.writer import Writer\n"
+        "import time; from pathlib import Path; from pretrain.checkpoints import Writer\n"
         "Writer().write('file', lambda: (time.sleep(0.5), Path('written').touch()))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -254,7 +243,7 @@ def test_a_process_that_ends_waits_for_what_it_writes(place):
 
 
 def test_encoders_of_all_epochs_are_kept_however_slow_the_disk(place, capsys, monkeypatch):
-    usual, keep, kept = folder.save_encoder, folder.Saver.keep, []
+    usual, keep, kept = checkpoints.save_encoder, checkpoints.Saver.keep, []
 
     def held(*arguments):
         # Nothing is written before the run has asked for all of them.
@@ -267,8 +256,8 @@ def test_encoders_of_all_epochs_are_kept_however_slow_the_disk(place, capsys, mo
         keep(self, *arguments)
         kept.append(1)
 
-    monkeypatch.setattr(folder, "save_encoder", held)
-    monkeypatch.setattr(folder.Saver, "keep", counted)
+    monkeypatch.setattr(checkpoints, "save_encoder", held)
+    monkeypatch.setattr(checkpoints.Saver, "keep", counted)
     assert main(pretraining(place / "photos", "run", "train.keep_every=1")) == 0
 
     said = capsys.readouterr().err

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.runtime.folder import ENCODER, LOG
-from pretrain.runtime.state import load_state
+from pretrain.checkpoints import ENCODER, LOG, load_state
 from pretrain.train import Pretraining
 from ssl_bench.errors import Preempted
 

@@ -20,11 +20,11 @@ import torch
 import torch._dynamo
 
 import pretrain.train  # noqa: F401 - once, before the processes are forked
-from pretrain.logging.jsonl import Journal
+from pretrain import checkpoints
+from pretrain.batches import Batches
+from pretrain.logging import Journal
 from pretrain.monitor import Observer
 from pretrain.objectives.dino import DinoLearner
-from pretrain.runtime import state
-from pretrain.runtime.batches import Batches
 from ssl_bench.cli import __main__ as cli
 from ssl_bench.data.files.file_sets import FileImageSet
 from ssl_bench.data.layouts.folder import ImageFolder
@@ -100,25 +100,25 @@ def lose_worker() -> None:
 
 
 def fill_disk_of_states() -> None:
-    usual = state._write
+    usual = checkpoints._write
 
     def full(values: Any, file: Any) -> None:
         if values["step"] > AT:
             raise OSError(28, "No space left on device")
         usual(values, file)
 
-    state._write = full
+    checkpoints._write = full
 
 
 def slow_disk() -> None:
-    usual = state._write
+    usual = checkpoints._write
 
     def slow(values: Any, file: Any) -> None:
         if values["step"] < AT:
             time.sleep(PAUSE)
         usual(values, file)
 
-    state._write = slow
+    checkpoints._write = slow
 
 
 def slow_monitor() -> None:

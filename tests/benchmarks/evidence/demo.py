@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from pretrain.runtime.folder import CONFIG, ENCODER, LOG
+from pretrain.checkpoints import CONFIG, ENCODER, LOG
 from ssl_bench.errors import DataError
 from ssl_bench.models import EncoderModule, load_encoder, save_encoder
 from ssl_bench.models.loading.addresses import NAMES, file_name

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from pretrain.runtime.folder import LOG
+from pretrain.checkpoints import LOG
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import SslBenchError
 from ssl_bench.models import load_encoder

@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from pretrain.logging import mfu
+from pretrain import resources
 from ssl_bench.cli.__main__ import main
 from tests.support.simulated_cuda.simulation import simulation, why_not
 
@@ -12,7 +12,7 @@ if (reason := why_not()) is not None:
     raise SystemExit(reason)
 torch.set_num_threads(1)
 # The rate of a real device's products is measured with larger matrices.
-mfu._SIDE["cuda"] = 64
+resources._SIDE["cuda"] = 64
 with simulation():
     code = main()
 sys.exit(code)

@@ -20,10 +20,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Not before the tests' hook that checks shapes: it would come too late for these modules.
-    from pretrain.logging import mfu
+    from pretrain import resources
 
     # The rate of a real device's products is measured with larger matrices.
-    mfu._SIDE["cuda"] = 64
+    resources._SIDE["cuda"] = 64
     if (reason := why_not()) is not None:
         for item in items:
             item.add_marker(pytest.mark.skip(reason=reason))

@@ -6,13 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from jaxtyping import Float
-from torch import Tensor
-
 from ssl_bench.errors import CheckpointError, ConfigurationError
 from ssl_bench.models import (
     Encoder,
-    EncoderConfig,
     EncoderModule,
     VisionTransformer,
     ViTConfig,
@@ -47,10 +43,24 @@ def init_from(
         ConfigurationError: it is of another architecture, or of images in other colours.
     """
     found = load_encoder(address)
-    _require_colours(found, colours, address)
+    if (found.mean, found.std) != colours:
+        mean, std = (f"[{','.join(map(repr, of))}]" for of in (found.mean, found.std))
+        raise ConfigurationError(
+            f"init_from={address} expects images of another scale than those of the run; type "
+            f"data.mean={mean} data.std={std}, or start from another checkpoint"
+        )
     for encoder in encoders:
         module = _require_fit(found, encoder, address)
-        encoder.load_state_dict(_fitting_weights(module, encoder))
+        weights = dict(module.state_dict())
+        if isinstance(module, VisionTransformer) and isinstance(encoder, VisionTransformer):
+            weights["pos_embed"] = (
+                encoder.pos_embed.detach()
+                if encoder.config.position_embedding == "sinusoidal"
+                else resize_positions(
+                    module.pos_embed, old_size=module.grid_size, new_size=encoder.grid_size
+                )
+            )
+        encoder.load_state_dict(weights)
     return found.sha256
 
 
@@ -92,9 +102,15 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
             f"init_from={address} expects a {type(encoder).__name__} of this suite, got a "
             f"{type(module).__name__}; give its weights as a file, or take another model"
         )
-    names = [item.name for item in fields(config) if item.name not in _may_differ(config)]
+    may_differ = _MAY_DIFFER
+    if isinstance(config, ViTConfig) and config.position_embedding == "learned":
+        # Positions that are trained begin as those of the checkpoint, its scale among them.
+        may_differ = (*_MAY_DIFFER, "position_scale")
+    names = [item.name for item in fields(config) if item.name not in may_differ]
     pairs = [(name, getattr(config, name), getattr(module.config, name)) for name in names]
-    wrong = [pair for pair in pairs if not _agree(*pair)]
+    # Positions that were fixed may be trained from now on, but not the other way round.
+    freed = ("position_embedding", "sinusoidal")
+    wrong = [pair for pair in pairs if pair[1] != pair[2] and (pair[0], pair[2]) != freed]
     if wrong:
         expected = " ".join(f"model.{name}={_typed(here)}" for name, here, _ in wrong)
         came = " ".join(f"model.{name}={_typed(there)}" for name, _, there in wrong)
@@ -108,38 +124,3 @@ def _require_fit(found: Encoder, encoder: EncoderModule, address: str) -> Encode
 def _typed(value: Any) -> str:
     """A value of a configuration as it is typed on a command line."""
     return str(value) if isinstance(value, str | bool) else json.dumps(value, separators=(",", ":"))
-
-
-def _may_differ(config: EncoderConfig) -> tuple[str, ...]:
-    # Positions that are trained begin as those of the checkpoint, its scale among them.
-    is_learned = isinstance(config, ViTConfig) and config.position_embedding == "learned"
-    return (*_MAY_DIFFER, *(["position_scale"] if is_learned else []))
-
-
-def _require_colours(found: Encoder, colours: Colours, address: str) -> None:
-    if (found.mean, found.std) != colours:
-        mean, std = (f"[{','.join(map(repr, of))}]" for of in (found.mean, found.std))
-        raise ConfigurationError(
-            f"init_from={address} expects images of another scale than those of the run; type "
-            f"data.mean={mean} data.std={std}, or start from another checkpoint"
-        )
-
-
-def _agree(name: str, here: Any, there: Any) -> bool:
-    # Positions that were fixed may be trained from now on, but not the other way round.
-    return here == there or (name, there) == ("position_embedding", "sinusoidal")
-
-
-def _fitting_weights(module: EncoderModule, encoder: EncoderModule) -> dict[str, Tensor]:
-    weights = dict(module.state_dict())
-    if isinstance(module, VisionTransformer) and isinstance(encoder, VisionTransformer):
-        weights["pos_embed"] = _positions(module, encoder)
-    return weights
-
-
-def _positions(
-    module: VisionTransformer, encoder: VisionTransformer
-) -> Float[Tensor, "1 tokens dim"]:
-    if encoder.config.position_embedding == "sinusoidal":
-        return encoder.pos_embed.detach()
-    return resize_positions(module.pos_embed, old_size=module.grid_size, new_size=encoder.grid_size)

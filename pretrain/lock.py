@@ -96,8 +96,16 @@ def _take(out: Path) -> Path:
         for path in dead:
             _require_dead(path)
         ours = out / f"{_PREFIX}{max(map(_number, dead), default=0) + 1}"
-        if not _created(ours):
+        try:
+            descriptor = os.open(ours, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
             continue
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(asdict(_this_process()), file)
+        except OSError:
+            ours.unlink(missing_ok=True)
+            raise
         # Whoever came behind a holder whose whole life passed between two lines of ours has begun
         # to count anew. Each of us looks after it made its file, so at least one of us goes back.
         if set(_holders(out)) == {*dead, ours}:
@@ -105,21 +113,6 @@ def _take(out: Path) -> Path:
                 path.unlink(missing_ok=True)
             return ours
         ours.unlink(missing_ok=True)
-
-
-def _created(path: Path) -> bool:
-    """Whether we are the one who made a file; it says who that is."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except FileExistsError:
-        return False
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(_this_process()), file)
-    except OSError:
-        path.unlink(missing_ok=True)
-        raise
-    return True
 
 
 def _holders(out: Path) -> list[Path]:
@@ -145,12 +138,16 @@ def _require_dead(path: Path) -> None:
             is_alive = _start_of(holder.pid) == holder.started
         else:
             is_alive = before is not None and seen != before
+        who = holder or "another process"
         if is_alive:
-            raise ConfigurationError(_refusal(path.parent, holder))
+            raise ConfigurationError(
+                f"{path.parent} is held by {who}; wait for it, end it, or choose another --out"
+            )
         if is_here or time.monotonic() > end:
             return
         if before is None:
-            _say_that_it_takes_time(path.parent, holder)
+            line = f"looking for a sign of life of {who}, which held {path.parent}"
+            print(line, file=sys.stderr, flush=True)
         before = seen
         time.sleep(_LOOK_SECONDS)
 
@@ -223,13 +220,3 @@ def _seen(path: Path) -> tuple[int, str] | None:
             return os.fstat(file.fileno()).st_mtime_ns, file.read()
     except FileNotFoundError:
         return None
-
-
-def _refusal(out: Path, holder: _Holder | None) -> str:
-    who = holder or "another process"
-    return f"{out} is held by {who}; wait for it, end it, or choose another --out"
-
-
-def _say_that_it_takes_time(out: Path, holder: _Holder | None) -> None:
-    who = holder or "another process"
-    print(f"looking for a sign of life of {who}, which held {out}", file=sys.stderr, flush=True)

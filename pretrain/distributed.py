@@ -69,24 +69,22 @@ class TrainingRanks:
         Raises:
             SslBenchError: its own in a process that met one, elsewhere that of the first that did.
         """
-        if self.count > 1 and (error is None or not _is_shared(error)):
-            error = self._first_error(error)
+        if self.count > 1 and not getattr(error, "is_shared", False):
+            failed = torch.tensor(int(error is not None))
+            met: list[SslBenchError | None] = [None] * self.count
+            sent: Any = error
+            if error is not None and not isinstance(error, SslBenchError):
+                sent = MachineError(f"process {self.rank} failed: {type(error).__name__}: {error}")
+            with _meeting():
+                dist.all_reduce(failed, group=self.group)
+                if failed:
+                    dist.all_gather_object(met, sent, group=self.group)
+            if failed:
+                error = error or next(found for found in met if found is not None)
+            if isinstance(error, SslBenchError):
+                error.is_shared = True
         if error is not None:
             raise error
-
-    def _first_error(self, error: Exception | None) -> Exception | None:
-        failed = torch.tensor(int(error is not None))
-        met: list[SslBenchError | None] = [None] * self.count
-        with _meeting():
-            dist.all_reduce(failed, group=self.group)
-            if failed:
-                dist.all_gather_object(met, _sendable(error, self.rank), group=self.group)
-        if not failed:
-            return None
-        own = error or next(found for found in met if found is not None)
-        if isinstance(own, SslBenchError):
-            own.is_shared = True
-        return own
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -118,17 +116,6 @@ class TrainingRanks:
         with _meeting():
             dist.all_gather_object(values, value, group=self.group)
         return cast(list[T], values)
-
-
-def _is_shared(error: Exception) -> bool:
-    return isinstance(error, SslBenchError) and error.is_shared
-
-
-def _sendable(error: Exception | None, rank: int) -> SslBenchError | None:
-    """An error as another process can raise it."""
-    if error is None or isinstance(error, SslBenchError):
-        return error
-    return MachineError(f"process {rank} failed: {type(error).__name__}: {error}")
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A batch that nobody typed: how many images a step takes then, what is said, and what stays."""
+"""What a step needs, counted without doing it, and the batch that fits where none was typed."""
 
 import subprocess
 import sys
@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from torch import nn
 
-from pretrain.logging import jsonl
+from pretrain import logging, resources
+from pretrain.checkpoints import load_state
+from pretrain.distributed import TrainingRanks
 from pretrain.objectives.dino import Dino
-from pretrain.runtime import fitting
-from pretrain.runtime.fitting import Needs, fitted_batch
-from pretrain.runtime.state import load_state
+from pretrain.optimizers.recipes import AdamW
+from pretrain.options import TrainOptions
+from pretrain.resources import Needs, fitted_batch, product_rate, training_flops
+from pretrain.schedules import Timeline
+from pretrain.step import Trainer
 from pretrain.train import Pretraining
 from ssl_bench.cli.__main__ import main
 from ssl_bench.models import ViTConfig
@@ -22,6 +27,8 @@ from tests.support.runs import CPU, assert_same_run, log_rows
 
 UNTYPED = [word for word in PRETRAIN if not word.startswith(("train.batch_size", "train.max"))]
 GIB = 2**30
+TINY_VIT = ViTConfig(image_size=16, patch_size=8, dim=24, depth=2, num_heads=2)
+SMALL_DINO = Dino(out_dim=20, hidden_dim=16, bottleneck_dim=8)
 SMALL = Needs(flops=1e6, image_bytes=1000, fixed_bytes=1000)
 
 
@@ -71,7 +78,7 @@ def test_a_resumed_run_keeps_its_batch_on_another_machine(place, monkeypatch, ca
     assert run(root, "part", "train.max_steps=4", "train.max_minutes=0.0") == 0
     assert load_state(Path("part"), CPU)[0]["step"] < 4
     # There nothing but single images would fit.
-    monkeypatch.setattr(fitting, "free_host_memory", lambda: 1)
+    monkeypatch.setattr(resources, "free_host_memory", lambda: 1)
     assert run(root, "elsewhere", "train.max_steps=1") == 0
     assert "1 steps of 1, about" in capsys.readouterr().err
 
@@ -82,7 +89,7 @@ def test_a_resumed_run_keeps_its_batch_on_another_machine(place, monkeypatch, ca
 
 
 def test_a_batch_fits_images_memory_and_patience(monkeypatch):
-    monkeypatch.setattr(fitting, "free_host_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(resources, "free_host_memory", lambda: 8 * GIB)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
     assert fitted_batch(10**6, SMALL, CPU) == (1024, "1,024 is the most that is taken unasked")
@@ -100,7 +107,6 @@ def test_a_batch_fits_images_memory_and_patience(monkeypatch):
 PEAK = """
 import re, sys, torch
 from pathlib import Path
-from pretrain.logging import jsonl
 from pretrain.objectives.dino import Dino
 from pretrain.schedules import Timeline
 from ssl_bench.models import ViTConfig
@@ -143,8 +149,8 @@ def test_a_supervised_run_takes_labels_unasked(place, capsys):
 
 
 def test_a_long_run_says_early_what_takes_less(place, monkeypatch, capsys):
-    monkeypatch.setattr(jsonl, "_LONG", 0.0)
-    monkeypatch.setattr(jsonl, "_SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(logging, "_LONG", 0.0)
+    monkeypatch.setattr(logging, "_SECONDS_BETWEEN_LINES", 0.0)
 
     assert run(photographs(place / "few", 20), "run", "train.max_steps=5") == 0
 
@@ -152,3 +158,58 @@ def test_a_long_run_says_early_what_takes_less(place, monkeypatch, capsys):
     (longer,) = [line for line in said if "takes about an hour" in line]
     assert "left on this machine; train.max_steps=" in longer
     assert [line.endswith(" left") for line in said if line.startswith("step ")] == [True] * 5
+
+
+class Line(nn.Module):
+    """One product of (batch, 5) and (5, 7), and a random number as mixtures of images draw it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(5, 7, bias=False)
+
+    def loss(self, network, views, step):
+        del step
+        return network(views[0]).sum() * torch.rand(()).to(views[0].device), {}
+
+
+def test_a_product_counts_twice_its_multiplications_and_once_more_for_the_weights():
+    # The input needs no gradient: one product forwards, one backwards.
+    assert training_flops(Line(), [torch.zeros(3, 5)], 0) == 2 * (2 * 3 * 5 * 7)
+
+
+def test_counting_leaves_random_numbers_and_the_learner_alone():
+    learner, line = SMALL_DINO.build(TINY_VIT, Timeline(10, 10), seed=0), Line()
+    state, weights = torch.get_rng_state(), [p.clone() for p in learner.parameters()]
+
+    flops = training_flops(learner, [torch.zeros(4, 3, 16, 16), torch.zeros(4, 3, 8, 8)], 0)
+    training_flops(line, [torch.zeros(3, 5)], 0)
+
+    assert flops > 0
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in learner.parameters())
+    assert all(map(torch.equal, weights, learner.parameters()))
+    assert not learner._teacher_means
+
+
+def test_utilisation_is_the_share_of_the_measured_rate_over_all_parts():
+    options = TrainOptions(batch_size=4, accumulation=2)
+    learner = SMALL_DINO.build(TINY_VIT, Timeline(10, 10), seed=0)
+    trainer = Trainer(learner, AdamW(), options, Timeline(10, 10), TrainingRanks(device=CPU))
+    views = [torch.randn(4, 3, 16, 16), torch.randn(4, 3, 8, 8)]
+    flops = 2 * training_flops(learner, views, 0)
+
+    trainer.take_step(0, iter([views, views]))
+
+    rate = product_rate(CPU, torch.float32)
+    assert trainer.utilisation(0.5) == pytest.approx(100 * flops / (0.5 * rate))
+    assert 1e8 < rate < 1e14
+
+
+@pytest.mark.slow
+def test_an_image_of_the_official_recipe_costs_what_its_products_do():
+    # 113.8 GFLOP: student 94.0, teacher 18.4, heads 1.4.
+    learner = Dino().build(ViTConfig(), Timeline(100, 10), seed=0)
+
+    flops = training_flops(learner, [torch.zeros(2, 3, 224, 224), torch.zeros(8, 3, 96, 96)], 0)
+
+    assert flops / 1e9 == pytest.approx(113.8, rel=0.005)

@@ -1,0 +1,154 @@
+"""The log of a run whatever came into its file, and the same rows for TensorBoard and W&B."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoints import WANDB
+from pretrain.logging import Board, Journal, WandbRun
+from ssl_bench.cli.__main__ import main
+from ssl_bench.errors import MachineError
+from tests.support.faults import fails, pretraining
+from tests.support.runs import log_rows
+
+ROW = '{"step": %d, "loss": 0.5}'
+STRANGE = {
+    "a list": b"[1]",
+    "a number": b"1",
+    "a text": b'"step"',
+    "null": b"null",
+    "other keys": b'{"epoch": 1}',
+    "a step that is none": b'{"step": "1"}',
+    "a step that is true": b'{"step": true}',
+    "a step that is half": b'{"step": 0.5}',
+    "half a row": b'{"step": 1, "lo',
+    "no text": b'{"step": 1, "\xff": 1}',
+    "zeros": bytes(40),
+    "brackets": b"[" * 100_000,
+    "a long number": b'{"step": ' + b"9" * 5000 + b"}",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("line", STRANGE.values(), ids=STRANGE)
+def test_a_line_that_is_no_row_is_dropped_and_the_rows_around_it_stay(tmp_path, line):
+    path = tmp_path / "log.jsonl"
+    first, second, lost = (ROW % step for step in (1, 2, 3))
+    path.write_bytes(b"\n".join((first.encode(), line, second.encode(), lost.encode(), line)))
+
+    journal = Journal(path, last_step=2)
+    journal.write({"step": 3, "loss": 0.25})
+    journal.close()
+
+    rows = [json.loads(row) for row in path.read_text().splitlines()]
+    assert rows == [json.loads(first), json.loads(second), {"step": 3, "loss": 0.25}]
+
+
+def test_a_run_goes_on_whose_log_holds_other_things_than_rows(place):
+    run = pretraining(place / "photos", "run")
+    assert main([*run, "train.max_minutes=0.0"]) == 0
+    with Path("run/log.jsonl").open("ab") as log:
+        log.write(b"\n".join(STRANGE.values()))
+
+    assert main([*run, "--resume"]) == 0
+
+    assert [row["step"] for row in log_rows("run")] == [1, 2, 3, 4, 5, 6]
+
+
+def curves_of(folder):
+    """Steps and values that TensorBoard shows, by name."""
+    package = "tensorboard.backend.event_processing.event_accumulator"
+    accumulator = pytest.importorskip(package).EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        name: [(event.step, event.value) for event in accumulator.Scalars(name)]
+        for name in accumulator.Tags()["scalars"]
+    }
+
+
+def write_curves(folder, losses, *, last_step):
+    pytest.importorskip("tensorboard")
+    board = Board(folder / "board", last_step=last_step)
+    journal = Journal(folder / "log.jsonl", last_step=last_step, curves=[board])
+    for step, loss in enumerate(losses, start=last_step + 1):
+        journal.write({"step": step, "epoch": step // 4, "loss": loss})
+    journal.close()
+
+
+def test_after_a_resume_only_the_repeated_steps_are_shown(tmp_path):
+    write_curves(tmp_path, [0.5, 1.5, 2.5, 3.5], last_step=0)
+    write_curves(tmp_path, [0.25, 0.125], last_step=2)
+
+    curves = curves_of(tmp_path / "board")
+
+    assert curves["loss"] == [(1, 0.5), (2, 1.5), (3, 0.25), (4, 0.125)]
+
+
+@pytest.fixture
+def runs(monkeypatch) -> list[SimpleNamespace]:
+    """What the stand-in was asked to begin, each with the rows that it got."""
+    begun: list[SimpleNamespace] = []
+
+    def init(**asked: Any) -> SimpleNamespace:
+        run = SimpleNamespace(**asked, rows=[], axes={}, finished=False)
+        run.log = run.rows.append
+        run.define_metric = lambda name, step_metric: run.axes.update({name: step_metric})
+        run.finish = lambda: setattr(run, "finished", True)
+        begun.append(run)
+        return run
+
+    package = ModuleType("wandb")
+    package.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    return begun
+
+
+def write_rows(folder, losses, *, last_step):
+    curves = WandbRun("skips", folder / "wandb", {"seed": 0}, last_step=last_step)
+    journal = Journal(folder / "log.jsonl", last_step=last_step, curves=[curves])
+    for step, loss in enumerate(losses, start=last_step + 1):
+        journal.write({"step": step, "loss": loss})
+    journal.close()
+
+
+def test_a_resumed_run_is_the_same_and_one_begun_anew_is_another(tmp_path, runs):
+    write_rows(tmp_path, [0.5], last_step=0)
+    write_rows(tmp_path, [0.25], last_step=1)
+    write_rows(tmp_path, [0.5], last_step=0)
+
+    first, resumed, anew = (run.id for run in runs)
+    assert first == resumed != anew
+    assert {run.resume for run in runs} == {"allow"}
+
+
+def test_a_pretraining_sends_what_its_log_says(place, runs):
+    assert main(pretraining(place / "photos", "run", "train.max_steps=2", "train.wandb=skips")) == 0
+
+    (run,) = runs
+    assert run.dir == f"run/{WANDB}"
+    assert [row["loss"] for row in run.rows] == [row["loss"] for row in log_rows(place / "run")]
+    assert run.config["train"]["wandb"] == "skips"
+    assert (run.project, run.name, run.axes, run.finished) == ("skips", "run", {"*": "step"}, True)
+
+
+def test_a_service_that_refuses_ends_the_run_in_one_line(tmp_path, runs):
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("no API key")
+
+    sys.modules["wandb"].init = refuse  # type: ignore[attr-defined]
+
+    with pytest.raises(MachineError, match=r"no API key.*WANDB_MODE=offline"):
+        WandbRun("skips", tmp_path, {}, last_step=0)
+
+
+def test_a_missing_package_is_noticed_before_anything_is_written(place, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+
+    words = pretraining(place / "photos", "run", "train.wandb=skips")
+
+    assert "pip install wandb, or leave it out" in fails(capsys, words, 5)
+    assert not (place / "run").exists()
