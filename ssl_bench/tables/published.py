@@ -104,6 +104,7 @@ class PublishedValue:
     table: str
     row: str
     column: str
+    dataset: str
     value: float
     source: str
 
@@ -155,7 +156,12 @@ def published_beside(record: Record) -> tuple[Beside, ...]:
     return tuple(
         Beside(
             PublishedValue(
-                table.name, row, column.name, table.values[row, column.name], table.source
+                table=table.name,
+                row=row,
+                column=column.name,
+                dataset=column.dataset,
+                value=table.values[row, column.name],
+                source=table.source,
             ),
             difference_of_settings(table, column, record),
         )

@@ -86,11 +86,12 @@ def test_features_of_another_facet_are_not_taken_from_the_cache():
 
 
 def test_image_vectors_are_the_mean_patch_of_the_facet():
-    from probes.features.image import _as_vectors
+    from probes.features.image import image_vectors
 
     features = torch.arange(12.0).view(1, 2, 3, 2)
 
-    np.testing.assert_array_equal(_as_vectors(features), [[5.0, 6.0]])
+    found = image_vectors({0: {"mlp_out": features}}, "mlp_out")
+    np.testing.assert_array_equal(found, [[[5.0, 6.0]]])
 
 
 @pytest.mark.parametrize(
