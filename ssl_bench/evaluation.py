@@ -179,6 +179,11 @@ class Probe:
         del dataset, typed
         return self
 
+    def shown_to(self, native_size: tuple[int, int]) -> Any:
+        """The same probe with the size that an encoder of this one is shown, where it knows it."""
+        del native_size
+        return self
+
     def split(self, dataset: Dataset) -> ImageSet:
         """The images that are scored."""
         return dataset.val()

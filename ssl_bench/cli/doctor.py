@@ -34,13 +34,13 @@ PACKAGES = (
     ("pycocotools", "pycocotools"),
     ("sklearn", "scikit-learn"),
     ("hydra", "hydra-core"),
+    ("pandas", "pandas"),
+    ("pyarrow", "pyarrow"),
 )
 EXTRAS = (
     ("submitit", "ssl-bench[slurm]", "sweep --slurm"),
     ("tensorboard", "ssl-bench[track]", "train.tensorboard"),
     ("wandb", "wandb", "train.wandb"),
-    ("pandas", "ssl-bench[frames]", "to_pandas"),
-    ("pyarrow", "ssl-bench[frames]", "table --format parquet"),
 )
 """Packages that something optional needs, what to install for it, and what needs it."""
 CACHE_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TORCH_HOME", "XDG_CACHE_HOME")

@@ -3,7 +3,6 @@
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from ssl_bench.composition.fields import Count, require
 from ssl_bench.data.files.readable import Looked, as_readable, counts_and_first, with_a_way_out
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import as_asked
-from ssl_bench.errors import ConfigurationError, MachineError, UnreadableImage
+from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import left_out
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
@@ -59,12 +58,8 @@ def command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require("--batch-size", Count | None, options.batch_size)
     require("--image-size", Count | None, options.image_size)
     require_layers(options.layer, [options.checkpoint] if options.checkpoint else None)
-    if find_spec("pyarrow") is None:
-        raise MachineError(
-            "the index of features needs the package pyarrow; pip install 'ssl-bench[frames]'"
-        )
-    import pyarrow  # pyright: ignore[reportMissingImports]
-    import pyarrow.parquet  # pyright: ignore[reportMissingImports]
+    import pyarrow
+    import pyarrow.parquet
 
     dataset, bits = _dataset(options, overrides)
     splits = {images.split: images for images in _splits(dataset, options.split)}
