@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -22,13 +22,13 @@ from ssl_bench.composition.compose import (
     value_of,
     with_root,
 )
-from ssl_bench.composition.fields import Bits, Count, Place, Seed, require, shown
+from ssl_bench.composition.fields import shown
 from ssl_bench.composition.presets import changed_settings, preset_values, protocols
 from ssl_bench.data.corruptions import KEY as CORRUPT
 from ssl_bench.data.corruptions import asked_corruptions
-from ssl_bench.data.files.fingerprints import FingerprintKind
 from ssl_bench.data.files.overlap import shared_files
 from ssl_bench.data.files.readable import Looked, OnBadImage, as_readable
+from ssl_bench.data.keys import DType, shared_values, views_of
 from ssl_bench.data.roles import OFFERED
 from ssl_bench.data.samples import Dataset
 from ssl_bench.data.views import ListedOnce, OpenedOnce, as_asked
@@ -43,20 +43,6 @@ from ssl_bench.system.progress import say
 PROTOCOL = "probe.protocol"
 BATCH_SIZES = ("probe.batch_size", "probe.encoder_batch_size")
 """What --batch-size is short for."""
-DType = Literal["float32", "float16", "bfloat16"]
-"""As torch names them."""
-Limit = Count | None
-SHARED: Mapping[str, Any] = {
-    "data.root": Place,
-    "data.fingerprint": FingerprintKind,
-    "data.bits": Bits,
-    "data.limit": Limit,
-    "data.allow_overlap": bool,
-    CORRUPT: str | None,
-    "seed": Seed,
-    "dtype": DType,
-}
-"""What the keys take that belong to no component."""
 
 
 @dataclass(frozen=True)
@@ -395,23 +381,6 @@ def probing_config(
     """
     base = [f"probe={task}", f"dataset={dataset}"]
     return compose_config("probing", [*base, *with_root(overrides, root)])
-
-
-def shared_values(config: DictConfig) -> dict[str, Any]:
-    """What the keys of `SHARED` hold that are composed; a command on data alone has only those.
-
-    Raises:
-        ConfigurationError: one of them takes no such value.
-    """
-    values = {key: value_of(config, key) for key in SHARED if key.split(".")[0] in config}
-    for key, value in values.items():
-        require(key, SHARED[key], value)
-    return values
-
-
-def views_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The forms in which `shared_values` ask for a dataset, but for a corruption."""
-    return {name: values[f"data.{name}"] for name in ("fingerprint", "bits", "limit")}
 
 
 def _build(

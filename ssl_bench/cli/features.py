@@ -22,13 +22,13 @@ from ssl_bench.composition.choices import choices, require_choice
 from ssl_bench.composition.compose import build, compose_config, with_root
 from ssl_bench.composition.fields import Count, require
 from ssl_bench.data.files.readable import Looked, as_readable, counts_and_first, with_a_way_out
+from ssl_bench.data.keys import shared_values, views_of
 from ssl_bench.data.samples import Dataset, ImageSet
 from ssl_bench.data.views import as_asked
 from ssl_bench.errors import ConfigurationError, UnreadableImage
 from ssl_bench.evaluation import left_out
 from ssl_bench.features import FeatureExtractor, squashed
 from ssl_bench.layers import resolve_layers
-from ssl_bench.planning import shared_values, views_of
 from ssl_bench.system.device import choose_device
 from ssl_bench.system.files import remove_orphans_below, write_atomically, write_text_atomically
 from ssl_bench.system.launch import require_single_process
