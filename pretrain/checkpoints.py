@@ -184,8 +184,15 @@ def copied(state: Any) -> Any:
     Args:
         state: Tensors and plain values in dictionaries, lists and tuples.
     """
-    tensors = {id(leaf): leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)}
-    return copy.deepcopy(state, dict(zip(tensors, _copies(tensors.values()), strict=True)))
+    leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    # What occurs under two names is copied, and written, once.
+    once = {_memory_of(leaf): leaf for leaf in leaves}
+    copies = dict(zip(once, _copies(once.values()), strict=True))
+    return copy.deepcopy(state, {id(leaf): copies[_memory_of(leaf)] for leaf in leaves})
+
+
+def _memory_of(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def copied_module(module: Module) -> Module:

@@ -339,11 +339,12 @@ def record_accuracy(
     """
     start = time.monotonic()
     store, files = ResultStore(results), []
+    found = {most: right for most, right in observer.hits().items() if right is not None}
+    if not found:
+        return []
     encoder, count = identify_encoder(str(weights)), observer.fitted_and_scored
     gone = {trained_on.split: left_out}
-    for most, right in observer.hits().items():
-        if right is None:
-            return []
+    for most, right in found.items():
         hits = right.cpu().numpy()
         key = CellKey(
             task=SUPERVISED,

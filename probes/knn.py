@@ -108,7 +108,8 @@ class KNN(Probe):
         images = len(self.training_images(dataset))
         count = min(images, self.train_images or images)
         fitting = [k for k in self.neighbours if k <= count] or [count]
-        return self if len(fitting) == len(self.neighbours) else replace(self, neighbours=fitting)
+        same = fitting == list(self.neighbours)
+        return self if same else replace(self, neighbours=fitting)
 
     def training_images(self, dataset: Dataset) -> ImageSet:
         return dataset.train()

@@ -311,7 +311,7 @@ class Segmentation(Probe):
         Raises:
             DataError: the labels hold too few classes.
         """
-        yield from SegmentationRun(self, context).scores()
+        yield from self.prepared(context).scores()
 
     def prepared(self, context: ProbeContext) -> "SegmentationRun":
         """The run with all its parts; opens the dataset, computes nothing."""
@@ -564,9 +564,10 @@ class SegmentationRun:
         ways = [] if held_out is None else [("miou_holdout", chosen)]
         scores = []
         for metric, rate in [*ways, ("miou_oracle", oracle), ("pixel_accuracy", chosen)]:
-            value, ci95 = val.miou()[rate], val.miou_ci95(rate)
             if metric == "pixel_accuracy":
                 value, ci95 = val.accuracy(rate), val.accuracy_ci95(rate)
+            else:
+                value, ci95 = val.miou()[rate], val.miou_ci95(rate)
             warnings = []
             if len(values) > 1 and rate in (0, len(values) - 1):
                 name = hyperparameter.replace("_", " ")

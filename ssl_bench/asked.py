@@ -27,7 +27,7 @@ from ssl_bench.planning import (
     sharing_datasets,
 )
 from ssl_bench.results import ResultStore
-from ssl_bench.system.files import remove_orphans_below
+from ssl_bench.system.files import remove_orphans, remove_orphans_below
 from ssl_bench.system.progress import in_words, say
 
 # By width and depth; timm has all of them for patches and images of these sizes.
@@ -136,6 +136,7 @@ def opened_store(folder: str) -> ResultStore:
     require_writable(store.root)
     for name in ("records", "images", "pictures"):
         remove_orphans_below(store.root / name)
+    remove_orphans(store.root)
     return store
 
 

@@ -136,7 +136,7 @@ def numbered_layers(layers: str | int | Sequence[int], depth: int = 0) -> list[i
                 f"layers must be all, an index, a range like 0-3, or a list like 0,5,11, got "
                 f"{layers!r}"
             ) from error
-        if ends[0] * ends[-1] < 0 or ends[-1] < 0 <= ends[0]:
+        if (ends[0] < 0) != (ends[-1] < 0):
             ends = [end + depth if end < 0 else end for end in ends]
         if ends[-1] < ends[0]:
             raise ConfigurationError(

@@ -33,6 +33,10 @@ Ranked = Int64[Tensor, "layers values ranked"]
 class FixedPooling:
     """What `probe.facet` says, the same for all heads; `probe.training` fits these."""
 
+    def settings(self) -> dict[str, Any]:
+        """Nothing that the facet and the training do not say."""
+        return {}
+
 
 @dataclass(frozen=True)
 class AttentivePooling:

@@ -54,6 +54,8 @@ CELLS: Mapping[str, Sequence[tuple[str, str]]] = {
 }
 _SHOWN_VALUES = 16
 SAME = "all tokens are the same"
+# Why a metric whose name begins so is no number, where nobody knows better.
+_UNDEFINED = {"cka": SAME, "mean_cosine": SAME, "norm_over_dominant": "the dominant term is zero"}
 Numbers = Float64[np.ndarray, "images values"]
 
 
@@ -67,7 +69,8 @@ def plain(
     details: Mapping[str, Any],
 ) -> Score:
     if np.isnan(value):
-        details = {"undefined": SAME, **details}
+        whys = [why for name, why in _UNDEFINED.items() if metric.startswith(name)]
+        details = {**({"undefined": whys[0]} if whys else {}), **details}
     return Score(layer, facet, metric, value, ci95, num_images, details, unit="")
 
 

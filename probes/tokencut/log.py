@@ -18,7 +18,7 @@ from ssl_bench.errors import MachineError
 
 Cell = dict[str, Any]
 # Raised when lines of older files no longer say everything, or say what a method finds no more.
-_FORMAT = 4
+_FORMAT = 5
 _FIELDS = {
     "image",
     "entry",

@@ -9,8 +9,8 @@ from ssl_bench.composition.choices import choices
 from ssl_bench.errors import MachineError
 
 _NAMED = ("task", "dataset", "target")
-_FILES = ("checkpoint", "checkpoints", "uris", "figure", "into", "manifest")
-_FOLDERS = ("data_root", "out", "slurm_logs")
+_FILES = ("checkpoint", "checkpoints", "uris", "figure", "manifest")
+_FOLDERS = ("data_root", "into", "out", "slurm_logs")
 
 # What is behind the last comma is completed, what is before it stays.
 _COMPLETE_A_LIST = """\

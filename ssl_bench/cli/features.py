@@ -206,17 +206,23 @@ def _features(
     ids, labels = list[str](), list[int]()
     for start in range(0, len(numbers), options.batch_size or _BATCH):
         try:
-            batch = [images[n] for n in numbers[start : start + (options.batch_size or _BATCH)]]
+            # Photographs are squashed one by one, as whole ones of a batch would fill the memory.
+            batch = [
+                (squashed(sample.image, size), sample.image_id, sample.label)
+                for sample in map(
+                    images.__getitem__, numbers[start : start + (options.batch_size or _BATCH)]
+                )
+            ]
         except UnreadableImage as error:
             raise with_a_way_out(error) from error
-        pixels = torch.stack([squashed(sample.image, size) for sample in batch])
-        names = [sample.image_id for sample in batch]
+        pixels = torch.stack([image for image, _, _ in batch])
+        names = [name for _, name, _ in batch]
         for layer, by_facet in extractor(pixels, names).items():
             for facet, value in by_facet.items():
                 kept = value.cpu().numpy().astype(options.dtype)
                 parts.setdefault(f"block{layer:02}.{facet}", []).append(kept)
         ids += names
-        labels += [-1 if sample.label is None else sample.label for sample in batch]
+        labels += [-1 if label is None else label for _, _, label in batch]
     found = {name: np.concatenate(those) for name, those in parts.items()}
     return found | {"image_id": np.array(ids, dtype=str), "label": np.array(labels, dtype=np.int64)}
 

@@ -71,6 +71,8 @@ def _check_together(options: argparse.Namespace) -> None:
         "--over-epochs": options.over_epochs,
         "--over-severity": options.over_severity,
     }
+    if options.pack:
+        chosen |= {"--pack": True, "--figure": options.figure, "--format": options.format}
     asked = [flag for flag, value in chosen.items() if value]
     if len(asked) > 1:
         raise ConfigurationError(f"expected one of {', '.join(chosen)}, got {' and '.join(asked)}")

@@ -1,27 +1,36 @@
 """Records of finished cells: one JSON file each, written whole or not at all, or packed into one.
 
 A folder of results holds `records/TASK/DATASET/*.json`, beside each what the images contributed
-(.npz), and `images/` with their names. `records.parquet`, where it is there, holds the same in one
-file, a row a record; a file of the same cell counts before it.
+(.npz), and `images/` with their names. `records.parquet`, where it is there, holds the content of
+such files, a row a record; of a cell that has a file too the file counts, and what lies beside it.
 """
 
 import io
 import json
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import yaml
 
 from ssl_bench.errors import DataError
 from ssl_bench.results.contributions import MOST_NPZ, WHOLE, most_bytes, read_array
-from ssl_bench.results.reading import MOST_BYTES, OUTDATED, RecordReader, place_of, shortened
+from ssl_bench.results.reading import (
+    MOST_BYTES,
+    OUTDATED,
+    RecordReader,
+    parsed,
+    place_of,
+    shortened,
+)
 from ssl_bench.results.record import ENCODER, INFINITE, CellKey, PerImage, Record
 from ssl_bench.system.escaping import plain_json
 from ssl_bench.system.files import (
+    lock_when_free,
     open_within,
     read_within,
     write_atomically,
@@ -34,9 +43,22 @@ if TYPE_CHECKING:
     import pandas
 
 PACKED = "records.parquet"
+_COLUMNS = ("file", "record", "images")
+# Of what is packed, which is less as a file.
 _MOST_PACKED = 2**30
+_UNREADABLE = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
 _COLOURS = ("mean", "std")
 _SHOWN = 5
+
+
+class _Row(NamedTuple):
+    """The content of a record's file, and of the .npz beside it."""
+
+    record: bytes
+    images: bytes | None
+
+
+_NOTHING = _Row(b"", None)
 
 
 class ResultStore:
@@ -53,6 +75,7 @@ class ResultStore:
         self.unreadable: dict[Path, str] = {}
         self.found = 0
         self.damaged: list[Path] = []
+        self._rows: tuple[object, Mapping[Path, _Row]] | None = None
 
     def path(self, key: CellKey) -> Path:
         """Where the record of a cell is.
@@ -69,12 +92,14 @@ class ResultStore:
     def load(self, key: CellKey) -> Record | None:
         """The record of a finished cell, None when there is none or only half of one."""
         path = self.path(key)
-        return self._read(path) if path.is_file() or path in self._packed else None
+        return self._read(path) if path.is_file() or path in self._packed() else None
 
     def keeps_images(self, key: CellKey) -> bool:
         """Whether what each image contributed to the value of a cell is there."""
         path = self.path(key)
-        return path.with_suffix(".npz").is_file() or bool(self._packed.get(path, {}).get("images"))
+        if path.is_file():
+            return path.with_suffix(".npz").is_file()
+        return self._packed().get(path, _NOTHING).images is not None
 
     def outdated(self, key: CellKey) -> Path | None:
         """A record of this block, facet and metric that is of an earlier kind.
@@ -108,9 +133,12 @@ class ResultStore:
         """What each image contributed; None where nothing was kept, or it is `damaged`."""
         path, most = self.per_image_path(record), most_bytes(record)
         try:
-            packed = self._packed.get(path.with_suffix(".json"), {}).get("images")
-            if packed and not path.exists():
-                found = read_array(io.BytesIO(packed), most)
+            record_file = path.with_suffix(".json")
+            if record_file in self._packed() and not record_file.is_file():
+                images = self._packed()[record_file].images
+                if images is None:
+                    return None
+                found = read_array(io.BytesIO(images), most)
             else:
                 with open_within(self.root, path, most) as file:
                     found = read_array(file, most)
@@ -147,7 +175,7 @@ class ResultStore:
             DataError: there is no record at all; that of a run folder says what the run measured.
         """
         self.unreadable = {}
-        paths = {*(self.root / "records").glob("*/*/*.json"), *self._packed}
+        paths = {*(self.root / "records").glob("*/*/*.json"), *self._packed()}
         reader = RecordReader(self.root)
         with without_collections():
             ordered = sorted(paths, key=lambda path: path.parts)
@@ -174,63 +202,108 @@ class ResultStore:
     def pack(self) -> int:
         """Move all records that can be read, and what images contributed, to `records.parquet`.
 
+        A file that another process writes in the meantime stays beside it, and counts.
+
         Returns:
             How many it holds now.
+
+        Raises:
+            DataError: they are too large for one file.
         """
         import pyarrow
         import pyarrow.parquet
 
-        rows = []
-        for record in self.records():
-            path = self.path(record.key())
-            npz = path.with_suffix(".npz")
-            images = self._packed.get(path, {}).get("images")
-            if npz.is_file():
-                images = read_within(self.root, npz, MOST_NPZ)
-            file = path.relative_to(self.root).as_posix()
-            rows.append({"file": file, **frame_row(record), "images": images})
-        kept = [self._packed[path] for path in self.unreadable if path in self._packed]
-        table = pyarrow.Table.from_pylist([*rows, *kept])
-        write_atomically(
-            self.root / PACKED,
-            lambda file: pyarrow.parquet.write_table(table, file, compression="zstd"),
-        )
-        vars(self).pop("_packed", None)
-        for path in (self.root / row["file"] for row in rows):
-            path.unlink(missing_ok=True)
-            path.with_suffix(".npz").unlink(missing_ok=True)
+        folder = os.open(self.root, os.O_RDONLY)
+        try:
+            # One at a time: what another one packed is among the rows.
+            lock_when_free(folder)
+            rows, moved = dict(self._packed()), list[tuple[Path, os.stat_result]]()
+            reader = RecordReader(self.root)
+            for path in sorted((self.root / "records").glob("*/*/*.json")):
+                npz = path.with_suffix(".npz")
+                try:
+                    seen = [(file, file.lstat()) for file in (path, npz) if file.exists()]
+                    content = read_within(self.root, path, MOST_BYTES)
+                    images = read_within(self.root, npz, MOST_NPZ) if len(seen) > 1 else None
+                    per_image = None if images is None else io.BytesIO(images)
+                    reader.record(parsed(content), path, per_image)
+                # What cannot be read stays where it is, for `records` to name.
+                except (OSError, *_UNREADABLE):
+                    continue
+                rows[path] = _Row(content, images)
+                moved += seen
+            size = sum(len(row.record) + len(row.images or b"") for row in rows.values())
+            if size > _MOST_PACKED:
+                raise DataError(
+                    f"the records in {self.root} have {size:,} bytes, expected at most "
+                    f"{_MOST_PACKED:,} to pack; leave them as they are, or in several folders"
+                )
+            table = pyarrow.table(
+                {
+                    "file": [path.relative_to(self.root).as_posix().encode() for path in rows],
+                    "record": [row.record for row in rows.values()],
+                    "images": [row.images for row in rows.values()],
+                },
+                schema=pyarrow.schema([(name, pyarrow.binary()) for name in _COLUMNS]),
+            )
+            write_atomically(
+                self.root / PACKED,
+                lambda file: pyarrow.parquet.write_table(table, file, compression="zstd"),
+            )
+            for path, before in moved:
+                with suppress(FileNotFoundError):
+                    now = path.lstat()
+                    if (now.st_mtime_ns, now.st_ino) == (before.st_mtime_ns, before.st_ino):
+                        path.unlink()
+        finally:
+            os.close(folder)
         return len(rows)
 
-    @cached_property
-    def _packed(self) -> Mapping[Path, Mapping[str, Any]]:
-        """Rows of `records.parquet` by the place of their files."""
+    def _packed(self) -> Mapping[Path, "_Row"]:
+        """Rows of `records.parquet` by the place of their files; read again where it changed."""
         path = self.root / PACKED
-        if not path.exists():
-            return {}
-        import pyarrow
-        import pyarrow.parquet
-
         try:
-            content = pyarrow.BufferReader(read_within(self.root, path, _MOST_PACKED))
-            # Not read_table, which imports pandas.
-            rows = pyarrow.parquet.ParquetFile(content).read().to_pylist()
-            return {self.root.joinpath(*row["file"].split("/")): row for row in rows}
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise DataError(
-                f"cannot read {path} ({error}); copy it again, or move it away"
-            ) from error
+            found = path.stat()
+        except FileNotFoundError:
+            return {}
+        state = (found.st_mtime_ns, found.st_size, found.st_ino)
+        if self._rows is None or self._rows[0] != state:
+            import pyarrow
+            import pyarrow.parquet
+
+            try:
+                content = pyarrow.BufferReader(read_within(self.root, path, _MOST_PACKED))
+                # Not read_table, which imports pandas.
+                table = pyarrow.parquet.ParquetFile(content).read()
+                columns = [table.column(name).to_pylist() for name in _COLUMNS]
+                rows = {
+                    self.root.joinpath(*file.decode().split("/")): _Row(record, images)
+                    for file, record, images in zip(*columns, strict=True)
+                }
+            except (
+                OSError,
+                ValueError,
+                KeyError,
+                AttributeError,
+                TypeError,
+                RuntimeError,
+            ) as error:
+                raise DataError(
+                    f"cannot read {path} ({error}); copy it again, or move it away"
+                ) from error
+            self._rows = state, rows
+        return self._rows[1]
 
     def _read(self, path: Path, reader: RecordReader | None = None) -> Record | None:
         reader = reader or RecordReader(self.root)
         try:
-            if path in self._packed and not path.exists():
-                row = self._packed[path]
-                images = io.BytesIO(row["images"]) if row["images"] else None
-                return reader.record(_fields_of(row), path, images)
+            if (row := self._packed().get(path)) and not path.exists():
+                images = None if row.images is None else io.BytesIO(row.images)
+                return reader.record(parsed(row.record), path, images)
             return reader.read(path)
         except OSError as error:
             self.unreadable[path] = error.strerror or str(error)
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        except _UNREADABLE as error:
             self.unreadable[path] = shortened(error)
         return None
 
@@ -281,19 +354,6 @@ def frame_row(record: Record) -> dict[str, Any]:
         else:
             row[name] = value
     return row | {"encoder_id": record.encoder_id}
-
-
-def _fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a record, as `parsed` has them, of its `frame_row`."""
-    found = {
-        item.name: json.loads(row[item.name]) if "Mapping" in str(item.type) else row[item.name]
-        for item in fields(Record)
-        if item.name in row
-    }
-    for name in _COLOURS:
-        found[name] = [row[f"{name}_{colour}"] for colour in "rgb"]
-    ends = (row["low_95"], row["high_95"])
-    return found | {"ci95": None if None in ends else ends}
 
 
 def _said_of_run(folder: Path) -> str | None:

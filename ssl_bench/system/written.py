@@ -9,7 +9,7 @@ from ssl_bench.system.progress import say_once
 
 REPORT = ".ssl-bench-report"
 _MARK = ".ssl-bench-written"
-_STORED = ("records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json")
+_STORED = ("records.parquet", "records/*/*/*.json", f"images/{'[0-9a-f]' * 16}.json")
 
 
 def mark_as_written(folder: Path) -> None:

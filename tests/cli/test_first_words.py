@@ -33,7 +33,7 @@ def test_layers_may_be_a_range(place, capsys, layers, expected):
     assert "0-3" in said_in_help(capsys, "probe")
 
 
-@pytest.mark.parametrize("layers", ["1-0", "7", "0-7", "a-b"])
+@pytest.mark.parametrize("layers", ["1-0", "7", "0-7", "a-b", "-1..0"])
 @pytest.mark.parametrize("door", ["probe --task pca", "sweep", "features --out features"])
 def test_wrong_layers_are_refused_before_images_are_looked_for(place, capsys, door, layers):
     words = f"{door} --checkpoint encoder.safetensors --data-root nowhere --dataset folder"

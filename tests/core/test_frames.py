@@ -15,6 +15,7 @@ import pytest
 
 from ssl_bench.cli.__main__ import main
 from ssl_bench.results import ResultStore, to_pandas
+from ssl_bench.results import store as writing
 from tests.core.test_results import RECORD
 from tests.support.faults import fails
 
@@ -104,3 +105,61 @@ def test_a_packed_file_that_cannot_be_read_is_named(results, capsys):
     said = fails(capsys, ["table"], 3)
 
     assert "cannot read results/records.parquet (" in said
+
+
+def test_what_is_written_while_records_are_packed_stays(tmp_path, monkeypatch):
+    hits = np.arange(5) < 2
+    first = replace(RECORD, layer=0, num_images=5, ci95=None)
+    ResultStore(tmp_path).save(first, hits)
+    stale = ResultStore(tmp_path)
+    assert len(stale.records()) == 1
+    # Another process packs, and saves again.
+    ResultStore(tmp_path).save(replace(first, layer=1), hits)
+    assert ResultStore(tmp_path).pack() == 2
+    stale.save(replace(first, layer=2), hits)
+    assert [record.layer for record in stale.records()] == [0, 1, 2]
+    whole = writing.write_atomically
+
+    def slowly(*arguments):
+        ResultStore(tmp_path).save(replace(first, layer=2, value=60.0), np.arange(5) < 3)
+        whole(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(writing, "write_atomically", lambda *a: (patched.undo(), slowly(*a)))
+        assert stale.pack() == 3
+
+    found = ResultStore(tmp_path)
+    assert [record.value for record in found.records()] == [40.0, 40.0, 60.0]
+    assert found.unreadable == {}
+    assert ResultStore(tmp_path).pack() == 3
+    assert [record.value for record in ResultStore(tmp_path).records()] == [40.0, 40.0, 60.0]
+
+
+def test_a_file_counts_with_what_lies_beside_it(tmp_path):
+    hits = np.arange(5) < 2
+    first = replace(RECORD, num_images=5, ci95=None, seed=2**64 - 1, model="a\udc80")
+    ResultStore(tmp_path).save(first, hits)
+    assert ResultStore(tmp_path).pack() == 1
+    again = ResultStore(tmp_path)
+    assert [record.as_json() for record in again.records()] == [first.as_json()]
+
+    again.save(replace(first, value=60.0))
+
+    assert again.per_image(again.records()[0]) is None
+    assert not again.keeps_images(first.key())
+    assert again.pack() == 1
+    assert [record.value for record in again.records()] == [60.0]
+    assert again.unreadable == {}
+
+
+def test_records_that_cannot_be_read_are_not_packed(tmp_path):
+    first = replace(RECORD, layer=0, num_images=5, ci95=None)
+    ResultStore(tmp_path).save(first)
+    path = ResultStore(tmp_path).save(replace(first, layer=1))
+    path.write_text("{")
+
+    assert ResultStore(tmp_path).pack() == 1
+
+    left = ResultStore(tmp_path)
+    assert len(left.records()) == 1
+    assert list(left.unreadable) == [path]

@@ -135,7 +135,7 @@ class OsaInit(DefaultInit):
     W_O^T among those of d_v columns. The MLP as without skips, SUO.
 
     Source: Zhang and Martens, "Orthogonal Self-Attention", section 4; the small alpha of 4.3 is
-    `ssl_bench.models.attention.OrthogonalAttention`'s own.
+    `ssl_bench.models.orthogonal.attention.OrthogonalAttention`'s own.
     """
 
     def attention(self, dim: int, num_heads: int, generator: Generator) -> AttentionWeights:

@@ -62,8 +62,7 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
     The sha256 is the one beside the file, which loading holds the file against.
     """
     metadata = read_metadata(path)
-    # Of every block, where a file of ours says that they may differ.
-    config, strides = stated_config(path, metadata), json.loads(metadata.get("strides", "[]"))
+    config, strides = stated_config(path, metadata), _stated_strides(path, metadata)
     require_images(config, uri)
     stated = read_digests(sidecar_of(path))
     # While the weights are replaced two lines stand there; others may speak of other files.
@@ -82,6 +81,22 @@ def stated_encoder(uri: str, path: Path) -> EncoderIdentity:
         is_staged=(is_staged := len(set(strides)) > 1),
         has_cls=not is_staged and config.num_prefix_tokens > config.num_registers,
     )
+
+
+def _stated_strides(path: Path, metadata: Mapping[str, str]) -> list[int]:
+    """Of every block, where a file of ours says that they may differ.
+
+    Raises:
+        CheckpointError: not whole numbers.
+    """
+    text = metadata.get("strides", "[]")
+    try:
+        strides = json.loads(text)
+    except json.JSONDecodeError:
+        strides = None
+    if not isinstance(strides, list) or not all(type(one) is int and one > 0 for one in strides):
+        raise CheckpointError(f"{path} states strides that are no whole numbers: {text[:80]}")
+    return strides
 
 
 def is_ours(path: Path) -> bool:

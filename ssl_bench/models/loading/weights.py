@@ -22,6 +22,7 @@ from ssl_bench.models.loading.layouts import refuse_strangers
 from ssl_bench.system.memory import pass_on_memory
 
 _SMALL_FILE = 2**20
+_PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"II*\0", b"MM\0*", b"BM")
 # The kernel of the patches tells where in a file an encoder begins. Files are seen flat: a slash
 # stands between names of dictionaries, a number or whatever else is no text in brackets.
 _KERNEL = re.compile(
@@ -374,7 +375,9 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor], path: Path) ->
 def _no_weights(path: Path, reason: str) -> str:
     with path.open("rb") as file:
         begins = file.read(64)
-    if begins and begins.isascii() and b"\0" not in begins:
+    if begins.startswith(_PICTURES):
+        reason = "it begins as a picture does"
+    elif begins and begins.isascii() and b"\0" not in begins:
         reason = "it begins as a text does"
     return f"{path} is no weights file, or a damaged one ({reason}); copy or download it again"
 
