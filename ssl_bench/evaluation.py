@@ -535,6 +535,7 @@ class Evaluation:
         overwrite: bool,
     ) -> list[Record]:
         probe, encoder, dataset = self.probe, self.encoder, OpenedOnce(self.dataset)
+        probe.require_fitting(encoder)
         images = probe.split(dataset)
         # Once, before anything is computed: images may change before the last score is known.
         settings = cell_settings(probe, dataset, self.dtype, allow_overlap=self.allow_overlap)
