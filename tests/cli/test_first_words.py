@@ -34,11 +34,19 @@ def test_layers_may_be_a_range(place, capsys, layers, expected):
 
 
 @pytest.mark.parametrize("layers", ["1-0", "7", "0-7", "a-b", "-1..0"])
-@pytest.mark.parametrize("door", ["probe --task pca", "sweep", "features --out features"])
+@pytest.mark.parametrize(
+    "door", ["probe --task pca", "probe --task all", "sweep", "features --out features"]
+)
 def test_wrong_layers_are_refused_before_images_are_looked_for(place, capsys, door, layers):
     words = f"{door} --checkpoint encoder.safetensors --data-root nowhere --dataset folder"
     words += f" --layer {layers}"
     assert "layers must " in said(capsys, words, 2)[1]
+
+
+def test_a_block_out_of_range_leaves_no_record_of_others(place, capsys):
+    words = PCA.replace("pca", "all") + " --layer 0,9"
+    assert "layers must lie in 0..1" in said(capsys, words, 2)[1]
+    assert not (place / "results/records").exists()
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_rows_of_convolutions_on_imagenet_have_their_sizes_and_their_covariance(
         init = f"{one.init} init {shares}".rstrip()
         if isinstance(one, ConvMixerConfig):
             sizes = f"ConvMixer-{one.dim}/{one.depth}, patch {one.patch_size}"
-            assert one.kernel_size == 9
+            assert (one.kernel_size, one.image_size) == (9, 224)
         else:
             assert one.patch_size == 4
             sizes = f"ConvNeXt-{one.name.removeprefix('convnext_').title()}, patch 4"
@@ -233,6 +233,21 @@ def test_an_arm_is_the_model_and_the_optimizer_of_its_name(data):
         changed = {line.split(".")[0] for line in differences(reference, arm)}
         wanted = {"model": model == "skipless", "optimizer": optimizer == "soap"}
         assert changed == {name for name, is_changed in wanted.items() if is_changed}
+
+
+@pytest.mark.parametrize("data", ["dino_imagenet", "dino_tiny_imagenet"])
+def test_the_depths_of_table_3_change_the_depth_alone(data):
+    twelve = describe(experiment(f"{data}_skipless_adamw"))
+    for depth in (9, 10, 11):
+        other = describe(experiment(f"{data}_skipless_adamw_depth{depth}"))
+        assert differences(twelve, other) == [f"model.depth: 12 -> {depth}"]
+
+
+def test_imagenet_models_are_those_of_the_papers():
+    one = vit(experiment("dino_imagenet_skipless_soap"))
+    assert (one.patch_size, one.skip_attention) == (16, False)
+    for depth in (12, 24, 32):
+        assert mixer(experiment(f"convmixer_imagenet_512_{depth}_covariance")).image_size == 224
 
 
 def test_what_is_typed_wins_over_the_experiment():

@@ -29,6 +29,12 @@ def test_what_cublas_and_torch_need_is_set_as_long_as_the_run_lasts(monkeypatch)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_unasked_nothing_is_set():
+    with deterministic(False):
+        assert not torch.are_deterministic_algorithms_enabled()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
 def test_other_errors_pass_as_they_are():
     with pytest.raises(RuntimeError, match="shapes"), deterministic(True):
         raise RuntimeError("shapes do not fit")

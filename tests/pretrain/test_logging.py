@@ -79,6 +79,14 @@ def write_curves(folder, losses, *, last_step):
     journal.close()
 
 
+def test_every_number_of_a_row_is_a_point_of_a_curve(tmp_path):
+    write_curves(tmp_path, [0.5, float("nan"), 0.25], last_step=0)
+
+    curves = curves_of(tmp_path / "board")
+
+    assert curves == {"epoch": [(1, 0.0), (2, 0.0), (3, 0.0)], "loss": [(1, 0.5), (3, 0.25)]}
+
+
 def test_after_a_resume_only_the_repeated_steps_are_shown(tmp_path):
     write_curves(tmp_path, [0.5, 1.5, 2.5, 3.5], last_step=0)
     write_curves(tmp_path, [0.25, 0.125], last_step=2)
@@ -113,6 +121,16 @@ def write_rows(folder, losses, *, last_step):
     for step, loss in enumerate(losses, start=last_step + 1):
         journal.write({"step": step, "loss": loss})
     journal.close()
+
+
+def test_rows_are_sent_with_their_step_and_their_finite_numbers(tmp_path, runs):
+    write_rows(tmp_path, [0.5, float("nan")], last_step=0)
+
+    (run,) = runs
+    assert run.rows == [{"step": 1, "loss": 0.5}, {"step": 2}]
+    assert (run.project, run.name, run.config) == ("skips", tmp_path.name, {"seed": 0})
+    assert run.axes == {"*": "step"}
+    assert run.finished
 
 
 def test_a_resumed_run_is_the_same_and_one_begun_anew_is_another(tmp_path, runs):

@@ -325,3 +325,17 @@ def test_a_run_leaves_its_encoder_and_a_loss_beside_that_of_the_mean(album, tmp_
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert [row["mean_loss"] for row in rows] == pytest.approx([47 / 48] * 8, abs=1e-3)
     assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+@pytest.mark.slow
+def test_a_compiled_run_learns_what_an_eager_one_does(album, tmp_path):
+    plan = plan_of(album, max_steps=3)
+    # One block, because compiling takes a while for each.
+    plan = replace(plan, model=replace(plan.model, drop_path=0.0, depth=1))
+    plan.run(tmp_path / "eager", device="cpu")
+    compiled = replace(plan, train=replace(plan.train, compile=True))
+
+    compiled.run(tmp_path / "compiled", device="cpu")
+
+    losses = [[row["loss"] for row in log_rows(tmp_path / n)] for n in ("eager", "compiled")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)

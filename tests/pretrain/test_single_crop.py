@@ -277,7 +277,7 @@ def test_the_center_of_a_square_lies_anywhere_in_the_image():
 
 
 @pytest.mark.parametrize("size", [24, 32])
-def test_rectangles_are_distributed_as_those_edges_of_timm(size, monkeypatch):
+def test_erased_rectangles_are_distributed_as_those_of_timm(size, monkeypatch):
     generator = np.random.default_rng(0)
     ours = np.array([draw_rectangle(generator, size, 0.5) for _ in range(DRAWS)])
     monkeypatch.setattr(
@@ -388,7 +388,7 @@ def test_a_box_comes_from_the_other_image_alone():
 
 @pytest.mark.parametrize("mixture", [Mixture(), Mixture(0.3), Mixture(1 - 12 / 64, (1, 5, 0, 3))])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_images_and_loss_are_those_mixture_of_timm(mixture, smoothing, monkeypatch):
+def test_mixed_images_and_their_loss_are_those_of_timm(mixture, smoothing, monkeypatch):
     drawn = (mixture.own_share if mixture.box is None else 0.5, mixture.box is not None)
     monkeypatch.setattr(Mixup, "_params_per_batch", lambda _: drawn)
     monkeypatch.setattr(timm.data.mixup, "rand_bbox", lambda *_, **__: mixture.box)
@@ -417,7 +417,7 @@ def test_images_and_loss_are_those_mixture_of_timm(mixture, smoothing, monkeypat
         Mixing(0.0, 0.4, 0.9, 0.5),
     ],
 )
-def test_mixtures_are_distributed_as_those_mixture_of_timm(mixing):
+def test_mixtures_are_distributed_as_those_of_timm(mixing):
     size = 24
     generator = np.random.default_rng(0)
     ours = [mixing.draw(generator, size) for _ in range(DRAWS)]

@@ -336,6 +336,14 @@ def test_the_seed_decides_where_k_means_begins():
     assert one == same != other
 
 
+def test_the_seed_of_a_run_is_that_of_its_k_means(colours):
+    one, same, other = (
+        [s.value for s in scores(colours, seed=n, num_restarts=1, clusters_per_class=[2]).values()]
+        for n in (1, 1, 2)
+    )
+    assert one == same != other
+
+
 def test_the_length_of_a_vector_makes_no_difference(colours, monkeypatch):
     seen = []
 

@@ -272,9 +272,11 @@ def test_a_record_says_the_size_of_its_protocol(place, words, size, changed):
 
 
 def test_more_neighbours_than_images_are_refused(context):
-    with pytest.raises(ConfigurationError, match=r"at most the 30 images of class_folders train"):
+    command = r"ask for it alone: --task knn probe\.neighbours="
+    complaint = rf"at most the 30 images of class_folders train, got 200; {command}\[10,20\]"
+    with pytest.raises(ConfigurationError, match=complaint):
         scores(KNN(), context)
-    with pytest.raises(ConfigurationError, match=r"at most the 8 images"):
+    with pytest.raises(ConfigurationError, match=rf"at most the 8 images .*{command}\[8\]"):
         scores(KNN(neighbours=[9], train_images=8), context)
 
 
@@ -305,7 +307,7 @@ def test_a_number_alone_is_a_list_of_one(place):
     assert len(records()) == 2
 
 
-@pytest.mark.parametrize("task", ["knn", "geometry", "classification"])
+@pytest.mark.parametrize("task", ["knn", "geometry", "classification", "clustering"])
 def test_of_an_encoder_without_cls_nothing_stays_pending(place, capsys, task):
     config = ConvMixerConfig(image_size=32, patch_size=8, dim=12, depth=2, kernel_size=3)
     encoder_file(place / "vit.safetensors")

@@ -132,9 +132,12 @@ def test_a_mask_is_compared_with_the_one_before_alone():
 
 
 def test_a_mask_that_was_found_twice_is_not_reported_twice():
-    rounds = [strip(2, 6), strip(10, 14), strip(2, 6)]
+    rounds = [strip(2, 6), strip(10, 14), strip(2, 6), strip(16, 18)]
+    masks = [[2, 3, 4, 5, 6], [10, 11, 12, 13, 14], [16, 17, 18]]
 
-    assert rounds_of(*rounds, num_masks=3) == ([[2, 3, 4, 5, 6], [10, 11, 12, 13, 14]], 3)
+    assert rounds_of(*rounds[:3], num_masks=3) == (masks[:2], 3)
+    # The search goes on.
+    assert rounds_of(*rounds, num_masks=4) == (masks, 4)
 
 
 @pytest.mark.parametrize(("last", "used"), [(21, 2), (22, 3)])

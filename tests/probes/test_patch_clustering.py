@@ -12,7 +12,7 @@ import sklearn.metrics
 import torch
 import torch.nn.functional as F
 
-from probes.clustering.probe import METRICS, Clustering, drawn_patches, nearest
+from probes.clustering.probe import METRICS, Clustering, clustered, drawn_patches, nearest
 from probes.features.views import nearest_labels, resized, tensors
 from ssl_bench.composition.compose import as_plain
 from ssl_bench.errors import CheckpointError, ConfigurationError, DataError
@@ -32,8 +32,8 @@ def clustering(**changes: Any) -> Clustering:
     return Clustering(**{**QUICK, **changes})
 
 
-def scores_of(tmp_path, dataset=None, layers=(3,), encoder=None, **changes: Any):
-    context = probe_context(tmp_path, encoder, dataset, layers)
+def scores_of(tmp_path, dataset=None, layers=(3,), encoder=None, seed=0, **changes: Any):
+    context = probe_context(tmp_path, encoder, dataset, layers, seed)
     return {(s.layer, s.metric): s for s in clustering(**changes).run(context)}
 
 
@@ -132,6 +132,25 @@ def test_drawn_patches_alone_are_clustered_as_the_seed_says(tmp_path):
     draws = [drawn_patches(18 * 16, 5, seed) for seed in (0, 0, 1)]
     assert draws[0].tolist() == draws[1].tolist() != draws[2].tolist()
     assert draws[0].unique().tolist() == draws[0].tolist()
+
+
+def test_the_seed_of_a_run_draws_patches_and_begins_k_means(tmp_path, monkeypatch):
+    fitted = []
+
+    def watched(unit, *more):
+        fitted.append((unit, clustered(unit, *more)))
+        return fitted[-1][1]
+
+    monkeypatch.setattr("probes.clustering.probe.clustered", watched)
+    for few in (False, True):
+        for seed in (1, 1, 2):
+            scores_of(tmp_path, seed=seed, **({"fit_patches": 40} if few else {}))
+
+    every, drawn = ([unit for unit, _ in some] for some in (fitted[:3], fitted[3:]))
+    assert all(np.array_equal(every[0], one) for one in every[1:])
+    assert [np.array_equal(drawn[0], one) for one in drawn[1:]] == [True, False]
+    begun = [kmeans.labels_.tolist() for _, kmeans in fitted[:3]]
+    assert begun[0] == begun[1] != begun[2]
 
 
 def test_the_nearest_centre_is_that_of_the_smallest_distance():

@@ -231,6 +231,7 @@ def test_blocks_are_shown_minus_the_best_one(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| block | skip | best block | first - second [95 %] |" in printed
     assert "| 0 | 25.0 | 75.0 | -50.0 [" in printed
+    assert "| 3 | 75.0 | 75.0 | +0.0 |" in printed
 
 
 @pytest.mark.parametrize(
