@@ -214,7 +214,7 @@ def test_fault_22_wrong_shapes_are_refused(place, capsys):
 def test_fault_22_layers_beyond_the_depth_name_the_valid_ones(place, capsys, layer):
     said = fails(capsys, with_checkpoint("encoder.safetensors", "--layer", layer), 2)
 
-    assert "0..1" in said or "all, an index, or a list" in said
+    assert "0..1" in said or "all, an index, a range like 0-3, or a list" in said
 
 
 @pytest.mark.parametrize(
