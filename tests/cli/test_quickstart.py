@@ -36,7 +36,8 @@ def test_it_ends_with_a_row_for_every_probe_and_a_report(small, tmp_path, capsys
     assert f"  {index}\n" in said.err
     assert index.is_file()
     assert (tmp_path / "out" / "results" / "curves.png").is_file()
-    assert len(said.err.splitlines()) < 90
+    # But for those of progress, of which a busy machine says more.
+    assert len([line for line in said.err.splitlines() if not line.endswith(" left")]) < 90
 
     assert main(words) == 0
     again = capsys.readouterr()
