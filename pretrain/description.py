@@ -1,10 +1,11 @@
 """What a run is, in plain values, and what of it must not change when it is resumed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from pretrain.schedules import WARMUPS
+from ssl_bench.composition.compose import default_of
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import EncoderConfig
 
@@ -59,7 +60,7 @@ def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
     if whole["_target_"] != _target(component):
         return whole
     for item in fields(component):
-        value, default = getattr(component, item.name), _default(item)
+        value, default = getattr(component, item.name), default_of(item)
         if item.name not in whole and default is not MISSING:
             whole[item.name] = describe(default)
         inner = whole.get(item.name)
@@ -78,10 +79,6 @@ def in_full(older: Mapping[str, Any], component: Any) -> dict[str, Any]:
 
 def _target(component: Any) -> str:
     return f"{type(component).__module__}.{type(component).__qualname__}"
-
-
-def _default(item: Field[Any]) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Float64, UInt8
-from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from probes.features.moments import Moments
+from probes.features.views import resized_photograph
 from probes.pictures import Picture, blocks_name, heading, sheet, svg_sheet
 from ssl_bench.composition.fields import Count, FilePath, Pixels, check_fields
 from ssl_bench.data.limited import sampled, sampled_numbers
@@ -216,7 +216,7 @@ def features_of(
         if probe.squash is None:
             image = resize(sample.image, side, extractor.patch_size)
         else:
-            image = _as_tensor(sample.image, probe.squash, probe.squash)
+            image = resized_photograph(sample.image, probe.squash, probe.squash)
         blocks, sums = extractor.unchecked(image[None])
         sums, *maps = fetched(
             [sums, *(facets[probe.scored_facet][0] for facets in blocks.values())]
@@ -240,14 +240,7 @@ def resize(
     """
     scale = longer_side / max(image.shape[:2])
     height, width = (max(patch, round(side * scale / patch) * patch) for side in image.shape[:2])
-    return _as_tensor(image, height, width)
-
-
-def _as_tensor(
-    image: UInt8[np.ndarray, "height width 3"], height: int, width: int
-) -> Float[Tensor, "3 {height} {width}"]:
-    resized = Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
-    return torch.from_numpy(np.asarray(resized).copy()).permute(2, 0, 1).float() / 255
+    return resized_photograph(image, height, width)
 
 
 @dataclass(frozen=True)

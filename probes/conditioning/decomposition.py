@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Float, UInt8
-from PIL import Image
+from jaxtyping import Float
 from torch import Tensor, nn
 
+from probes.features.views import resized_photograph
 from ssl_bench.data.samples import Sample
 from ssl_bench.errors import ConfigurationError
 from ssl_bench.evaluation import ProbeContext
@@ -199,7 +198,8 @@ def block_passes(
     found: Passes = {layer: [] for layer in context.layers}
     try:
         for sample in context.progress(samples, "conditioning", len(samples)):
-            image = squared(sample.image, image_size)
+            # A square: condition numbers depend on the number of tokens.
+            image = resized_photograph(sample.image, image_size, image_size)
             extractor(image[None].to(device), [sample.image_id])
             for layer, block in asked.items():
                 entered, left = seen[layer]
@@ -232,11 +232,3 @@ def initialised_again(encoder: Encoder, seed: int) -> Encoder:
     model = build_encoder(encoder.module.config, seed=seed)
     colours = (encoder.mean, encoder.std)
     return encoder_from_model(model, name=encoder.name, uri=encoder.uri, colours=colours)
-
-
-def squared(
-    image: UInt8[np.ndarray, "height width 3"], side: int
-) -> Float[Tensor, "3 {side} {side}"]:
-    """Squeeze an image to a square, RGB in [0, 1]: condition numbers depend on the token count."""
-    resized = Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
-    return torch.from_numpy(np.asarray(resized).copy()).permute(2, 0, 1).float() / 255

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt8
+from PIL import Image
 from torch import Tensor
 
 from ssl_bench.data.central_square import central_square
@@ -185,3 +186,11 @@ def generator(seed: int, image_id: str, number: int) -> np.random.Generator:
 def _placed(random: np.random.Generator, length: int, part: int) -> slice:
     start = int(random.integers(length - part + 1))
     return slice(start, start + part)
+
+
+def resized_photograph(
+    image: UInt8[np.ndarray, "height width 3"], rows: int, cols: int
+) -> Float[Tensor, "3 {rows} {cols}"]:
+    """An image in a size of `rows` x `cols` pixels, whatever its shape: RGB in [0, 1], bicubic."""
+    small = Image.fromarray(image).resize((cols, rows), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.asarray(small).copy()).permute(2, 0, 1).float() / 255

@@ -351,7 +351,7 @@ def entry_point_call(point: metadata.EntryPoint) -> dict[str, Any]:
         ConfigurationError: it is no dataclass, or a field has no default.
     """
     lacking = [
-        item.name for item in fields(_loaded(point)) if item.init and _default(item) is MISSING
+        item.name for item in fields(_loaded(point)) if item.init and default_of(item) is MISSING
     ]
     if lacking:
         raise ConfigurationError(
@@ -383,7 +383,7 @@ def completed(value: Any, key: str) -> Any:
 
 def defaults(kind: type) -> dict[str, Any]:
     """What a dataclass has where nothing is said, by field; without fields that have no default."""
-    values = {item.name: _default(item) for item in fields(kind) if item.init}
+    values = {item.name: default_of(item) for item in fields(kind) if item.init}
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
@@ -442,7 +442,8 @@ def _loaded(point: metadata.EntryPoint) -> type:
     return found
 
 
-def _default(item: Field[Any]) -> Any:
+def default_of(item: Field[Any]) -> Any:
+    """What a field has where nothing is said; MISSING where it has to be."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
@@ -488,7 +489,7 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any], key: str) -> None
     for item in taken:
         if item.name in arguments:
             require(_joined(key, item.name), item.type, arguments[item.name])
-        elif _default(item) is MISSING:
+        elif default_of(item) is MISSING:
             raise ConfigurationError(f"{_joined(key, item.name)} has no value")
 
 

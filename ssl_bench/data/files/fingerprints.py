@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt64
@@ -13,7 +13,6 @@ from ssl_bench.data.samples import ImageSet
 FingerprintKind = Literal["content", "stat"]
 """Of the bytes of all files, or of their sizes and times alone."""
 
-FINGERPRINT_KINDS: list[str] = list(get_args(FingerprintKind))
 # No character that a name of a file cannot hold everywhere, because files are named so.
 _STAT = "stat-"
 
