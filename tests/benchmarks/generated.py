@@ -8,18 +8,15 @@ results/tables and results/figures, and of docs/ what is made, is checked, or wh
 """
 
 import argparse
-import io
 import json
 import runpy
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ssl_bench.errors import DataError
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
 from ssl_bench.tables.printing.sheets import render_tables
@@ -56,16 +53,6 @@ def _by_document(name: str, function: str, root: Path) -> str:
     return runpy.run_path(str(root / "docs" / name))[function]()
 
 
-def _initialisation(root: Path) -> str:
-    from tests.benchmarks.initialisation import STATISTICS, print_table
-
-    lines = (root / "results/benchmarks/initialisation.jsonl").read_text().splitlines()
-    with redirect_stdout(io.StringIO()) as said:
-        for statistic in STATISTICS:
-            print_table([json.loads(line) for line in lines], statistic)
-    return said.getvalue()
-
-
 def _records(folder: str, root: Path) -> str:
     return render_tables(depth_tables(ResultStore(root / folder).records()), "markdown")
 
@@ -93,9 +80,6 @@ WHOLE: Mapping[str, Make] = {
 }
 """Files whose every byte is made."""
 
-TABLES: Mapping[str, Make] = {"results/tables/initialisation.md": _initialisation}
-"""Pages that somebody wrote around tables; every row that is made has to stand there."""
-
 _FINISHED = "its program stood in the repository at the commit that it names"
 
 NOT_MADE = {
@@ -106,13 +90,14 @@ NOT_MADE = {
     "results/tables/box_intervals.md": _FINISHED,
     "results/tables/clustering.md": _FINISHED,
     "results/tables/clustering_intervals.md": _FINISHED,
-    "results/tables/conditioning.md": "the records of its encoders are not committed",
+    "results/tables/conditioning.md": _FINISHED,
     "results/tables/correspondence.md": _FINISHED,
     "results/tables/decoding.md": _FINISHED,
     "results/tables/device_waits.md": _FINISHED,
     "results/tables/dino_photographs.md": "the logs of the runs are not committed",
     "results/tables/first_steps.md": _FINISHED,
     "results/tables/geometry.md": _FINISHED,
+    "results/tables/initialisation.md": _FINISHED,
     "results/tables/initialisation_readings.md": _FINISHED,
     "results/tables/intervals.md": _FINISHED,
     "results/tables/mimetic_copying.md": _FINISHED,
@@ -141,14 +126,10 @@ def evidence_figures(root: Path) -> dict[str, Make]:
 
 
 def made(root: Path) -> Iterator[tuple[str, bytes]]:
-    """What each file has to hold; of pages that somebody wrote the tables are put in."""
+    """What each file has to hold."""
     for name, make in {**WHOLE, **evidence_figures(root)}.items():
         found = make(root)
         yield name, found if isinstance(found, bytes) else found.encode()
-    for name, make in TABLES.items():
-        found = make(root)
-        assert isinstance(found, str)
-        yield name, with_tables(_content(root / name).decode(), found).encode()
 
 
 def stale(root: Path) -> Iterator[str]:
@@ -156,33 +137,6 @@ def stale(root: Path) -> Iterator[str]:
     for name, wanted in made(root):
         if _content(root / name) != wanted:
             yield name
-
-
-def with_tables(page: str, printed: str) -> str:
-    """A page with the tables that were printed in the place of its own, by number and heads.
-
-    Raises:
-        DataError: a printed table has no place there.
-    """
-    lines = page.split("\n")
-    rest = list(_tables(lines))
-    for start, end in _tables(new := printed.split("\n")):
-        place = next((one for one in rest if lines[one[0]] == new[start]), None)
-        if place is None:
-            raise DataError(f"expected a table {new[start]!r} on the page, found none: add it")
-        rest = rest[rest.index(place) + 1 :]
-        if place[1] - place[0] != end - start:
-            raise DataError(f"expected {end - start} lines in {new[start]!r}; edit the page")
-        lines[slice(*place)] = new[start:end]
-    return "\n".join(lines)
-
-
-def _tables(lines: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """First and behind the last line of every table."""
-    inside = [*(line.startswith("|") for line in lines), False]
-    starts = [i for i, is_in in enumerate(inside) if is_in and not (i and inside[i - 1])]
-    for start in starts:
-        yield start, inside.index(False, start)
 
 
 def _content(file: Path) -> bytes:
@@ -197,8 +151,6 @@ def main() -> None:
     if options.list:
         for name in {**WHOLE, **evidence_figures(ROOT)}:
             print(f"{name}: every byte")
-        for name in TABLES:
-            print(f"{name}: the rows of its tables")
         for name, why in NOT_MADE.items():
             print(f"{name}: not made again, {why}")
         return
@@ -209,7 +161,7 @@ def main() -> None:
     if found:
         again = "`python -m tests.benchmarks.generated --write` makes them again:"
         raise SystemExit("\n".join([f"not what their records say; {again}", *found]))
-    print(f"{len(WHOLE) + len(TABLES) + len(evidence_figures(ROOT))} files are what they would be")
+    print(f"{len(WHOLE) + len(evidence_figures(ROOT))} files are what they would be")
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ def report(options: Options, rows: dict[str, dict[str, float]]) -> None:
         f"\nretrieval, {options.memory_patches} patches: recall {found['recall']:.4f} of the 30 "
         f"nearest, {1e3 * found['seconds']:.2f} us a patch"
     )
-    print(f"libraries alone: {rows['one fast']['bytes_before'] / 2**30:.2f} GiB")
+    print(f"libraries alone: {rows['one upsample4']['bytes_before'] / 2**30:.2f} GiB")
 
 
 def main() -> None:
