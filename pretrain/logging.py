@@ -20,9 +20,10 @@ from torch import Tensor
 
 from pretrain.distributed import TrainingRanks
 from ssl_bench.errors import ConfigurationError, MachineError
+from ssl_bench.system.bars import Bar
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.files import write_text_atomically
-from ssl_bench.system.progress import Bar, in_words
+from ssl_bench.system.progress import in_words
 
 # A step's row starts with these, in this order.
 _FIRST = ("step", "epoch", "loss")

@@ -15,8 +15,8 @@ from threading import Thread
 from typing import BinaryIO, Literal
 
 from ssl_bench.errors import DataError, MachineError
+from ssl_bench.system.bars import Bar
 from ssl_bench.system.files import lock_when_free
-from ssl_bench.system.progress import Bar
 
 # Long enough for a slow line, short enough that a machine without network answers within 5 s.
 REACH_SECONDS = 3.0

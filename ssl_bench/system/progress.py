@@ -1,15 +1,11 @@
 """What the user is told on stderr: lines, and on a terminal progress with rate and time left."""
 
-import os
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import cache
-from typing import Any, TypeVar
-
-from tqdm import tqdm
+from typing import TypeVar
 
 from ssl_bench.system.escaping import printable
 from ssl_bench.system.launch import is_heard
@@ -17,32 +13,6 @@ from ssl_bench.system.launch import is_heard
 T = TypeVar("T")
 _FIRST_SECONDS, _LATEST_SECONDS = 20.0, 600.0
 _REMEMBERED = 1000
-
-
-class Bar(tqdm):  # pyright: ignore[reportMissingTypeArgument]
-    """A bar of tqdm whose lock no other process can hold.
-
-    tqdm shares its own with processes that are forked: one that is killed while it writes would
-    keep all others from writing for ever.
-
-    Attributes:
-        durations: Of the last items in seconds, whose median gives the time that is left; the mean
-            of tqdm would go on with the first, which waited for what is loaded once.
-    """
-
-    durations: Sequence[float] = ()
-
-    @property
-    def format_dict(self) -> MutableMapping[str, Any]:
-        """What is shown."""
-        shown = super().format_dict
-        if len(self.durations) > 1 and (usual := _usual(self.durations)) > 0:
-            shown["rate"] = 1 / usual
-        return shown
-
-
-# One of its own for each process; a thread that holds it at a fork is not there to let it go.
-os.register_at_fork(after_in_child=lambda: Bar.set_lock(threading.RLock()))
 
 
 def show_progress(items: Iterable[T], description: str, total: int | None = None) -> Iterable[T]:
@@ -58,6 +28,9 @@ def show_progress(items: Iterable[T], description: str, total: int | None = None
         total = len(items)
     if not sys.stderr.isatty():
         return _logged(items, description, total)
+    # Where it is needed: tqdm takes as long to import as `--help` does for all the rest.
+    from ssl_bench.system.bars import Bar
+
     durations = deque[float](maxlen=_REMEMBERED)
     bar = Bar(
         _timed(items, durations),
@@ -101,12 +74,12 @@ def _line(
     if done == 1 < total:
         # It waited for what is loaded once.
         return f"{description}: {done} of {total} in {in_words(seconds)}"
-    left = _usual(durations) * (total - done)
+    left = usual_duration(durations) * (total - done)
     about = f"about {in_words(left)}" if left >= 1 else "less than a second"
     return f"{description}: {done} of {total}, {about} left"
 
 
-def _usual(durations: Sequence[float]) -> float:
+def usual_duration(durations: Sequence[float]) -> float:
     """Seconds of the median item, whose batch came as a whole if others followed it at once.
 
     Of the first batch, whose images come at once before all of them are waited for, the mean.
@@ -142,6 +115,8 @@ def say(line: str) -> None:
     """Tell the user on stderr, beside bars; stdout is for tables. The first process alone does."""
     if not is_heard():
         return
+    from ssl_bench.system.bars import Bar
+
     with Bar.external_write_mode(file=sys.stderr):
         print(printable(line), file=sys.stderr, flush=True)
 
