@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Images = str | Path | np.ndarray | Tensor
 """A file, turned as EXIF says; height x width x 3 of 0 to 255; 3 x height x width in [0, 1]."""
+_OVERSHOOT = 0.2
 
 
 @dataclass(frozen=True)
@@ -174,8 +175,12 @@ def extract_features(
             found, layers=resolve_layers(layers, found.depth), facets=facets, device=where
         )
         if isinstance(images, Tensor):
-            batch = images
+            batch = _in_range(images, 4)
         else:
+            if isinstance(images, str | Path) or (
+                isinstance(images, np.ndarray) and images.ndim < 4
+            ):
+                raise ConfigurationError("expected a list of images, got one: put it into a list")
             sides = (image_size, image_size) if image_size else found.native_size
             batch = torch.stack([_pixels(image, sides) for image in images])
         parts = [extractor(part) for part in batch.split(batch_size)]
@@ -189,10 +194,44 @@ def _pixels(image: Images, size: tuple[int, int]) -> Float[Tensor, "3 height wid
     from ssl_bench.data.files.images import read_image
 
     if isinstance(image, Tensor):
-        return nn.functional.interpolate(image[None], size=size, mode="bilinear", antialias=True)[0]
+        batch = _in_range(image, 3)[None]
+        return nn.functional.interpolate(batch, size=size, mode="bilinear", antialias=True)[0]
+    if isinstance(image, np.ndarray) and (image.dtype != np.uint8 or image.shape[2:] != (3,)):
+        raise ConfigurationError(
+            "expected an array of height x width x 3 of numpy.uint8, 0 to 255, got one of "
+            f"{' x '.join(map(str, image.shape))} of {image.dtype}"
+        )
     return squashed(
         image if isinstance(image, np.ndarray) else read_image(Path(image), upright=True), size
     )
+
+
+def _in_range(images: Tensor, dimensions: int) -> Tensor:
+    """Images as encoders of this suite take them, which normalise for themselves.
+
+    Raises:
+        ConfigurationError: They have another shape, or values that are not in [0, 1].
+    """
+    shape = " x ".join(map(str, images.shape))
+    if images.ndim != dimensions or images.shape[-3] != 3:
+        wanted = "a batch of N x 3 x height x width" if dimensions == 4 else "3 x height x width"
+        raise ConfigurationError(
+            f"expected {wanted}, got {shape}"
+            + ("; images[None] is a batch of one" * (images.ndim == 3 and dimensions == 4))
+        )
+    if not images.is_floating_point():
+        raise ConfigurationError(
+            f"expected floats in [0, 1], got {str(images.dtype).removeprefix('torch.')}: "
+            "divide by 255"
+        )
+    low, high = (float(one) for one in torch.aminmax(images)) if images.numel() else (0.0, 0.0)
+    # Bicubic resizing leaves the range by some percent.
+    if not (low >= -_OVERSHOOT and high <= 1 + _OVERSHOOT):
+        remedy = "leave the normalisation to the encoder" if low < 0 else "divide by 255"
+        raise ConfigurationError(
+            f"expected values in [0, 1], got {low:.3g} to {high:.3g}: {remedy}"
+        )
+    return images
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.models import TimmConfig, build_encoder
 from ssl_bench.models.initialisers import mimetic_, skipless_
 from tests.support import own_module
-from tests.support.faults import fails
+from tests.support.faults import fails, unchecked_types
 
 ROOT = Path(__file__).parents[2]
 FEW: dict[str, Any] = {"image_size": 32, "dataset.num_train": 6, "dataset.num_val": 4}
@@ -469,3 +469,34 @@ def test_a_text_is_no_file_of_weights(tmp_path, capsys):
     (tmp_path / "notes.pth").write_text("milk, bread and a longer line\n")
     assert main(["models", f"{tmp_path}/notes.pth"]) == 4
     assert "it begins as a text does" in capsys.readouterr().err
+
+
+PICTURE = np.zeros((8, 8, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("images", "said"),
+    [
+        (torch.rand(1, 3, 8, 8) * 255, "got 1.|divide by 255"),
+        (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "got uint8: divide by 255"),
+        (torch.linspace(-2, 2, 192).view(1, 3, 8, 8), "got -2 to 2: leave the normalisation"),
+        (torch.full((1, 3, 8, 8), torch.nan), "got nan to nan"),
+        (torch.rand(3, 8, 8), r"got 3 x 8 x 8; images\[None\] is a batch of one"),
+        (torch.rand(1, 8, 8, 3), "got 1 x 8 x 8 x 3"),
+        ([torch.rand(3, 8, 8) * 255], "divide by 255"),
+        ([torch.rand(1, 3, 8, 8)], "expected 3 x height x width, got 1 x 3 x 8 x 8"),
+        (PICTURE, "put it into a list"),
+        ("photograph.jpg", "put it into a list"),
+        ([PICTURE / 255], "got one of 8 x 8 x 3 of float64"),
+        ([PICTURE[..., 0]], "got one of 8 x 8 of uint8"),
+    ],
+)
+def test_images_that_are_no_batch_in_their_range_are_refused(images, said):
+    with unchecked_types(), pytest.raises(ConfigurationError, match=said):
+        ssl_bench.extract_features(own_module.own(), images)
+
+
+def test_images_that_bicubic_resizing_left_outside_are_taken():
+    images = torch.linspace(-0.1, 1.1, 3072).view(1, 3, 32, 32)
+    found = ssl_bench.extract_features(own_module.own(), images, layers=[0])
+    assert found[0]["token"].isfinite().all()
