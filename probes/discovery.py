@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float64, Int64, Integer
 
 from probes.tokencut.cuts import Tau
 from probes.tokencut.log import ImageResult, cell_name
-from probes.tokencut.probe import TokenCut
-from probes.tokencut.scores import centre_baseline, centre_box, corloc_score, flags
+from probes.tokencut.probe import TokenCut, centre_baseline, centre_box, corloc_score, flags
 from ssl_bench.evaluation import ProbeContext, Score
 from ssl_bench.intervals import bootstrap_estimate
 from ssl_bench.scores import (

@@ -14,9 +14,8 @@ from probes.tokencut.pictures import (
     FOUND,
     FURTHER,
     GROUND_TRUTH,
-    Gallery,
     draw_boxes,
-    highlight,
+    draw_sheets,
     kinds_of,
 )
 from probes.tokencut.probe import TokenCut
@@ -116,11 +115,13 @@ def test_tiles_show_boxes_and_masks_where_they_are(tmp_path):
     true, pixels = [[8.0, 8.0, 24.0, 24.0]], zlib.crc32(picture("a").tobytes())
     results = {"a": ImageResult(1, 1.0, (5, 7), {"0/key": shown}, (40, 56), true, pixels)}
 
-    gallery = Gallery(pictures, results, patch_size=8, per_kind=1, seen=TokenCut().seen)
-    gallery.draw("0/key", "title", tmp_path / "x.png")
+    draw_sheets(
+        ["0/key"], ("", ""), tmp_path, pictures, results, patch_size=8, per_kind=1,
+        seen=TokenCut().seen,
+    )  # fmt: skip
 
     assert pictures.read == ["a"], "only what is shown is read"
-    with Image.open(tmp_path / "x.png") as file:
+    with Image.open(tmp_path / "block00_key.png") as file:
         sheet = np.array(file)
     # Two headings of 18 pixels, two lines of titles, margins of 4; 144 pixels for 40 of the image.
     tile = sheet[4 + 18 + 4 + 18 + 4 + 36 :][:144, 4 : 4 + round(56 * 3.6)]
@@ -155,9 +156,3 @@ def test_boxes_are_outlined_inside_their_edges():
     assert tuple(drawn[5, 15]) == tuple(drawn[19, 29]) == FOUND
     assert not drawn[13, 12].any()
     assert not drawn[4, 15].any()
-
-
-def test_what_lies_outside_of_a_mask_is_darkened():
-    image, mask = np.full((1, 2, 3), 200, np.uint8), np.array([[True, False]])
-
-    assert highlight(image, mask)[0, :, 0].tolist() == [200, 50]
