@@ -48,7 +48,13 @@ def draw(scores: Sequence[Score], likeness: CkaMatrix | None, title: str, path: 
     for axis, metric in zip(axes.flat, metrics, strict=False):
         _draw_metric(axis, [score for score in scores if score.metric == metric], facets)
     if likeness is not None:
-        _draw_likeness(figure, axes.flat[len(metrics)], likeness)
+        axis = axes.flat[len(metrics)]
+        image = axis.imshow(likeness.values, vmin=0, vmax=1, cmap="magma", origin="lower")
+        figure.colorbar(image, ax=axis)
+        axis.set_xticks(range(len(likeness.column_names)), likeness.column_names, fontsize=7)
+        axis.set_yticks(range(len(likeness.row_names)), likeness.row_names, fontsize=7)
+        axis.set_xlabel(f"block of {likeness.other}" if likeness.other else "block")
+        axis.set_title("linear CKA", fontsize=9)
     for axis in axes.flat[count:]:
         axis.set_axis_off()
     figure.suptitle(title, fontsize=10)
@@ -59,8 +65,25 @@ def draw(scores: Sequence[Score], likeness: CkaMatrix | None, title: str, path: 
 def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> None:
     metric = scores[0].metric
     for facet in dict.fromkeys(score.facet for score in scores):
-        some = [score for score in scores if score.facet == facet]
-        _draw_line(axis, some, facet, facets.index(facet))
+        some, number = [s for s in scores if s.facet == facet], facets.index(facet)
+        layers = [score.layer for score in some]
+        values = [score.value if math.isfinite(score.value) else math.nan for score in some]
+        colour = f"C{number}"
+        axis.plot(layers, values, marker="o", markersize=3, color=colour, label=facet)
+        # As in the records: of one that leaves its own value out nobody knows what it says.
+        sure = [
+            (s.layer, *s.ci95)
+            for s in some
+            if s.ci95 and math.isfinite(sum(s.ci95)) and holds(s.ci95, s.value)
+        ]
+        if sure:
+            at, low, high = zip(*sure, strict=True)
+            axis.fill_between(at, low, high, alpha=0.15, color=colour)
+        for layer in (score.layer for score in some if math.isinf(score.value)):
+            axis.annotate(
+                "∞", (layer, 0.99 - 0.04 * number), xycoords=("data", "axes fraction"),
+                color=colour, ha="center", va="top", fontsize=11, fontweight="bold",
+            )  # fmt: skip
     finite = [score.value for score in scores if math.isfinite(score.value)]
     if "condition_number" in metric and finite:
         axis.set_yscale("log")
@@ -76,33 +99,3 @@ def _draw_metric(axis: Any, scores: Sequence[Score], facets: Sequence[str]) -> N
     axis.set_xlabel("block")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=7, framealpha=0.5)
-
-
-def _draw_line(axis: Any, scores: Sequence[Score], facet: str, number: int) -> None:
-    colour = f"C{number}"
-    layers = [score.layer for score in scores]
-    values = [score.value if math.isfinite(score.value) else math.nan for score in scores]
-    axis.plot(layers, values, marker="o", markersize=3, color=colour, label=facet)
-    # As in the records: of one that leaves its own value out nobody knows what it says.
-    sure = [
-        (s.layer, *s.ci95)
-        for s in scores
-        if s.ci95 and math.isfinite(sum(s.ci95)) and holds(s.ci95, s.value)
-    ]
-    if sure:
-        at, low, high = zip(*sure, strict=True)
-        axis.fill_between(at, low, high, alpha=0.15, color=colour)
-    for layer in (score.layer for score in scores if math.isinf(score.value)):
-        axis.annotate(
-            "∞", (layer, 0.99 - 0.04 * number), xycoords=("data", "axes fraction"), color=colour,
-            ha="center", va="top", fontsize=11, fontweight="bold",
-        )  # fmt: skip
-
-
-def _draw_likeness(figure: Any, axis: Any, likeness: CkaMatrix) -> None:
-    image = axis.imshow(likeness.values, vmin=0, vmax=1, cmap="magma", origin="lower")
-    figure.colorbar(image, ax=axis)
-    axis.set_xticks(range(len(likeness.column_names)), likeness.column_names, fontsize=7)
-    axis.set_yticks(range(len(likeness.row_names)), likeness.row_names, fontsize=7)
-    axis.set_xlabel(f"block of {likeness.other}" if likeness.other else "block")
-    axis.set_title("linear CKA", fontsize=9)

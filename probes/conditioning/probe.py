@@ -1,14 +1,13 @@
 """How well conditioned every block is: its matrices, its Jacobians, its likeness to others."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 
-from probes.conditioning.cka import linear_cka_ci95
-from probes.conditioning.decomposition import block_passes, initialised_again
+from probes.conditioning.decomposition import block_passes
 from probes.conditioning.figure import CkaMatrix, draw
 from probes.conditioning.scores import (
     CELLS,
@@ -18,6 +17,7 @@ from probes.conditioning.scores import (
     exact_scores,
     lanczos_scores,
     left,
+    linear_cka_ci95,
     mean_log_scores,
     plain,
     spectra_scores,
@@ -28,7 +28,15 @@ from ssl_bench.data.samples import Dataset, ImageSet, Sample
 from ssl_bench.errors import CheckpointError, ConfigurationError, UnfitEncoder
 from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.layers import resolve_layers
-from ssl_bench.models import Encoder, EncoderIdentity, identify_encoder, load_encoder
+from ssl_bench.models import (
+    Encoder,
+    EncoderIdentity,
+    EncoderModule,
+    build_encoder,
+    encoder_from_model,
+    identify_encoder,
+    load_encoder,
+)
 from ssl_bench.results import encoder_id
 from ssl_bench.system.files import write_atomically
 
@@ -142,23 +150,40 @@ class Conditioning(Probe):
         """Score block after block, then draw."""
         self.require_fitting(context.encoder)
         if self.at_initialisation:
-            context = replace(context, encoder=initialised_again(context.encoder, context.seed))
+            encoder = context.encoder
+            if not isinstance(encoder.module, EncoderModule):
+                raise ConfigurationError(
+                    "probe.at_initialisation needs a checkpoint of ssl-bench pretrain, got "
+                    f"{encoder.name}"
+                )
+            model = build_encoder(encoder.module.config, seed=context.seed)
+            colours = (encoder.mean, encoder.std)
+            again = encoder_from_model(model, name=encoder.name, uri=encoder.uri, colours=colours)
+            context = replace(context, encoder=again)
         images = self.split(context.dataset)
         count = min(self.num_images, len(images))
         if count < len(images):
             words = f"conditioning: the first {count} of {len(images)} images"
             context.say(f"{words}; probe.num_images={len(images)} takes all")
         samples = [images[number] for number in range(count)]
-        scores: Mapping[str, Callable[[ProbeContext, Sequence[Sample]], Iterator[Score]]] = {
-            "spectra": self._spectra,
-            "checkpoints": self._compared,
-            "mean_log": self._averaged,
-        }
         found: list[Score] = []
-        for score in scores.get(self.protocol, self._jacobians)(context, samples):
+        for score in self._scores(context, samples):
             found.append(score)
             yield score
         yield from self._undefined(context, found, count)
+
+    def _scores(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
+        if self.protocol == "spectra":
+            yield from self._spectra(context, samples)
+        elif self.protocol == "checkpoints":
+            yield from self._compared(context, samples)
+        elif self.protocol == "mean_log":
+            # Means over blocks, also over those that nobody asked for by themselves.
+            whole = replace(context, layers=tuple(range(max(context.layers) + 1)))
+            passes, _ = block_passes(context.encoder, samples, self.image_size, whole)
+            yield from mean_log_scores(context.layers, passes)
+        else:
+            yield from self._jacobians(context, samples)
 
     def _spectra(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
         passes, embedded = block_passes(context.encoder, samples, self.image_size, context)
@@ -204,13 +229,6 @@ class Conditioning(Probe):
             scores += found
             yield from found
         self._draw(context, scores, None, len(samples))
-
-    def _averaged(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
-        """Means over blocks, also over those that nobody asked for by themselves."""
-        asked = context.layers
-        whole = replace(context, layers=tuple(range(max(asked) + 1)))
-        passes, _ = block_passes(context.encoder, samples, self.image_size, whole)
-        yield from mean_log_scores(asked, passes)
 
     def _compared(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
         """CKA with the blocks of another encoder."""

@@ -1,7 +1,7 @@
 """Geometry: how do the features of a data set lie, whatever its images show?"""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float64, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from probes.features.image import image_vectors
@@ -19,6 +19,8 @@ from probes.features.sources import parts_of
 from probes.features.stream import at_once, batches, read_ahead
 from probes.features.views import ResizedCrops
 from probes.geometry.estimates import (
+    PositionFit,
+    PositionSums,
     alignment,
     alpha_req,
     is_constant,
@@ -29,7 +31,6 @@ from probes.geometry.estimates import (
     spread_rank,
     uniformity,
 )
-from probes.geometry.positions import PositionFit, PositionSums
 from probes.heads.kept import KeptState
 from ssl_bench.composition.fields import (
     Count,
@@ -50,6 +51,7 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, AskedFacets, Facet, asked_facets
+from ssl_bench.models import Encoder
 from ssl_bench.results import encoder_id
 from ssl_bench.system.transfers import fetched, sent
 
@@ -170,14 +172,14 @@ class Geometry(Probe):
         layers = sorted(context.layers)
         for layer in context.progress(layers, "geometry, spectra", len(layers)):
             for facet in self.asked_facets.names:
-                yield from self._spectra((layer, facet), found)
-                yield from self._likeness((layer, facet), found, views[layer, facet])
-            yield from self._tokens(layer, found, context)
-            yield self._position(layer, found)
+                yield from self._of_images((layer, facet), found, views[layer, facet])
+            yield from self._of_tokens((layer, "token"), found, context.encoder)
         passes.kept.path.unlink(missing_ok=True)
 
-    def _spectra(self, cell: Cell, found: "Gathered") -> Iterator[Score]:
-        """Without intervals: a spectrum depends on the number of images itself.
+    def _of_images(
+        self, cell: Cell, found: "Gathered", views: Float[Tensor, "images views dim"]
+    ) -> Iterator[Score]:
+        """Spectra have no intervals: a spectrum depends on the number of images itself.
 
         Leaving images out, or drawing some of them twice, lowers every rank, so that resampling
         would show what few images do and not how sure a rank of so many is.
@@ -193,21 +195,18 @@ class Geometry(Probe):
             ("effective_rank", spread_rank(moments), _limit(count - 1, dim)),
         ):
             yield _score(cell, metric, value, count, details | more)
-
-    def _likeness(
-        self, cell: Cell, found: "Gathered", views: Float[Tensor, "images views dim"]
-    ) -> Iterator[Score]:
         exact = views.double()
         count, dim = len(exact), exact.shape[-1]
         of_views: dict[str, Any] = {"views": self.views}
         rank = lidar(exact, delta=self.lidar_delta)
         yield _score(cell, "lidar", rank, count, of_views | _limit(count - 1, dim))
         yield _score(cell, "alignment", mean_estimate(alignment(exact)), count, of_views)
-        vectors = found.compared(cell)
+        vectors = torch.cat(found.compared[cell]).double()
         yield _score(cell, "uniformity", uniformity(vectors), len(vectors), {})
 
-    def _tokens(self, layer: int, found: "Gathered", context: ProbeContext) -> Iterator[Score]:
-        cell, encoder, count = (layer, "token"), context.encoder, found.num_images
+    def _of_tokens(self, cell: Cell, found: "Gathered", encoder: Encoder) -> Iterator[Score]:
+        """The interval of positions is over images held out; what is fitted stays as it is."""
+        layer, count = cell[0], found.num_images
         outliers = found.per_image[layer, "outlier_share"].double().numpy()
         any_of_them = {"percent_of_images_with_any": 100.0 * float((outliers > 0).mean())}
         yield _score(cell, "outlier_share", mean_estimate(outliers), count, any_of_them)
@@ -217,16 +216,13 @@ class Geometry(Probe):
             cosines = found.per_image.get((layer, metric), nobody).double().numpy()
             more = {f"num_{kind}_tokens": tokens}
             yield _score(cell, metric, mean_estimate(cosines), count, more)
-
-    def _position(self, layer: int, found: "Gathered") -> Score:
-        """With an interval over the images that were held out; what is fitted stays as it is."""
-        shares, cell = found.positions(layer).numpy(), (layer, "token")
-        # It hangs on those that it is fitted to as much.
-        count = found.num_images
-        if not len(shares):
-            return _score(cell, "position_r2", math.nan, count, {"undefined": _FEW})
+        if not found.positions[layer]:
+            yield _score(cell, "position_r2", math.nan, count, {"undefined": _FEW})
+            return
+        shares = torch.cat(found.positions[layer]).cpu().numpy()
+        # All images count: it hangs on those that it is fitted to as much.
         details = {"penalty": found.fits[layer].penalty, "num_held_out": len(shares)}
-        return _score(cell, "position_r2", mean_estimate(shares), count, details)
+        yield _score(cell, "position_r2", mean_estimate(shares), count, details)
 
 
 @dataclass(frozen=True)
@@ -315,13 +311,21 @@ class Passes:
         before, viewed = len(done), self.roles.viewed
         left = viewed[before:]
         extractor = self._extractor(())
-        made = read_ahead(self.images, left, self.crops(), workers=self.probe.num_workers)
+        size, (least, most) = self.size, self.probe.view_area
+        crops = ResizedCrops(self.probe.views, self.context.seed, area=(least, most))
+
+        def crops_of(sample: Sample) -> Float[Tensor, "views 3 size size"]:
+            # Crops come with a mask, of which nothing is asked here.
+            empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
+            return torch.stack([crops.view(empty, n, size)[0] for n in range(crops.count)])
+
+        made = read_ahead(self.images, left, crops_of, workers=self.probe.num_workers)
         shown = self.context.progress(
             made, f"geometry, {self.probe.views} views of each image", len(left)
         )
         try:
-            for index, crops in zip(left, shown, strict=True):
-                done.append(self._vectors(extractor, crops, self.images.ids[index]))
+            for index, some in zip(left, shown, strict=True):
+                done.append(self._vectors(extractor, some, self.images.ids[index]))
                 if self.kept.is_due():
                     self.kept.write({"views": done})
         except BaseException:
@@ -334,18 +338,6 @@ class Passes:
             for facet, vectors in by_facet
             for place, layer in enumerate(self.context.layers)
         }
-
-    def crops(self) -> Callable[[Sample], Float[Tensor, "views 3 size size"]]:
-        """Gives the views of an image."""
-        size, (least, most) = self.size, self.probe.view_area
-        crops = ResizedCrops(self.probe.views, self.context.seed, area=(least, most))
-
-        def views(sample: Sample) -> Float[Tensor, "views 3 size size"]:
-            # Crops come with a mask, of which nothing is asked here.
-            empty = replace(sample, mask=np.zeros(sample.image.shape[:2], np.uint8))
-            return torch.stack([crops.view(empty, n, size)[0] for n in range(crops.count)])
-
-        return views
 
     def _vectors(
         self, extractor: FeatureExtractor, crops: Float[Tensor, "views 3 size size"], image_id: str
@@ -380,7 +372,7 @@ class Gathered:
         compared: By block and facet the vectors of the images whose pairs are compared.
         per_image: By block and metric a number for each image; NaN where nobody knows.
         positions: By block the share of the spread of positions that is read from the patches of
-            each image that was held out.
+            each image that was held out; none where there are too few to hold any out.
         fits: By block what reads them.
     """
 
@@ -388,10 +380,10 @@ class Gathered:
         cells = [(layer, facet) for facet in probe.asked_facets.names for layer in layers]
         self.probe, self.layers, self.num_images = probe, tuple(layers), num_images
         self.moments = {cell: Moments() for cell in cells}
-        self._compared: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
+        self.compared: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
         self.per_image: dict[Cell, Float[Tensor, " images"]] = {}
         self.fits: dict[int, PositionFit] = {}
-        self._positions: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        self.positions: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         self._sums = {
             role: {layer: PositionSums() for layer in layers} for role in ("fitted", "choosing")
         }
@@ -411,48 +403,29 @@ class Gathered:
             for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
                 self.moments[layer, facet].add(vectors)
                 pairs.append(vectors[kept] if len(kept) < len(rows) else vectors)
-        numbers = {
-            (layer, metric): values
-            for layer, of in features.items()
-            for metric, values in self._of_images(of)
-        }
+        numbers: dict[Cell, Float[Tensor, " images"]] = {}
         for layer, of in features.items():
-            self._read_positions(layer, of["token"], role)
+            patches = of["token"]
+            numbers[layer, "outlier_share"] = outlier_share(patches, self.probe.outlier_factor)
+            if "cls" in of:
+                numbers[layer, "cls_patch_cosine"] = patch_cosine(of["cls"][:, None], patches)
+            if REGISTERS in of:
+                numbers[layer, "register_patch_cosine"] = patch_cosine(of[REGISTERS], patches)
+            if role in self._sums:
+                self._sums[role][layer].add(patches)
+                continue
+            if layer not in self.fits:
+                # The sums are not needed any more, and large.
+                fitted, choosing = (self._sums[one].pop(layer) for one in ("fitted", "choosing"))
+                self.fits[layer] = PositionFit.of(fitted, choosing)
+            self.positions[layer].append(self.fits[layer].r2(patches))
         sums, *values = fetched([sums, *pairs, *numbers.values()])
-        for cell, found in zip(self._compared, values[: len(pairs)], strict=True):
-            self._compared[cell].append(found)
+        for cell, found in zip(self.compared, values[: len(pairs)], strict=True):
+            self.compared[cell].append(found)
         for cell, found in zip(numbers, values[len(pairs) :], strict=True):
             whole = self.per_image.setdefault(cell, torch.full((self.num_images,), torch.nan))
             whole[list(rows)] = found
         return sums
-
-    def compared(self, cell: Cell) -> Float64[Tensor, "images dim"]:
-        return torch.cat(self._compared[cell]).double()
-
-    def positions(self, layer: int) -> Float64[Tensor, " images"]:
-        """Nothing where there are too few images to hold any out."""
-        found = self._positions[layer]
-        return torch.cat(found).cpu() if found else torch.empty(0, dtype=torch.float64)
-
-    def _of_images(self, of: dict[str, Tensor]) -> Iterator[tuple[str, Float[Tensor, " images"]]]:
-        patches = of["token"]
-        yield "outlier_share", outlier_share(patches, self.probe.outlier_factor)
-        if "cls" in of:
-            yield "cls_patch_cosine", patch_cosine(of["cls"][:, None], patches)
-        if REGISTERS in of:
-            yield "register_patch_cosine", patch_cosine(of[REGISTERS], patches)
-
-    def _read_positions(
-        self, layer: int, patches: Float[Tensor, "images rows cols dim"], role: str
-    ) -> None:
-        if role in self._sums:
-            self._sums[role][layer].add(patches)
-            return
-        if layer not in self.fits:
-            # The sums are not needed any more, and large.
-            fitted, choosing = (self._sums[role].pop(layer) for role in ("fitted", "choosing"))
-            self.fits[layer] = PositionFit.of(fitted, choosing)
-        self._positions[layer].append(self.fits[layer].r2(patches))
 
 
 def _score(

@@ -4,23 +4,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from probes.correspondence.probe import Correspondence
 from ssl_bench.composition.compose import build, compose_config
-from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.samples import Dataset
 from ssl_bench.errors import ConfigurationError
-from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.pairs.image_scores import Scored, stored_curve
 from tests.support.configured import configured
 from tests.support.faults import unchecked_types
+from tests.support.photographs import evaluated, noise_photographs
 from tests.support.spair import spair
 
 KINDS = ("homography", "crop", "flip")
@@ -35,13 +32,7 @@ WARPS: dict[str, Any] = {
 
 @pytest.fixture
 def photographs(tmp_path):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    for name, size in (("a", (60, 40)), ("b", (40, 60)), ("c", (50, 50))):
-        small = generator.integers(0, 255, (5, 5, 3), dtype=np.uint8)
-        Image.fromarray(small).resize(size).save(folder / f"{name}.png")
-    return ImageFolder(folder)
+    return noise_photographs(tmp_path / "photos")
 
 
 def tiny(**changes: Any) -> Encoder:
@@ -50,16 +41,8 @@ def tiny(**changes: Any) -> Encoder:
 
 
 def run(dataset: Dataset, store: ResultStore, *, encoder: Encoder | None = None, **options: Any):
-    evaluation = Evaluation(
-        encoder=encoder or tiny(),
-        dataset=dataset,
-        probe=Correspondence(**{**WARPS, **options}),
-        layers=(0, 2),
-        seed=0,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
-    return evaluation.run(store, say=lambda _: None)
+    probe = Correspondence(**{**WARPS, **options})
+    return evaluated(probe, dataset, store, encoder or tiny(), (0, 2), overwrite=False)
 
 
 def by_cell(records: Sequence[Record]) -> dict[tuple[int, str, str], float]:

@@ -10,23 +10,16 @@ from PIL import Image
 
 from probes.pca import FILE, PCA, MapReference, load_reference, reference_folder, resize
 from probes.pictures import Picture, svg_sheet
-from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import ConfigurationError, DataError
-from ssl_bench.evaluation import Evaluation
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
 from tests.support.configured import configured
+from tests.support.photographs import evaluated, noise_photographs
 
 
 @pytest.fixture
 def photographs(tmp_path):
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    for name, size in (("a", (60, 40)), ("b", (40, 60)), ("c", (50, 50))):
-        small = generator.integers(0, 255, (5, 5, 3), dtype=np.uint8)
-        Image.fromarray(small).resize(size).save(folder / f"{name}.png")
-    return ImageFolder(folder)
+    return noise_photographs(tmp_path / "photos")
 
 
 def vit(seed=0, **changes):
@@ -39,17 +32,9 @@ def encoder(name="tiny", model=None):
 
 
 def probe(photographs, store, said=None, *, encoder=encoder(), layers=(0, 1, 2), **options):  # noqa: B008
-    evaluation = Evaluation(
-        encoder=encoder,
-        dataset=photographs,
-        probe=PCA(panels=2, image_size=48, **options),
-        layers=layers,
-        seed=0,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-    )
+    asked = PCA(**{"panels": 2, "image_size": 48, **options})
     say = (lambda _: None) if said is None else said.append
-    return evaluation.run(store, say=say, overwrite=True)
+    return evaluated(asked, photographs, store, encoder, layers, say=say)
 
 
 def tile(path):
@@ -76,12 +61,7 @@ def test_every_protocol_scores_and_draws_every_block(photographs, tmp_path, prot
 
 def test_the_dataset_is_fitted_as_if_it_were_one_batch(photographs, tmp_path):
     whole = probe(photographs, ResultStore(tmp_path / "one"), protocol="dataset")
-    everything = PCA(protocol="batch", panels=3, image_size=48)
-    evaluation = Evaluation(
-        encoder(), photographs, everything, (0, 1, 2), 0, torch.device("cpu"), torch.float32
-    )
-
-    batch = evaluation.run(ResultStore(tmp_path / "other"), say=lambda _: None)
+    batch = probe(photographs, ResultStore(tmp_path / "other"), protocol="batch", panels=3)
 
     assert [r.value for r in whole] == pytest.approx([r.value for r in batch])
 
@@ -89,7 +69,12 @@ def test_the_dataset_is_fitted_as_if_it_were_one_batch(photographs, tmp_path):
 @pytest.mark.parametrize("protocol", ["image", "batch", "dataset"])
 def test_a_block_looks_the_same_whatever_ran_before(photographs, tmp_path, protocol):
     drawn = []
-    for place, commands in (("alone", [(1,)]), ("after", [(0,), (0, 1, 2), (1,)])):
+    for place, commands in (
+        ("alone", [(1,)]),
+        # Drawn again with all others.
+        ("among", [(1,), (0, 1, 2)]),
+        ("after", [(0,), (0, 1, 2), (1,)]),
+    ):
         store = ResultStore(tmp_path / place)
         for layers in commands:
             probe(photographs, store, protocol=protocol, layers=layers)
@@ -99,16 +84,6 @@ def test_a_block_looks_the_same_whatever_ran_before(photographs, tmp_path, proto
 
     for one, other in zip(*drawn, strict=True):
         assert np.array_equal(one, other)
-
-
-def test_one_block_has_the_colours_that_it_has_among_all(photographs, tmp_path):
-    drawn = []
-    for place, layers in (("one", (1,)), ("all", (0, 1, 2))):
-        probe(photographs, ResultStore(tmp_path / place), layers=layers)
-        (path,) = (tmp_path / place).rglob("image/block01/b.png.png")
-        drawn.append(tile(path))
-
-    assert np.array_equal(*drawn)
 
 
 def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
