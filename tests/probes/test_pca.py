@@ -8,7 +8,15 @@ import pytest
 import torch
 from PIL import Image
 
-from probes.pca import FILE, PCA, MapReference, load_reference, reference_folder, resize
+from probes.pca import (
+    FILE,
+    PCA,
+    load_reference,
+    maps_of,
+    reference_folder,
+    resize,
+    save_reference,
+)
 from probes.pictures import Picture, svg_sheet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
@@ -93,11 +101,11 @@ def test_colours_are_taken_over_from_another_checkpoint(photographs, tmp_path):
     probe(photographs, store, protocol="batch", encoder=other)
     pictures = store.root / "pictures" / "pca" / "folder"
     (here,), (there,) = pictures.glob("tiny-*/batch"), pictures.glob("other-*/batch")
-    wanted = load_reference(here)
+    _, wanted = load_reference(here)
 
     def distance():
-        maps = load_reference(there).maps
-        return sum(float((maps[image] - m).square().sum()) for image, m in wanted.maps.items())
+        _, maps = load_reference(there)
+        return sum(float((maps[image] - m).square().sum()) for image, m in wanted.items())
 
     alone = distance()
     before = tile(there / "blocks-0-2.png")
@@ -121,7 +129,7 @@ def test_a_constant_block_is_said_and_does_not_become_the_reference(photographs,
     assert (records[2].value, records[2].details["num_constant"]) == (0.0, 2)
     assert "pca: block 2: 2 of 2 maps are constant" in said
     (folder,) = (store.root / "pictures" / "pca" / "folder").glob("silent-*/image")
-    assert all(m.abs().sum() > 0 for m in load_reference(folder).maps.values())
+    assert all(m.abs().sum() > 0 for m in load_reference(folder)[1].values())
 
 
 def test_the_foreground_alone_is_fitted_and_shown(photographs, tmp_path):
@@ -149,13 +157,12 @@ def test_an_unknown_reference_names_the_known_ones(photographs, tmp_path):
 
 
 def test_a_reference_without_the_images_or_damaged_says_what_to_do(tmp_path):
-    reference = MapReference("skip", {"a": torch.ones(2, 3, 3).double()})
-    reference.save(tmp_path)
+    save_reference(tmp_path, "skip", {"a": torch.ones(2, 3, 3).double()})
 
-    assert load_reference(tmp_path).of(["a"])[0].shape == (2, 3, 3)
+    assert maps_of(*load_reference(tmp_path), ["a"])[0].shape == (2, 3, 3)
     assert reference_folder(str(tmp_path), tmp_path / "pictures", "image") == tmp_path
     with pytest.raises(DataError, match=r"lack the images b, c; probe that checkpoint"):
-        load_reference(tmp_path).of(["b", "c"])
+        maps_of(*load_reference(tmp_path), ["b", "c"])
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:50])
     with pytest.raises(DataError, match=r"cannot read .*reference\.npz"):
         load_reference(tmp_path)
