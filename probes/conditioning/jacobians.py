@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from probes.conditioning.decomposition import BlockPass
-from probes.spectra import singular_values
+from probes.spectra import condition_number, singular_values
 from ssl_bench.errors import ConfigurationError
 
 Point = Float64[Tensor, "tokens dim"]
@@ -216,12 +216,14 @@ class SingularExtremes:
     @property
     def condition_number_at_least(self) -> float:
         """A bound from below without any probability; infinite where rounding hides the rest."""
-        return _ratio(self.largest, self.smallest, self.size)
+        ends = torch.tensor([self.largest, self.smallest], dtype=torch.float64)
+        return float(condition_number(ends, self.size))
 
     @property
     def condition_number_at_most(self) -> float:
         """A bound from above that holds with probability .95 over the start."""
-        return _ratio(self.largest_at_most, self.smallest_at_least, self.size)
+        ends = [self.largest_at_most, self.smallest_at_least]
+        return float(condition_number(torch.tensor(ends, dtype=torch.float64), self.size))
 
 
 def extremes(
@@ -280,11 +282,6 @@ def extremes(
         smallest_at_least=min(at_least, through_witness),
         effective_rank=rank,
     )
-
-
-def _ratio(largest: float, smallest: float, size: int) -> float:
-    singular = smallest <= size * torch.finfo(torch.float64).eps * largest
-    return math.inf if singular else largest / smallest
 
 
 def lanczos_extremes(one: BlockPass, *, steps: int, seed: int) -> dict[str, SingularExtremes]:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import islice
@@ -51,7 +50,6 @@ from ssl_bench.evaluation import Probe, ProbeContext, Score
 from ssl_bench.features import FeatureExtractor, Features
 from ssl_bench.intervals import Interval, Jackknife, mean_estimate
 from ssl_bench.layers import INNER_FACETS, REGISTERS, AskedFacets, Facet, asked_facets
-from ssl_bench.models import Encoder
 from ssl_bench.results import encoder_id
 from ssl_bench.system.transfers import fetched, sent
 
@@ -162,22 +160,21 @@ class Geometry(Probe):
             UnfitEncoder: the encoder has no [CLS] token, and "cls" is asked for.
         """
         images = self.split(context.dataset)
-        roles = Roles.draw(len(images), self, context.seed)
-        passes = Passes(self, context, images, roles)
+        passes = Passes(self, context, images)
         # First what takes longest, ten times as long on few images; its time left is nearly all.
         views = passes.views()
-        found = passes.gathered()
+        passes.gather()
         if len(images) < 3:
             context.say(f"geometry: {_FEW}: spectra and positions say little, or are undefined")
         layers = sorted(context.layers)
         for layer in context.progress(layers, "geometry, spectra", len(layers)):
             for facet in self.asked_facets.names:
-                yield from self._of_images((layer, facet), found, views[layer, facet])
-            yield from self._of_tokens((layer, "token"), found, context.encoder)
+                yield from self._of_images((layer, facet), passes, views[layer, facet])
+            yield from self._of_tokens((layer, "token"), passes)
         passes.kept.path.unlink(missing_ok=True)
 
     def _of_images(
-        self, cell: Cell, found: "Gathered", views: Float[Tensor, "images views dim"]
+        self, cell: Cell, found: "Passes", views: Float[Tensor, "images views dim"]
     ) -> Iterator[Score]:
         """Spectra have no intervals: a spectrum depends on the number of images itself.
 
@@ -204,9 +201,9 @@ class Geometry(Probe):
         vectors = torch.cat(found.compared[cell]).double()
         yield _score(cell, "uniformity", uniformity(vectors), len(vectors), {})
 
-    def _of_tokens(self, cell: Cell, found: "Gathered", encoder: Encoder) -> Iterator[Score]:
+    def _of_tokens(self, cell: Cell, found: "Passes") -> Iterator[Score]:
         """The interval of positions is over images held out; what is fitted stays as it is."""
-        layer, count = cell[0], found.num_images
+        layer, count, encoder = cell[0], len(found.images), found.context.encoder
         outliers = found.per_image[layer, "outlier_share"].double().numpy()
         any_of_them = {"percent_of_images_with_any": 100.0 * float((outliers > 0).mean())}
         yield _score(cell, "outlier_share", mean_estimate(outliers), count, any_of_them)
@@ -253,17 +250,22 @@ class Roles:
 
 
 class Passes:
-    """What passes the encoder: every image once, and random views of some.
+    """What passes the encoder, every image once and random views of some, and what that leaves.
 
     Attributes:
         kept: The views of the images so far, until the scores are known; named after all that
             they depend on.
+        moments: By block and facet, of what stands for the images.
+        compared: By block and facet the vectors of the images whose pairs are compared.
+        per_image: By block and metric a number for each image; NaN where nobody knows.
+        positions: By block the share of the spread of positions that is read from the patches of
+            each image that was held out; none where there are too few to hold any out.
+        fits: By block what reads them.
     """
 
-    def __init__(
-        self, probe: Geometry, context: ProbeContext, images: ImageSet, roles: Roles
-    ) -> None:
-        self.probe, self.context, self.images, self.roles = probe, context, images, roles
+    def __init__(self, probe: Geometry, context: ProbeContext, images: ImageSet) -> None:
+        self.probe, self.context, self.images = probe, context, images
+        self.roles = roles = Roles.draw(len(images), probe, context.seed)
         self.facets = probe.asked_facets.names
         self.size = probe.image_size or min(context.encoder.native_size)
         self.at_once = at_once(probe.batch_size, self.size, context.device)
@@ -276,13 +278,23 @@ class Passes:
         name = f"{sha256(repr(facts).encode()).hexdigest()[:16]}.views"
         self.kept = KeptState(cache_folder(None) / "features" / name, 1.0, context.say)
 
-    def gathered(self) -> "Gathered":
+        layers = context.layers
+        cells = [(layer, facet) for facet in self.facets for layer in layers]
+        self.moments = {cell: Moments() for cell in cells}
+        self.compared: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
+        self.per_image: dict[Cell, Float[Tensor, " images"]] = {}
+        self.fits: dict[int, PositionFit] = {}
+        self.positions: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+        self._sums = {
+            role: {layer: PositionSums() for layer in layers} for role in ("fitted", "choosing")
+        }
+
+    def gather(self) -> None:
         """Every image once, those that positions are fitted to before those that are scored."""
         # Patches are compared with what blocks give, as far as the encoder has it.
         encoder, roles = self.context.encoder, self.roles
         has = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
         extractor = self._extractor([facet for facet, is_there in has.items() if is_there])
-        found = Gathered(self.probe, self.context.layers, len(self.images))
         order = (*roles.fitted, *roles.choosing, *roles.held_out)
         size, share = self.size, self.probe.crop_share
 
@@ -300,9 +312,46 @@ class Passes:
                 features, sums = extractor.unchecked(
                     sent(pixels, self.context.device).float() / 255
                 )
-                checked = found.add(features, rows, role, roles.compared, sums)
+                checked = self._add(features, rows, role, sums)
                 extractor.check(checked, [self.images.ids[row] for row in rows])
-        return found
+
+    def _add(
+        self,
+        features: Features,
+        rows: Sequence[int],
+        role: str,
+        sums: Float[Tensor, "features batch"],
+    ) -> Float[Tensor, "features batch"]:
+        """Take in the features of some images; gives back `sums` in host memory."""
+        kept = [place for place, row in enumerate(rows) if row in self.roles.compared]
+        pairs: list[Tensor] = []
+        for facet in self.facets:
+            for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
+                self.moments[layer, facet].add(vectors)
+                pairs.append(vectors[kept] if len(kept) < len(rows) else vectors)
+        numbers: dict[Cell, Float[Tensor, " images"]] = {}
+        for layer, of in features.items():
+            patches = of["token"]
+            numbers[layer, "outlier_share"] = outlier_share(patches, self.probe.outlier_factor)
+            if "cls" in of:
+                numbers[layer, "cls_patch_cosine"] = patch_cosine(of["cls"][:, None], patches)
+            if REGISTERS in of:
+                numbers[layer, "register_patch_cosine"] = patch_cosine(of[REGISTERS], patches)
+            if role in self._sums:
+                self._sums[role][layer].add(patches)
+                continue
+            if layer not in self.fits:
+                # The sums are not needed any more, and large.
+                fitted, choosing = (self._sums[one].pop(layer) for one in ("fitted", "choosing"))
+                self.fits[layer] = PositionFit.of(fitted, choosing)
+            self.positions[layer].append(self.fits[layer].r2(patches))
+        sums, *values = fetched([sums, *pairs, *numbers.values()])
+        for cell, found in zip(self.compared, values[: len(pairs)], strict=True):
+            self.compared[cell].append(found)
+        for cell, found in zip(numbers, values[len(pairs) :], strict=True):
+            whole = self.per_image.setdefault(cell, torch.full((len(self.images),), torch.nan))
+            whole[list(rows)] = found
+        return sums
 
     def views(self) -> Mapping[Cell, Float[Tensor, "images views _dim"]]:
         """Vectors of random views of some images, in host memory; goes on where a run ended."""
@@ -360,72 +409,6 @@ class Passes:
             device=self.context.device,
             dtype=self.context.dtype,
         )
-
-
-class Gathered:
-    """What a pass leaves: sums, and numbers of each image; filled batch by batch.
-
-    Images that positions are fitted to come before those held out.
-
-    Attributes:
-        moments: By block and facet, of what stands for the images.
-        compared: By block and facet the vectors of the images whose pairs are compared.
-        per_image: By block and metric a number for each image; NaN where nobody knows.
-        positions: By block the share of the spread of positions that is read from the patches of
-            each image that was held out; none where there are too few to hold any out.
-        fits: By block what reads them.
-    """
-
-    def __init__(self, probe: Geometry, layers: Sequence[int], num_images: int) -> None:
-        cells = [(layer, facet) for facet in probe.asked_facets.names for layer in layers]
-        self.probe, self.layers, self.num_images = probe, tuple(layers), num_images
-        self.moments = {cell: Moments() for cell in cells}
-        self.compared: dict[Cell, list[Tensor]] = {cell: [] for cell in cells}
-        self.per_image: dict[Cell, Float[Tensor, " images"]] = {}
-        self.fits: dict[int, PositionFit] = {}
-        self.positions: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-        self._sums = {
-            role: {layer: PositionSums() for layer in layers} for role in ("fitted", "choosing")
-        }
-
-    def add(
-        self,
-        features: Features,
-        rows: Sequence[int],
-        role: str,
-        compared: AbstractSet[int],
-        sums: Float[Tensor, "features batch"],
-    ) -> Float[Tensor, "features batch"]:
-        """Take in the features of some images; gives back `sums` in host memory."""
-        kept = [place for place, row in enumerate(rows) if row in compared]
-        pairs: list[Tensor] = []
-        for facet in self.probe.asked_facets.names:
-            for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
-                self.moments[layer, facet].add(vectors)
-                pairs.append(vectors[kept] if len(kept) < len(rows) else vectors)
-        numbers: dict[Cell, Float[Tensor, " images"]] = {}
-        for layer, of in features.items():
-            patches = of["token"]
-            numbers[layer, "outlier_share"] = outlier_share(patches, self.probe.outlier_factor)
-            if "cls" in of:
-                numbers[layer, "cls_patch_cosine"] = patch_cosine(of["cls"][:, None], patches)
-            if REGISTERS in of:
-                numbers[layer, "register_patch_cosine"] = patch_cosine(of[REGISTERS], patches)
-            if role in self._sums:
-                self._sums[role][layer].add(patches)
-                continue
-            if layer not in self.fits:
-                # The sums are not needed any more, and large.
-                fitted, choosing = (self._sums[one].pop(layer) for one in ("fitted", "choosing"))
-                self.fits[layer] = PositionFit.of(fitted, choosing)
-            self.positions[layer].append(self.fits[layer].r2(patches))
-        sums, *values = fetched([sums, *pairs, *numbers.values()])
-        for cell, found in zip(self.compared, values[: len(pairs)], strict=True):
-            self.compared[cell].append(found)
-        for cell, found in zip(numbers, values[len(pairs) :], strict=True):
-            whole = self.per_image.setdefault(cell, torch.full((self.num_images,), torch.nan))
-            whole[list(rows)] = found
-        return sums
 
 
 def _score(

@@ -30,7 +30,6 @@ from ssl_bench.models.graying import TokenGraying
 from ssl_bench.planning import plan_probes
 from ssl_bench.results import ResultStore
 from ssl_bench.tables.depth import depth_tables
-from tests.support.configured import configured
 from tests.support.matrices import condition, normal, rank
 from tests.support.photographs import evaluated, noise_photographs
 
@@ -289,20 +288,6 @@ def test_encoders_of_timm_are_measured_or_it_is_said(photographs, tmp_path, name
     assert left_out <= without
     assert bool(without) == bool(left_out) == any("no number for" in line for line in said)
     assert {r.facet for r in records} == {f for f, _ in CELLS["spectra"]}
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"protocol": "video"},
-        {"num_images": 0},
-        {"num_steps": 0},
-        {"compare_to": "a"},
-    ],
-)
-def test_a_wrong_hyperparameter_is_named(wrong):
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        configured(Conditioning, **wrong)
 
 
 def test_a_comparison_needs_the_address_of_the_other_encoder(photographs):

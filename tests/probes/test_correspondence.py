@@ -10,11 +10,9 @@ from probes.correspondence import Correspondence
 from ssl_bench.composition.compose import build, compose_config
 from ssl_bench.data.layouts.spair71k import Spair71k
 from ssl_bench.data.samples import Dataset
-from ssl_bench.errors import ConfigurationError
 from ssl_bench.models import Encoder, ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import Record, ResultStore
 from ssl_bench.tables.pairs.image_scores import Scored, stored_curve
-from tests.support.configured import configured
 from tests.support.faults import unchecked_types
 from tests.support.photographs import evaluated, noise_photographs
 from tests.support.spair import spair
@@ -186,23 +184,3 @@ def test_a_whole_number_names_the_same_cell():
 
     assert [repr(one.settings()[name]) for name in ("strength", "sigma")] == ["0.0", "2.0"]
     assert one.metrics == ("pck_1.0",)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"alphas": []},
-        {"alphas": [0.1, 0.1]},
-        {"alphas": [0.0]},
-        {"strength": 0.34},
-        {"warp": "twist"},
-        {"num_points": 0},
-        {"prediction": "best"},
-        {"temperature": 0.0},
-        {"facet": "tokens"},
-        {"protocol": "davis"},
-    ],
-)
-def test_a_wrong_hyperparameter_is_named(wrong):
-    with pytest.raises(ConfigurationError, match=f"probe.{next(iter(wrong))}"):
-        configured(Correspondence, **wrong)

@@ -115,17 +115,6 @@ def test_an_image_has_its_own_warp_whatever_comes_before_it():
     assert not any(others)
 
 
-def test_points_are_found_in_the_middle_of_the_patch_that_is_alike():
-    target = torch.eye(6).view(1, 2, 3, 6)
-    # Patches of the source in another order: its first one is like the target's last.
-    source = torch.eye(6).flip(0).view(1, 2, 3, 6)
-    middles = torch.tensor([[[1 / 6, 0.25], [5 / 6, 0.75], [0.5, 0.25]]])
-
-    found = best_cells(similarities(source, target, middles))
-
-    assert found[0].numpy() == pytest.approx(np.array([[5 / 6, 0.75], [1 / 6, 0.25], [0.5, 0.75]]))
-
-
 def test_a_point_between_patches_is_their_mixture():
     source = torch.tensor([[[[1.0, 0.0], [0.0, 1.0]]]])  # one row of two patches
     target = torch.tensor([[[[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]]]])

@@ -14,7 +14,6 @@ from probes.conditioning.jacobians import (
     exact_jacobian,
     exact_spectra,
     extremes,
-    jacobian_map,
     lanczos_extremes,
     rank_details,
 )
@@ -64,15 +63,6 @@ def test_jacobians_agree_with_finite_differences(config, facet):
     assert found.abs().max() > 1e-4
     expected = finite_differences(function, point)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("facet", FACETS)
-def test_products_are_those_of_the_exact_jacobian(facet):
-    function, point = block_functions(block_pass())[facet]
-    exact, linear = exact_jacobian(function, point), jacobian_map(function, point)
-    vector = normal(point.numel(), seed=2)
-    torch.testing.assert_close(linear.apply(vector), exact @ vector)
-    torch.testing.assert_close(linear.apply_transposed(vector), exact.T @ vector)
 
 
 def kronecker_terms(one):
@@ -148,9 +138,14 @@ def test_bidiagonalisation_by_hand():
     assert above.tolist() == pytest.approx([math.hypot(9 - 5, 1 - 5) / math.sqrt(10)])
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("config", [TINY, PROPOSED])
-def test_lanczos_and_the_exact_singular_values_agree(config):
-    one = block_pass(config)
+def test_lanczos_and_the_exact_singular_values_agree(config, padded):
+    x = None
+    if padded:
+        model = build_vit(config, seed=0).double().eval().requires_grad_(False)
+        x = model.embed(pad_to_patch(normal(3, 10, 12)[None], 8))[0]
+    one = block_pass(config, x=x)
     exact = exact_spectra(one)
     bounds = lanczos_extremes(one, steps=one.entered.numel(), seed=0)
     assert bounds.keys() == exact.keys() == set(FACETS)
@@ -236,17 +231,6 @@ def test_a_norm_without_a_skip_makes_the_block_singular_and_a_skip_does_not():
     assert math.isfinite(
         lanczos_extremes(whole, steps=3, seed=0)["block"].condition_number_at_least
     )
-
-
-@pytest.mark.parametrize("config", [TINY, PROPOSED])
-def test_jacobians_of_padded_inputs_are_no_nan(config):
-    model = build_vit(config, seed=0).double().eval().requires_grad_(False)
-    image = normal(3, 10, 12)
-    x = model.embed(pad_to_patch(image[None], 8))[0]
-    one = block_pass(config, x=x)
-    for facet, spectrum in exact_spectra(one).items():
-        bounds = lanczos_extremes(one, steps=10, seed=0)[facet]
-        assert bounds.condition_number_at_least <= condition(spectrum) * (1 + 1e-9)
 
 
 def test_equal_tokens_make_the_dominant_term_singular():

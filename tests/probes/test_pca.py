@@ -21,7 +21,6 @@ from probes.pictures import Picture, svg_sheet
 from ssl_bench.errors import ConfigurationError, DataError
 from ssl_bench.models import ViTConfig, build_vit, encoder_from_model
 from ssl_bench.results import ResultStore
-from tests.support.configured import configured
 from tests.support.photographs import evaluated, noise_photographs
 
 
@@ -204,18 +203,3 @@ def test_the_longer_side_is_as_asked_and_the_patch_divides_both():
     assert resized.shape == (3, 64, 96)
     assert resized[0].min() == 1
     assert resized[1:].max() == 0
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"protocol": "video"},
-        {"panels": 0},
-        {"grid": "pdf"},
-        {"background": "black"},
-        {"background": "first_component", "protocol": "dataset"},
-    ],
-)
-def test_a_wrong_hyperparameter_is_named(wrong):
-    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        configured(PCA, **wrong)
