@@ -33,7 +33,7 @@ def evaluated(
     encoder: Encoder,
     layers: Sequence[int],
     *,
-    say: Callable[[str], object] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
     overwrite: bool = True,
 ) -> list[Record]:
     cpu = torch.device("cpu")
