@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,24 @@ from ssl_bench.results.reading import holds
 from ssl_bench.system.files import write_atomically
 
 
-@dataclass(frozen=True)
-class CkaMatrix:
-    """CKA of every block with every block.
+def draw(
+    scores: Sequence[Score],
+    title: str,
+    path: Path,
+    likeness: Float64[np.ndarray, "rows columns"] | None = None,
+    names: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    other: str = "",
+) -> None:
+    """One panel a metric, one line a facet with its 95 % band; infinite values at the top.
 
-    Attributes:
+    Args:
+        scores: Of all metrics.
+        title: Above all panels.
+        path: A PNG.
+        likeness: CKA of every block with every block, in a panel of its own.
+        names: Of its rows and of its columns.
         other: Whose blocks the columns are, where they are another encoder's.
     """
-
-    values: Float64[np.ndarray, "rows columns"]
-    row_names: Sequence[str]
-    column_names: Sequence[str]
-    other: str
-
-
-def draw(scores: Sequence[Score], likeness: CkaMatrix | None, title: str, path: Path) -> None:
-    """One panel a metric, one line a facet with its 95 % band; infinite values at the top."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -49,11 +50,12 @@ def draw(scores: Sequence[Score], likeness: CkaMatrix | None, title: str, path: 
         _draw_metric(axis, [score for score in scores if score.metric == metric], facets)
     if likeness is not None:
         axis = axes.flat[len(metrics)]
-        image = axis.imshow(likeness.values, vmin=0, vmax=1, cmap="magma", origin="lower")
+        image = axis.imshow(likeness, vmin=0, vmax=1, cmap="magma", origin="lower")
         figure.colorbar(image, ax=axis)
-        axis.set_xticks(range(len(likeness.column_names)), likeness.column_names, fontsize=7)
-        axis.set_yticks(range(len(likeness.row_names)), likeness.row_names, fontsize=7)
-        axis.set_xlabel(f"block of {likeness.other}" if likeness.other else "block")
+        rows_shown, columns_shown = names
+        axis.set_xticks(range(len(columns_shown)), columns_shown, fontsize=7)
+        axis.set_yticks(range(len(rows_shown)), rows_shown, fontsize=7)
+        axis.set_xlabel(f"block of {other}" if other else "block")
         axis.set_title("linear CKA", fontsize=9)
     for axis in axes.flat[count:]:
         axis.set_axis_off()

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from probes.conditioning.decomposition import block_passes
-from probes.conditioning.figure import CkaMatrix, draw
+from probes.conditioning.figure import draw
 from probes.conditioning.scores import (
     CELLS,
     SAME,
@@ -198,7 +199,7 @@ class Conditioning(Probe):
             yield from found
         names = ["input", *map(str, passes)]
         states = [embedded, *map(left, passes.values())]
-        likeness = CkaMatrix(cka_matrix(states, states), names, names, "")
+        likeness = cka_matrix(states, states)
         path = context.artifacts / self._stem(context.layers, context.seed)
         write_atomically(
             path.with_name(f"{path.name}-{SPECTRA_FILE}"),
@@ -206,9 +207,9 @@ class Conditioning(Probe):
         )
         write_atomically(
             path.with_name(f"{path.name}-{CKA_FILE}"),
-            lambda file: np.save(file, likeness.values),
+            lambda file: np.save(file, likeness),
         )
-        self._draw(context, scores, likeness, len(samples))
+        draw(scores, *self._title_and_path(context, samples), likeness, (names, names))
 
     def _jacobians(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
         passes, _ = block_passes(context.encoder, samples, self.image_size, context)
@@ -228,7 +229,7 @@ class Conditioning(Probe):
                 )
             scores += found
             yield from found
-        self._draw(context, scores, None, len(samples))
+        draw(scores, *self._title_and_path(context, samples))
 
     def _compared(self, context: ProbeContext, samples: Sequence[Sample]) -> Iterator[Score]:
         """CKA with the blocks of another encoder."""
@@ -262,8 +263,8 @@ class Conditioning(Probe):
                 plain(layer, "token", "cka_with_checkpoint", value, ci95, len(samples), more)
             )
             yield scores[-1]
-        likeness = CkaMatrix(matrix, list(map(str, ours)), list(map(str, states)), other.name)
-        self._draw(context, scores, likeness, len(samples))
+        names = list(map(str, ours)), list(map(str, states))
+        draw(scores, *self._title_and_path(context, samples), matrix, names, other.name)
 
     def _undefined(
         self, context: ProbeContext, found: Sequence[Score], num_images: int
@@ -295,20 +296,14 @@ class Conditioning(Probe):
         for cell in missing:
             yield plain(*cell, float("nan"), None, num_images, {"undefined": why})
 
-    def _draw(
-        self,
-        context: ProbeContext,
-        scores: Sequence[Score],
-        likeness: CkaMatrix | None,
-        num_images: int,
-    ) -> None:
+    def _title_and_path(self, context: ProbeContext, samples: Sequence[Sample]) -> tuple[str, Path]:
+        """Of the figure."""
         when = f" at initialisation, seed {context.seed}" if self.at_initialisation else ""
         title = (
-            f"{context.encoder.name}{when}: {self.protocol}, {num_images} images of "
+            f"{context.encoder.name}{when}: {self.protocol}, {len(samples)} images of "
             f"{self.image_size} x {self.image_size}"
         )
-        path = context.artifacts / f"{self._stem(context.layers, context.seed)}.png"
-        draw(scores, likeness, title, path)
+        return title, context.artifacts / f"{self._stem(context.layers, context.seed)}.png"
 
 
 def _title_of(encoder: Encoder | EncoderIdentity) -> str:
