@@ -530,13 +530,7 @@ def similarities(
     target: Float[Tensor, "batch rows cols dim"],
     points: Float[Tensor, "batch points 2"],
 ) -> Float[Tensor, "batch points rows cols"]:
-    """Cosine between what the source has at some points and every patch of the target.
-
-    Args:
-        source: Features of patches.
-        target: The same.
-        points: (x, y) in the source, relative to its width and height.
-    """
+    """Cosine between what the source has at (x, y), relative to its sides, and every patch."""
     # Between the middles of patches bilinear, beyond the last ones theirs. Without aligned corners
     # -1 and 1 are the edges of the map, as 0 and 1 are ours.
     at = F.grid_sample(
@@ -565,10 +559,7 @@ def soft_cells(
 ) -> Float[Tensor, "batch points 2"]:
     """The mean place under a softmax of similarities that a Gaussian damps away from the best.
 
-    Args:
-        similarity: Cosines.
-        sigma: Of the Gaussian, in patches.
-        temperature: Of the softmax.
+    `sigma` is of the Gaussian, in patches, `temperature` of the softmax.
 
     Source: `kernel_softargmax_get_matches_logits` of https://github.com/visinf/INSID3 (f1c9622a),
     `utils/keypoints.py`. Theirs gives the index of a cell, ours its middle.
@@ -588,12 +579,7 @@ def draw(
 ) -> None:
     """Save both views side by side with lines between the first points of a pair.
 
-    Args:
-        pair: The views and the true places.
-        places: Where the points were found, relative to the second view.
-        right: Whether that is near enough.
-        title: Stands above.
-        path: A PNG.
+    `places` is where they were found, relative to the second view, `right` whether near enough.
     """
 
     def flat(*points: np.ndarray) -> list[float]:

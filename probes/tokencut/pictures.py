@@ -69,7 +69,7 @@ def draw_sheets(
         folder: Where `sheet_path` puts them.
         images: That were searched.
         results: By image id.
-        patch_size: Of the encoder.
+        patch_size: Of the encoder, in pixels.
         per_kind: How many images of each kind, from all over the set, are shown.
         seen: An image as it was searched, with its boxes.
     """

@@ -526,11 +526,7 @@ def flags(cells: Sequence[Cell]) -> dict[str, float]:
 def centre_box(size: tuple[int, int]) -> Float64[np.ndarray, " 4"]:
     """The box in the middle of an image that has its shape and half of its area.
 
-    Args:
-        size: Height and width in pixels.
-
-    Returns:
-        (x0, y0, x1, y1) in pixels.
+    Of (height, width) in pixels (x0, y0, x1, y1).
     """
     height, width = size
     sides = np.array([width, height, width, height], np.float64)
@@ -581,16 +577,11 @@ def same_shape(
     *,
     waiting_pixels: int = _WAITING_PIXELS,
 ) -> Iterator[list[Sample]]:
-    """Batches of samples of the same shape, each as soon as it is full.
+    """Batches of samples of equal `shape`, each as soon as it holds `size` of them.
 
-    When too many pixels wait, the shape that holds most of them goes first. Every sample comes
-    once, those of one shape in their order; also those that came before one that cannot be read.
-
-    Args:
-        samples: Of any shapes.
-        shape: Samples with equal values go together.
-        size: How many samples of this one's shape make a batch, at least 1.
-        waiting_pixels: Bound on the decoded pixels that are held back.
+    When more decoded pixels wait than `waiting_pixels`, the shape that holds most of them goes
+    first. Every sample comes once, those of one shape in their order; also those that came before
+    one that cannot be read.
     """
 
     def pixels(some: Sequence[Sample]) -> int:
@@ -614,14 +605,9 @@ def same_shape(
 def padded_batch(
     samples: Sequence[Sample], shape: tuple[int, int], colour: tuple[float, float, float]
 ) -> Float[Tensor, "batch 3 height width"]:
-    """RGB in [0, 1], filled up right and below with a colour, such as an encoder's mean.
+    """RGB in [0, 1], filled up right and below with a colour to a height and width in pixels.
 
-    An image that is filled up with the mean is, after normalisation, filled up with exact zeros.
-
-    Args:
-        samples: With images of at most that shape.
-        shape: Height and width of the batch in pixels.
-        colour: RGB in [0, 1].
+    An image that is filled up with an encoder's mean is, after normalisation, filled up with zeros.
     """
     batch = torch.tensor(colour)[:, None, None].repeat(len(samples), 1, *shape)
     for image, sample in zip(batch, samples, strict=True):
