@@ -195,7 +195,10 @@ def patch_cosine(
 
 
 class PositionSums:
-    """All that ridge regression needs of the patches of some images."""
+    """All that ridge regression needs of the patches of some images.
+
+    As places are centred in each image, the mean of the tokens makes no difference to `crossed`.
+    """
 
     def __init__(self) -> None:
         self.moments = Moments()
@@ -211,38 +214,10 @@ class PositionSums:
         self._crossed += tokens.sum(0).flatten(0, 1).T @ places
         self.moments.add(tokens.reshape(images * rows * cols, dim))
 
-    def summary(self) -> "Summary":
-        moments = self.moments
-        crossed = self._crossed / moments.count
-        return Summary(moments.count, moments.mean, moments.covariance, crossed)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Means over patches.
-
-    Attributes:
-        crossed: Of the products of tokens and places; as places are centred in each image, the
-            mean of the tokens makes no difference.
-    """
-
-    count: int
-    mean: Float64[Tensor, " dim"]
-    covariance: Float64[Tensor, "dim dim"]
-    crossed: Float64[Tensor, "dim 2"]
-
-    def joined(self, other: "Summary") -> "Summary":
-        """Of the patches of both."""
-        total = self.count + other.count
-        one, two = self.count / total, other.count / total
-        distance = other.mean - self.mean
-        between = one * two * torch.outer(distance, distance)
-        return Summary(
-            total,
-            one * self.mean + two * other.mean,
-            one * self.covariance + two * other.covariance + between,
-            one * self.crossed + two * other.crossed,
-        )
+    @property
+    def crossed(self) -> Float64[Tensor, "dim 2"]:
+        """Mean of the products of tokens and places."""
+        return self._crossed / self.moments.count
 
 
 @dataclass(frozen=True)
@@ -260,10 +235,24 @@ class PositionFit:
     @classmethod
     def of(cls, fitted: PositionSums, choosing: PositionSums) -> "PositionFit":
         """With the penalty that errs least on other images, then fitted to both."""
-        one, other = fitted.summary(), choosing.summary()
-        errors = [_error(fit, other) for fit in _fits(one, PENALTIES)]
+        mean, other_mean = fitted.moments.mean, choosing.moments.mean
+        covariance, other_covariance = fitted.moments.covariance, choosing.moments.covariance
+        distance = other_mean - mean
+        between, errors = torch.outer(distance, distance), []
+        products = other_covariance + between
+        for fit in _fits(mean, covariance, fitted.crossed, PENALTIES):
+            # Squared, but for the spread of the places, which is the same for all fits.
+            quadratic = (fit.weight * (products @ fit.weight)).sum()
+            errors.append(float(quadratic - 2 * (fit.weight * choosing.crossed).sum()))
         penalty = PENALTIES[min(range(len(errors)), key=errors.__getitem__)]
-        (fit,) = _fits(one.joined(other), (penalty,))
+        counts = fitted.moments.count, choosing.moments.count
+        one, two = (count / sum(counts) for count in counts)
+        (fit,) = _fits(
+            one * mean + two * other_mean,
+            one * covariance + two * other_covariance + one * two * between,
+            one * fitted.crossed + two * choosing.crossed,
+            (penalty,),
+        )
         return fit
 
     def r2(self, patches: Patches) -> Float64[Tensor, " images"]:
@@ -290,24 +279,20 @@ def centred_places(rows: int, cols: int, device: torch.device) -> Places:
     return torch.cartesian_prod(down, across)
 
 
-def _fits(summary: Summary, penalties: tuple[float, ...]) -> list[PositionFit]:
+def _fits(
+    mean: Float64[Tensor, " dim"],
+    covariance: Float64[Tensor, "dim dim"],
+    crossed: Float64[Tensor, "dim 2"],
+    penalties: tuple[float, ...],
+) -> list[PositionFit]:
     """Ridge regression from standardised tokens, one for each penalty."""
-    deviation = summary.covariance.diagonal().clamp(min=0).sqrt()
-    varies = deviation > _CONSTANT_CHANNEL * summary.mean.abs()
+    deviation = covariance.diagonal().clamp(min=0).sqrt()
+    varies = deviation > _CONSTANT_CHANNEL * mean.abs()
     scale = torch.where(varies, 1 / deviation.clamp(min=1e-300), 0.0)
-    correlation = scale[:, None] * summary.covariance * scale
-    sizes, axes = torch.linalg.eigh(correlation)
-    along = axes.T @ (scale[:, None] * summary.crossed)
+    sizes, axes = torch.linalg.eigh(scale[:, None] * covariance * scale)
+    along = axes.T @ (scale[:, None] * crossed)
     found = []
     for penalty in penalties:
         weight = axes @ (along / (sizes.clamp(min=0) + penalty)[:, None])
-        found.append(PositionFit(summary.mean, scale[:, None] * weight, penalty))
+        found.append(PositionFit(mean, scale[:, None] * weight, penalty))
     return found
-
-
-def _error(fit: PositionFit, summary: Summary) -> float:
-    """Mean squared error, but for the spread of the places, which is the same for all fits."""
-    distance = summary.mean - fit.mean
-    products = summary.covariance + torch.outer(distance, distance)
-    weight = fit.weight
-    return float((weight * (products @ weight)).sum() - 2 * (weight * summary.crossed).sum())

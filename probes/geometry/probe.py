@@ -222,37 +222,15 @@ class Geometry(Probe):
         yield _score(cell, "position_r2", mean_estimate(shares), count, details)
 
 
-@dataclass(frozen=True)
-class Roles:
-    """Which images serve what; indices into the set, ascending, drawn with the seed.
-
-    Attributes:
-        fitted: Positions are fitted to them; with `choosing` and `held_out` these are all.
-        compared: Whose pairs make uniformity.
-        viewed: That are also looked at in random views.
-    """
-
-    fitted: tuple[int, ...]
-    choosing: tuple[int, ...]
-    held_out: tuple[int, ...]
-    compared: frozenset[int]
-    viewed: tuple[int, ...]
-
-    @classmethod
-    def draw(cls, count: int, probe: Geometry, seed: int) -> "Roles":
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
-        # Fewer than three images cannot be divided, and no position is read.
-        part = max(1, round(_SHARE * count)) if count > 2 else 0
-        parts = (order[2 * part :], order[part : 2 * part], order[:part])
-        fitted, choosing, held_out = (tuple(sorted(some)) for some in parts)
-        compared = frozenset(order[: probe.pair_images])
-        return cls(fitted, choosing, held_out, compared, tuple(sorted(order[: probe.view_images])))
-
-
 class Passes:
     """What passes the encoder, every image once and random views of some, and what that leaves.
 
+    Which images serve what is drawn with the seed; all are indices into the set.
+
     Attributes:
+        roles: Images that positions are fitted to, that choose the penalty, and that are scored.
+        paired: Whose pairs make uniformity.
+        viewed: That are also looked at in random views.
         kept: The views of the images so far, until the scores are known; named after all that
             they depend on.
         moments: By block and facet, of what stands for the images.
@@ -265,13 +243,23 @@ class Passes:
 
     def __init__(self, probe: Geometry, context: ProbeContext, images: ImageSet) -> None:
         self.probe, self.context, self.images = probe, context, images
-        self.roles = roles = Roles.draw(len(images), probe, context.seed)
+        count, generator = len(images), torch.Generator().manual_seed(context.seed)
+        order = torch.randperm(count, generator=generator).tolist()
+        # Fewer than three images cannot be divided, and no position is read.
+        part = max(1, round(_SHARE * count)) if count > 2 else 0
+        self.roles = {
+            "fitted": sorted(order[2 * part :]),
+            "choosing": sorted(order[part : 2 * part]),
+            "held_out": sorted(order[:part]),
+        }
+        self.paired = frozenset(order[: probe.pair_images])
+        self.viewed = tuple(sorted(order[: probe.view_images]))
         self.facets = probe.asked_facets.names
         self.size = probe.image_size or min(context.encoder.native_size)
         self.at_once = at_once(probe.batch_size, self.size, context.device)
         facts = (
             encoder_id(context.encoder.identity()),
-            (images.fingerprint(), roles.viewed, context.layers, context.seed),
+            (images.fingerprint(), self.viewed, context.layers, context.seed),
             (str(context.dtype), context.device.type, self.size),
             (self.facets, probe.views, probe.view_area),
         )
@@ -292,10 +280,10 @@ class Passes:
     def gather(self) -> None:
         """Every image once, those that positions are fitted to before those that are scored."""
         # Patches are compared with what blocks give, as far as the encoder has it.
-        encoder, roles = self.context.encoder, self.roles
+        encoder = self.context.encoder
         has = {"token": True, "cls": encoder.has_cls, REGISTERS: encoder.num_registers > 0}
         extractor = self._extractor([facet for facet, is_there in has.items() if is_there])
-        order = (*roles.fitted, *roles.choosing, *roles.held_out)
+        order = [index for indices in self.roles.values() for index in indices]
         size, share = self.size, self.probe.crop_share
 
         def square(sample: Sample) -> UInt8[Tensor, "3 size size"]:
@@ -303,8 +291,7 @@ class Passes:
 
         squares = read_ahead(self.images, order, square, workers=self.probe.num_workers)
         shown = iter(self.context.progress(squares, "geometry", len(order)))
-        for role in ("fitted", "choosing", "held_out"):
-            indices: tuple[int, ...] = getattr(roles, role)
+        for role, indices in self.roles.items():
             pairs = zip(indices, islice(shown, len(indices)), strict=True)
             for batch in batches(pairs, self.at_once):
                 rows = [index for index, _ in batch]
@@ -323,7 +310,7 @@ class Passes:
         sums: Float[Tensor, "features batch"],
     ) -> Float[Tensor, "features batch"]:
         """Take in the features of some images; gives back `sums` in host memory."""
-        kept = [place for place, row in enumerate(rows) if row in self.roles.compared]
+        kept = [place for place, row in enumerate(rows) if row in self.paired]
         pairs: list[Tensor] = []
         for facet in self.facets:
             for layer, vectors in zip(features, image_vectors(features, facet), strict=True):
@@ -357,8 +344,8 @@ class Passes:
         """Vectors of random views of some images, in host memory; goes on where a run ended."""
         # Of each image and facet "layers views dim".
         done: list[list[Tensor]] = list(self.kept.found.get("views", ()))
-        before, viewed = len(done), self.roles.viewed
-        left = viewed[before:]
+        before = len(done)
+        left = self.viewed[before:]
         extractor = self._extractor(())
         size, (least, most) = self.size, self.probe.view_area
         crops = ResizedCrops(self.probe.views, self.context.seed, area=(least, most))

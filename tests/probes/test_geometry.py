@@ -10,12 +10,11 @@ from PIL import Image
 
 from probes.features.moments import Moments
 from probes.geometry.estimates import rankme
-from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry, Passes, Roles
+from probes.geometry.probe import IMAGE_METRICS, TOKEN_METRICS, Geometry
 from ssl_bench.cli.__main__ import main
 from ssl_bench.data.central_square import central_square
 from ssl_bench.data.layouts.folder import ImageFolder
 from ssl_bench.errors import UnfitEncoder
-from ssl_bench.evaluation import Evaluation, ProbeContext
 from ssl_bench.features import FeatureExtractor
 from ssl_bench.models import (
     ConvMixerConfig,
@@ -25,8 +24,8 @@ from ssl_bench.models import (
     encoder_from_model,
 )
 from ssl_bench.results import ResultStore
-from ssl_bench.system.progress import show_progress
 from tests.support.faults import probing
+from tests.support.photographs import evaluated
 
 SMALL: dict[str, Any] = {"view_images": 3, "views": 2, "num_workers": 1}
 FEW = ("cls", "patch_mean")
@@ -51,52 +50,47 @@ def vit(**changes):
     return build_vit(config, seed=0)
 
 
-def context(dataset, model=None, *, seed=0, layers=(0, 1), said=None, progress=show_progress):
-    return ProbeContext(
-        encoder=encoder_from_model(model or vit(), name="tiny"),
-        dataset=dataset,
-        layers=layers,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
+def scores(dataset, model=None, *, seed=0, layers=(0, 1), said=None, **options):
+    records = evaluated(
+        Geometry(**{**SMALL, **options}),
+        dataset,
+        ResultStore(dataset.root.parent / "out"),
+        encoder_from_model(model or vit(), name="tiny"),
+        layers,
         seed=seed,
-        artifacts=dataset.root,
-        progress=progress,
         say=(lambda _: None) if said is None else said.append,
     )
-
-
-def scores(dataset, model=None, *, seed=0, layers=(0, 1), said=None, **options):
-    probe = Geometry(**{**SMALL, **options})
-    found = probe.run(context(dataset, model, seed=seed, layers=layers, said=said))
-    return {(score.layer, score.facet, score.metric): score for score in found}
+    return {(record.layer, record.facet, record.metric): record for record in records}
 
 
 def values(dataset, *more, **options):
     return {cell: score.value for cell, score in scores(dataset, *more, **options).items()}
 
 
-def test_every_cell_gets_a_record(photographs, tmp_path):
-    probe = Geometry(**SMALL)
-    cpu = torch.device("cpu")
-    encoder = encoder_from_model(vit(num_registers=2), name="tiny")
-    evaluation = Evaluation(encoder, photographs, probe, (1, 0), 0, cpu, torch.float32)
+def test_every_cell_gets_a_record(photographs):
+    found = scores(photographs, vit(num_registers=2), layers=(1, 0), pair_images=6)
 
-    records = evaluation.run(ResultStore(tmp_path / "out"), say=lambda _: None)
-
-    assert [(r.layer, r.facet, r.metric) for r in records] == [
+    assert list(found) == [
         (layer, facet, metric)
         for layer in (0, 1)
         for facet, metrics in ((FEW[0], IMAGE_METRICS), (FEW[1], IMAGE_METRICS),
                                ("token", TOKEN_METRICS))
         for metric in metrics
     ]  # fmt: skip
+    records = found.values()
     undefined = {r.metric for r in records if math.isnan(r.value)}
     # Seven images have six variances, none of rank 11.
     assert undefined == {"alpha_req"}
     assert {r.metric for r in records if r.unit == "%"} == {"outlier_share"}
     assert not any(r.is_ranked for r in records)
     counts = {r.metric: r.num_images for r in records}
-    assert (counts["rankme"], counts["lidar"], counts["position_r2"]) == (7, 3, 7)
+    assert [counts[name] for name in ("rankme", "lidar", "uniformity", "position_r2")] == [
+        7,
+        3,
+        6,
+        7,
+    ]
+    assert found[1, "token", "position_r2"].details["num_held_out"] == 1
 
 
 def test_the_vectors_are_those_of_the_central_squares(photographs):
@@ -170,25 +164,13 @@ def test_large_images_pass_a_cpu_in_batches_that_let_progress_be_seen(photograph
     assert max(seen) == 2
 
 
-def test_views_hang_on_the_seed(photographs):
-    probe, images = Geometry(**{**SMALL, "view_images": 7}), photographs.images()
-    views = [Passes(probe, context(photographs, seed=s), images).views() for s in (0, 0, 1)]
-    one, same, other = (found[1, "cls"] for found in views)
+def test_views_and_what_is_held_out_hang_on_the_seed(photographs):
+    # Of all images, so that the views alone differ.
+    one, same, other = (values(photographs, seed=seed, view_images=7) for seed in (0, 0, 1))
 
-    assert one.shape == (7, 2, 12)
-    assert torch.equal(one, same)
-    assert not torch.isclose(one, other).all()
-
-
-def test_each_image_has_one_role_and_the_seed_chooses_it():
-    probe = Geometry(view_images=4, pair_images=6)
-    roles = [Roles.draw(10, probe, seed) for seed in (0, 0, 1)]
-
-    assert sorted(roles[0].fitted + roles[0].choosing + roles[0].held_out) == list(range(10))
-    assert [len(some) for some in (roles[0].choosing, roles[0].held_out)] == [2, 2]
-    assert (len(roles[0].compared), len(roles[0].viewed)) == (6, 4)
-    assert roles[0] == roles[1] != roles[2]
-    assert Roles.draw(2, probe, 0).held_out == ()
+    assert one == pytest.approx(same, rel=0, abs=0, nan_ok=True)
+    for cell in ((1, "cls", "alignment"), (1, "token", "position_r2")):
+        assert one[cell] != other[cell]
 
 
 def test_what_an_encoder_does_not_have_is_no_number(photographs):

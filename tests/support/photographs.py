@@ -33,9 +33,10 @@ def evaluated(
     encoder: Encoder,
     layers: Sequence[int],
     *,
+    seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
     overwrite: bool = True,
 ) -> list[Record]:
     cpu = torch.device("cpu")
-    evaluation = Evaluation(encoder, dataset, probe, tuple(layers), 0, cpu, torch.float32)
+    evaluation = Evaluation(encoder, dataset, probe, tuple(layers), seed, cpu, torch.float32)
     return evaluation.run(store, say=say, overwrite=overwrite)
