@@ -395,18 +395,3 @@ def test_mean_logarithms_are_those_of_the_tokens_of_the_encoder_itself(photograp
     # A picture that is promised and not drawn would leave the cells pending for ever.
     assert not list((tmp_path / "out" / "pictures").rglob("*.png"))
     assert not Conditioning(protocol="mean_log").pictures((2,), photographs.images(), 0)
-
-
-def test_an_exponent_of_one_gives_the_numbers_of_a_plain_encoder(photographs, tmp_path):
-    values = {}
-    for name, more in (
-        ("plain", {}),
-        ("one", {"graying": "svd", "graying_exponent": 1.0}),
-        ("half", {"graying": "svd", "graying_exponent": 0.5}),
-    ):
-        encoder = tiny(replace(DEEP, **more), name=name)
-        records = probe(photographs, tmp_path, encoder, layers=(2,), protocol="mean_log")
-        values[name] = [record.value for record in records]
-
-    assert values["one"] == pytest.approx(values["plain"], rel=1e-6)
-    assert max(values["half"]) < min(values["plain"])
